@@ -1,0 +1,1 @@
+"""Regularizers, one idea per file."""
