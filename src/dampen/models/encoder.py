@@ -1,0 +1,77 @@
+"""A small encoder over feature tokens: audio frames, video features, anything of shape (B, N, F)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dampen.models.block import Block, check_padding, initialize, visible_keys
+
+
+class FeatureEncoder(nn.Module):
+    """Classify a sequence of feature vectors as a whole, or each of its tokens.
+
+    The 2-layer encoder of Explicit Dropout (arXiv 2604.20505) on THUMOS14 (`per_token=True`: one set of logits per
+    frame) and GTZAN (`per_token=False`: the mean over unpadded tokens is classified). Positions are learned.
+    `padding` is bool, True where a token is padded: such a token changes nothing but its own per-token logits.
+
+    >>> import torch
+    >>> model = FeatureEncoder(features=64, classes=10, width=32, heads=4, mlp=64, max_tokens=120)
+    >>> padding = torch.zeros(3, 100, dtype=torch.bool)
+    >>> model(torch.rand(3, 100, 64), padding).shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        classes: int,
+        width: int = 128,
+        depth: int = 2,
+        heads: int = 4,
+        mlp: int = 256,
+        max_tokens: int = 128,
+        per_token: bool = False,
+        norm_first: bool = True,
+    ):
+        super().__init__()
+        self.features = features
+        self.max_tokens = max_tokens
+        self.per_token = per_token
+        self.embed = nn.Linear(features, width)
+        self.pos_embed = nn.Parameter(torch.zeros(1, max_tokens, width))
+        self.blocks = nn.ModuleList(Block(width, heads, mlp, norm_first=norm_first) for _ in range(depth))
+        self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
+        self.head = nn.Linear(width, classes)
+        initialize(self)
+        nn.init.normal_(self.pos_embed, std=0.02)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        self._check(x)
+        check_padding(padding, x)
+        x = self.embed(x) + self.pos_embed[:, : x.shape[1]]
+        keep = visible_keys(padding)
+        for block in self.blocks:
+            x = block(x, keep)
+        x = self.norm(x)
+        return self.head(x if self.per_token else _mean(x, padding))
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() != 3 or x.shape[2] != self.features:
+            raise ValueError(
+                f"Feature tokens must come as (batch, tokens, {self.features}): got shape {tuple(x.shape)}. "
+                "Transpose the input, or build the model with features= as many as each token has."
+            )
+        if x.shape[1] > self.max_tokens:
+            raise ValueError(
+                f"The sequence is longer than the model's positions: got {x.shape[1]} tokens, max_tokens is "
+                f"{self.max_tokens}. Cut the sequence into windows, or build the model with max_tokens={x.shape[1]}."
+            )
+
+
+def _mean(x: Tensor, padding: Tensor | None) -> Tensor:
+    """Mean over unpadded tokens; a sequence of padding alone gives zeros."""
+    if padding is None:
+        return x.mean(dim=1)
+    count = (~padding).sum(dim=1, keepdim=True).clamp(min=1)
+    return x.masked_fill(padding[..., None], 0.0).sum(dim=1) / count
