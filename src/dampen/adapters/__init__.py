@@ -1,0 +1,1 @@
+"""What the general sockets cannot see: nn.MultiheadAttention, and residual branches."""

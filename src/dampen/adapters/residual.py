@@ -1,0 +1,86 @@
+"""Residual branches, found in any block by following the data.
+
+While a block runs, every addition is looked at. One operand that *is* the residual stream (the block's input, the result of the last
+residual addition, or a norm or reshape of it), after a sublayer has run since the last one, makes it a residual addition; the other operand
+is the branch, with whatever the block has put in it (LayerScale, DropPath, dropout, a post-norm). So pre-norm, post-norm,
+sandwich and decoder blocks of any library are read without an adapter of their own. The number of branches found is
+checked against the sublayers that the block has, so a block that adds in some other way raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from dampen.regularizer import BranchCall, Regularizer, Site
+
+_ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+_SAME_STREAM = {
+    "layer_norm", "rms_norm", "group_norm", "reshape", "view", "flatten", "unflatten", "permute", "transpose", "movedim",
+    "contiguous", "to", "type", "float", "half", "bfloat16", "squeeze", "unsqueeze", "clone", "type_as",
+}  # fmt: skip
+
+
+def call_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function as a mode received it."""
+    if (
+        getattr(func, "__name__", "") == "unflatten"
+    ):  # a method with super(), which torch.compile cannot trace below a mode
+        return torch.unflatten(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+class ResidualSocket(TorchFunctionMode):
+    """Shows each residual branch of one block's forward to the regularizers, just before it is added."""
+
+    def __init__(self, regularizers: Sequence[Regularizer], stream: Tensor, site: Site) -> None:
+        super().__init__()
+        self.regularizers, self.site = regularizers, site
+        self.stream = [stream]  # tensors that are the residual stream, possibly normed or reshaped
+        self.sublayer = ""  # what has run since the last residual addition: "", "ffn" or "attention"
+        self.found: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is F.scaled_dot_product_attention or func is F.multi_head_attention_forward:
+            self.sublayer = "attention"
+        elif (func is F.linear or name == "addmm") and not self.sublayer:
+            self.sublayer = "ffn"
+        elif name in _ADDITIONS and self.sublayer and len(args) == 2:
+            left, right = (self._is_stream(arg) for arg in args)
+            if left != right:
+                return self._add(*args) if left else self._add(args[1], args[0])
+        out = call_torch(func, args, kwargs)
+        if name in _SAME_STREAM and args and self._is_stream(args[0]):
+            self.stream.append(out)
+        return out
+
+    def _is_stream(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and any(value is s for s in self.stream)
+
+    def _add(self, residual: Tensor, branch: Tensor) -> Tensor:
+        call = BranchCall(self.sublayer, residual, self.site)
+        for r in self.regularizers:
+            branch = r.branch(branch, call)
+        out = torch.add(residual, branch)
+        self.found.append(self.sublayer)
+        self.stream, self.sublayer = [out], ""
+        return out
+
+    def check(self, block: nn.Module, expected: int) -> None:
+        """Raise where the block did not add as many branches as it has sublayers."""
+        if len(self.found) != expected:
+            names = ", ".join(sorted({r.name for r in self.regularizers}))
+            raise RuntimeError(
+                f"{type(block).__name__} at '{self.site.name}': found {len(self.found)} residual additions "
+                f"({', '.join(self.found) or 'none'}) where its sublayers make {expected}, so {names} cannot act on its branches. "
+                "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or leave it out with sites=."
+            )

@@ -1,0 +1,111 @@
+"""DropKey: drop keys before the softmax."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dampen.masks import bernoulli, dilate, seed_rate
+from dampen.regularizer import Call, Regularizer
+from dampen.schedules import Value
+
+Unit = Literal["element", "column", "block", "cross"]
+UNITS = ("element", "column", "block", "cross")
+
+
+class DropKey(Regularizer):
+    """Hide random keys from the queries before the softmax, which renormalizes over the keys that stay.
+
+    L_ij = -inf with probability p, independently per sample, head, query and key (Algorithm 1 of arXiv 2208.02646). The paper's best schedule falls
+    with depth: `DropKey(linear(0.3, 0.0))`. `unit="block"` hides w x w windows of the patch grid around random seeds,
+    `unit="cross"` w-wide stripes through them, `unit="column"` the same keys from all queries (HiddenKey, arXiv 2403.00812), which needs no N x N mask.
+
+    Departures: acts in training only (the published code has no such guard); a query that would lose all its keys gets one of them back, so the
+    realized rate is p - p^m / m for m visible keys; seeds are drawn at the rate that hides each place with probability p away from borders
+    (1 - (1-p)^(1/w^2) for blocks, 1 - (1-p)^(1/(w (gh+gw) - w^2)) for crosses); prefix tokens (CLS) are dropped singly.
+
+    The paper's two remedies for the gap between training and test: `DropKey(early(0.3, until=0.9))` fine-tunes without it, and
+    `reg.mc_average(lambda: model(x))` averages over random masks at test time.
+
+    Args:
+        rate: probability to hide a key. 0.3 suits CIFAR, 0.05 to 0.1 ImageNet.
+        unit: element, column, block or cross.
+        window: w, for block and cross.
+        grid: (rows, columns) of the patch grid, for block and cross; by default the largest square, with at most 8 prefix tokens.
+
+    >>> from dampen import DropKey, linear
+    >>> DropKey(linear(0.3, 0.0))
+    DropKey(rate=0.3, unit=element)
+    """
+
+    def __init__(
+        self, rate: Value = 0.1, unit: Unit = "element", window: int = 1, grid: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        if unit not in UNITS:
+            raise ValueError(f"DropKey: unit must be one of {', '.join(UNITS)}, got {unit!r}.")
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"DropKey: window is a number of patches, at least 1, got {window!r}.")
+        if window > 1 and unit in ("element", "column"):
+            raise ValueError(f"DropKey: window={window} needs unit='block' or 'cross', got unit={unit!r}.")
+        self.scheduled("rate", rate)
+        self.unit, self.window, self.grid = unit, window, None if grid is None else check_grid(grid)
+
+    def mask(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+        if self.unit == "element":
+            return bernoulli((batch, heads, queries, keys), self.rate, q.device)
+        if self.unit == "column":
+            return self._column(batch, heads, keys, q.device)
+        rows, columns = grid_of(keys, self.grid)
+        places = (batch, heads, queries, rows, columns)
+        on_grid = block_mask if self.unit == "block" else cross_mask
+        hidden = on_grid(places, self.rate, self.window, q.device).flatten(-2)
+        prefix = bernoulli((batch, heads, queries, keys - rows * columns), self.rate, q.device)
+        return torch.cat([prefix, hidden], dim=-1)
+
+    def _column(self, batch: int, heads: int, keys: int, device: torch.device) -> Tensor:
+        return bernoulli((batch, heads, 1, keys), self.rate, device)
+
+    def extra_repr(self) -> str:
+        window = f", window={self.window}" if self.unit in ("block", "cross") else ""
+        return f"{super().extra_repr()}, unit={self.unit}{window}"
+
+
+def block_mask(shape: tuple[int, ...], rate: Tensor, window: int, device: torch.device) -> Tensor:
+    """Hide the window x window patches around random seeds of the (..., rows, columns) grid."""
+    seeds = bernoulli(shape, seed_rate(rate, window * window), device)
+    return dilate(dilate(seeds, window, -1), window, -2)
+
+
+def cross_mask(shape: tuple[int, ...], rate: Tensor, window: int, device: torch.device) -> Tensor:
+    """Hide window-wide horizontal and vertical stripes through random seeds of the (..., rows, columns) grid."""
+    rows, columns = shape[-2:]
+    seeds = bernoulli(shape, seed_rate(rate, window * (rows + columns) - window * window), device)
+    horizontal = dilate(seeds.any(-1), window, -1).unsqueeze(-1)
+    vertical = dilate(seeds.any(-2), window, -1).unsqueeze(-2)
+    return horizontal | vertical
+
+
+def grid_of(keys: int, grid: tuple[int, int] | None, prefix: int = 8) -> tuple[int, int]:
+    """The patch grid within `keys` tokens: the one given, or the largest square with at most `prefix` tokens before it."""
+    if grid is None:
+        side = math.isqrt(keys)
+        grid = (side, side)
+        if keys - side * side > prefix or side == 0:
+            raise ValueError(
+                f"{keys} keys are no square grid with up to {prefix} prefix tokens. Say the grid: grid=(rows, columns)."
+            )
+    if grid[0] * grid[1] > keys:
+        raise ValueError(f"grid {grid} has {grid[0] * grid[1]} patches, but there are only {keys} keys.")
+    return grid
+
+
+def check_grid(grid: tuple[int, int]) -> tuple[int, int]:
+    """A grid as a pair of positive integers."""
+    if len(grid) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in grid):
+        raise ValueError(f"grid is (rows, columns) of the patch grid, two positive integers, got {grid!r}.")
+    return (grid[0], grid[1])

@@ -1,0 +1,123 @@
+"""Which linear map of a block does what: q, k, v, a fused qkv or kv, the output, and the feed-forward's two layers.
+
+Found by the usual names, then by shape, then by order; the user can say it instead (`regularize(..., projections=...)`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from dampen.regularizer import Call, LinearCall
+
+_NAMES = {
+    "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear",
+    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear",
+    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear",
+    "qkv": "qkv in_proj c_attn wqkv Wqkv qkv_proj to_qkv",
+    "kv": "kv kv_proj to_kv c_kv",
+    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear",
+}
+ATTENTION_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
+_FFN_IN = set(
+    "fc1 linear1 lin1 wi wi_0 wi_1 up_proj gate_proj gate_up_proj c_fc intermediate intermediate_dense dense_h_to_4h "
+    "fc_in fc1_g fc1_x w12 w1_w3".split()
+)
+_FFN_OUT = set("fc2 linear2 lin2 wo down_proj c_proj output output_dense dense_4h_to_h fc_out".split())
+_NOT_FFN = ("modulation", "adaln", "router", "gate", "time", "cond", "norm", "pos", "adapter", "lora")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """An `nn.Linear`, or the transposed Conv1D of Hugging Face's GPT-2."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers.pytorch_utils.Conv1D, found without importing transformers."""
+    return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of a linear map as (out, in)."""
+    weight: Tensor = module.weight
+    return weight.t() if is_conv1d(module) else weight
+
+
+def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
+    """The role of a linear map inside an attention module, by the last telling part of its name; "other" if none tells."""
+    for part in reversed(name.split(".")):
+        if part in ATTENTION_ROLES:
+            role = ATTENTION_ROLES[part]
+            return "kv" if part == "c_attn" and "q_attn" in siblings else role  # GPT-2's cross-attention
+    return "other"
+
+
+def feed_forward_roles(maps: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The roles of a block's linear maps outside attention: ffn_in, ffn_out or other.
+
+    >>> maps = {"mlp.gate_proj": nn.Linear(4, 8), "mlp.up_proj": nn.Linear(4, 8), "mlp.down_proj": nn.Linear(8, 4)}
+    >>> list(feed_forward_roles(maps).values())
+    ['ffn_in', 'ffn_in', 'ffn_out']
+    """
+    roles = {name: "other" for name in maps}
+    rest = []
+    for name in maps:
+        parts = name.split(".")
+        known = {"ffn_in": _FFN_IN & set(parts), "ffn_out": _FFN_OUT & set(parts)}
+        telling = [role for role, hits in known.items() if hits]
+        if len(telling) == 1:
+            roles[name] = telling[0]
+        elif not any(word in part.lower() for part in parts for word in _NOT_FFN):
+            rest.append(name)
+    if rest and "ffn_in" not in roles.values() and "ffn_out" not in roles.values() and len(rest) > 1:
+        shapes = {name: tuple(weight_of(maps[name]).shape) for name in rest}
+        width = shapes[rest[0]][1]  # the first map reads the tokens
+        narrowing = [name for name in rest if shapes[name][0] == width and shapes[name][1] != width]
+        for name in rest:
+            roles[name] = "ffn_out" if name in (narrowing or rest[-1:]) else "ffn_in"
+    return roles
+
+
+def split_projection(call: Call, role: str) -> LinearCall:
+    """The linear map behind q, k or v of one attention call, cut out of a fused projection where it is fused."""
+    if role in call.maps:
+        return call.maps[role]
+    fused = "qkv" if "qkv" in call.maps else "kv" if "kv" in call.maps and role != "q" else None
+    if fused is None:
+        found = ", ".join(sorted(call.maps)) or "none"
+        where = call.site.name if call.site else "this attention"
+        raise RuntimeError(
+            f"{type(call.module).__name__} at '{where}': cannot tell which linear map makes {role} (roles found: {found}). "
+            f"Say it when regularizing: regularize(..., projections={{'q': 'name', 'k': 'name', 'v': 'name'}}) or "
+            f"{{'qkv': 'name'}}, with names inside the attention module."
+        )
+    whole = call.maps[fused]
+    rows = _fused_rows(call, whole, fused)
+    start = sum(size for name, size in rows.items() if list(rows).index(name) < list(rows).index(role))
+    cut = slice(start, start + rows[role])
+    return dataclasses.replace(
+        whole,
+        role=role,
+        weight=whole.weight[cut],
+        bias=None if whole.bias is None else whole.bias[cut],
+        output=None if whole.output is None else whole.output[..., cut],
+    )
+
+
+def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
+    """How many rows of a fused weight make q, k and v, from the numbers of heads seen at the socket."""
+    per_head, kv_heads = call.head_size, call.kv_heads
+    rows = {"q": call.shape[1] * per_head, "k": kv_heads * per_head, "v": kv_heads * per_head}
+    if fused == "kv":
+        del rows["q"]
+    if sum(rows.values()) != whole.weight.shape[0]:
+        raise RuntimeError(
+            f"{type(call.module).__name__}: its fused projection has {whole.weight.shape[0]} rows, but "
+            f"{call.shape[1]} query heads and {kv_heads} key heads of size {per_head} need {sum(rows.values())}. "
+            "Use separate projections, or say which maps make q, k and v (projections=)."
+        )
+    return rows

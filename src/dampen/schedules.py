@@ -1,0 +1,189 @@
+"""Values that change over depth and over training: f(depth, progress), both in [0, 1].
+
+Anything that takes a rate or a weight takes a number, one of these schedules (or any callable of the same form), or a list with
+one value per layer. `depth` is 0 in the first layer and 1 in the last; `progress` is what `Regularization.progress` was told.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Callable[[float, float], float]
+Value = float | Schedule | Sequence[float]
+"""What a rate or a weight may be: a number, a schedule, or one number per layer."""
+
+
+@dataclass(frozen=True)
+class constant:
+    """The same value everywhere, always.
+
+    >>> constant(0.1)(0.5, 0.9)
+    0.1
+    """
+
+    value: float
+
+    def __call__(self, depth: float, progress: float) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class linear:
+    """From `start` to `end`, over depth or over training. DropKey's decreasing schedule is `linear(p, 0.0)`.
+
+    >>> linear(0.3, 0.0)(0.5, 0.0)
+    0.15
+    """
+
+    start: float
+    end: float
+    along: Literal["depth", "progress"] = "depth"
+
+    def __post_init__(self) -> None:
+        _check_axis(self.along)
+
+    def __call__(self, depth: float, progress: float) -> float:
+        t = depth if self.along == "depth" else progress
+        return self.start + (self.end - self.start) * t
+
+
+@dataclass(frozen=True)
+class cosine:
+    """From `start` to `end` along half a cosine, over training or over depth.
+
+    >>> round(cosine(0.4, 0.0)(0.0, 0.5), 6)
+    0.2
+    """
+
+    start: float
+    end: float
+    along: Literal["depth", "progress"] = "progress"
+
+    def __post_init__(self) -> None:
+        _check_axis(self.along)
+
+    def __call__(self, depth: float, progress: float) -> float:
+        t = depth if self.along == "depth" else progress
+        return self.end + (self.start - self.end) * 0.5 * (1 + math.cos(math.pi * t))
+
+
+@dataclass(frozen=True)
+class early:
+    """`value` until the fraction `until` of training, then nothing: early dropout (arXiv 2303.01500).
+
+    With `until` near 1 it is the fine-tune phase without DropKey (arXiv 2208.02646).
+
+    >>> early(0.1, until=0.5)(0.0, 0.4), early(0.1, until=0.5)(0.0, 0.5)
+    (0.1, 0.0)
+    """
+
+    value: float | Schedule
+    until: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_fraction("until", self.until)
+
+    def __call__(self, depth: float, progress: float) -> float:
+        return _inner(self.value, depth, progress) if progress < self.until else 0.0
+
+
+@dataclass(frozen=True)
+class late:
+    """Nothing until the fraction `start` of training, then `value`: late dropout (arXiv 2303.01500).
+
+    >>> late(0.1, start=0.5)(0.0, 0.4), late(0.1, start=0.5)(0.0, 0.5)
+    (0.0, 0.1)
+    """
+
+    value: float | Schedule
+    start: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_fraction("start", self.start)
+
+    def __call__(self, depth: float, progress: float) -> float:
+        return _inner(self.value, depth, progress) if progress >= self.start else 0.0
+
+
+@dataclass(frozen=True)
+class curriculum:
+    """Rises from 0 towards `value` as 1 - exp(-gamma t): curriculum dropout (arXiv 1703.06229), with t = progress.
+
+    >>> curriculum(0.5, gamma=10.0)(0.0, 0.0)
+    0.0
+    """
+
+    value: float | Schedule
+    gamma: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.gamma > 0:
+            raise ValueError(f"curriculum: gamma must be positive, got {self.gamma}.")
+
+    def __call__(self, depth: float, progress: float) -> float:
+        return _inner(self.value, depth, progress) * -math.expm1(-self.gamma * progress)
+
+
+@dataclass(frozen=True)
+class warmup:
+    """Rises linearly from 0 to `value` over the first fraction `until` of training, then stays.
+
+    >>> warmup(0.2, until=0.5)(0.0, 0.25)
+    0.1
+    """
+
+    value: float | Schedule
+    until: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_fraction("until", self.until)
+
+    def __call__(self, depth: float, progress: float) -> float:
+        return _inner(self.value, depth, progress) * (min(1.0, progress / self.until) if self.until else 1.0)
+
+
+@dataclass(frozen=True)
+class vshape:
+    """Falls linearly from `start` to 0 at the fraction `bottom` of training, then rises to `end`: scheduled DropHead
+    (arXiv 2004.13342).
+
+    >>> vshape(0.2, 0.2)(0.0, 0.5)
+    0.0
+    """
+
+    start: float
+    end: float
+    bottom: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_fraction("bottom", self.bottom)
+
+    def __call__(self, depth: float, progress: float) -> float:
+        if progress < self.bottom:
+            return self.start * (1 - progress / self.bottom)
+        return self.end * ((progress - self.bottom) / (1 - self.bottom) if self.bottom < 1 else 1.0)
+
+
+@dataclass(frozen=True)
+class per_layer:
+    """One value per layer, in the order of the layers. A plain list becomes this."""
+
+    values: tuple[float, ...]
+
+    def __call__(self, depth: float, progress: float) -> float:
+        return self.values[round(depth * (len(self.values) - 1))]
+
+
+def _inner(value: float | Schedule, depth: float, progress: float) -> float:
+    return value(depth, progress) if callable(value) else value
+
+
+def _check_axis(along: str) -> None:
+    if along not in ("depth", "progress"):
+        raise ValueError(f"a schedule runs along 'depth' or 'progress', got along={along!r}.")
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is a fraction of training in [0, 1], got {value}.")

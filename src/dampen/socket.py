@@ -1,0 +1,302 @@
+"""The sockets: what a class-swapped module does in its forward while regularizers are at work in it.
+
+Inside an attention module `F.scaled_dot_product_attention` means `dampen.attention`; inside a layer every linear map is seen with its
+own input, weight and bias. Sockets are opened per module and not around the whole step, because activation checkpointing
+runs a module's forward again during the backward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from dampen.adapters.residual import ResidualSocket, call_torch
+from dampen.adapters.torch_mha import mha_forward
+from dampen.attention import attend
+from dampen.projections import is_conv1d, weight_of
+from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer, Site
+
+
+class Layer:
+    """What the sites of one layer share: the clones, and the state of the forward under way."""
+
+    def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
+        self.site = site
+        self.clones = list(clones)
+        self.enabled = True
+        self.sampling = False  # Monte-Carlo averaging: stochastic methods act in eval too
+        self.call: Call | None = None  # the attention under way
+        self.multiplying = False  # a linear site is running its own F.linear
+        self.valid: Tensor | None = None  # (B, N): the tokens of this forward that are not padding
+        self.hits = 0  # linear maps seen since the block started
+        self.kernels: dict[str, str] = {}  # attention name -> what ran last, and why
+
+    def active(self, training: bool) -> list[Regularizer]:
+        """The clones at work in this forward."""
+        if not self.enabled:
+            return []
+        return [r for r in self.clones if training or r.in_eval or (self.sampling and r.stochastic)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "call": None, "valid": None, "multiplying": False}
+
+
+class AttentionSite:
+    """What is kept on an attention module."""
+
+    def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
+        self.layer, self.name, self.cross = layer, name, cross
+        self.linears = list(linears)  # linear sites inside, for projections that the module inlines
+
+
+class LinearSite:
+    """What is kept on a linear map."""
+
+    def __init__(self, layer: Layer, role: str) -> None:
+        self.layer, self.role = layer, role
+
+
+class BlockSite:
+    """What is kept on a block."""
+
+    def __init__(self, layer: Layer, first: bool, branches: int, wants_linear: bool, input_name: str) -> None:
+        self.layer, self.first, self.branches, self.wants_linear = layer, first, branches, wants_linear
+        self.input_name = input_name
+
+
+class ModelSite:
+    """What is kept on the model itself."""
+
+    def __init__(self, clones: Sequence[Regularizer], own: Sequence[Regularizer], input_name: str) -> None:
+        self.clones = list(clones)  # all of them: their slots are emptied when the model's forward starts
+        self.own = list(own)  # those with a stage of the whole model
+        self.input_name = input_name
+        self.enabled = True
+
+
+class Socket(TorchFunctionMode):
+    """Inside one attention module, F.scaled_dot_product_attention means `attention`."""
+
+    def __init__(self, site: AttentionSite, regularizers: Sequence[Regularizer], call: Call) -> None:
+        super().__init__()
+        self.site, self.regularizers, self.call, self.seen = site, regularizers, call, False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.seen = True
+            return socket_attention(self.site, self.regularizers, self.call, *args, **kwargs)
+        if func is F.linear and not self.site.layer.multiplying:
+            return self._linear(*args, **kwargs)
+        return call_torch(func, args, kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """F.linear called by the module itself with the weight of one of its maps (timm's EVA with a qkv bias)."""
+        for module in self.site.linears:
+            if module.weight is weight:
+                role = module._dampen_linear.role  # type: ignore[union-attr]
+                return apply_linear(
+                    self.site.layer, self.regularizers, LinearCall(role, input, weight, bias, module), F.linear
+                )
+        return F.linear(input, weight, bias)
+
+
+def socket_attention(
+    site: AttentionSite,
+    regularizers: Sequence[Regularizer],
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None] | Tensor:
+    """`attention` as an attention site runs it: what it learns about padding and kernels stays with the layer."""
+    layer = site.layer
+    if call.cross:
+        call.valid = layer.valid  # the queries are the tokens that this layer's self-attention has seen
+    o, weights, kernel = attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, regularizers, call, need_weights
+    )
+    if not call.cross and any(r.needs_valid for r in regularizers):
+        layer.valid = call.valid
+    layer.kernels[site.name] = str(kernel)
+    return (o, weights) if need_weights else o
+
+
+def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an attention module with its socket open."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: AttentionSite = self._dampen_attention
+        layer = site.layer
+        active = layer.active(self.training)
+        if not active:
+            return base(self, *args, **kwargs)
+        call = Call(self, layer.site, site.cross)
+        layer.call = call
+        if isinstance(self, nn.MultiheadAttention):
+            out = mha_forward(self, site, active, call, socket_attention, *args, **kwargs)
+        else:
+            unfused = getattr(self, "fused_attn", None) is False  # timm's Swin: SDPA in this forward only
+            if unfused:
+                self.fused_attn = True
+            socket = Socket(site, active, call)
+            with socket:
+                out = base(self, *args, **kwargs)
+            if unfused:
+                self.fused_attn = False
+            if not socket.seen:
+                raise_without_socket(self, site)
+        layer.call = None
+        return out
+
+    return forward
+
+
+def raise_without_socket(module: nn.Module, site: AttentionSite) -> None:
+    """Nothing may be silent: a regularizer that was never asked for has done nothing."""
+    stages = sorted({s for r in site.layer.clones for s in r.stages if s in ATTENTION_STAGES})
+    raise RuntimeError(
+        f"{type(module).__name__} at '{site.name}' ran without calling F.scaled_dot_product_attention, so its regularizers "
+        f"(stages {', '.join(stages) or 'watching for padding'}) did nothing. Give the model an SDPA back end: transformers: "
+        "model.set_attn_implementation('sdpa') and no output_attentions; timm: "
+        "timm.layers.set_fused_attn(True, experimental=True); "
+        "your own code: call F.scaled_dot_product_attention or dampen.attention. A layer that cannot (talking heads) must be left "
+        "out with sites=."
+    )
+
+
+def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a linear map with the stages operands and product open."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        site: LinearSite = self._dampen_linear
+        layer = site.layer
+        active = layer.active(self.training)
+        if not active:
+            return base(self, input)
+        weight = weight_of(self)
+        valid = layer.valid
+        if valid is not None and (input.ndim != 3 or valid.shape[1] != input.shape[1]):
+            valid = None  # windows: the attention's rows are not this map's tokens, and none of them is padding
+        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, valid)
+
+        def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+            if x is input and w is weight:
+                return base(self, input)
+            if is_conv1d(self):  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
+                return torch.addmm(bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
+            return F.linear(x, w, bias)
+
+        return apply_linear(layer, active, call, multiply)
+
+    return forward
+
+
+def apply_linear(
+    layer: Layer,
+    regularizers: Sequence[Regularizer],
+    call: LinearCall,
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """operands -> x W^T + b -> product, and the call kept for the attention under way."""
+    x, weight = call.input, call.weight
+    for r in regularizers:
+        if "operands" in r.stages and call.role in r.roles:
+            x, weight = r.operands(x, weight, call)
+    layer.multiplying = True
+    y = multiply(x, weight, call.bias)
+    layer.multiplying = False
+    call.output = y
+    for r in regularizers:
+        if "product" in r.stages and call.role in r.roles:
+            y = r.product(y, call)
+    layer.hits += 1
+    if layer.call is not None:
+        layer.call.maps[call.role] = call
+    return y
+
+
+def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a block with the stages tokens, branch and block open."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: BlockSite = self._dampen_block
+        layer = site.layer
+        active = layer.active(self.training)
+        layer.valid, layer.hits = None, 0
+        if not active:
+            return base(self, *args, **kwargs)
+        x = args[0] if args else kwargs[site.input_name]
+        for r in active if site.first else ():
+            if "tokens" in r.stages:
+                x = r.tokens(x)
+                args, kwargs = (x, *args[1:]) if args else (), kwargs if args else {**kwargs, site.input_name: x}
+        for r in active:
+            r.input_has_gradient = x.requires_grad
+        branching = [r for r in active if "branch" in r.stages]
+        if branching:
+            socket = ResidualSocket(branching, x, layer.site)
+            with socket:
+                out = base(self, *args, **kwargs)
+            socket.check(self, site.branches)
+        else:
+            out = base(self, *args, **kwargs)
+        if site.wants_linear and layer.hits == 0:
+            raise RuntimeError(
+                f"{type(self).__name__} at '{layer.site.name}' ran without calling any of its linear modules, so the regularizers "
+                "on its linear maps did nothing. Call the modules (self.fc1(x)) instead of using their weights."
+            )
+        layer.valid = None
+        y = out[0] if isinstance(out, tuple) else out
+        for r in active:
+            if "block" in r.stages:
+                y = r.block(x, y)
+        return (y, *out[1:]) if isinstance(out, tuple) else y
+
+    return forward
+
+
+def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of the whole model: empty the slots of the last step, then the stage inputs."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: ModelSite = self._dampen_model
+        for r in site.clones:
+            r.take_penalties()
+        for r in site.own:
+            if "inputs" in r.stages and site.enabled and (self.training or r.in_eval):
+                if args:
+                    args = (r.inputs(args[0]), *args[1:])
+                else:
+                    kwargs = {**kwargs, site.input_name: r.inputs(kwargs[site.input_name])}
+        return base(self, *args, **kwargs)
+
+    return forward
+
+
+FORWARDS = {
+    "attention": attention_forward,
+    "linear": linear_forward,
+    "block": block_forward,
+    "model": model_forward,
+}
+
+
+def first_argument(module: nn.Module) -> str:
+    """The name of the first argument of a module's forward."""
+    names = [n for n, p in inspect.signature(type(module).forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    return names[1] if len(names) > 1 else ""
