@@ -94,7 +94,7 @@ def give_back_one(keep: Tensor, allowed: Tensor | None) -> Tensor:
     else:
         count = allowed.sum(-1, keepdim=True)
         rank = (draw * count).long().minimum((count - 1).clamp(min=0))
-        by_visibility = (~allowed).to(torch.uint8).argsort(-1, stable=True)  # the visible keys come first
+        by_visibility = (~allowed).to(torch.uint8).argsort(dim=-1, stable=True)  # the visible keys come first
         key = by_visibility.expand(*keep.shape[:-1], -1).gather(-1, rank)
         back = empty & (count > 0)
     return keep.scatter(-1, key, keep.gather(-1, key) | back)

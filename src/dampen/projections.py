@@ -43,7 +43,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def weight_of(module: nn.Module) -> Tensor:
     """The weight of a linear map as (out, in)."""
-    weight: Tensor = module.weight
+    weight: Tensor = module.weight  # type: ignore[assignment]
     return weight.t() if is_conv1d(module) else weight
 
 

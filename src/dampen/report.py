@@ -8,6 +8,7 @@ from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, need
 
 if TYPE_CHECKING:
     from dampen.handle import Regularization
+    from dampen.socket import Layer
 
 
 def describe(reg: Regularization) -> str:
@@ -29,7 +30,7 @@ def describe(reg: Regularization) -> str:
     return "\n".join(lines)
 
 
-def _kernels(layer) -> list[str]:  # type: ignore[no-untyped-def]
+def _kernels(layer: Layer) -> list[str]:
     if layer.kernels:
         return [f"{name.rsplit('.', 1)[-1]}: {kernel}" for name, kernel in layer.kernels.items()]
     return [declared_kernel(layer.clones)] if any(c.stages & set(ATTENTION_STAGES) for c in layer.clones) else []

@@ -159,8 +159,10 @@ def _scope(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> 
     parts = name.split(".") if name else []
     for i in range(len(parts) - 1, 0, -1):
         ancestor = ".".join(parts[:i])
+        if _NAME.search(type(model.get_submodule(ancestor)).__name__):
+            continue  # a wrapper that adds the output projection (BERT) or the norm (T5) is not yet the layer
         if _outside_attention(model, ancestor, attentions):
-            return ancestor
+            return _owner(model, parts, i)
     elements = [
         i for i in range(len(parts), 0, -1) if isinstance(model.get_submodule(".".join(parts[: i - 1])), _LISTS)
     ]
@@ -168,6 +170,19 @@ def _scope(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> 
         return ".".join(parts[: elements[-1]])
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
     return "" if {"ffn_in", "ffn_out"} <= set(roles.values()) and len(parts) == 1 else name
+
+
+def _owner(model: nn.Module, parts: Sequence[str], end: int) -> str:
+    """Where a layer's sublayers stand in a ModuleList (T5), the layer is the module that owns the list, if it is one of many."""
+    inner, outer = ".".join(parts[:end]), ".".join(parts[: end - 1])
+    if (
+        isinstance(model.get_submodule(inner), nn.ModuleList)
+        and end > 2
+        and not isinstance(model.get_submodule(outer), _LISTS)
+        and isinstance(model.get_submodule(".".join(parts[: end - 2])), _LISTS)
+    ):
+        return outer
+    return inner
 
 
 def _is_whole_block(module: nn.Module) -> bool:

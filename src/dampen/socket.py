@@ -34,6 +34,7 @@ class Layer:
         self.call: Call | None = None  # the attention under way
         self.multiplying = False  # a linear site is running its own F.linear
         self.valid: Tensor | None = None  # (B, N): the tokens of this forward that are not padding
+        self.sublayer = ""  # what has run since the last residual addition: "", "ffn" or "attention"
         self.hits = 0  # linear maps seen since the block started
         self.kernels: dict[str, str] = {}  # attention name -> what ran last, and why
 
@@ -102,10 +103,9 @@ class Socket(TorchFunctionMode):
         """F.linear called by the module itself with the weight of one of its maps (timm's EVA with a qkv bias)."""
         for module in self.site.linears:
             if module.weight is weight:
-                role = module._dampen_linear.role  # type: ignore[union-attr]
-                return apply_linear(
-                    self.site.layer, self.regularizers, LinearCall(role, input, weight, bias, module), F.linear
-                )
+                linear: Any = module._dampen_linear
+                call = LinearCall(linear.role, input, weight, bias, module, self.site.layer.site)
+                return apply_linear(self.site.layer, self.regularizers, call, F.linear)
         return F.linear(input, weight, bias)
 
 
@@ -125,6 +125,7 @@ def socket_attention(
 ) -> tuple[Tensor, Tensor | None] | Tensor:
     """`attention` as an attention site runs it: what it learns about padding and kernels stays with the layer."""
     layer = site.layer
+    layer.sublayer = "attention"
     if call.cross:
         call.valid = layer.valid  # the queries are the tokens that this layer's self-attention has seen
     o, weights, kernel = attend(
@@ -198,7 +199,7 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             if x is input and w is weight:
                 return base(self, input)
             if is_conv1d(self):  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
-                return torch.addmm(bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
+                return torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
             return F.linear(x, w, bias)
 
         return apply_linear(layer, active, call, multiply)
@@ -249,7 +250,7 @@ def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             r.input_has_gradient = x.requires_grad
         branching = [r for r in active if "branch" in r.stages]
         if branching:
-            socket = ResidualSocket(branching, x, layer.site)
+            socket = ResidualSocket(branching, x, layer)
             with socket:
                 out = base(self, *args, **kwargs)
             socket.check(self, site.branches)

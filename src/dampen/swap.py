@@ -70,11 +70,12 @@ def _swapped(base: type, kind: str) -> type:
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle and deepcopy by the original class and the list of swaps."""
     kinds = [vars(cls)["_dampen_kind"] for cls in reversed(type(self).__mro__) if "_dampen_kind" in vars(cls)]
-    _, _, *state = object.__reduce_ex__(self, protocol)
+    reduced: Any = object.__reduce_ex__(self, protocol)
+    state = reduced[2:]
     return (_revive, (original_class(type(self)), tuple(kinds)), *state)
 
 
 def _revive(base: type, kinds: tuple[str, ...]) -> Any:
     for kind in kinds:
         base = _swapped(base, kind)
-    return base.__new__(base)
+    return object.__new__(base)

@@ -10,14 +10,17 @@ checked against the sublayers that the block has, so a block that adds in some o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dampen.regularizer import BranchCall, Regularizer, Site
+from dampen.regularizer import BranchCall, Regularizer
+
+if TYPE_CHECKING:
+    from dampen.socket import Layer
 
 _ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 _SAME_STREAM = {
@@ -38,11 +41,11 @@ def call_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 class ResidualSocket(TorchFunctionMode):
     """Shows each residual branch of one block's forward to the regularizers, just before it is added."""
 
-    def __init__(self, regularizers: Sequence[Regularizer], stream: Tensor, site: Site) -> None:
+    def __init__(self, regularizers: Sequence[Regularizer], stream: Tensor, layer: Layer) -> None:
         super().__init__()
-        self.regularizers, self.site = regularizers, site
+        self.regularizers, self.layer = regularizers, layer
         self.stream = [stream]  # tensors that are the residual stream, possibly normed or reshaped
-        self.sublayer = ""  # what has run since the last residual addition: "", "ffn" or "attention"
+        layer.sublayer = ""
         self.found: list[str] = []
 
     def __torch_function__(
@@ -51,10 +54,10 @@ class ResidualSocket(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func is F.scaled_dot_product_attention or func is F.multi_head_attention_forward:
-            self.sublayer = "attention"
-        elif (func is F.linear or name == "addmm") and not self.sublayer:
-            self.sublayer = "ffn"
-        elif name in _ADDITIONS and self.sublayer and len(args) == 2:
+            self.layer.sublayer = "attention"
+        elif (func is F.linear or name == "addmm") and not self.layer.sublayer:
+            self.layer.sublayer = "ffn"
+        elif name in _ADDITIONS and self.layer.sublayer and len(args) == 2:
             left, right = (self._is_stream(arg) for arg in args)
             if left != right:
                 return self._add(*args) if left else self._add(args[1], args[0])
@@ -67,12 +70,12 @@ class ResidualSocket(TorchFunctionMode):
         return isinstance(value, Tensor) and any(value is s for s in self.stream)
 
     def _add(self, residual: Tensor, branch: Tensor) -> Tensor:
-        call = BranchCall(self.sublayer, residual, self.site)
+        call = BranchCall(self.layer.sublayer, residual, self.layer.site)
         for r in self.regularizers:
             branch = r.branch(branch, call)
         out = torch.add(residual, branch)
-        self.found.append(self.sublayer)
-        self.stream, self.sublayer = [out], ""
+        self.found.append(self.layer.sublayer)
+        self.stream, self.layer.sublayer = [out], ""
         return out
 
     def check(self, block: nn.Module, expected: int) -> None:
@@ -80,7 +83,7 @@ class ResidualSocket(TorchFunctionMode):
         if len(self.found) != expected:
             names = ", ".join(sorted({r.name for r in self.regularizers}))
             raise RuntimeError(
-                f"{type(block).__name__} at '{self.site.name}': found {len(self.found)} residual additions "
+                f"{type(block).__name__} at '{self.layer.site.name}': found {len(self.found)} residual additions "
                 f"({', '.join(self.found) or 'none'}) where its sublayers make {expected}, so {names} cannot act on its branches. "
                 "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or leave it out with sites=."
             )

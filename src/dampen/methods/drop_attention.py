@@ -32,6 +32,8 @@ class DropAttention(Regularizer):
     (['mask'], ['probs'])
     """
 
+    rate: Tensor
+
     def __init__(
         self,
         rate: Value = 0.1,

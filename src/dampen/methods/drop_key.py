@@ -41,6 +41,8 @@ class DropKey(Regularizer):
     DropKey(rate=0.3, unit=element)
     """
 
+    rate: Tensor
+
     def __init__(
         self, rate: Value = 0.1, unit: Unit = "element", window: int = 1, grid: tuple[int, int] | None = None
     ) -> None:

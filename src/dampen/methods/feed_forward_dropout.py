@@ -22,6 +22,7 @@ class FeedForwardDropout(Regularizer):
     FeedForwardDropout(rate=0.2)
     """
 
+    rate: Tensor
     roles = frozenset({"ffn_in", "ffn_out"})
 
     def __init__(self, rate: Value = 0.1) -> None:
