@@ -1,0 +1,98 @@
+"""What a loaded data set is: three splits in memory, the facts for the record, the arguments that fit a model to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Task = Literal["image", "audio", "detection", "translation", "language"]
+Batch = dict[str, Any]
+"""`inputs`: the tuple for `model(*inputs)`; `target`; `index`: which examples; `valid` (bool) if some do not count."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """One line of the table of sets: what it is and where to get it."""
+
+    name: str
+    task: Task
+    summary: str
+    where: str
+    layout: str
+
+
+class Split(ABC):
+    """Examples in memory; `batch(indices)` gathers, converts and normalizes them in one vectorized step."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def gather(self, indices: Tensor) -> Batch:
+        """The examples at `indices` (a 1-d int64 tensor) as `inputs`, `target` and, where needed, `valid`."""
+
+    def batch(self, indices: Tensor | Sequence[int]) -> Batch:
+        """Examples `indices`, ready for `model(*batch["inputs"])`; `batch["index"]` holds the indices."""
+        indices = torch.as_tensor(indices, dtype=torch.int64)
+        if indices.dim() != 1:
+            raise ValueError(f"A batch is asked for by a list of indices: got shape {tuple(indices.shape)}.")
+        return self.gather(indices) | {"index": indices}
+
+
+@dataclass
+class Dataset:
+    """A data set ready to train on.
+
+    `info` holds JSON-able facts for the record: counts, hashes, whether the copy was partial, departures in words,
+    options. `model_args` are the arguments of the matching model in `dampen.models` that the data decides.
+    `loss` names the loss the targets are made for: `"cross_entropy"` (targets are class numbers, or probabilities of
+    the classes along the last axis) or `"binary_cross_entropy"` (several classes may be present at once).
+    """
+
+    name: str
+    task: Task
+    train: Split
+    valid: Split
+    test: Split
+    classes: list[str]
+    info: dict[str, Any]
+    model_args: dict[str, Any]
+    loss: str = "cross_entropy"
+    normalization: Normalization | None = None
+    root: Path | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("train", "valid", "test"):
+            if not len(getattr(self, name)):
+                raise ValueError(f"The {name} part of {self.name} is empty: raise the limit or move the fractions.")
+        counts = {name: len(getattr(self, name)) for name in ("train", "valid", "test")}
+        self.info = {"name": self.name, "task": self.task, "examples": counts, **self.info}
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        return {"train": self.train, "valid": self.valid, "test": self.test}
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Per-channel mean and standard deviation: `(x - mean) / std` enters the model."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value.dim() != 1 or not torch.isfinite(value).all():
+                raise ValueError(f"The {entry.name} of each channel must be finite: got {value}.")
+
+    def facts(self) -> dict[str, list[float]]:
+        """For the record."""
+        return {"mean": [round(v, 6) for v in self.mean.tolist()], "std": [round(v, 6) for v in self.std.tolist()]}

@@ -1,0 +1,59 @@
+"""Per task, an accumulator of metrics: `update(logits, target, valid)` per batch, `compute()` at the end.
+
+>>> import torch
+>>> from dampen.lab.data import load
+>>> digits = load("digits")
+>>> metrics = make_metrics(digits, digits.test)
+>>> batch = digits.test.batch([0, 1, 2])
+>>> metrics.update(torch.zeros(3, 10), batch["target"])
+>>> sorted(metrics.compute())
+['accuracy', 'brier', 'ece', 'nll']
+"""
+
+from __future__ import annotations
+
+from dampen.lab.data.dataset import Dataset, Split
+from dampen.lab.metrics.base import Metrics
+from dampen.lab.metrics.classification import ClassificationMetrics
+from dampen.lab.metrics.detection import DetectionMetrics
+from dampen.lab.metrics.language import LanguageMetrics
+from dampen.lab.metrics.translation import TranslationMetrics
+
+__all__ = [
+    "PRIMARY",
+    "SELECTION",
+    "ClassificationMetrics",
+    "DetectionMetrics",
+    "LanguageMetrics",
+    "Metrics",
+    "TranslationMetrics",
+    "make_metrics",
+]
+
+PRIMARY: dict[str, tuple[str, str]] = {
+    "image": ("accuracy", "max"),
+    "audio": ("accuracy", "max"),
+    "detection": ("frame_map", "max"),
+    "translation": ("bleu", "max"),
+    "language": ("bpc", "min"),
+}
+"""The metric a task is judged by, and whether more or less of it is better."""
+
+SELECTION: dict[str, tuple[str, str]] = PRIMARY | {"translation": ("nll", "min")}
+"""The metric that chooses the best epoch: the primary one, except where that needs a search (BLEU)."""
+
+
+def make_metrics(dataset: Dataset, split: Split) -> Metrics:
+    """A fresh accumulator for one pass over a split of a data set.
+
+    Then for each batch `metrics.update(logits, batch["target"], batch.get("valid"), batch["index"])`; after the last,
+    where the primary metric is wanted, `metrics.finish(model)` (it decodes translations, and does nothing for
+    other tasks); then `metrics.compute()`.
+    """
+    if dataset.task in ("image", "audio"):
+        return ClassificationMetrics(len(dataset.classes))
+    if dataset.task == "detection":
+        return DetectionMetrics(split, len(dataset.classes), background=dataset.extras["background"])
+    if dataset.task == "translation":
+        return TranslationMetrics(split, dataset.extras["target_bpe"], dataset.extras["max_tokens"])
+    return LanguageMetrics(dataset.extras["characters"])
