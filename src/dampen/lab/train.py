@@ -1,0 +1,95 @@
+"""The way of a batch, from the data to the record.
+
+batch -> inputs -> tokens
+      -> [(operands -> product -> qkv -> mask -> logits -> probs -> heads) -> branch -> block] x L
+      -> outputs -> penalties by name -> loss = task + sum -> backward -> metrics -> record
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dampen.lab.errors import Diverged
+from dampen.lab.keeper import Event, Keeper, set_threads
+from dampen.lab.losses import NotFinite
+from dampen.lab.optim import learning_rate, set_learning_rate
+from dampen.lab.ranks import launch
+from dampen.lab.record import Record, clean_folder, locked
+from dampen.lab.session import Execution, Session
+from dampen.lab.trial import Trial
+
+
+def run_trial(
+    trial: Trial,
+    folder: Path | str,
+    execution: Execution | None = None,
+    report: Callable[[Event], None] = lambda event: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Train one trial in `folder` and return its result, the content of final.json: a pure function of the trial.
+
+    A finished trial is not run again; an unfinished one goes on where its last checkpoint was taken. `report` receives
+    events while it runs; when `stop()` turns true, a checkpoint is written and Interrupted raised.
+    """
+    folder, execution = Path(folder), execution or Execution()
+    with locked(folder):
+        record = Record(folder)
+        result = record.final()
+        if result is None:
+            clean_folder(folder)
+            run = train if trial.train.devices == 1 else _train_on_ranks
+            result = run(trial, folder, execution, report, stop)
+        if result["status"] == "diverged":
+            raise Diverged(result["reason"])
+        return result
+
+
+def train(
+    trial: Trial, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+) -> dict[str, Any]:
+    """The whole of training, in this process (each rank runs it; rank 0 writes)."""
+    options, record = trial.train, Record(folder)
+    set_threads(execution, record)
+    s = Session(trial, execution)
+    keeper = Keeper(s, record, report, stop)
+    keeper.start()
+    s.model.train()
+    try:
+        while not s.done:
+            for parts in s.batches():  # batch
+                began, cpu_began = time.perf_counter(), time.process_time()
+                set_learning_rate(s.optimizer, learning_rate(s.step, s.total, s.per_epoch, options))
+                if s.handle is not None:
+                    s.handle.progress(s.step / s.total)  # schedules over training
+                for i, (batch, share) in enumerate(parts):
+                    with s.fabric.no_backward_sync(s.model, enabled=i + 1 < len(parts)):
+                        loss, terms = s.losses(batch)  # inputs -> ... -> outputs -> penalties by name
+                        s.meter.add(s.step, terms, share)  # raises NotFinite before a bad gradient reaches the weights
+                        s.fabric.backward(loss * share)
+                s.check_gradient()
+                if options.clip is not None:
+                    s.fabric.clip_gradients(s.model, s.optimizer, max_norm=options.clip, error_if_nonfinite=False)
+                s.optimizer.step()
+                s.optimizer.zero_grad(set_to_none=True)
+                if s.average is not None:
+                    s.average.update(s.raw)
+                s.step += 1
+                s.step_times.append(time.perf_counter() - began)
+                s.seconds["train"] += s.step_times[-1]
+                s.seconds["cpu"] += time.process_time() - cpu_began
+                keeper.after_step()
+            keeper.after_epoch()
+        return keeper.finish()
+    except NotFinite as bad:
+        return keeper.diverged(bad)
+    finally:
+        keeper.close()
+
+
+def _train_on_ranks(
+    trial: Trial, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+) -> dict[str, Any]:
+    return launch(train, trial, folder, execution, report, stop)

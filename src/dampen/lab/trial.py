@@ -1,0 +1,191 @@
+"""One trial: everything that decides its result, as plain data, under the name of its content hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from dampen.lab.check import check_fields, coerce, unknown_keys
+from dampen.lab.errors import ConfigError
+
+FORMAT = 1
+"""Part of every hash: raise it when a default changes its meaning."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How to train. Lengths are in epochs; `batch_size` counts the samples of one optimizer step, over all devices."""
+
+    epochs: int = 20
+    max_steps: int | None = None
+    batch_size: int = 64
+    eval_batch_size: int = 256
+    accumulate: int = 1
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    momentum: float = 0.9
+    betas: tuple[float, ...] = (0.9, 0.999)
+    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    warmup: float = 0.0
+    final_lr: float = 0.0
+    step_every: float = 30.0
+    step_factor: float = 0.1
+    label_smoothing: float = 0.0
+    clip: float | None = None
+    ema: float = 0.0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compile: bool = False
+    devices: int = 1
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    validate_every: int = 1
+    patience: int | None = None
+    select: Literal["best", "last"] = "best"
+
+    def problems(self, path: str = "train.") -> list[str]:
+        """What is wrong with the values, beyond their types."""
+        found = []
+        for name in (
+            "epochs",
+            "max_steps",
+            "batch_size",
+            "eval_batch_size",
+            "accumulate",
+            "devices",
+            "validate_every",
+            "patience",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{path}{name}: must be 1 or more, got {value}")
+        for name in ("weight_decay", "warmup", "final_lr"):
+            if not getattr(self, name) >= 0:
+                found.append(f"{path}{name}: must be 0 or more, got {getattr(self, name)}")
+        for name in ("lr", "clip", "step_every", "step_factor"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                found.append(f"{path}{name}: must be positive, got {value}")
+        for name in ("label_smoothing", "ema", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"{path}{name}: must lie in [0, 1), got {getattr(self, name)}")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            found.append(f"{path}betas: must be two numbers in [0, 1), got {list(self.betas)}")
+        if found:
+            return found
+        if self.batch_size % (self.accumulate * self.devices):
+            found.append(
+                f"{path}batch_size: {self.batch_size} samples cannot be shared by {self.devices} devices in "
+                f"{self.accumulate} equal parts; choose a multiple of {self.accumulate * self.devices}"
+            )
+        if self.precision == "fp16" and self.strategy == "fsdp" and self.devices > 1:
+            found.append(f"{path}precision: fp16 needs a gradient scaler, which fsdp does not have here; use bf16")
+        return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training run as plain data: same trial, same result.
+
+    >>> parts = {"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2}}
+    >>> trial = Trial.from_dict({**parts, "train": {"lr": 0.001}})
+    >>> trial.id == Trial.from_dict(parts).id  # 0.001 is the default
+    True
+    >>> Trial.from_dict(trial.to_dict()) == trial
+    True
+    """
+
+    data: dict[str, Any]
+    model: dict[str, Any]
+    methods: tuple[dict[str, Any], ...] = ()
+    train: TrainOptions = field(default_factory=TrainOptions)
+    seed: int = 0
+    sites: str = "*"
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], what: str = "The trial") -> Trial:
+        """Read plain data; raise ConfigError with every problem."""
+        trial, problems = cls.parse(mapping)
+        if trial is None or problems:
+            raise ConfigError(what, problems)
+        return trial
+
+    @classmethod
+    def parse(cls, mapping: Mapping[str, Any], path: str = "") -> tuple[Trial | None, list[str]]:
+        """The trial, if it could be read, and all problems of its shape; names are for `validate.check_trial`."""
+        known = [f.name for f in fields(cls)]
+        problems = unknown_keys(mapping, known, path)
+        for key in ("data", "model"):
+            section = mapping.get(key)
+            if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
+                problems.append(
+                    f"{path}{key}.name: missing; say which {'data set' if key == 'data' else 'model'} to use"
+                )
+        methods, found = parse_methods(mapping.get("methods", []), f"{path}methods")
+        problems += found
+        values, found = check_fields(TrainOptions, mapping.get("train", {}), f"{path}train.")
+        problems += found
+        train = TrainOptions(**values)
+        problems += train.problems(f"{path}train.")
+        for key, hint in (("seed", int), ("sites", str)):
+            try:
+                coerce(mapping.get(key, hint()), hint)
+            except TypeError as error:
+                problems.append(f"{path}{key}: {error}")
+        if problems:
+            return None, problems
+        plain = json.loads(json.dumps({"data": mapping["data"], "model": mapping["model"]}))
+        return cls(plain["data"], plain["model"], methods, train, mapping.get("seed", 0), mapping.get("sites", "*")), []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data with every default written out."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def canonical(self) -> dict[str, Any]:
+        """Plain data without what equals the default, so that a new option does not rename old trials."""
+        default = asdict(TrainOptions())
+        train = {k: v for k, v in asdict(self.train).items() if v != default[k]}
+        data = {k: v for k, v in self.data.items() if v is not None and v is not False}
+        parts = {
+            "data": data,
+            "model": self.model,
+            "methods": self.methods,
+            "train": train,
+            "seed": self.seed,
+            "sites": self.sites,
+        }
+        return _plain_numbers({"format": FORMAT, **parts})
+
+    @property
+    def id(self) -> str:
+        """The content hash that names the trial's folder."""
+        text = json.dumps(self.canonical(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def parse_methods(methods: Any, path: str) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    """Methods in their one plain form, {"name": ..., argument: value}; a bare string is a method with its defaults."""
+    if not isinstance(methods, Sequence) or isinstance(methods, str):
+        return (), [f"{path}: expected a list of methods, got {methods!r}"]
+    parsed, problems = [], []
+    for i, method in enumerate(methods):
+        if isinstance(method, str):
+            method = {"name": method}
+        if not isinstance(method, Mapping) or not isinstance(method.get("name"), str):
+            problems.append(f'{path}[{i}]: expected a name or {{ name = "drop_key", rate = 0.1 }}, got {method!r}')
+            continue
+        parsed.append(json.loads(json.dumps(dict(method))))
+    return tuple(parsed), problems
+
+
+def _plain_numbers(value: Any) -> Any:
+    """1.0 and 1 are the same value, tuples and lists the same sequence."""
+    if isinstance(value, Mapping):
+        return {k: _plain_numbers(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_numbers(v) for v in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
