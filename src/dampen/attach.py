@@ -54,7 +54,8 @@ def attach(
     attention: str,
     projections: Mapping[str, str] | None,
 ) -> tuple[list[Layer], list[Regularizer]]:
-    """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is wrong."""
+    """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is
+    wrong."""
     _check_methods(methods)
     plans = find_layers(model, sites, attention, projections)
     layered = [m for m in methods if m.stages - set(MODEL_STAGES)]
@@ -97,8 +98,10 @@ def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan]) -> 
             needed = sorted(method.stages & set(BLOCK_STAGES))
             if needed and plan.block is None:
                 raise ValueError(
-                    f"{type(method).__name__} acts on whole blocks (stage {', '.join(needed)}), but around the attention "
-                    f"'{next(iter(plan.attentions))}' no module is the block. Put attention and feed-forward of one layer into one module."
+                    f"{type(method).__name__} acts on whole blocks (stage {', '.join(needed)}), but around the "
+                    "attention "
+                    f"'{next(iter(plan.attentions))}' no module is the block. Put attention and feed-forward of one "
+                    "layer into one module."
                 )
 
 

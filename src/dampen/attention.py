@@ -27,14 +27,13 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T * scale + mask) v, with every stage of `regularizers` open.
 
-    Takes the arguments of `F.scaled_dot_product_attention`, broadcasting and all. Without regularizers the result is the same;
-    with them, the fused kernel runs unless one of them needs the matrix of scores.
+    Takes the arguments of `F.scaled_dot_product_attention`, broadcasting and all. Without regularizers the result is
+    the same; with them, the fused kernel runs unless one of them needs the matrix of scores.
 
     >>> import torch, dampen
     >>> q = k = v = torch.randn(2, 4, 5, 8)
     >>> dampen.attention(q, k, v, regularizers=[dampen.DropKey(0.2)]).shape
-    torch.Size([2, 4, 5, 8])
-    """
+    torch.Size([2, 4, 5, 8])"""
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, regularizers, call)[0]
 
 

@@ -26,7 +26,8 @@ def regularize(
     attention: str = "all",
     projections: Mapping[str, str] | None = None,
 ) -> Regularization:
-    """Put regularizers into `model`, in place, one clone per layer. Parameters, state_dict keys and eval mode stay as they were.
+    """Put regularizers into `model`, in place, one clone per layer. Parameters, state_dict keys and eval mode stay as
+    they were.
 
     Args:
         model: any model whose attention calls `F.scaled_dot_product_attention`, or `nn.MultiheadAttention`.
@@ -107,7 +108,8 @@ class Regularization:
         return sum(terms.values(), start=task), {"task": task, **terms}
 
     def penalty(self) -> Tensor:
-        """The sum of the penalties of the forward just done, for those who own their loop: `loss = task + reg.penalty()`."""
+        """The sum of the penalties of the forward just done, for those who own their loop: `loss = task +
+        reg.penalty()`."""
         taken = self.penalties()
         device = next((p.device for p in self.model.parameters()), None)
         return sum(taken.values(), start=torch.zeros((), device=device))
@@ -120,8 +122,10 @@ class Regularization:
             for name, value in r.take_penalties().items():
                 if torch.is_grad_enabled() and not value.requires_grad and r.wants_gradient:
                     raise RuntimeError(
-                        f"the penalty {name} at '{r.site.name if r.site else ''}' carries no gradient although its layer is being "
-                        "trained. Reentrant activation checkpointing discards it: use checkpoint(..., use_reentrant=False), in "
+                        f"the penalty {name} at '{r.site.name if r.site else ''}' carries no gradient although its "
+                        "layer is being "
+                        "trained. Reentrant activation checkpointing discards it: use checkpoint(..., "
+                        "use_reentrant=False), in "
                         "transformers gradient_checkpointing_kwargs={'use_reentrant': False}. (A forward under "
                         "torch.no_grad() has penalties without gradient too: read them under no_grad.)"
                     )
@@ -129,10 +133,10 @@ class Regularization:
         return terms
 
     def parameters(self) -> list[nn.Parameter]:
-        """The learnable values of the regularizers (none unless a method was asked to learn): give them to the optimizer.
+        """The learnable values of the regularizers (none unless a method was asked to learn): give them to the
+        optimizer.
 
-        They are parameters of the model too, so `model.parameters()` already holds them.
-        """
+        They are parameters of the model too, so `model.parameters()` already holds them."""
         return [p for r in self.clones for p in r.parameters()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,7 +191,8 @@ class Regularization:
     def mc_average(
         self, forward: Callable[[], Any], samples: int = 16, logits: Callable[[Any], Tensor] | None = None
     ) -> Tensor:
-        """Class probabilities averaged over `samples` random forwards: DropKey's remedy for the gap between training and test."""
+        """Class probabilities averaged over `samples` random forwards: DropKey's remedy for the gap between training
+        and test."""
         if samples < 1:
             raise ValueError(f"mc_average needs at least one sample, got {samples}.")
         with self.mc_mode():
@@ -208,7 +213,8 @@ class Regularization:
         if covered:
             raise RuntimeError(
                 f"remove() after fully_shard (FSDP2) would strip FSDP's class from {covered[0]}"
-                f"{f' and {len(covered) - 1} more' if len(covered) > 1 else ''}. Nothing was changed. Remove before sharding, or save "
+                f"{f' and {len(covered) - 1} more' if len(covered) > 1 else ''}. Nothing was changed. Remove before "
+                "sharding, or save "
                 "the state_dict, whose keys are the plain model's, and load it into a plain model."
             )
         for module in swapped.values():

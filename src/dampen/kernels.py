@@ -1,9 +1,9 @@
 """The kernels of attention, and the choice between them.
 
-`fused` is `F.scaled_dot_product_attention`; `plain` builds the N x M matrix of scores. A regularizer that overrides `logits` or
-`probs` needs the matrix. Otherwise the choice is made by device, dtype and length from a small table that was measured. Where the matrix would
-be long, the queries are taken in chunks and each chunk is computed again in the backward pass, so that memory stays linear in N.
-"""
+`fused` is `F.scaled_dot_product_attention`; `plain` builds the N x M matrix of scores. A regularizer that overrides
+`logits` or `probs` needs the matrix. Otherwise the choice is made by device, dtype and length from a small table that
+was measured. Where the matrix would be long, the queries are taken in chunks and each chunk is computed again in the
+backward pass, so that memory stays linear in N."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ PLAIN_BELOW: dict[tuple[str, torch.dtype, bool], int] = {
     ("cpu", torch.bfloat16, True): 512,
     ("cpu", torch.float16, True): 512,
 }
-"""Keys below which `plain` is faster than `fused`, forward and backward, by device, dtype and whether the device multiplies 16-bit
-matrices in hardware (AMX, AVX-512 BF16). Without that hardware `fused` is 2.5 to 3 times faster in bfloat16; with it, 9 times slower at 65 keys.
-Measured with torch 2.13 by `benchmarks/kernel_table.py`; what is not listed runs fused."""
+"""Keys below which `plain` is faster than `fused`, forward and backward, by device, dtype and whether the device
+multiplies 16-bit matrices in hardware (AMX, AVX-512 BF16). Without that hardware `fused` is 2.5 to 3 times faster in
+bfloat16; with it, 9 times slower at 65 keys. Measured with torch 2.13 by `benchmarks/kernel_table.py`; what is not
+listed runs fused."""
 
 LONG = 2048
 """Keys from which a mask or matrix over all queries is taken in chunks."""

@@ -15,11 +15,11 @@ _WORD = 2**63
 
 
 def bernoulli(shape: Sequence[int], rate: Tensor, device: torch.device | None = None) -> Tensor:
-    """A bool mask that is True with probability `rate` (a tensor that broadcasts to `shape`), independently per entry.
+    """A bool mask that is True with probability `rate` (a tensor that broadcasts to `shape`), independently per
+    entry.
 
-    Each 64-bit random number gives four 16-bit draws, at a third of the cost of `bernoulli_`. One uniform number per call
-    dithers the threshold, so that the marginal rate is exact and not rounded to a multiple of 2^-16.
-    """
+    Each 64-bit random number gives four 16-bit draws, at a third of the cost of `bernoulli_`. One uniform number per
+    call dithers the threshold, so that the marginal rate is exact and not rounded to a multiple of 2^-16."""
     device = rate.device if device is None else device
     size = math.prod(shape)
     words = torch.randint(-_WORD, _WORD - 1, ((size + 3) // 4,), device=device)

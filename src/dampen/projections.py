@@ -1,7 +1,7 @@
 """Which linear map of a block does what: q, k, v, a fused qkv or kv, the output, and the feed-forward's two layers.
 
-Found by the usual names, then by shape, then by order; the user can say it instead (`regularize(..., projections=...)`).
-"""
+Found by the usual names, then by shape, then by order; the user can say it instead (`regularize(...,
+projections=...)`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _NAMES = {
     "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear",
 }
 ATTENTION_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
-_FFN_IN = set(
-    "fc1 linear1 lin1 wi wi_0 wi_1 up_proj gate_proj gate_up_proj c_fc intermediate intermediate_dense dense_h_to_4h "
-    "fc_in fc1_g fc1_x w12 w1_w3".split()
-)
-_FFN_OUT = set("fc2 linear2 lin2 wo down_proj c_proj output output_dense dense_4h_to_h fc_out".split())
+_FFN_NAMES = {
+    "ffn_in": "fc1 linear1 lin1 wi wi_0 wi_1 up_proj gate_proj gate_up_proj c_fc intermediate intermediate_dense "
+    "dense_h_to_4h fc_in fc1_g fc1_x w12 ffn",
+    "ffn_out": "fc2 linear2 lin2 wo down_proj c_proj output output_dense dense_4h_to_h fc_out ffn_output",
+}
+_FFN_IN, _FFN_OUT = (set(names.split()) for names in _FFN_NAMES.values())
 _NOT_FFN = ("modulation", "adaln", "router", "gate", "time", "cond", "norm", "pos", "adapter", "lora")
 
 
@@ -48,7 +49,8 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
-    """The role of a linear map inside an attention module, by the last telling part of its name; "other" if none tells."""
+    """The role of a linear map inside an attention module, by the last telling part of its name; "other" if none
+    tells."""
     for part in reversed(name.split(".")):
         if part in ATTENTION_ROLES:
             role = ATTENTION_ROLES[part]
@@ -63,7 +65,7 @@ def feed_forward_roles(maps: Mapping[str, nn.Module]) -> dict[str, str]:
     >>> list(feed_forward_roles(maps).values())
     ['ffn_in', 'ffn_in', 'ffn_out']
     """
-    roles = {name: "other" for name in maps}
+    roles = dict.fromkeys(maps, "other")
     rest = []
     for name in maps:
         parts = name.split(".")
@@ -91,13 +93,14 @@ def split_projection(call: Call, role: str) -> LinearCall:
         found = ", ".join(sorted(call.maps)) or "none"
         where = call.site.name if call.site else "this attention"
         raise RuntimeError(
-            f"{type(call.module).__name__} at '{where}': cannot tell which linear map makes {role} (roles found: {found}). "
+            f"{type(call.module).__name__} at '{where}': cannot tell which linear map makes {role} (roles found: "
+            f"{found}). "
             f"Say it when regularizing: regularize(..., projections={{'q': 'name', 'k': 'name', 'v': 'name'}}) or "
             f"{{'qkv': 'name'}}, with names inside the attention module."
         )
     whole = call.maps[fused]
     rows = _fused_rows(call, whole, fused)
-    start = sum(size for name, size in rows.items() if list(rows).index(name) < list(rows).index(role))
+    start = {"q": 0, "k": rows.get("q", 0), "v": rows.get("q", 0) + rows["k"]}[role]
     cut = slice(start, start + rows[role])
     return dataclasses.replace(
         whole,

@@ -1,15 +1,16 @@
 """What a regularizer is. Read this file first.
 
-A regularizer is an `nn.Module` that overrides some of twelve named **stages** which the data meets on its way through a
-Transformer. What it overrides is its declaration; there is no config class beside it:
+A regularizer is an `nn.Module` that overrides some of twelve named **stages** which the data meets on its way through
+a Transformer. What it overrides is its declaration; there is no config class beside it:
 
-    batch -> inputs -> tokens -> [(operands -> product -> qkv -> mask -> logits -> probs -> heads) -> branch -> block] x L -> outputs
+    batch -> inputs -> tokens -> [(operands -> product -> qkv -> mask -> logits -> probs -> heads) -> branch -> block]
+    x L -> outputs
 
-Letters in every signature of this package: B batch, H heads, N queries, M keys, D channels; q (B, H, N, D), k and v (B, H, M, D),
-s raw scores and a attention weights (B, H, N, M), o attention output (B, H, N, D).
+Letters in every signature of this package: B batch, H heads, N queries, M keys, D channels; q (B, H, N, D), k and v
+(B, H, M, D), s raw scores and a attention weights (B, H, N, M), o attention output (B, H, N, D).
 
-`regularize` puts one clone of each regularizer into every layer of a model. A clone's schedules are 0-d tensors, so that a
-schedule over training never recompiles a graph, and `penalize` adds a term to the loss of the present step.
+`regularize` puts one clone of each regularizer into every layer of a model. A clone's schedules are 0-d tensors, so
+that a schedule over training never recompiles a graph, and `penalize` adds a term to the loss of the present step.
 """
 
 from __future__ import annotations
@@ -112,8 +113,13 @@ class Call:
         return None if self.mask is None else self.mask.flatten(1, 2).any(1)
 
     def projection(self, role: str) -> LinearCall:
-        """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias and output, fused or not."""
+        """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias and output, fused
+        or not."""
         return split_projection(self, role)
+
+
+class UnsupportedModel(ValueError):
+    """A method says that it cannot act on this model, and why. The model is left as it was."""
 
 
 class Regularizer(nn.Module):
@@ -141,8 +147,8 @@ class Regularizer(nn.Module):
     needs_valid: ClassVar[bool] = False
     """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
     roles: frozenset[str] = frozenset()
-    """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`. Every one by default where
-    a linear stage is overridden."""
+    """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`. Every one by
+    default where a linear stage is overridden."""
     stages: frozenset[str] = frozenset()
     """The stages at work. An instance may switch some off by assigning a smaller set."""
 
@@ -161,7 +167,8 @@ class Regularizer(nn.Module):
         self.neighbors: list[nn.Module] = []  # the layer's own modules, to know whether anything here is being trained
         self.input_has_gradient = False  # whether the layer's last input did
 
-    # --- the stages, in the order in which the data meets them ------------------------------------------------------------
+    # --- the stages, in the order in which the data meets them
+    # ------------------------------------------------------------
 
     def inputs(self, x: Tensor) -> Tensor:
         """The model's input."""
@@ -210,13 +217,14 @@ class Regularizer(nn.Module):
     def outputs(self, outputs: list[Tensor], valid: Tensor | None = None) -> None:
         """One model output (logits) per pass; `valid` is False on padded positions."""
 
-    # --- services for subclasses ------------------------------------------------------------------------------------------
+    # --- services for subclasses
+    # ------------------------------------------------------------------------------------------
 
     def scheduled(self, name: str, value: Value, *, high: float = 1.0) -> None:
-        """Make `self.<name>` a 0-d float32 tensor that follows `value` over depth and training, checked to be in [0, high).
+        """Make `self.<name>` a 0-d float32 tensor that follows `value` over depth and training, checked to be in [0,
+        high).
 
-        Use `high=math.inf` for weights. Never branch in Python on the tensor's value: it changes between steps.
-        """
+        Use `high=math.inf` for weights. Never branch in Python on the tensor's value: it changes between steps."""
         self._schedules[name] = (as_schedule(value, f"{type(self).__name__}({name}=...)", high), high)
         self.register_buffer(name, torch.zeros(()), persistent=False)
         self.at(self._progress)
@@ -236,7 +244,13 @@ class Regularizer(nn.Module):
         """The registry name: the class name in snake case."""
         return snake_case(type(self).__name__)
 
-    # --- housekeeping -----------------------------------------------------------------------------------------------------
+    # --- housekeeping
+    # -----------------------------------------------------------------------------------------------------
+
+    def neutral(self) -> None:
+        """Make this clone do nothing: every rate and weight 0, always. Override where another value is the identity."""
+        self._schedules = {name: (constant(0.0), high) for name, (_, high) in self._schedules.items()}
+        self.at(self._progress)
 
     def at(self, progress: float) -> None:
         """Set the scheduled values for this clone's depth at `progress`."""
@@ -252,7 +266,8 @@ class Regularizer(nn.Module):
         for name, (schedule, _) in self._schedules.items():
             if isinstance(schedule, per_layer) and len(schedule.values) != site.total:
                 raise ValueError(
-                    f"{type(self).__name__}({name}=...) has {len(schedule.values)} values, but {site.total} layers were "
+                    f"{type(self).__name__}({name}=...) has {len(schedule.values)} values, but {site.total} layers "
+                    "were "
                     f"chosen. Give one value per layer, one number for all, or a schedule such as linear(0.3, 0.0)."
                 )
         self.site = site
@@ -262,13 +277,16 @@ class Regularizer(nn.Module):
         """Raise if a layer lacks the linear maps that the method needs. `roles` are those found at `where`."""
         if self.roles and not self.roles & roles:
             raise ValueError(
-                f"{type(self).__name__} acts on the linear maps {', '.join(sorted(self.roles))}, but '{where}' has only "
-                f"{', '.join(sorted(roles)) or 'none'}. Leave the layer out with sites=, or name the maps with projections=."
+                f"{type(self).__name__} acts on the linear maps {', '.join(sorted(self.roles))}, but '{where}' has "
+                "only "
+                f"{', '.join(sorted(roles)) or 'none'}. Leave the layer out with sites=, or name the maps with "
+                "projections=."
             )
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether the clone's layer, or anything before it, is being trained; a frozen backbone is fine without gradient."""
+        """Whether the clone's layer, or anything before it, is being trained; a frozen backbone is fine without
+        gradient."""
         return self.input_has_gradient or any(p.requires_grad for m in self.neighbors for p in m.parameters())
 
     def take_penalties(self) -> dict[str, Tensor]:

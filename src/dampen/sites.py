@@ -1,9 +1,8 @@
 """Where regularizers can sit: the layers of a model, found by structure.
 
-A layer is one attention (or several, in a decoder block) with the feed-forward maps beside it. An attention module is one whose
-`forward` calls `F.scaled_dot_product_attention`, directly or through Hugging Face's attention interface; by name alone where the
-code does not tell (such a module must then prove itself on its first forward).
-"""
+A layer is one attention (or several, in a decoder block) with the feed-forward maps beside it. An attention module is
+one whose `forward` calls `F.scaled_dot_product_attention`, directly or through Hugging Face's attention interface; by
+name alone where the code does not tell (such a module must then prove itself on its first forward)."""
 
 from __future__ import annotations
 
@@ -63,7 +62,8 @@ def find_layers(
     found = find_attentions(model)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no attention module: nothing calls F.scaled_dot_product_attention and no module is "
+            f"{type(model).__name__} has no attention module: nothing calls F.scaled_dot_product_attention and no "
+            "module is "
             "named like attention. Write the attention as a module that calls F.scaled_dot_product_attention."
         )
     patterns = [sites] if isinstance(sites, str) else list(sites)
@@ -173,7 +173,8 @@ def _scope(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> 
 
 
 def _owner(model: nn.Module, parts: Sequence[str], end: int) -> str:
-    """Where a layer's sublayers stand in a ModuleList (T5), the layer is the module that owns the list, if it is one of many."""
+    """Where a layer's sublayers stand in a ModuleList (T5), the layer is the module that owns the list, if it is one
+    of many."""
     inner, outer = ".".join(parts[:end]), ".".join(parts[: end - 1])
     if (
         isinstance(model.get_submodule(inner), nn.ModuleList)
@@ -206,10 +207,8 @@ def _attention_above(name: str, scope: str, attentions: Mapping[str, nn.Module],
     parts = name.split(".")
     for i in range(start + 1, len(parts)):
         above = ".".join(parts[:i])
-        if (
-            above in attentions
-            or any(_inside(a, above) for a in attentions)
-            and not isinstance(model.get_submodule(above), _LISTS)
+        if above in attentions or (
+            any(_inside(a, above) for a in attentions) and not isinstance(model.get_submodule(above), _LISTS)
         ):
             return True
     return False

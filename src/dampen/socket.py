@@ -1,9 +1,8 @@
 """The sockets: what a class-swapped module does in its forward while regularizers are at work in it.
 
-Inside an attention module `F.scaled_dot_product_attention` means `dampen.attention`; inside a layer every linear map is seen with its
-own input, weight and bias. Sockets are opened per module and not around the whole step, because activation checkpointing
-runs a module's forward again during the backward pass.
-"""
+Inside an attention module `F.scaled_dot_product_attention` means `dampen.attention`; inside a layer every linear map
+is seen with its own input, weight and bias. Sockets are opened per module and not around the whole step, because
+activation checkpointing runs a module's forward again during the backward pass."""
 
 from __future__ import annotations
 
@@ -171,11 +170,14 @@ def raise_without_socket(module: nn.Module, site: AttentionSite) -> None:
     """Nothing may be silent: a regularizer that was never asked for has done nothing."""
     stages = sorted({s for r in site.layer.clones for s in r.stages if s in ATTENTION_STAGES})
     raise RuntimeError(
-        f"{type(module).__name__} at '{site.name}' ran without calling F.scaled_dot_product_attention, so its regularizers "
-        f"(stages {', '.join(stages) or 'watching for padding'}) did nothing. Give the model an SDPA back end: transformers: "
+        f"{type(module).__name__} at '{site.name}' ran without calling F.scaled_dot_product_attention, so its "
+        "regularizers "
+        f"(stages {', '.join(stages) or 'watching for padding'}) did nothing. Give the model an SDPA back end: "
+        "transformers: "
         "model.set_attn_implementation('sdpa') and no output_attentions; timm: "
         "timm.layers.set_fused_attn(True, experimental=True); "
-        "your own code: call F.scaled_dot_product_attention or dampen.attention. A layer that cannot (talking heads) must be left "
+        "your own code: call F.scaled_dot_product_attention or dampen.attention. A layer that cannot (talking heads) "
+        "must be left "
         "out with sites=."
     )
 
@@ -258,7 +260,8 @@ def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             out = base(self, *args, **kwargs)
         if site.wants_linear and layer.hits == 0:
             raise RuntimeError(
-                f"{type(self).__name__} at '{layer.site.name}' ran without calling any of its linear modules, so the regularizers "
+                f"{type(self).__name__} at '{layer.site.name}' ran without calling any of its linear modules, so the "
+                "regularizers "
                 "on its linear maps did nothing. Call the modules (self.fc1(x)) instead of using their weights."
             )
         layer.valid = None

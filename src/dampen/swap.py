@@ -1,8 +1,7 @@
 """Class swap: give a live module another forward, as `parametrize` and FSDP2 do, and take it back.
 
-The swapped class keeps its name, its signature and its place under `isinstance`, so that state_dict keys, `save_pretrained` and code that
-inspects `forward` see the model they know.
-"""
+The swapped class keeps its name, its signature and its place under `isinstance`, so that state_dict keys,
+`save_pretrained` and code that inspects `forward` see the model they know."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Make torchvision importable beside a CPU build of torch.
 
-torchvision's wheel on the Python package index is built for CUDA. Beside a CPU torch its compiled extension does not load, and its
-import then dies with `operator torchvision::nms does not exist`, taking timm, torchmetrics and Lightning with it.
-Declaring the two operators that the import mentions is enough; nothing here ever calls them.
-"""
+torchvision's wheel on the Python package index is built for CUDA. Beside a CPU torch its compiled extension does not
+load, and its import then dies with `operator torchvision::nms does not exist`, taking timm, torchmetrics and
+Lightning with it. Declaring the two operators that the import mentions is enough; nothing here ever calls them."""
 
 import importlib.machinery
 import importlib.util

@@ -1,11 +1,11 @@
 """Residual branches, found in any block by following the data.
 
-While a block runs, every addition is looked at. One operand that *is* the residual stream (the block's input, the result of the last
-residual addition, or a norm or reshape of it), after a sublayer has run since the last one, makes it a residual addition; the other operand
-is the branch, with whatever the block has put in it (LayerScale, DropPath, dropout, a post-norm). So pre-norm, post-norm,
-sandwich and decoder blocks of any library are read without an adapter of their own. The number of branches found is
-checked against the sublayers that the block has, so a block that adds in some other way raises.
-"""
+While a block runs, every addition is looked at. One operand that *is* the residual stream (the block's input, the
+result of the last residual addition, or a norm or reshape of it), after a sublayer has run since the last one, makes
+it a residual addition; the other operand is the branch, with whatever the block has put in it (LayerScale, DropPath,
+dropout, a post-norm). So pre-norm, post-norm, sandwich and decoder blocks of any library are read without an adapter
+of their own. The number of branches found is checked against the sublayers that the block has, so a block that adds
+in some other way raises."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from dampen.socket import Layer
 
 _ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
-_SAME_STREAM = {
-    "layer_norm", "rms_norm", "group_norm", "reshape", "view", "flatten", "unflatten", "permute", "transpose", "movedim",
-    "contiguous", "to", "type", "float", "half", "bfloat16", "squeeze", "unsqueeze", "clone", "type_as",
-}  # fmt: skip
+_SAME_STREAM = set(
+    "layer_norm rms_norm group_norm reshape view flatten unflatten permute transpose movedim contiguous to type float "
+    "half bfloat16 squeeze unsqueeze clone type_as".split()
+)
 
 
 def call_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,6 +84,8 @@ class ResidualSocket(TorchFunctionMode):
             names = ", ".join(sorted({r.name for r in self.regularizers}))
             raise RuntimeError(
                 f"{type(block).__name__} at '{self.layer.site.name}': found {len(self.found)} residual additions "
-                f"({', '.join(self.found) or 'none'}) where its sublayers make {expected}, so {names} cannot act on its branches. "
-                "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or leave it out with sites=."
+                f"({', '.join(self.found) or 'none'}) where its sublayers make {expected}, so {names} cannot act on "
+                "its branches. "
+                "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or leave it out with "
+                "sites=."
             )

@@ -1,4 +1,5 @@
-"""`nn.MultiheadAttention`: its attention call is out of reach inside F.multi_head_attention_forward, so it is written out here."""
+"""`nn.MultiheadAttention`: its attention call is out of reach inside F.multi_head_attention_forward, so it is written
+out here."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def mha_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of `nn.MultiheadAttention` with the stages open: same arguments, same results when no regularizer acts."""
+    """The forward of `nn.MultiheadAttention` with the stages open: same arguments, same results when no regularizer
+    acts."""
     from dampen.socket import apply_linear  # the socket module imports this one
 
     batched = query.dim() == 3
