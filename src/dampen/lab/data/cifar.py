@@ -92,6 +92,12 @@ def load_cifar(
     )
 
 
+def looks_like(name: str, path: Path) -> bool:
+    """Whether a path holds the set, by file names alone: an archive is not opened."""
+    archives = [candidate for candidate in CANDIDATES[name] if candidate.endswith("gz")]
+    return path.name in archives if path.is_file() else recognize(name, path) is not None
+
+
 def _best_copy(spec: DataSpec, data_dir: str | Path | None) -> Copy:
     """The first complete copy among the places searched; else the first incomplete one."""
     seen: list[tuple[Store, Layout]] = []

@@ -39,6 +39,12 @@ def text_file(path: Path) -> Path | None:
     return file if file.is_file() else None
 
 
+def is_shakespeare(path: Path) -> bool:
+    """Whether a text is tinyshakespeare, by the name of its folder or its size."""
+    file = text_file(path)
+    return file is not None and (file.parent.name == "tinyshakespeare" or file.stat().st_size == OFFICIAL_LENGTH)
+
+
 def load_corpus(
     spec: DataSpec,
     data_dir: str | Path | None,

@@ -45,7 +45,7 @@ def load_folder(
         raise ValueError(f"channels must be 1 (gray) or 3 (RGB): got {channels}.")
     if size < 1:
         raise ValueError(f"size is the side of the images in pixels: got {size}.")
-    root = find(spec, data_dir, [], lambda path: bool(class_folders(_part(path, "train") or path)))
+    root = find(spec, data_dir, [], holds)
     train_root = _part(root, "train") or root
     classes = class_folders(train_root)
     hashes: dict[str, str] = {}
@@ -74,6 +74,10 @@ def load_folder(
         options={"size": size, "channels": channels, "test_fraction": test_fraction},
         root=root,
     )
+
+
+def holds(path: Path) -> bool:
+    return bool(class_folders(_part(path, "train") or path))
 
 
 def class_folders(root: Path) -> list[str]:

@@ -43,6 +43,11 @@ def holds(path: Path, source: str = "en", target: str = "de") -> bool:
     return all(text_file(path, "train", language) for language in (source, target))
 
 
+def is_multi30k(path: Path) -> bool:
+    """Whether parallel text is Multi30k, by its name or the name of its test part."""
+    return path.name == "multi30k" or any(path.glob("test_2016_flickr.*"))
+
+
 def load_parallel(
     spec: DataSpec,
     data_dir: str | Path | None,

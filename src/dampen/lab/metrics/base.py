@@ -8,7 +8,11 @@ from torch import Tensor, nn
 
 
 class Metrics(ABC):
-    """Accumulates over batches, then computes numbers by name. Make a new one for each pass."""
+    """Accumulates over batches, then computes numbers by name. Make a new one for each pass.
+
+    Nothing is exchanged between processes: a distributed run gathers logits before `update`, so that every rank may
+    compute or one alone.
+    """
 
     @abstractmethod
     def update(self, logits: Tensor, target: Tensor, valid: Tensor | None = None, index: Tensor | None = None) -> None:

@@ -25,9 +25,9 @@ class ClassificationMetrics(Metrics):
         from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
 
         self.classes = classes
-        self.accuracy = MulticlassAccuracy(classes, average="micro")
-        self.calibration = MulticlassCalibrationError(classes, n_bins=BINS, norm="l1")
-        self.nll, self.brier = MeanMetric(), MeanMetric()
+        self.accuracy = MulticlassAccuracy(classes, average="micro", sync_on_compute=False)
+        self.calibration = MulticlassCalibrationError(classes, n_bins=BINS, norm="l1", sync_on_compute=False)
+        self.nll, self.brier = MeanMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
         self._count = 0
 
     def update(self, logits: Tensor, target: Tensor, valid: Tensor | None = None, index: Tensor | None = None) -> None:

@@ -57,7 +57,7 @@ class DetectionMetrics(Metrics):
         self.seen.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
 
     def compute(self) -> dict[str, float]:
-        seen, total = self._joined(self.seen), self._joined(self.scores)
+        seen = self.seen
         rows = torch.cat([torch.arange(line.first, line.first + line.frames) for line in self.split.timelines])
         missed = int((seen[rows] == 0).sum())
         if missed:
@@ -65,9 +65,9 @@ class DetectionMetrics(Metrics):
                 f"{missed} of {len(rows)} frames were not predicted: average precision needs the whole split. "
                 "Call update() with every batch before compute()."
             )
-        scores = total / seen.clamp(min=1)[:, None]
+        scores = self.scores / seen.clamp(min=1)[:, None]
         counted = rows if self.split.counted is None else rows[self.split.counted[rows]]
-        losses = self._joined(self.losses)[counted] / seen[counted]
+        losses = self.losses[counted] / seen[counted]
         result = {"frame_map": frame_map(scores[counted], self._shown(counted)), "nll": float(losses.mean())}
         truth, found = self._intervals(scores)
         at = {threshold: interval_map(found, truth, threshold) for threshold in THRESHOLDS}
@@ -84,14 +84,6 @@ class DetectionMetrics(Metrics):
             own = scores[line.first : line.first + line.frames].numpy()
             found += propose(line.name, own, line.rate)
         return truth, found
-
-    @staticmethod
-    def _joined(values: Tensor) -> Tensor:
-        """The sum over all processes of a distributed run."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            values = values.clone()
-            torch.distributed.all_reduce(values)
-        return values
 
 
 def frame_map(scores: Tensor, shown: Tensor) -> float:

@@ -28,7 +28,7 @@ class LanguageMetrics(Metrics):
         from torchmetrics import SumMetric
 
         self.per_token = characters.double().cpu()
-        self.totals = {name: SumMetric() for name in ("nll", "tokens", "characters", "right")}
+        self.totals = {name: SumMetric(sync_on_compute=False) for name in ("nll", "tokens", "characters", "right")}
         for total in self.totals.values():
             total.set_dtype(torch.float64)
 
