@@ -115,7 +115,8 @@ def pac_bayes_bound(
     The training error of Q is a mean over `draws` weights; Chernoff's bound turns that mean into an upper bound that
     fails with probability `delta_mc` (as in Dziugaite and Roy, arXiv 1703.11008): `kl(mean || error) <= ln(1/delta_mc)
     / draws`. Both are inverted numerically. What is bounded is the 0-1 error of the noisy model, not of the model
-    itself, and for independent examples: predictions per token of one sequence are not.
+    itself, and for independent examples: predictions per token of one sequence are not. With far more weights than
+    examples the bound is often 1 and says nothing; that, too, is a result.
 
     `prior` holds w0 by parameter name, e.g. a copy of the initial weights; None means zeros. It and `prior_sigma`
     (default: sigma) must not depend on the training data; whoever tries several values on the data and keeps the best
