@@ -217,7 +217,7 @@ class Regularization:
                 "sharding, or save "
                 "the state_dict, whose keys are the plain model's, and load it into a plain model."
             )
-        for module in swapped.values():
+        for module in list(self.model.modules()):
             unswap(module)
             module._modules.pop("dampen_regularizers", None)
         self.layers, self.clones = [], []

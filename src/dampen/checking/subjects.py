@@ -42,8 +42,8 @@ class Subject:
             return self.batch()
 
 
-def _vit() -> nn.Module:
-    return ViT(image_size=IMAGE, patch_size=4, classes=5, width=16, depth=2, heads=2, mlp=24)
+def _vit(depth: int = 2) -> nn.Module:
+    return ViT(image_size=IMAGE, patch_size=4, classes=5, width=16, depth=depth, heads=2, mlp=24)
 
 
 def _timm() -> nn.Module:
@@ -110,3 +110,6 @@ SUBJECTS = {
         Subject("bert", _bert, _padded_text, lambda out: out.logits, _change_padding, padded=True),
     )
 }
+
+SHALLOW = Subject("vit", lambda: _vit(depth=1), _images("images"), lambda out: out)
+"""One layer, for the compilers, whose time grows with the number of layers."""

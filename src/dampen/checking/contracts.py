@@ -1,0 +1,311 @@
+"""The contracts, one function each: it raises `ContractBroken` where the regularizer breaks it."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from dampen.checking.subjects import SHALLOW, Subject
+from dampen.checking.trial import Make, Trial, plain_logits, with_companion
+from dampen.handle import regularize
+from dampen.regularizer import STAGES, Regularizer, needs_matrix
+
+
+class ContractBroken(AssertionError):
+    """A regularizer does not keep what every regularizer promises."""
+
+
+def require(condition: bool | Tensor, message: str) -> None:
+    if not condition:
+        raise ContractBroken(message)
+
+
+def same(a: Tensor, b: Tensor, message: str, tolerance: float | None = 0.0) -> None:
+    """Equal to the bit (tolerance 0), or close."""
+    require(a.shape == b.shape, f"{message}: shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    if tolerance == 0.0:
+        require(torch.equal(a, b), f"{message}: they differ by up to {_gap(a, b):.3g}")
+    else:
+        require(
+            torch.allclose(a, b, rtol=tolerance or 0, atol=tolerance or 0), f"{message}: off by up to {_gap(a, b):.3g}"
+        )
+
+
+def same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolerance: float = 1e-5) -> None:
+    require(a.keys() == b.keys(), f"{message}: gradients of {sorted(a.keys() ^ b.keys())} exist only once")
+    for name in a:
+        same(a[name], b[name], f"{message}: gradient of {name}", tolerance)
+
+
+def eval_exact(make: Make, subject: Subject) -> None:
+    """1. In eval the model computes, to the bit, what it computed before (unless the method acts in eval by design)."""
+    if make().in_eval:
+        return
+    model, inputs = subject.model().eval(), subject.inputs()
+    before = plain_logits(subject, model, inputs)
+    regularize(model, with_companion([make()]))
+    same(plain_logits(subject, model, inputs), before, "eval output with the regularizer and without")
+
+
+def state_dict(make: Make, subject: Subject) -> None:
+    """2. The model's state_dict keeps its keys, and loads strictly both ways."""
+    plain, trial = subject.model(seed=3), Trial(make, subject)
+    require(list(plain.state_dict()) == list(trial.model.state_dict()), "state_dict keys changed")
+    trial.model.load_state_dict(plain.state_dict(), strict=True)
+    plain.load_state_dict(trial.model.state_dict(), strict=True)
+
+
+def identity(make: Make, subject: Subject) -> None:
+    """3. At rate 0 and weight 0 nothing happens in training."""
+    trial = Trial(make, subject, neutral=True)
+    _, terms, logits = trial.step()
+    expected = plain_logits(subject, subject.model(), trial.inputs)
+    same(logits, expected, "training output at rate 0 and without regularizer", 1e-5)
+    for name, value in terms.items():
+        require(name == "task" or value.item() == 0.0, f"the term {name} is {value.item():.3g} at weight 0")
+
+
+def shapes_and_dtypes(make: Make, subject: Subject) -> None:
+    """4. Every stage keeps shape and dtype, in float32, bfloat16, float16 and under autocast; `tokens` may shorten N."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        trial = Trial(make, subject)
+        trial.model.to(dtype)
+        _watch_stages(trial.reg.clones)
+        cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in trial.inputs.items()}
+        _, _, logits = trial.step(cast, backward=dtype is not torch.float16)
+        require(logits.dtype == dtype, f"a model in {dtype} gives {logits.dtype}")
+    trial = Trial(make, subject)
+    _watch_stages(trial.reg.clones)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _, _ = trial.step()
+    require(torch.isfinite(loss), "the loss under autocast is not finite")
+
+
+def gradients_finite(make: Make, subject: Subject) -> None:
+    """5. Loss and gradients are finite, and the penalties have a gradient."""
+    trial = Trial(make, subject)
+    check_finite(trial)
+
+
+def check_finite(trial: Trial) -> None:
+    """Loss, terms and gradients of one step are finite, and some gradient is there."""
+    loss, terms, _ = trial.step()
+    for name, value in {"loss": loss, **terms}.items():
+        require(torch.isfinite(value).all(), f"{name} is {value.item()}")
+    gradients = trial.gradients()
+    require(bool(gradients), "no parameter got a gradient")
+    for name, gradient in gradients.items():
+        require(torch.isfinite(gradient).all(), f"the gradient of {name} is not finite")
+
+
+def copies(make: Make, subject: Subject) -> None:
+    """6. A deepcopy is independent and equal; pickle goes there and back."""
+    trial = Trial(make, subject)
+    trial.step()  # leaves a graph in the slots, which a copy must not meet
+    twin = trial.copy()
+    first, second = trial.step()[0], twin.step()[0]
+    same(first, second, "the loss of a model and of its deepcopy")
+    require(
+        not {id(c) for c in trial.reg.clones} & {id(c) for c in twin.reg.clones}, "the copy shares its regularizers"
+    )
+    twin.reg.progress(1.0)
+    same(trial.step()[0], first, "the loss after the copy has moved on")
+    revived = pickle.loads(pickle.dumps(trial.model))
+    torch.manual_seed(2)
+    out = subject.logits(revived(**trial.inputs)).detach()
+    same(out, trial.step()[2], "the output of a model and of its pickle")
+
+
+def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
+    """7. torch.compile(fullgraph=True) gives the same loss and gradients, with one graph over a whole schedule."""
+    import torch._dynamo.testing as testing
+
+    torch._dynamo.reset()
+    trial = Trial(make, subject)
+    counter = testing.CompileCounterWithBackend(backend)
+    run = torch.compile(trial.model, fullgraph=True, backend=counter)
+    graphs = None
+    for progress in (0.0, 0.3, 0.6, 1.0):
+        trial.reg.progress(progress)
+        eager_loss, eager = trial.step()[0], trial.gradients()
+        loss = trial.step(run=run)[0]
+        same(loss, eager_loss, f"the loss compiled and eager at progress {progress}", 1e-4)
+        same_gradients(trial.gradients(), eager, f"compiled and eager at progress {progress}", 1e-4)
+        graphs = counter.frame_count if graphs is None else graphs
+        require(
+            counter.frame_count == graphs, f"{counter.frame_count} graphs instead of {graphs} at progress {progress}"
+        )
+    torch._dynamo.reset()
+
+
+def compiled_inductor(make: Make, subject: Subject) -> None:
+    """7, once with the real compiler: inductor gives the same loss and gradients."""
+    import torch._inductor.config as config
+
+    with config.patch(fallback_random=True):  # the same draws as eager
+        compiled(make, SHALLOW if subject.name == "vit" else subject, "inductor")
+
+
+def checkpointed(make: Make, subject: Subject) -> None:
+    """8. Under activation checkpointing loss and gradients are the same: the same draws, each penalty once."""
+    trial = Trial(make, subject)
+    loss, gradients = trial.step()[0], trial.gradients()
+    for layer in trial.reg.layers:
+        block = trial.model.get_submodule(layer.site.name)
+        object.__setattr__(block, "forward", functools.partial(checkpoint, block.forward, use_reentrant=False))
+    same(trial.step()[0], loss, "the loss with checkpointing and without", 1e-6)
+    same_gradients(trial.gradients(), gradients, "with checkpointing and without")
+
+
+def seeded(make: Make, subject: Subject) -> None:
+    """9. The same seed gives the same result."""
+    trial = Trial(make, subject)
+    first, gradients = trial.step()[0], trial.gradients()
+    same(trial.step()[0], first, "two steps with one seed")
+    same_gradients(trial.gradients(), gradients, "two steps with one seed", 1e-7)
+
+
+def no_leak(make: Make, subject: Subject) -> None:
+    """10. What the model's masks hide stays hidden: changing it changes no visible output; padding moves no penalty."""
+    check_leak(Trial(make, subject))
+
+
+def check_leak(trial: Trial) -> None:
+    subject = trial.subject
+    if subject.hide is None:
+        return
+    other, kept = subject.hide(trial.inputs)
+    _, terms, logits = trial.step(backward=False)
+    _, moved, changed = trial.step(other, backward=False)
+    if logits.shape[:2] == kept.shape:
+        same(changed[kept], logits[kept], "outputs after changing what must not be seen", 1e-6)
+    if subject.padded:
+        for name in terms.keys() - {"task"}:
+            same(moved[name], terms[name], f"the term {name} after changing padded tokens", 1e-6)
+
+
+def remove(make: Make, subject: Subject) -> None:
+    """11. remove() gives the model back exactly: classes, attributes, modules, results."""
+    plain, trial = subject.model(), Trial(make, subject)
+    trial.step()
+    trial.reg.remove()
+    for (name, a), (other, b) in zip(plain.named_modules(), trial.model.named_modules(), strict=True):
+        require(
+            name == other and type(a) is type(b), f"'{other}' is a {type(b)} after remove(), '{name}' was a {type(a)}"
+        )
+        require(vars(a).keys() == vars(b).keys(), f"'{name}' keeps {sorted(vars(b).keys() ^ vars(a).keys())}")
+    trial.model.zero_grad()
+    same(plain_logits(subject, trial.model, trial.inputs), plain_logits(subject, plain, trial.inputs), "after remove()")
+
+
+def documented(make: Make, subject: Subject) -> None:
+    """12. Constructible by default; the docstring says what it does and names the paper."""
+    cls = type(make())
+    doc = cls.__doc__ or ""
+    require(bool(doc.strip().splitlines()[:1]), f"{cls.__name__} has no docstring")
+    require(
+        "arXiv" in doc or "et al." in doc,
+        f"the docstring of {cls.__name__} names no paper (arXiv id, or authors et al.)",
+    )
+    require(">>>" in doc, f"the docstring of {cls.__name__} has no runnable example")
+
+
+def kernel(make: Make, subject: Subject) -> None:
+    """14. The kernel that ran is the one declared: fused unless a stage needs the matrix of scores."""
+    trial = Trial(make, subject)
+    calls = _FusedCalls()
+    with calls:
+        trial.step(backward=False)
+    for name, ran in trial.reg.kernels().items():
+        declared = "plain" if needs_matrix(trial.reg.clones) else ran.split()[0]
+        require(ran.startswith(declared), f"'{name}' says {ran}, declared {declared}")
+        require(
+            ran.startswith("fused") == bool(calls.names), f"'{name}' says {ran}, but the fused calls were {calls.names}"
+        )
+
+
+def exported(make: Make, subject: Subject) -> None:
+    """15. torch.export and ONNX work at eval, and give the same."""
+    trial = Trial(make, subject)
+    model = trial.model.eval()
+    expected = plain_logits(subject, model, trial.inputs)
+    with torch.no_grad():
+        program = torch.export.export(model, (), trial.inputs)
+        same(subject.logits(program.module()(**trial.inputs)), expected, "the exported program and the model", 1e-4)
+
+
+def exported_onnx(make: Make, subject: Subject) -> None:
+    """15, ONNX: the file gives what the model gives."""
+    import onnxruntime
+
+    trial = Trial(make, SHALLOW if subject.name == "vit" else subject)
+    model, buffer = trial.model.eval(), io.BytesIO()
+    expected = plain_logits(subject, model, trial.inputs)
+    torch.onnx.export(model, (), buffer, kwargs=trial.inputs, dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(buffer.getvalue())
+    got = session.run(
+        None, {i.name: v.numpy() for i, v in zip(session.get_inputs(), trial.inputs.values(), strict=True)}
+    )
+    same(torch.from_numpy(got[0]), expected, "ONNX and the model", 1e-4)
+
+
+class _FusedCalls(TorchDispatchMode):
+    """Which fused attention kernels were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "scaled_dot_product" in func.name():
+            self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _watch_stages(clones: list[Regularizer]) -> None:
+    """Wrap the stages of the clones so that a changed shape or dtype raises."""
+    for clone in clones:
+        for stage in clone.stages & (set(STAGES) - {"mask", "outputs", "inputs"}):
+            object.__setattr__(clone, stage, _watched(clone, stage))
+
+
+def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
+    original = getattr(clone, stage)
+
+    def watched(*args: Any) -> Any:
+        out = original(*args)
+        taken, given = (args[1:2], (out,)) if stage == "block" else (args, out if isinstance(out, tuple) else (out,))
+        for before, after in zip(taken, given, strict=False):
+            require(after.dtype == before.dtype, f"{stage}: {before.dtype} became {after.dtype}")
+            shorter = stage == "tokens" and after.shape[::2] == before.shape[::2]
+            require(
+                shorter or after.shape == before.shape, f"{stage}: {tuple(before.shape)} became {tuple(after.shape)}"
+            )
+        return out
+
+    return watched
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+
+
+CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
+    f.__name__: f
+    for f in (
+        eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled, compiled_inductor,
+        checkpointed, seeded, no_leak, remove, documented, kernel, exported, exported_onnx,
+    )
+}  # fmt: skip
+"""By name; number 13 (two processes equal one) needs a launcher and lives in `dampen.checking.distributed`."""
+
+ONCE = frozenset({"compiled_inductor", "documented", "exported_onnx"})
+"""Contracts that are run on the first subject only, because they take long or do not depend on the model."""
