@@ -19,7 +19,7 @@ from dampen.regularizer import (
     Site,
 )
 from dampen.sites import LayerPlan, find_layers, is_cross
-from dampen.socket import AttentionSite, BlockSite, Layer, LinearSite, ModelSite, first_argument
+from dampen.socket import AttentionSite, BlockSite, Layer, LinearSite, ModelSite, first_argument, model_input
 from dampen.swap import is_swapped, swap
 
 
@@ -63,6 +63,8 @@ def attach(
     _check_plans(layered, plans)
     layers = [_layer(layered, plan, i, len(plans)) for i, plan in enumerate(plans)]
     own = [_clone(m, Site("")) for m in whole]
+    for clone in own:
+        clone.prepare(model)
     clones = [c for layer in layers for c in layer.clones] + own
     for plan, layer in zip(plans, layers, strict=True):
         _open(plan, layer)
@@ -73,7 +75,7 @@ def attach(
         holder.add_module("dampen_regularizers", nn.ModuleList(here))
         for clone in here:
             clone.train(holder.training)
-    swap(model, "model", ModelSite(clones, own, first_argument(model)))
+    swap(model, "model", ModelSite(clones, own, model_input(model)))
     return layers, clones
 
 

@@ -72,6 +72,7 @@ class BranchCall:
     role: str
     residual: Tensor
     site: Site | None = None
+    skip: bool = True  # a method that sets it False takes the residual away: the branch goes on alone
 
 
 @dataclass(eq=False)
@@ -272,6 +273,9 @@ class Regularizer(nn.Module):
                 )
         self.site = site
         self.at(self._progress)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Look at the model once, before anything is attached. Called on clones with a stage of the whole model."""
 
     def check_layer(self, roles: set[str], where: str) -> None:
         """Raise if a layer lacks the linear maps that the method needs. `roles` are those found at `where`."""

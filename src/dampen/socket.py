@@ -73,10 +73,10 @@ class BlockSite:
 class ModelSite:
     """What is kept on the model itself."""
 
-    def __init__(self, clones: Sequence[Regularizer], own: Sequence[Regularizer], input_name: str) -> None:
+    def __init__(self, clones: Sequence[Regularizer], own: Sequence[Regularizer], model_input: tuple[str, int]) -> None:
         self.clones = list(clones)  # all of them: their slots are emptied when the model's forward starts
         self.own = list(own)  # those with a stage of the whole model
-        self.input_name = input_name
+        self.input_name, self.input_position = model_input
         self.enabled = True
 
 
@@ -283,10 +283,17 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             r.take_penalties()
         for r in site.own:
             if "inputs" in r.stages and site.enabled and (self.training or r.in_eval):
-                if args:
-                    args = (r.inputs(args[0]), *args[1:])
+                name, i = site.input_name, site.input_position
+                if len(args) > i and args[i] is not None:
+                    args = (*args[:i], r.inputs(args[i]), *args[i + 1 :])
+                elif kwargs.get(name) is not None:
+                    kwargs = {**kwargs, name: r.inputs(kwargs[name])}
                 else:
-                    kwargs = {**kwargs, site.input_name: r.inputs(kwargs[site.input_name])}
+                    raise RuntimeError(
+                        f"{type(r).__name__} acts on the input '{name}' of {type(self).__name__}, but the model was "
+                        f"called without it (got {len(args)} positional arguments, keywords {sorted(kwargs)}), so it "
+                        f"would do nothing. Call the model with '{name}', or remove {type(r).__name__}."
+                    )
         return base(self, *args, **kwargs)
 
     return forward
@@ -298,6 +305,27 @@ FORWARDS = {
     "block": block_forward,
     "model": model_forward,
 }
+
+
+_DATA = (
+    "pixel_values",
+    "images",
+    "image",
+    "x",
+    "input",
+    "inputs",
+    "input_values",
+    "input_features",
+    "input_ids",
+    "src",
+)
+
+
+def model_input(module: nn.Module) -> tuple[str, int]:
+    """Which argument of a model's forward is the data, by the usual names, else the first: its name and position."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    name = next((n for n in _DATA if n in names), first_argument(module))
+    return name, names.index(name) if name in names else 0
 
 
 def first_argument(module: nn.Module) -> str:

@@ -73,7 +73,10 @@ class ResidualSocket(TorchFunctionMode):
         call = BranchCall(self.layer.sublayer, residual, self.layer.site)
         for r in self.regularizers:
             branch = r.branch(branch, call)
-        out = torch.add(residual, branch)
+        if call.skip:
+            out = torch.add(residual, branch)
+        else:  # in the dtype and shape that the sum would have had
+            out = branch.to(torch.result_type(residual, branch)).expand_as(residual)
         self.found.append(self.layer.sublayer)
         self.stream, self.layer.sublayer = [out], ""
         return out
