@@ -44,6 +44,9 @@ class SkipAblation(Regularizer):
                 )
         self.removed = {"attention": attention, "ffn": ffn}
 
+    def neutral(self) -> None:
+        self.removed = dict.fromkeys(self.removed, False)
+
     def branch(self, b: Tensor, call: BranchCall) -> Tensor:
         if self.removed[call.role]:
             call.skip = False

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dampen.graying import DEFAULT_EPS, Kind, check_eps, check_kind, gray_images, gray_tokens
 from dampen.models.patches import pair
-from dampen.regularizer import Regularizer
+from dampen.regularizer import Regularizer, UnsupportedModel
 
 _PATCHES = re.compile(r"patch_?embed|patch_?conv|conv_proj", re.IGNORECASE)
 
@@ -62,6 +62,9 @@ class TokenGraying(Regularizer):
         if self.patch_size is None:
             self.patch_size = find_patch_size(model)
 
+    def neutral(self) -> None:
+        self.eps, self.restore_scale = 1.0, True
+
     def inputs(self, x: Tensor) -> Tensor:
         if self.patch_size is None:
             raise RuntimeError(
@@ -99,9 +102,10 @@ def find_patch_size(model: nn.Module) -> tuple[int, int]:
             if isinstance(size, int) or (isinstance(size, tuple | list) and len(size) == 2):
                 return check_patch_size(tuple(size) if isinstance(size, list) else size)
     found = "it has no convolution" if first is None else f"its first convolution, '{name}', is {first}"
-    raise ValueError(
+    raise UnsupportedModel(
         f"TokenGraying acts on the patches of images, but {type(model).__name__} has no patch embedding that tells "
-        f"their size: {found}. Give patch_size=(height, width), or patch_size='tokens' if the model takes tokens (B, N, D)."
+        f"their size: {found}. Give patch_size=(height, width), or patch_size='tokens' if the model takes tokens "
+        "(B, N, D)."
     )
 
 
