@@ -1,4 +1,4 @@
-"""From the plain data of a trial to its parts: seeds, data set, model."""
+"""From the plain data of a trial to its parts: seeds, data set, augmentation, model."""
 
 from __future__ import annotations
 
@@ -47,6 +47,13 @@ def load_data(data: dict[str, Any], data_dir: str | None) -> Any:
     options = {k: v for k, v in data.items() if k != "augment"}
     options["seed"] = options.pop("split_seed", 0)
     return _load(json.dumps(options, sort_keys=True), data_dir)
+
+
+def make_augment(chosen: Any, data: Any) -> Any:
+    """The augmentations of a trial as a function of a batch and a generator, or None."""
+    from dampen.lab.data import augment
+
+    return augment(chosen, data) if chosen else None
 
 
 def make_model(model: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:

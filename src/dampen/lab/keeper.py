@@ -53,7 +53,7 @@ class Keeper:
             if state["trial"] != s.trial.id:
                 raise LabError(f"{self.record.folder} has a checkpoint of trial {state['trial']}, not of {s.trial.id}.")
             s.load_state(state)
-            self.lines = state["lines"]
+            s.resumed, self.lines = len(self.record.sessions()) - 1, state["lines"]
         if self.writes:
             self.record.keep_lines(self.lines)
             for problem in damage:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.lab.build import derive, load_data, make_model, seed_all
+from dampen.lab.build import derive, load_data, make_augment, make_model, seed_all
 from dampen.lab.checkpoint import rng_state, set_rng_state
 from dampen.lab.distributed import (
     all_ranks,
@@ -65,6 +65,7 @@ class Session:
         extra = list(self.handle.parameters()) if self.handle else []
         self.optimizer: Any = self.fabric.setup_optimizers(make_optimizer(self.raw, extra, self.options))
         self.average = MovingAverage(self.raw, self.options.ema) if self.options.ema else None
+        self.augment = make_augment(trial.data.get("augment"), self.data)
         self.meter = Meter(self.device)
         self.probe = next(p for p in self.raw.parameters() if p.requires_grad)
         self.per_epoch = len(self.data.train) // self.options.batch_size
@@ -102,8 +103,11 @@ class Session:
             yield list(zip(parts, self._shares(parts), strict=True))
 
     def batch(self, indices: Tensor) -> dict[str, Any]:
-        """Training examples, on the device."""
+        """Training examples, augmented, on the device. The draws depend on seed and step alone, not on the methods."""
         batch = self.data.train.batch(indices)
+        if self.augment is not None:
+            seed = derive(self.trial.seed, "augment", self.step, int(indices[0]))
+            batch = self.augment(batch, torch.Generator().manual_seed(seed))
         return batch if self.device.type == "cpu" else self.fabric.to_device(batch)
 
     def _shares(self, parts: list[dict[str, Any]]) -> list[Any]:
@@ -185,7 +189,6 @@ class Session:
             "meter": self.meter.sums,
             "seconds": self.seconds,
             "step_times": torch.tensor(self.step_times),
-            "resumed": self.resumed,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -200,5 +203,4 @@ class Session:
         self.step, self.best, self.stale = state["step"], state["best"], state["stale"]
         self.meter.sums = dict(state["meter"])
         self.seconds, self.step_times = dict(state["seconds"]), state["step_times"].tolist()
-        self.resumed = state["resumed"] + 1
         set_rng_state(state["rng"][self.fabric.global_rank], self.device)

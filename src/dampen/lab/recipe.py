@@ -1,0 +1,188 @@
+"""Recipes: one table of a paper as TOML data. `plan.py` turns one into trials.
+
+    title, paper, table, cost, command      what it reproduces, what it takes, what to type
+    departures = ["..."]                    every difference from the paper, in words
+    metric = "accuracy"                     the test metric the table shows
+    scale = "laptop"                        the scale that runs when none is said
+    report = "best" | "all"                 choose the best grid point on validation, or show all of them
+    [base]                                  data, model, train, methods, sites, seeds of every row
+    [grid]                                  "train.lr" = [...] sets a value; lambda = [...] replaces "$lambda"
+    [scales.laptop]                         what differs at that scale (also cost, departures, unavailable)
+    [[rows]]                                name, methods and what else differs; published = { accuracy = [86.4, 0.4] }
+
+Percentages are published as percent, in recipes as in papers.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dampen.lab.check import check_fields, nearest, unknown_keys
+from dampen.lab.errors import ConfigError, LabError
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+SECTIONS = ("data", "model", "train", "methods", "sites", "seeds")
+SCALE_KEYS = (*SECTIONS, "grid", "cost", "departures", "unavailable")
+ROW_KEYS = ("name", "data", "model", "train", "methods", "sites", "published", "published_grid", "baseline", "note")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as it stands in its file, checked for shape."""
+
+    name: str
+    title: str
+    paper: str
+    table: str
+    cost: str
+    command: str
+    departures: list[str]
+    metric: str
+    base: dict[str, Any]
+    rows: list[Any]
+    scale: str = "laptop"
+    report: str = "best"
+    grid: dict[str, Any] = field(default_factory=dict)
+    scales: dict[str, Any] = field(default_factory=dict)
+
+    def at(self, scale: str | None) -> dict[str, Any]:
+        """The base at a scale: data, model, train, methods, sites, seeds, grid, cost, departures."""
+        scale = scale or self.scale
+        if scale not in self.scales:
+            raise ConfigError(self.name, [f"--scale: there is no scale {scale!r}{nearest(scale, self.scales)}"])
+        own = self.scales[scale]
+        if "unavailable" in own:
+            raise LabError(f"{self.name} cannot run at scale {scale!r}: {own['unavailable']}")
+        merged = merge(self.base, {k: v for k, v in own.items() if k in SECTIONS})
+        grid = own.get("grid", self.grid)
+        departures = [*self.departures, *own.get("departures", [])]
+        return {**merged, "grid": grid, "cost": own.get("cost", self.cost), "departures": departures, "scale": scale}
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables are merged key by key; a model or data set with another name replaces the old one wholly.
+
+    >>> merge({"model": {"name": "vit", "depth": 7}, "train": {"lr": 1}}, {"model": {"depth": 2}, "train": {"lr": 3}})
+    {'model': {'name': 'vit', 'depth': 2}, 'train': {'lr': 3}}
+    >>> merge({"model": {"name": "vit", "depth": 7}}, {"model": {"name": "convmixer"}})
+    {'model': {'name': 'convmixer'}}
+    """
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = value
+        if (
+            isinstance(old, Mapping)
+            and isinstance(value, Mapping)
+            and value.get("name", old.get("name")) == old.get("name")
+        ):
+            merged[key] = merge(old, value)
+    return merged
+
+
+def list_recipes() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    found = sorted(RECIPES.rglob("*.toml"))
+    return {str(path.relative_to(RECIPES).with_suffix("")): path for path in found}
+
+
+def load_recipe(name: str) -> Recipe:
+    """A recipe by its name in the package, or by the path of a TOML file; all problems are told at once."""
+    known = list_recipes()
+    path = known.get(name.removesuffix(".toml"), Path(name))
+    if not path.is_file():
+        raise ConfigError(f"Recipe {name!r}", [f"there is no such recipe and no such file{nearest(name, known)}"])
+    try:
+        content = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [f"not valid TOML: {error}"]) from error
+    label = name if name in known else path.stem
+    recipe, problems = parse_recipe(label, content)
+    if recipe is None or problems:
+        raise ConfigError(f"Recipe {name!r}", problems)
+    return recipe
+
+
+def parse_recipe(name: str, content: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
+    """The recipe and everything that is wrong with its shape."""
+    values, problems = check_fields(Recipe, {"name": name, **content}, "")
+    problems += _check_base(content.get("base", {}))
+    problems += _check_grid(content.get("grid", {}), "grid")
+    problems += _check_scales(content.get("scales", {}), content.get("scale", "laptop"))
+    problems += _check_rows(content.get("rows", []))
+    if content.get("report", "best") not in ("best", "all"):
+        problems.append(f"report: expected 'best' or 'all', got {content['report']!r}")
+    return (None if problems else Recipe(**values)), problems
+
+
+def _check_base(base: Any) -> list[str]:
+    if not isinstance(base, Mapping):
+        return [f"base: expected a table, got {base!r}"]
+    return unknown_keys(base, SECTIONS, "base.") + _check_seeds(base.get("seeds", [0]), "base.seeds")
+
+
+def _check_seeds(seeds: Any, path: str) -> list[str]:
+    good = isinstance(seeds, list) and seeds and all(isinstance(s, int) and not isinstance(s, bool) for s in seeds)
+    return (
+        [] if good and len(set(seeds)) == len(seeds) else [f"{path}: expected different whole numbers, got {seeds!r}"]
+    )
+
+
+def _check_grid(grid: Any, path: str) -> list[str]:
+    if not isinstance(grid, Mapping):
+        return [f"{path}: expected a table of lists, got {grid!r}"]
+    return [
+        f"{path}.{k}: expected a list with values, got {v!r}"
+        for k, v in grid.items()
+        if not isinstance(v, list) or not v
+    ]
+
+
+def _check_scales(scales: Any, default: Any) -> list[str]:
+    if not isinstance(scales, Mapping) or not scales:
+        return ["scales: missing; say [scales.laptop] and [scales.paper]"]
+    problems = [] if default in scales else [f"scale: there is no [scales.{default}]{nearest(default, scales)}"]
+    for name, scale in scales.items():
+        if not isinstance(scale, Mapping):
+            problems.append(f"scales.{name}: expected a table, got {scale!r}")
+            continue
+        problems += unknown_keys(scale, SCALE_KEYS, f"scales.{name}.")
+        problems += _check_seeds(scale["seeds"], f"scales.{name}.seeds") if "seeds" in scale else []
+        problems += _check_grid(scale.get("grid", {}), f"scales.{name}.grid")
+    return problems
+
+
+def _check_rows(rows: Any) -> list[str]:
+    if not isinstance(rows, list) or not rows or not all(isinstance(r, Mapping) for r in rows):
+        return ["rows: expected at least one [[rows]] table"]
+    problems, names = [], [r.get("name") for r in rows]
+    for i, row in enumerate(rows):
+        where = f"rows[{i}]"
+        if not isinstance(row.get("name"), str) or not row["name"]:
+            problems.append(f"{where}.name: missing")
+        elif names.index(row["name"]) != i:
+            problems.append(f"{where}.name: {row['name']!r} is the name of an earlier row too")
+        problems += unknown_keys(row, ROW_KEYS, f"{where}.")
+        problems += _check_published(row.get("published", {}), f"{where}.published")
+        for j, point in enumerate(row.get("published_grid", [])):
+            problems += _check_published(point.get("published", {}), f"{where}.published_grid[{j}].published")
+    if sum(bool(r.get("baseline")) for r in rows) > 1:
+        problems.append("rows: more than one row says baseline = true")
+    return problems
+
+
+def _check_published(published: Any, path: str) -> list[str]:
+    if not isinstance(published, Mapping):
+        return [f"{path}: expected {{ metric = mean }} or {{ metric = [mean, sd] }}, got {published!r}"]
+    problems = []
+    for metric, value in published.items():
+        numbers = value if isinstance(value, list) else [value]
+        if not 1 <= len(numbers) <= 2 or not all(
+            isinstance(n, int | float) and not isinstance(n, bool) for n in numbers
+        ):
+            problems.append(f"{path}.{metric}: expected a mean or [mean, sd], got {value!r}")
+    return problems

@@ -1,0 +1,73 @@
+"""Checking the names in a trial before anything runs: data set and its options, model and its arguments, methods."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+from dampen.lab.check import nearest, unknown_keys
+from dampen.lab.specs import check_methods
+from dampen.lab.trial import Trial
+
+COMMON_DATA = ("name", "partial", "split_seed", "train_fraction", "limit", "augment")
+
+
+def check_trial(trial: Trial, path: str = "") -> list[str]:
+    """Every problem with the names of a trial, each with the nearest known one."""
+    return [
+        *check_data(trial.data, f"{path}data."),
+        *check_model(trial.model, f"{path}model."),
+        *check_methods(trial.methods, f"{path}methods"),
+    ]
+
+
+def check_data(data: dict[str, Any], path: str) -> list[str]:
+    """Problems of the data section."""
+    from dampen.lab.data import DATASETS, options
+
+    if data["name"] not in DATASETS:
+        return [f"{path}name: unknown data set {data['name']!r}{nearest(data['name'], DATASETS)}"]
+    problems = unknown_keys(data, [*COMMON_DATA, *options(data["name"])], path)
+    return problems + _check_augment(data.get("augment"), DATASETS[data["name"]].task, f"{path}augment")
+
+
+def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
+    from dampen.lab.data import AUGMENTATIONS
+
+    items = [] if not chosen else [chosen] if isinstance(chosen, str | dict) else chosen
+    problems = []
+    for item in items:
+        name = item.get("name") if isinstance(item, dict) else item
+        if name not in AUGMENTATIONS:
+            problems.append(f"{path}: unknown augmentation {name!r}{nearest(name, AUGMENTATIONS)}")
+            continue
+        kind = AUGMENTATIONS[name]
+        if task not in kind.tasks:
+            problems.append(f"{path}: {name!r} is for {' and '.join(kind.tasks)} tasks, this set is {task}")
+        if isinstance(item, dict):
+            problems += unknown_keys(item, ["name", *(f.name for f in fields(kind))], f"{path}.{name}.")
+    return problems
+
+
+def check_model(model: dict[str, Any], path: str) -> list[str]:
+    """Problems of the model section. timm's own arguments are left to timm, which takes any."""
+    from dampen.models import MODELS
+
+    name = model["name"]
+    if name.startswith("timm/"):
+        return _check_timm(name.removeprefix("timm/"), path)
+    if name not in MODELS:
+        return [f"{path}name: unknown model {name!r}{nearest(name, [*MODELS, 'timm/<name>'])}"]
+    return unknown_keys(model, ["name", *inspect.signature(MODELS[name]).parameters], path)
+
+
+def _check_timm(name: str, path: str) -> list[str]:
+    from dampen.torchvision_cure import cure_torchvision
+
+    cure_torchvision()
+    try:
+        import timm
+    except ImportError:
+        return [f"{path}name: timm/{name} needs timm; run: pip install 'dampen[timm]'"]
+    return [] if timm.is_model(name) else [f"{path}name: timm has no model {name!r}{nearest(name, timm.list_models())}"]

@@ -1,0 +1,135 @@
+"""A trial that was cut off goes on bit-exactly: same final weights, same log, same result."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from dampen.lab.checkpoint import saved_states
+from dampen.lab.errors import DiskFull, Interrupted
+from dampen.lab.record import Record
+from dampen.lab.train import run_trial
+
+DROP = {"name": "drop_key", "rate": {"linear": {"start": 0.3, "end": 0.0, "along": "progress"}}}
+
+
+def same(a, b):
+    """Equal in everything but the times."""
+    drop = ("seconds", "step_seconds", "resumed")
+    return {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
+
+
+def log_without_times(folder):
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in Record(folder).lines()]
+
+
+def interrupt_at(steps):
+    """A `report` and a `stop` that end the trial when one of `steps` is reached."""
+    seen = {"step": -1}
+
+    def report(event):
+        seen["step"] = event.get("step", seen["step"])
+
+    return report, lambda: seen["step"] in steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"methods": [DROP]},
+        {"methods": [DROP], "ema": 0.9, "clip": 1.0, "warmup": 0.5, "accumulate": 2},
+        {"methods": [DROP], "precision": "fp16", "optimizer": "sgd"},
+        {"methods": [DROP], "precision": "bf16", "patience": 2, "select": "last"},
+    ],
+)
+def test_an_interrupted_trial_ends_as_if_nothing_had_happened(tmp_path, small, quick, options):
+    trial = small(epochs=3, **options)
+    whole = run_trial(trial, tmp_path / "whole", quick)
+    for stops in ([2, 9, 12], [6, 7]):  # 6 steps per epoch: inside and at the end of epochs
+        folder = tmp_path / str(stops)
+        for at in stops:
+            report, stop = interrupt_at({at})
+            with pytest.raises(Interrupted, match=f"Stopped at step {at} of 18; .* resumes it"):
+                run_trial(trial, folder, quick, report, stop)
+        result = run_trial(trial, folder, quick)
+        assert same(result, whole)
+        assert result["resumed"] == len(stops)
+        assert log_without_times(folder) == log_without_times(tmp_path / "whole")
+        assert len(Record(folder).sessions()) == result["resumed"] + 1
+
+
+def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, small, quick):
+    trial = small([DROP], epochs=3)
+    whole = run_trial(trial, tmp_path / "whole", quick)
+    report, stop = interrupt_at({11})
+    with pytest.raises(Interrupted):
+        run_trial(trial, tmp_path / "cut", replace(quick, checkpoint_steps=3), report, stop)
+    newest, older = saved_states(tmp_path / "cut", "checkpoint")
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    events = []
+    result = run_trial(trial, tmp_path / "cut", quick, events.append)
+    assert same(result, whole)
+    (warning,) = [e["message"] for e in events if e["kind"] == "warning"]
+    assert newest.name in warning
+    start = next(e for e in events if e["kind"] == "start")
+    assert f"{start['step']:08d}" in older.name
+
+
+def test_a_full_disk_while_saving_loses_nothing(tmp_path, small, quick, monkeypatch):
+    trial = small([DROP], epochs=2)
+    whole = run_trial(trial, tmp_path / "whole", quick)
+    import torch
+
+    real, calls = torch.save, []
+
+    def full(state, file, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            file.write(b"half a file")
+            raise OSError(28, "No space left on device")
+        return real(state, file, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(DiskFull, match="nothing was lost"):
+        run_trial(trial, tmp_path / "full", replace(quick, checkpoint_steps=2))
+    assert len(saved_states(tmp_path / "full", "checkpoint")) == 2
+    monkeypatch.setattr(torch, "save", real)
+    assert same(run_trial(trial, tmp_path / "full", quick), whole)
+
+
+CHILD = """
+import json, sys
+from dampen.lab.session import Execution
+from dampen.lab.train import run_trial
+from dampen.lab.trial import Trial
+trial = Trial.from_dict(json.loads(sys.argv[1]))
+say = lambda event: print(event["kind"], event.get("step", ""), flush=True)
+run_trial(trial, sys.argv[2], Execution(threads=1, accelerator="cpu", progress_seconds=0.0, checkpoint_steps=2), say)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_killed_at_random_steps_resumes_to_the_same_weights(tmp_path, small, quick):
+    trial = small([DROP], epochs=5, ema=0.9)
+    whole = run_trial(trial, tmp_path / "whole", quick)
+    draw = random.Random(0)
+    killed = 0
+    for target in sorted(draw.sample(range(3, 30), 3)):
+        command = [sys.executable, "-c", CHILD, json.dumps(trial.to_dict()), str(tmp_path / "cut")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            for line in child.stdout:
+                kind, *step = line.split()
+                if kind == "progress" and int(step[0]) >= target:
+                    child.send_signal(signal.SIGKILL)
+                    break
+        assert child.returncode == -signal.SIGKILL
+        assert saved_states(tmp_path / "cut", "checkpoint")
+        killed += 1
+    result = run_trial(trial, tmp_path / "cut", quick)
+    assert result["resumed"] == killed == 3
+    assert same(result, whole)
+    assert log_without_times(tmp_path / "cut") == log_without_times(tmp_path / "whole")
