@@ -133,7 +133,7 @@ def precompute(root: str | Path, destination: str | Path | None = None, *, parti
 
 def _precomputed(file: Path) -> Clips:
     try:
-        with np.load(file, allow_pickle=False) as table:
+        with file.open("rb") as handle, np.load(handle, allow_pickle=False) as table:
             mel, label, split, name, classes = (table[k] for k in ("mel", "label", "split", "name", "classes"))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         size = file.stat().st_size

@@ -18,12 +18,16 @@ def _latin1(text: Any, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-_reconstruct: Any = np.array(0).__reduce__()[0]  # where it lives differs between numpy 1 and 2
+# Where numpy keeps the two functions that build arrays differs between its versions, in pickles as in the library.
+_reconstruct: Any = np.array(0).__reduce__()[0]
+_frombuffer: Any = np.array([0]).__reduce_ex__(5)[0]
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.numeric", "_frombuffer"): _frombuffer,
+    ("numpy._core.numeric", "_frombuffer"): _frombuffer,
     ("_codecs", "encode"): _latin1,
 }
 
