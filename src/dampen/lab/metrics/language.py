@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dampen.lab.metrics.base import Metrics, require_batches
-from dampen.torchvision_cure import cure_torchvision
 
 
 class LanguageMetrics(Metrics):
@@ -24,30 +23,21 @@ class LanguageMetrics(Metrics):
     """
 
     def __init__(self, characters: Tensor):
-        cure_torchvision()
-        from torchmetrics import SumMetric
-
         self.per_token = characters.double().cpu()
-        self.totals = {name: SumMetric(sync_on_compute=False) for name in ("nll", "tokens", "characters", "right")}
-        for total in self.totals.values():
-            total.set_dtype(torch.float64)
+        self.totals = dict.fromkeys(("nll", "tokens", "characters", "right"), 0.0)
 
     def update(self, logits: Tensor, target: Tensor, valid: Tensor | None = None, index: Tensor | None = None) -> None:
         logits, target = logits.detach(), target.detach()
         keep = torch.ones_like(target, dtype=torch.bool) if valid is None else valid
         logits, target = logits[keep].float(), target[keep]
         nll = torch.nn.functional.cross_entropy(logits, target, reduction="none")
-        values = {
-            "nll": nll.double().sum(),
-            "tokens": float(len(target)),
-            "characters": self.per_token[target.cpu()].sum(),
-            "right": (logits.argmax(dim=-1) == target).double().sum(),
-        }
-        for name, value in values.items():
-            self.totals[name].update(torch.as_tensor(value, dtype=torch.float64).cpu())
+        self.totals["nll"] += nll.double().sum().item()
+        self.totals["tokens"] += len(target)
+        self.totals["characters"] += self.per_token[target.cpu()].sum().item()
+        self.totals["right"] += (logits.argmax(dim=-1) == target).sum().item()
 
     def compute(self) -> dict[str, float]:
-        total = {name: float(metric.compute()) for name, metric in self.totals.items()}
+        total = self.totals
         require_batches(total["tokens"])
         nll = total["nll"] / total["tokens"]
         return {
