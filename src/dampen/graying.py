@@ -16,8 +16,9 @@ DEFAULT_EPS = {"svd": 0.7, "dct": 0.95}
 SVD_FLOOR = 1e-13
 """Squared singular values below this part of the largest one are rounding errors of the Gram matrix, and are not
 raised further."""
-DCT_FLOOR = 1e-12
-"""Coefficients below this part of the largest one are not raised further, which keeps the gradient finite at 0."""
+DCT_FLOOR = 1e-6
+"""Coefficients below this part of the largest one (3 in 10,000 of CIFAR's) are not raised further: in float32 they are
+rounding errors, and the gradient stays finite at 0."""
 
 
 def gray_svd(x: Tensor, eps: float = 0.7, restore_scale: bool = True) -> Tensor:
@@ -150,7 +151,7 @@ def dct_matrix(n: int, dtype: torch.dtype = torch.float64, device: torch.device 
     """
     k = torch.arange(n, dtype=torch.float64, device=device)
     angles = math.pi / (2 * n) * k.unsqueeze(1) * (2 * k + 1)
-    scale = torch.where(k == 0, 1 / math.sqrt(n), math.sqrt(2 / n)).unsqueeze(1)
+    scale = ((2 - (k == 0).double()) / n).sqrt().unsqueeze(1)
     return (scale * angles.cos()).to(dtype)
 
 
