@@ -1,4 +1,4 @@
-"""The four models on which contracts are checked: an own ViT, a timm ViT, a causal Llama and a padded BERT, all tiny."""
+"""The four models on which contracts are checked: an own ViT, a timm ViT, a causal Llama, a padded BERT, all tiny."""
 
 from __future__ import annotations
 
@@ -58,20 +58,19 @@ def _timm() -> nn.Module:
 def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=19, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, max_position_embeddings=64, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=64, use_cache=False)
     return LlamaForCausalLM(config)
 
 
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForTokenClassification
 
-    config = BertConfig(
-        vocab_size=19, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, num_labels=5,
-        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    rest: dict[str, Any] = {"num_attention_heads": 2, "num_labels": 5}
+    rest |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**sizes, **rest, max_position_embeddings=64)
     return BertForTokenClassification(config)
 
 
