@@ -1,0 +1,51 @@
+"""How things are called in tables, sentences and charts."""
+
+from __future__ import annotations
+
+from dampen.lab.summary import PERCENT
+
+
+def points(metric: str) -> str:
+    """The unit of a difference.
+
+    >>> points("accuracy"), points("bpc")
+    (' points', '')
+    """
+    return " points" if metric in PERCENT else ""
+
+
+LABELS = {"accuracy": "accuracy", "ece": "ECE", "nll": "NLL", "brier": "Brier score", "frame_map": "frame mAP"}
+LABELS |= {"bpc": "bits per character", "bleu": "BLEU", "chrf": "chrF", "pgd_accuracy": "PGD accuracy"}
+LABELS |= {"interval_map": "interval mAP", "perplexity": "perplexity"}
+
+
+def label(metric: str, with_unit: bool = False) -> str:
+    """A metric's name as people write it.
+
+    >>> label("ece", with_unit=True)
+    'ECE (%)'
+    """
+    name = LABELS.get(metric, metric.replace("_", " "))
+    return f"{name} (%)" if with_unit and metric in PERCENT else name
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "seed"), plural(1200, "run")
+    ('1 seed', '1,200 runs')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(names: list[str], most: int = 4) -> str:
+    """Names in a sentence, not too many of them.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    shown = names[:most]
+    rest = len(names) - len(shown)
+    if rest:
+        return ", ".join(shown) + f" and {rest} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

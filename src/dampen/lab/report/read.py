@@ -1,0 +1,135 @@
+"""Reading run folders: what is whole becomes runs, what is not is listed with the reason and skipped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dampen.lab.errors import LabError
+from dampen.lab.plan import Plan
+from dampen.lab.record import Record, read_json
+
+MEASURED = "diagnose.json"
+"""What `dampen diagnose` leaves in a trial's folder; the report shows what it finds there."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trial's folder, read."""
+
+    folder: Path
+    id: str
+    config: dict[str, Any]
+    final: dict[str, Any] | None
+    sessions: list[dict[str, Any]]
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        """'finished', 'diverged' or 'unfinished'."""
+        return self.final["status"] if self.final else "unfinished"
+
+    @property
+    def seed(self) -> str:
+        return str(self.config.get("seed", 0))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The log, read when asked for."""
+        return Record(self.folder).lines()
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A folder or file that could not be used, and why."""
+
+    path: str
+    reason: str
+
+
+@dataclass
+class Collection:
+    """Everything found under the given folders."""
+
+    runs: dict[Path, Run] = field(default_factory=dict)
+    plans: dict[Path, Plan] = field(default_factory=dict)  # by the folder of plan.json
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+def collect(paths: Sequence[Path | str]) -> Collection:
+    """Read every plan and trial below `paths`. A path that does not exist is an error; damaged content is listed."""
+    found = Collection()
+    for given in paths:
+        root = Path(given)
+        if not root.is_dir():
+            raise LabError(f"There is no folder {root}. Give the folder that dampen run, compare or demo wrote.")
+        for folder in _folders(root):
+            _read_folder(folder, found, label(folder, root))
+    return found
+
+
+def label(folder: Path, root: Path) -> str:
+    """How a folder is called in lists: relative to what was given, or by its own name."""
+    relative = folder.relative_to(root)
+    return str(relative) if relative.parts else folder.resolve().name
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    for name, folders, _ in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "tensorboard")
+        yield Path(name)
+
+
+def _read_folder(folder: Path, found: Collection, name: str) -> None:
+    files = {p.name for p in folder.iterdir()}
+    if "plan.json" in files:
+        try:
+            found.plans[folder] = Plan.load(folder)
+        except (LabError, KeyError, TypeError, AttributeError) as error:
+            found.skipped.append(Skipped(f"{name}/plan.json", _told(error, folder)))
+    elif "config.json" in files:
+        run = _read_run(folder)
+        if isinstance(run, Run):
+            found.runs[folder] = run
+        else:
+            found.skipped.append(Skipped(name, run))
+    elif not files:
+        found.skipped.append(Skipped(name, "empty folder"))
+    elif files & {"final.json", "log.jsonl", "environment.json"}:
+        found.skipped.append(Skipped(name, "no config.json: what was run is not known"))
+
+
+def _read_run(folder: Path) -> Run | str:
+    """The run, or why it cannot be used."""
+    record = Record(folder)
+    try:
+        config = read_json(folder / "config.json")
+        final = record.final()
+        sessions = record.sessions()
+        measured = read_json(folder / MEASURED) if (folder / MEASURED).exists() else {}
+        run = Run(folder, config["id"], config, final, sessions, measured)
+        record.trial()
+        if final is not None:
+            _check_final(final, run.id)
+    except (LabError, OSError, ValueError) as error:
+        return _told(error, folder)
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"damaged: not the content that was expected ({type(error).__name__}: {error})"
+    return run
+
+
+def _check_final(final: dict[str, Any], id: str) -> None:
+    if final["id"] != id:
+        raise LabError(f"final.json belongs to trial {final['id']}, config.json to {id}")
+    needed = ("test", "valid", "selection", "primary") if final["status"] == "finished" else ("status",)
+    missing = [k for k in needed if k not in final]
+    if missing:
+        raise LabError(f"final.json has no {', '.join(missing)}")
+
+
+def _told(error: BaseException, folder: Path) -> str:
+    """The first line of the message, without paths of this machine: pages are passed on."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"damaged: {line}".replace(f"{folder}{os.sep}", "")
