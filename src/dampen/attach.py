@@ -139,6 +139,9 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
     if stages & set(ATTENTION_STAGES) or maps or any(c.needs_valid for c in layer.clones):
         for name, module in plan.attentions.items():
             swap(module, "attention", AttentionSite(layer, name, is_cross(name, module), linear_sites[name]))
+    elif "branch" in stages:
+        for module in plan.attentions.values():
+            swap(module, "mark", layer)
     if plan.block is not None:
         wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(roles & plan.roles)
         first = layer.site.index == 0

@@ -146,7 +146,7 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if not active:
             return base(self, *args, **kwargs)
         call = Call(self, layer.site, site.cross)
-        layer.call = call
+        layer.call, layer.sublayer = call, "attention"
         if isinstance(self, nn.MultiheadAttention):
             out = mha_forward(self, site, active, call, socket_attention, *args, **kwargs)
         else:
@@ -162,6 +162,16 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 raise_without_socket(self, site)
         layer.call = None
         return out
+
+    return forward
+
+
+def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an attention module that only tells its block what it is, for branches without SDPA (Swin)."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._dampen_mark.sublayer = "attention"
+        return base(self, *args, **kwargs)
 
     return forward
 
@@ -244,6 +254,12 @@ def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if not active:
             return base(self, *args, **kwargs)
         x = args[0] if args else kwargs[site.input_name]
+        if x.is_nested:
+            raise RuntimeError(
+                f"{type(self).__name__} at '{layer.site.name}' got a nested tensor, which "
+                "torch.nn.TransformerEncoder makes of padded batches in eval, and which regularizers cannot take. Set "
+                "encoder.use_nested_tensor = False, or build it with enable_nested_tensor=False."
+            )
         for r in active if site.first else ():
             if "tokens" in r.stages:
                 x = r.tokens(x)
@@ -301,6 +317,7 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 FORWARDS = {
     "attention": attention_forward,
+    "mark": mark_forward,
     "linear": linear_forward,
     "block": block_forward,
     "model": model_forward,

@@ -76,7 +76,7 @@ class ResidualSocket(TorchFunctionMode):
         if call.skip:
             out = torch.add(residual, branch)
         else:  # in the dtype and shape that the sum would have had
-            out = branch.to(torch.result_type(residual, branch)).expand_as(residual)
+            out = branch.to(torch.promote_types(residual.dtype, branch.dtype)).expand_as(residual)
         self.found.append(self.layer.sublayer)
         self.stream, self.layer.sublayer = [out], ""
         return out
