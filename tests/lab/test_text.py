@@ -55,7 +55,8 @@ def test_merges_do_not_depend_on_the_process(threads):
 
 
 def test_padding():
-    assert pad_tokens([[5, 6], [], [7]], 3).tolist() == [[5, 6, 0], [0, 0, 0], [7, 0, 0]]
+    assert pad_tokens([[5, 6, 8], [], [7]]).tolist() == [[5, 6, 8], [0, 0, 0], [7, 0, 0]]
+    assert pad_tokens([]).shape == (0, 0)
 
 
 class Table:

@@ -81,11 +81,16 @@ def _byte_alphabet(pre_tokenizers: Any) -> dict[str, int]:
     return table
 
 
-def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Lists of tokens as one (rows, width) tensor, padded on the right."""
+def pad_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Lists of tokens as one (rows, longest) tensor, padded on the right.
+
+    >>> pad_tokens([[5, 6], [7]]).tolist()
+    [[5, 6], [7, 0]]
+    """
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    width = int(lengths.max()) if len(rows) else 0
     table = torch.full((len(rows), width), PAD, dtype=torch.int32)
-    for row, tokens in zip(table, rows, strict=True):
-        row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    table[torch.arange(width) < lengths[:, None]] = torch.tensor([t for row in rows for t in row], dtype=torch.int32)
     return table
 
 

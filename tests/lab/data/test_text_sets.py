@@ -138,7 +138,7 @@ def test_any_text_file_and_limits(tmp_path):
 @pytest.mark.slow
 def test_real_multi30k_and_tinyshakespeare(real_data):
     path, real = real_data("multi30k")
-    pairs = load("multi30k", path, partial=not real, vocabulary=2000 if real else 300)
+    pairs = load("multi30k", path, partial=not real, vocabulary=8000 if real else 300)
     assert pairs.extras["target_bpe"].decode(pairs.test.batch([0])["target"].tolist()) == pairs.test.target_text[:1]
     path, _ = real_data("tinyshakespeare")
     plays = load("tinyshakespeare", path, partial=not real)

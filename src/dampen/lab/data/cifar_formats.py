@@ -89,6 +89,19 @@ def read_copy(name: str, store: Store, layout: Layout) -> Copy:
     return Copy(store.path, layout, train, test, _class_names(name, store, layout), problems)
 
 
+def write_binary(copy: Copy, folder: Path) -> None:
+    """Write a copy of CIFAR-10 in the official binary layout, file by file, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = len(copy.train) // len(BATCHES)
+    parts = {f"{name}.bin": copy.train[i * size : (i + 1) * size] for i, name in enumerate(BATCHES)}
+    texts = {"batches.meta.txt": "\n".join(NAMES_10) + "\n"}
+    contents = {name: rows.tobytes() for name, rows in (parts | {"test_batch.bin": copy.test}).items()}
+    for name, content in (contents | {name: text.encode() for name, text in texts.items()}).items():
+        beginning = folder / f".{name}.part"
+        beginning.write_bytes(content)
+        beginning.replace(folder / name)
+
+
 def label_bytes(name: str) -> int:
     """Label bytes before each image in the binary layout: one, or coarse and fine."""
     return 1 if name == "cifar10" else 2

@@ -155,13 +155,7 @@ def _split(
     fits = [max(len(a), len(b)) <= longest for a, b in tokens]
     kept = [i for i, (a, b) in enumerate(tokens) if not train or (fits[i] and a and b)]
     counts = {"all": len(tokens), "left_out": len(tokens) - len(kept), "cut": 0 if train else fits.count(False)}
-    return (
-        PairSplit(
-            pad_tokens([[*tokens[i][0][:longest], END] for i in kept], longest + 1),
-            pad_tokens([[BEGIN, *tokens[i][1][:longest], END] for i in kept], longest + 2),
-            [left[i] for i in kept],
-            [right[i] for i in kept],
-            PAD,
-        ),
-        counts,
-    )
+    sources = [[*tokens[i][0][:longest], END] for i in kept]
+    targets = [[BEGIN, *tokens[i][1][:longest], END] for i in kept]
+    texts = [left[i] for i in kept], [right[i] for i in kept]
+    return PairSplit(pad_tokens(sources), pad_tokens(targets), *texts, PAD), counts
