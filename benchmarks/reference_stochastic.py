@@ -1,0 +1,98 @@
+"""The stochastic methods as their papers write them: plain, slow, on the matrix of scores. Oracles of the tests, and
+what `stochastic_cost.py` compares with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def attend_scores(s: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
+    """softmax(s) v over the visible keys."""
+    if visible is not None:
+        s = s.masked_fill(~visible, float("-inf"))
+    return s.softmax(-1) @ v
+
+
+def top_keys(s: Tensor, visible: Tensor, top: int | float) -> Tensor:
+    """Which keys are among the k largest visible ones of each query; k a count, or a fraction rounded up. By loops."""
+    flat, seen = s.reshape(-1, s.shape[-1]), visible.expand_as(s).reshape(-1, s.shape[-1])
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    for row in range(len(flat)):
+        keys = seen[row].nonzero().flatten().tolist()
+        k = min(top, len(keys)) if isinstance(top, int) else math.ceil(round(top * len(keys), 9))
+        for key in sorted(keys, key=lambda j: -flat[row, j].item())[:k]:
+            chosen[row, key] = True
+    return chosen.view_as(s)
+
+
+def hard_masking(s: Tensor, v: Tensor, rate: float, k: int) -> Tensor:
+    """Hard Attention Masking (arXiv 2504.12088): each row's k largest scores times Bernoulli(1 - p)."""
+    index = s.topk(k, dim=-1).indices
+    kept = torch.bernoulli(torch.full(index.shape, 1 - rate, device=s.device)).to(s.dtype)
+    return (s * torch.ones_like(s).scatter(-1, index, kept)).softmax(-1) @ v
+
+
+def gaussian(width: int, sigma: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The normalized Gaussian of odd width."""
+    t = torch.arange(width, dtype=dtype) - width // 2
+    g = torch.exp(-t.square() / (2 * sigma * sigma))
+    return g / g.sum()
+
+
+def blurred_attention(s: Tensor, v: Tensor, sigma: float, width: int) -> Tensor:
+    """Blurred Attention Smoothing (arXiv 2504.12088): each row of scores convolved along the keys, then the softmax."""
+    rows = s.reshape(-1, 1, s.shape[-1])
+    g = gaussian(width, sigma, s.dtype).view(1, 1, -1)
+    return F.conv1d(rows, g, padding=width // 2).view_as(s).softmax(-1) @ v
+
+
+def blur_scores(
+    s: Tensor,
+    sigma: float,
+    width: int,
+    visible: Tensor | None = None,
+    edge: str = "renormalize",
+    grid: tuple[int, int] | None = None,
+) -> Tensor:
+    """Scores (N, M) blurred along the keys by METHODS' one rule, key by key: a neighbor counts if every query that sees
+    the key sees the neighbor; the kernel is renormalized over those that count (edge "zero": not over the edge)."""
+    n, m = s.shape
+    sees = torch.ones(n, m, dtype=torch.bool) if visible is None else visible.expand(n, m)
+    prefix = 0 if grid is None else m - grid[0] * grid[1]
+    half = width // 2
+    out = torch.zeros_like(s)
+    for j in range(m):
+        total = 0.0
+        for weight, neighbor in _neighbors(j, m, half, sigma, grid, prefix):
+            if neighbor is None:
+                total += weight if edge == "zero" else 0.0
+            elif not (sees[:, j] & ~sees[:, neighbor]).any():
+                out[:, j] += weight * s[:, neighbor]
+                total += weight
+        out[:, j] /= total
+    return out
+
+
+def _neighbors(
+    j: int, m: int, half: int, sigma: float, grid: tuple[int, int] | None, prefix: int
+) -> list[tuple[float, int | None]]:
+    def weight(squared: int) -> float:
+        return math.exp(-squared / (2 * sigma * sigma)) if sigma else float(squared == 0)
+
+    offsets = range(-half, half + 1)
+    if grid is None:
+        return [(weight(t * t), j + t if 0 <= j + t < m else None) for t in offsets]
+    if j < prefix:
+        return [(1.0, j)]
+    row, column = divmod(j - prefix, grid[1])
+    found: list[tuple[float, int | None]] = []
+    for dy in offsets:
+        for dx in offsets:
+            r, c = row + dy, column + dx
+            inside = 0 <= r < grid[0] and 0 <= c < grid[1]
+            found.append((weight(dy * dy + dx * dx), prefix + r * grid[1] + c if inside else None))
+    return found

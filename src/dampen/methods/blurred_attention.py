@@ -1,0 +1,84 @@
+"""Blurred Attention Smoothing: a random Gaussian blur of the scores along the keys."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dampen.blur import Edge, apply_kernel, kernel_weights, on_grid, on_line, seen_together
+from dampen.methods.drop_key import check_grid
+from dampen.regularizer import Call, Regularizer
+from dampen.schedules import Value
+
+
+class BlurredAttention(Regularizer):
+    """Blur each query's scores along the keys with a Gaussian of random width: Blurred Attention Smoothing of
+    AttentionDrop (arXiv 2504.12088).
+
+    L <- L * G(w, s), s ~ U(0, sigma) once per forward of a layer, G the normalized Gaussian of odd width w.
+
+    Blurring the content scores is blurring the keys, conv(Q K^T) = Q conv(K)^T, so no scores are needed and the fused
+    kernel stays. A position bias (Swin, T5) is added afterwards and not blurred.
+
+    Departures: a neighbor counts only if every query that sees a key sees the neighbor too, and the kernel is
+    renormalized over those that count. This one rule leaves out padding, looks only backwards in causal attention, and
+    does not reach across packed documents or sliding windows. Edges are renormalized likewise. With `grid` the patches
+    are blurred in two dimensions and prefix tokens (CLS) left alone; without it the end of one row of patches mixes
+    with the start of the next. The paper's w and sigma are not public: the defaults are ours. It reports that w above
+    9 hurts, so that warns.
+
+    Args:
+        width: w, odd.
+        sigma: largest standard deviation, in keys; 0 is no blur.
+        grid: (rows, columns) of the patch grid for a blur in two dimensions.
+        edge: "renormalize", or "zero" where missing neighbors count as scores of 0.
+        draw: one s for the whole "forward" of a layer, or one per "head" (per key head, if queries share keys).
+
+    >>> from dampen import BlurredAttention
+    >>> BlurredAttention(width=5, sigma=1.0)
+    BlurredAttention(sigma=1, width=5)
+    """
+
+    sigma: Tensor
+
+    def __init__(
+        self,
+        width: int = 5,
+        sigma: Value = 1.0,
+        grid: tuple[int, int] | None = None,
+        edge: Edge = "renormalize",
+        draw: Literal["forward", "head"] = "forward",
+    ) -> None:
+        super().__init__()
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1 or width % 2 == 0:
+            raise ValueError(f"BlurredAttention: width is an odd number of keys, 1 or more, got {width!r}.")
+        if width > 9:
+            warnings.warn(
+                f"BlurredAttention: a width above 9 hurts (arXiv 2504.12088, ablations), got {width}.", stacklevel=2
+            )
+        if edge not in ("renormalize", "zero"):
+            raise ValueError(f"BlurredAttention: edge must be 'renormalize' or 'zero', got {edge!r}.")
+        if draw not in ("forward", "head"):
+            raise ValueError(f"BlurredAttention: draw must be 'forward' or 'head', got {draw!r}.")
+        self.scheduled("sigma", sigma, high=math.inf)
+        self.width, self.grid = width, None if grid is None else check_grid(grid)
+        self.edge, self.draw = edge, draw
+
+    def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        keys, device = k.shape[2], k.device
+        near = on_line(keys, self.width, device) if self.grid is None else on_grid(keys, self.grid, self.width, device)
+        shape = (k.shape[1], 1, 1) if self.draw == "head" else ()
+        sigma = torch.rand(shape, device=device) * self.sigma
+        weights = kernel_weights(near, seen_together(near, call), sigma, self.edge)
+        return q, apply_kernel(k, weights, near), v
+
+    def extra_repr(self) -> str:
+        more = {"grid": self.grid, "edge": self.edge, "draw": self.draw}
+        usual = {"grid": None, "edge": "renormalize", "draw": "forward"}
+        return ", ".join(
+            [super().extra_repr(), f"width={self.width}", *(f"{k}={v}" for k, v in more.items() if v != usual[k])]
+        )
