@@ -20,8 +20,10 @@ from dampen.lab.trial import Trial
 if TYPE_CHECKING:
     from dampen.lab.session import Execution
 
-ENGINES = {"local": "dampen.lab.local:LocalEngine", "ray": "dampen.lab.ray_engine:RayEngine"}
-Status = Literal["finished", "diverged", "failed", "locked", "disk full", "interrupted", "waiting"]
+ENGINES = {"local": "dampen.lab.local:LocalEngine"}
+Status = Literal["finished", "diverged", "failed", "no data", "locked", "disk full", "interrupted", "waiting"]
+FATAL = ("no data", "disk full")
+"""What would stop every other trial too: an engine hands out no more of them."""
 Report = Callable[[str, dict[str, Any]], None]
 """Receives (trial id, event) in the process that called `run`."""
 
@@ -57,16 +59,14 @@ def make_engine(name: str, **options: Any) -> Engine:
     if name not in ENGINES:
         raise ConfigError("--engine", [f"unknown engine {name!r}{nearest(name, ENGINES)}"])
     module, cls = ENGINES[name].split(":")
-    try:
-        return getattr(importlib.import_module(module), cls)(**options)
-    except ModuleNotFoundError as error:
-        raise ConfigError("--engine", [f"{name!r} is not available here: {error}"]) from error
+    return getattr(importlib.import_module(module), cls)(**options)
 
 
 def run_job(
     job: Job, execution: Execution, report: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
 ) -> Outcome:
     """Run one job in this process and turn whatever happens into an outcome; engines call it in their workers."""
+    from dampen.lab.data.errors import DamagedData, IncompleteData, MissingData
     from dampen.lab.train import run_trial
 
     try:
@@ -77,6 +77,8 @@ def run_job(
         return Outcome("interrupted", None, str(error))
     except Locked as error:
         return Outcome("locked", None, str(error))
+    except (MissingData, IncompleteData, DamagedData) as error:
+        return Outcome("no data", None, str(error))
     except DiskFull as error:
         return Outcome("disk full", None, str(error))
     except Exception as error:  # a worker outlives any failure of a trial; the outcome carries it

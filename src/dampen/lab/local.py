@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from dampen.lab.engine import Job, Outcome, Report, run_job
+from dampen.lab.engine import FATAL, Job, Outcome, Report, run_job
 from dampen.lab.environment import usable_cores
 from dampen.lab.session import Execution
 
@@ -75,7 +75,7 @@ class LocalEngine:
                             workers[i] = _start(context, stop, execution)
                             if job is not None:
                                 self._after_death(worker, job, waiting, outcomes, tries, report)
-                    if any(o.status == "disk full" for o in outcomes.values()):
+                    if any(o.status in FATAL for o in outcomes.values()):
                         told_to_stop = True
                         stop.set()
                 except KeyboardInterrupt:

@@ -1,0 +1,96 @@
+"""The `dampen` command. Each subcommand is imported only when it is called, so that help answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("dampen.cli.demo:demo", "Compare every family of methods on embedded data; a few minutes, offline."),
+    "list": ("dampen.cli.catalog:list_", "List the methods or the recipes."),
+    "show": ("dampen.cli.catalog:show", "Show a method or a recipe in full."),
+    "run": ("dampen.cli.run:run", "Run a table of a paper, or your own recipe; resumes what was cut off."),
+    "compare": ("dampen.cli.compare:compare", "Compare methods on your data and model, fairly."),
+    "report": ("dampen.cli.report:report", "Write the report of finished runs."),
+    "bench": ("dampen.cli.bench:bench", "Measure what each method costs."),
+    "diagnose": ("dampen.cli.diagnose:diagnose", "Measure a trained model: conditioning, calibration, robustness."),
+    "data": ("dampen.cli.data:app", "List, fetch or check data sets."),
+    "doctor": ("dampen.cli.doctor:doctor", "Say what is installed, found and missing."),
+}
+"""Name -> (module:function or module:Typer, one line of help). A line whose module does not exist is not offered."""
+
+EPILOG = """Examples:
+
+dampen demo
+
+dampen list
+
+dampen show drop_key
+
+dampen compare --data digits --methods "drop_key(rate=0.3), drop_path" --seeds 5
+
+dampen run explicit_dropout/table_1 --dry-run
+
+Exit codes: 0 done, 1 some trials failed, 2 wrong usage or recipe, 3 data missing or damaged, 4 folder in use, 5 a loss
+became NaN, 6 disk full, 130 interrupted (run the same command again to resume)."""
+
+
+def available() -> dict[str, tuple[str, str]]:
+    """The commands whose modules exist."""
+    root = Path(__file__).resolve().parents[2]
+    return {name: entry for name, entry in COMMANDS.items() if _exists(root, entry[0].split(":")[0])}
+
+
+def _exists(root: Path, module: str) -> bool:
+    path = root / Path(*module.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def build(called: str | None) -> typer.Typer:
+    """The command line, in which only the subcommand `called` is the real one; the others have their line of help."""
+    app = typer.Typer(
+        name="dampen",
+        help="Put Transformer regularizers into any model, train, compare, and see which one is worth it.",
+        epilog=EPILOG,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback(invoke_without_command=True)
+    def options(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+        if version:
+            from dampen import __version__
+
+            print(__version__)
+            raise typer.Exit
+
+    for name, (place, line) in available().items():
+        if name != called:
+            app.command(name, help=line)(_placeholder)
+            continue
+        module, attribute = place.split(":")
+        found: Any = getattr(importlib.import_module(module), attribute)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name, help=line)
+        else:
+            app.command(name, epilog=getattr(found, "examples", None))(found)
+    return app
+
+
+def _placeholder() -> None:
+    """Stands in for a subcommand that was not called."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    called = next((a for a in arguments if not a.startswith("-")), None)
+    app: Callable[..., Any] = build(called)
+    app(args=arguments, prog_name="dampen")

@@ -1,0 +1,136 @@
+"""`dampen list` and `dampen show`: the catalogue, without importing torch."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dampen.cli.common import Json, command, print_json
+
+
+class What(StrEnum):
+    methods = "methods"
+    recipes = "recipes"
+
+
+@command("dampen list\ndampen list recipes\ndampen list --json")
+def list_(
+    what: Annotated[What, typer.Argument(help="What to list.")] = What.methods,
+    as_json: Json = False,
+) -> None:
+    """List the methods or the recipes."""
+    rows = _methods() if what is What.methods else _recipes()
+    if as_json:
+        print_json(rows)
+        return
+    table = Table(
+        title=f"{len(rows)} {what.value}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    last = "stages, paper" if what is What.methods else "paper, cost"
+    for column in ("name", "what it is", last):
+        table.add_column(
+            column, overflow="fold", no_wrap=column == "name", max_width=60 if column == "what it is" else None
+        )
+    for row in rows:
+        if what is What.methods:
+            about, more = re.sub(r" \(arXiv [^)]*\)", "", row["summary"]), [", ".join(row["stages"]), *row["papers"]]
+        else:
+            about, more = row["title"], [row["paper"], row["cost"]]
+        table.add_row(escape(row["name"]), escape(about), escape("\n".join(more)))
+    console = Console(highlight=False)
+    console.print(table)
+    follow = "dampen show NAME" if what is What.methods else "dampen show RECIPE, dampen run RECIPE --dry-run"
+    console.print(f"Next: {follow}", markup=False)
+
+
+def _methods() -> list[dict[str, Any]]:
+    from dampen.lab.catalog import catalog
+
+    return [{k: v for k, v in e.to_dict().items() if k != "doc"} for e in catalog().values()]
+
+
+def _recipes() -> list[dict[str, Any]]:
+    from dampen.lab.recipe import list_recipes, load_recipe
+
+    recipes = [load_recipe(name) for name in list_recipes()]
+    return [{"name": r.name, "title": r.title, "paper": r.paper, "cost": r.cost, "rows": len(r.rows)} for r in recipes]
+
+
+@command("dampen show drop_key\ndampen show explicit_dropout/table_1")
+def show(
+    name: Annotated[str, typer.Argument(help="A method or a recipe.")],
+    as_json: Json = False,
+) -> None:
+    """Show a method (formula, paper, stages, arguments) or a recipe (rows, published figures, departures)."""
+    from dampen.lab.catalog import catalog
+    from dampen.lab.check import nearest
+    from dampen.lab.errors import ConfigError
+    from dampen.lab.recipe import list_recipes
+
+    classes = {e.cls: e.name for e in catalog().values()}
+    name = classes.get(name, name)
+    if name in catalog():
+        _show_method(name, as_json)
+    elif name.removesuffix(".toml") in list_recipes() or name.endswith(".toml"):
+        _show_recipe(name, as_json)
+    else:
+        known = [*catalog(), *list_recipes()]
+        raise ConfigError(f"{name!r}", [f"there is no such method or recipe{nearest(name, known)}"])
+
+
+def _show_method(name: str, as_json: bool) -> None:
+    from dampen.lab.catalog import find_entry
+
+    entry = find_entry(name)
+    if as_json:
+        print_json(entry.to_dict())
+        return
+    arguments = ", ".join(f"{k}={v}" if v else k for k, v in entry.arguments.items())
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{entry.cls}[/]({escape(arguments)})\n")
+    console.print(escape(entry.doc) + "\n")
+    kernel = "stays" if entry.fused else "not possible where the N x M matrix is needed"
+    console.print(
+        f"Stages: {', '.join(entry.stages)}. Fused attention kernel: {kernel}. Passes per step: {entry.passes}."
+    )
+    if entry.in_eval:
+        console.print("Acts in eval mode too.")
+    for paper in entry.papers:
+        console.print(f"https://arxiv.org/abs/{paper}")
+    console.print(f'\nNext: dampen compare --data digits --methods "{entry.name}" --seeds 3')
+
+
+def _show_recipe(name: str, as_json: bool) -> None:
+    from dampen.lab.recipe import load_recipe
+    from dampen.lab.table import published_text
+
+    recipe = load_recipe(name)
+    if as_json:
+        print_json(vars(recipe))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{escape(recipe.title)}[/]\n{escape(recipe.table)}, https://arxiv.org/abs/{recipe.paper}")
+    console.print(f"Cost: {escape(recipe.cost)}\n")
+    table = Table()
+    metrics = list(dict.fromkeys(m for row in recipe.rows for m in row.get("published", {})))
+    for column in ("row", "methods", *(f"published {m}" for m in metrics)):
+        table.add_column(column, overflow="fold")
+    for row in recipe.rows:
+        methods = " + ".join(m if isinstance(m, str) else m["name"] for m in row.get("methods", [])) or "plain"
+        table.add_row(
+            escape(row["name"]), escape(methods), *(published_text(row.get("published", {}).get(m)) for m in metrics)
+        )
+    console.print(table)
+    console.print("Departures from the paper:")
+    for departure in recipe.departures:
+        console.print(f"  - {escape(departure)}")
+    for scale, own in recipe.scales.items():
+        for departure in own.get("departures", []):
+            console.print(f"  - at scale {scale}: {escape(departure)}")
+    console.print(f"\nNext: {recipe.command}")

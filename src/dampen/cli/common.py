@@ -1,0 +1,69 @@
+"""What the subcommands share: errors as messages with exit codes, output for people and machines, common options."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from dampen.lab.errors import LabError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output, for machines.")]
+DataDir = Annotated[
+    str | None,
+    typer.Option("--data-dir", help="Where the data lies; default: $DAMPEN_DATA, then ~/.cache/dampen/data."),
+]
+Out = Annotated[Path, typer.Option("--out", envvar="DAMPEN_RUNS", help="Folder that holds the runs.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a value, as in train.lr=0.001. Repeatable."),
+]
+
+
+def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a subcommand: help that ends in examples, and errors that end in a message and an exit code."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            as_json = bool(kwargs.get("as_json"))
+            try:
+                function(*args, **kwargs)
+            except LabError as error:
+                fail(str(error), error.exit_code, as_json)
+            except Exception as error:
+                code = _data_error(error)
+                if code is None:
+                    raise
+                fail(str(error), code, as_json)
+
+        guarded.examples = "Examples:\n\n" + "\n\n".join(examples.strip().splitlines())  # type: ignore[attr-defined]
+        return guarded
+
+    return decorate
+
+
+def _data_error(error: Exception) -> int | None:
+    """3 for the errors of data sets; None for what is nobody's expected error."""
+    kinds = {"MissingData", "IncompleteData", "DamagedData"}
+    return 3 if any(c.__name__ in kinds and c.__module__.startswith("dampen.") for c in type(error).__mro__) else None
+
+
+def fail(message: str, code: int, as_json: bool = False) -> NoReturn:
+    """Say what is wrong and leave."""
+    if as_json:
+        print(json.dumps({"error": message, "exit_code": code}))
+    else:
+        print(f"dampen: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    print(json.dumps(value, indent=1, allow_nan=False, default=str))

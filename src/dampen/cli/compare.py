@@ -1,0 +1,54 @@
+"""`dampen compare`: the fair comparison without writing a recipe."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dampen.cli.common import DataDir, Json, Out, Settings, Workers, command
+
+
+@command(
+    """dampen compare --data digits --methods drop_key,drop_attention --seeds 5
+dampen compare --data digits --methods "drop_key(rate=linear(0.3, 0.0)), drop_key + feed_forward_dropout"
+dampen compare --data cifar10 --data-dir data --partial --model "vit(width=64, depth=4)" --methods drop_key
+dampen compare --data fsdd --methods drop_key --seeds 1 --set train.epochs=5"""
+)
+def compare(
+    data: Annotated[str, typer.Option(help="The data set (dampen data list).")] = "digits",
+    model: Annotated[
+        str | None, typer.Option(help="A model: vit, 'vit(depth=4)', timm/NAME; default: one that fits.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="Rows, separated by commas; a + b puts both into one model.")
+    ] = "drop_key",
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 5,
+    settings: Settings = None,
+    data_dir: DataDir = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Accept an incomplete copy of the data; recorded.")
+    ] = False,
+    accelerator: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    engine: Annotated[str, typer.Option(help="Where trials run.")] = "local",
+    workers: Workers = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")] = False,
+    out: Out = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Train the plain model and each method with the same seeds, data and options; say which is better."""
+    from dampen.cli.running import execute
+    from dampen.lab.compare import comparison
+    from dampen.lab.plan import make_plan
+
+    changes = [*(settings or []), *(["data.partial=true"] if partial else [])]
+    plan = make_plan(comparison(data, model, methods, seeds), settings=changes)
+    kind = {k: v for k, v in next(iter(plan.trials.values())).canonical().items() if k not in ("seed", "methods")}
+    mark = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:8]  # same conditions, same folder
+    folder = out / f"{plan.name}-{mark}"
+    execution = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
+    steps = ["more seeds tell smaller differences apart: the same command with a larger --seeds keeps what is recorded"]
+    execute(plan, folder, plan.chosen(), as_json, execution, steps, engine=engine, workers=workers)

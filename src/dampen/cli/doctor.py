@@ -1,0 +1,32 @@
+"""`dampen doctor`: what is installed, found and missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dampen.cli.common import DataDir, Json, Out, command, print_json
+
+
+@command("dampen doctor\ndampen doctor --data-dir data --json")
+def doctor(data_dir: DataDir = None, out: Out = Path("runs"), as_json: Json = False) -> None:
+    """Say what is installed, which devices, kernels and data sets there are; exit code 1 if something is wrong."""
+    from dampen.lab.doctor import examine, to_json
+
+    findings = examine(data_dir, out)
+    if as_json:
+        print_json(to_json(findings))
+    else:
+        table = Table(show_header=False)
+        for _ in range(3):
+            table.add_column(overflow="fold")
+        for f in findings:
+            remedy = f" -> {f.remedy}" if f.remedy else ""
+            table.add_row("[green]ok" if f.ok else "[red]wrong", escape(f.what), escape(f.found + remedy))
+        Console(highlight=False).print(table)
+    if not all(f.ok for f in findings):
+        raise typer.Exit(1)

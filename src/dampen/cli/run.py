@@ -1,0 +1,90 @@
+"""`dampen run`: a table of a paper, or your own recipe."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dampen.cli.common import DataDir, Json, Out, Settings, Workers, command, print_json
+from dampen.lab.plan import Plan, make_plan
+from dampen.lab.recipe import load_recipe
+
+
+@command(
+    """dampen run explicit_dropout/table_1 --dry-run
+dampen run dropkey/schedules_cifar10 --scale laptop --data-dir data --partial
+dampen run explicit_dropout/table_1 --row "explicit v + explicit ffn" --seed 0 --set train.epochs=5
+dampen run my_recipe.toml --workers 4"""
+)
+def run(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name (dampen list recipes) or the path of a TOML file.")],
+    scale: Annotated[str | None, typer.Option(help="paper or laptop; the recipe says which is its default.")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="Run only this row. Repeatable.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Run only this seed. Repeatable.")] = None,
+    settings: Settings = None,
+    data_dir: DataDir = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Accept an incomplete copy of the data; recorded.")
+    ] = False,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices per trial.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="ddp or fsdp, with several devices.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
+    accelerator: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    engine: Annotated[str, typer.Option(help="Where trials run.")] = "local",
+    workers: Workers = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run trials again whose loss became NaN.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
+    out: Out = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Run a recipe: rows x grid x seeds. What is recorded is skipped, what was cut off goes on bit-exactly."""
+    from dampen.cli.running import execute
+
+    changes = list(settings or [])
+    options = {"train.devices": devices, "train.strategy": strategy, "train.precision": precision}
+    changes += [f"{k}={v!r}" for k, v in options.items() if v is not None]
+    changes += ["data.partial=true"] if partial else []
+    changes += ["train.compile=true"] if compile_ else []
+    plan = make_plan(load_recipe(recipe), scale, changes, seed or None)
+    trials = plan.chosen(row or (), seed or ())
+    folder = out / run_name(plan, settings or [])
+    if dry_run:
+        _preview(plan, folder, len(trials), as_json)
+        return
+    execution = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
+    steps = [f"dampen report {folder}"] if _has_report() else []
+    execute(plan, folder, trials, as_json, execution, steps, engine=engine, retry=retry, workers=workers)
+
+
+def run_name(plan: Plan, settings: list[str]) -> str:
+    """The folder of a run. Settings make it another run: their trials do not belong in the recipe's own table."""
+    name = f"{plan.name.replace('/', '-')}-{plan.scale}"
+    return name + (f"-{hashlib.sha256(repr(sorted(settings)).encode()).hexdigest()[:8]}" if settings else "")
+
+
+def _has_report() -> bool:
+    from dampen.cli import available
+
+    return "report" in available()
+
+
+def _preview(plan: Plan, folder: Path, count: int, as_json: bool) -> None:
+    points = sum(len(r.points) for r in plan.rows)
+    if as_json:
+        trials = {i: t.to_dict() for i, t in plan.trials.items()}
+        print_json({"run": plan.name, "scale": plan.scale, "folder": str(folder), "trials": trials, "chosen": count})
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{plan.name} at scale {plan.scale}: {len(plan.rows)} rows, {points} grid points, seeds {plan.seeds}",
+        markup=False,
+    )
+    console.print(f"{count} trials would run in {folder}. Cost: {plan.header['cost']}", markup=False)
+    for departure in plan.departures:
+        console.print(f"  departure: {departure}", markup=False)

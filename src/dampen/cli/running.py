@@ -1,0 +1,75 @@
+"""What `run`, `compare` and `demo` share: run a plan with a live view, print its table, say how to go on."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from dampen.cli.common import print_json
+from dampen.lab.plan import Plan
+from dampen.lab.record import Record
+from dampen.lab.trial import Trial
+
+
+def execute(
+    plan: Plan,
+    folder: Path,
+    trials: list[Trial],
+    as_json: bool,
+    execution: dict[str, Any],
+    next_steps: list[str],
+    **options: Any,
+) -> None:
+    """Run the trials, show progress on standard error with --json and the table otherwise; exit with the run's code."""
+    from dampen.lab.runner import run_plan
+    from dampen.lab.session import Execution
+    from dampen.lab.table import LiveView, results_table
+
+    console = Console(stderr=as_json, highlight=False)
+    labels = trial_labels(plan, trials)
+    done = sum(Record(folder / t.id).final() is not None for t in trials)
+    told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already recorded" if done else "")
+    console.print(told, soft_wrap=True)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    with LiveView(console, labels, done) as view:
+        run = run_plan(plan, folder, trials, Execution(**execution), view, **options)
+    if as_json:
+        print_json(run.to_dict())
+    else:
+        console.print(results_table(plan, run.rows))
+        for message in run.messages():
+            console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
+        if run.exit_code == 130:
+            console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
+        elif next_steps:
+            console.print("Next: " + "\n      ".join(next_steps), soft_wrap=True, markup=False)
+    raise typer.Exit(run.exit_code)
+
+
+def trial_labels(plan: Plan, trials: list[Trial]) -> dict[str, str]:
+    """Row, grid point and seed of each trial, for people."""
+    wanted = {t.id for t in trials}
+    labels: dict[str, str] = {}
+    for row in plan.rows:
+        for point in row.points:
+            grid = "".join(f" {k.split('.')[-1]}={v}" for k, v in point.grid.items())
+            for seed, trial in point.trials.items():
+                if trial in wanted:
+                    labels.setdefault(trial, f"{row.name}{grid} seed {seed}")
+    return labels
+
+
+def resume_command() -> str:
+    """The command line that was typed: running it again resumes."""
+    return shlex.join(["dampen", *sys.argv[1:]])
+
+
+def _as_interrupt(number: int, frame: Any) -> None:
+    """A polite kill is like Ctrl-C: checkpoint, then leave."""
+    raise KeyboardInterrupt
