@@ -1,4 +1,5 @@
-"""`dampen.attention` is a drop-in for F.scaled_dot_product_attention; with regularizers, masks and kernels behave as declared."""
+"""`dampen.attention` is a drop-in for F.scaled_dot_product_attention; with regularizers, masks and kernels behave as
+declared."""
 
 import pytest
 import torch

@@ -48,7 +48,7 @@ class Learnt(ValueNorm):
         return q, k, v
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_block_stages_need_a_block():
             self.layers = nn.ModuleList([nn.ModuleList([nn.MultiheadAttention(4, 2), nn.Linear(4, 4)])])
 
         def forward(self, x):
-            for attention, linear in self.layers:
-                x = x + linear(attention(x, x, x)[0])
+            for attention, feed in self.layers:
+                x = x + feed(attention(x, x, x)[0])
             return x
 
     with pytest.raises(ValueError, match="no module is the block"):
@@ -182,7 +182,7 @@ def test_bad_progress(value, error):
         reg.progress(value)
 
 
-# --- what it does ---------------------------------------------------------------------------------------------------------
+# --- what it does
 
 
 def test_sites_choose_layers_and_depth_runs_over_the_chosen():

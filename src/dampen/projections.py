@@ -100,7 +100,7 @@ def split_projection(call: Call, role: str) -> LinearCall:
         )
     whole = call.maps[fused]
     rows = _fused_rows(call, whole, fused)
-    start = {"q": 0, "k": rows.get("q", 0), "v": rows.get("q", 0) + rows["k"]}[role]
+    start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
     cut = slice(start, start + rows[role])
     return dataclasses.replace(
         whole,
@@ -112,15 +112,16 @@ def split_projection(call: Call, role: str) -> LinearCall:
 
 
 def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
-    """How many rows of a fused weight make q, k and v, from the numbers of heads seen at the socket."""
-    per_head, kv_heads = call.head_size, call.kv_heads
-    rows = {"q": call.shape[1] * per_head, "k": kv_heads * per_head, "v": kv_heads * per_head}
-    if fused == "kv":
-        del rows["q"]
-    if sum(rows.values()) != whole.weight.shape[0]:
+    """How many rows of a fused weight make q, k and v, from the number of query heads seen at the socket.
+
+    The number of key heads follows from the weight, because some libraries repeat keys before they call the socket.
+    """
+    total, queries = whole.weight.shape[0], call.shape[1] * call.head_size if fused == "qkv" else 0
+    keys, rest = divmod(total - queries, 2)
+    if rest or keys <= 0 or keys % call.head_size:
         raise RuntimeError(
-            f"{type(call.module).__name__}: its fused projection has {whole.weight.shape[0]} rows, but "
-            f"{call.shape[1]} query heads and {kv_heads} key heads of size {per_head} need {sum(rows.values())}. "
-            "Use separate projections, or say which maps make q, k and v (projections=)."
+            f"{type(call.module).__name__}: its fused projection has {total} rows, which {call.shape[1]} query heads "
+            f"of size {call.head_size} and equal numbers of keys and values cannot make. Use separate projections, or say "
+            "which maps make q, k and v (projections=)."
         )
-    return rows
+    return {"q": queries, "k": keys, "v": keys}

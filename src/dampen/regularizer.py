@@ -87,8 +87,9 @@ class Call:
     bias: Tensor | None = None  # the model's own score bias (relative positions), hidden places 0
     scale: float = 1.0
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # B, H, N, M
-    kv_heads: int = 0  # fewer than H in grouped-query attention
+    kv_heads: int = 0  # as seen at the socket; a library may have repeated grouped keys before it
     head_size: int = 0
+    value_size: int = 0  # channels of a value head; mostly the same
     device: torch.device | None = None
     rows: slice | None = None  # which queries this call stands for, when the queries come in chunks
     valid: Tensor | None = None  # (B, N) bool, False on padded queries; None when nothing is padded

@@ -114,7 +114,7 @@ def calls_socket(cls: type) -> bool:
 
 
 def is_cross(name: str, module: nn.Module) -> bool:
-    """Whether an attention reads its keys from another sequence, by its flag, class or name."""
+    """Whether an attention reads its keys from another sequence, by its flag, its attribute or its class."""
     flag = getattr(module, "is_cross_attention", None)
     return (
         flag if isinstance(flag, bool) else bool(_CROSS.search(name.rsplit(".", 1)[-1] + " " + type(module).__name__))

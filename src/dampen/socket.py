@@ -34,6 +34,7 @@ class Layer:
         self.multiplying = False  # a linear site is running its own F.linear
         self.valid: Tensor | None = None  # (B, N): the tokens of this forward that are not padding
         self.sublayer = ""  # what has run since the last residual addition: "", "ffn" or "attention"
+        self.entered = "ffn"  # which kind of sublayer the next linear map belongs to
         self.hits = 0  # linear maps seen since the block started
         self.kernels: dict[str, str] = {}  # attention name -> what ran last, and why
 
@@ -146,7 +147,7 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if not active:
             return base(self, *args, **kwargs)
         call = Call(self, layer.site, site.cross)
-        layer.call, layer.sublayer = call, "attention"
+        layer.call, layer.entered = call, "attention"
         if isinstance(self, nn.MultiheadAttention):
             out = mha_forward(self, site, active, call, socket_attention, *args, **kwargs)
         else:
@@ -170,7 +171,7 @@ def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of an attention module that only tells its block what it is, for branches without SDPA (Swin)."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._dampen_mark.sublayer = "attention"
+        self._dampen_mark.entered = "attention"
         return base(self, *args, **kwargs)
 
     return forward
@@ -202,10 +203,7 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if not active:
             return base(self, input)
         weight = weight_of(self)
-        valid = layer.valid
-        if valid is not None and (input.ndim != 3 or valid.shape[1] != input.shape[1]):
-            valid = None  # windows: the attention's rows are not this map's tokens, and none of them is padding
-        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, valid)
+        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, fit_valid(layer.valid, input))
 
         def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             if x is input and w is weight:
@@ -217,6 +215,18 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         return apply_linear(layer, active, call, multiply)
 
     return forward
+
+
+def fit_valid(valid: Tensor | None, input: Tensor) -> Tensor | None:
+    """The validity (B, N) of a layer's tokens, as a linear map sees them: (B, N, D), or (B * N, D) where flattened."""
+    if valid is None:
+        return None
+    if input.ndim == 2 and input.shape[0] % valid.shape[1] == 0:
+        samples = input.shape[0] // valid.shape[1]
+        return valid.expand(samples, -1).flatten() if valid.shape[0] in (1, samples) else None
+    if input.ndim == 3 and valid.shape[1] == input.shape[1]:
+        return valid
+    return None  # windows: the attention's rows are not this map's tokens, and none of them is padding
 
 
 def apply_linear(

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from dampen.models import FeatureEncoder, LanguageModel, Seq2Seq
-from dampen.models.block import Block, CrossAttention
+from dampen.models.block import Block, SeparateAttention
 from dampen.models.seq2seq import sinusoids
 
 
@@ -168,7 +168,7 @@ class TestLanguageModel:
 
 def test_cross_attention_equals_the_formula():
     torch.manual_seed(0)
-    attention = CrossAttention(8, 2).double()
+    attention = SeparateAttention(8, 2).double()
     x, memory = torch.randn(2, 3, 8, dtype=torch.double), torch.randn(2, 5, 8, dtype=torch.double)
     keep = torch.rand(2, 1, 1, 5) > 0.4
     keep[..., 0] = True

@@ -31,9 +31,7 @@ _SAME_STREAM = set(
 
 def call_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function as a mode received it."""
-    if (
-        getattr(func, "__name__", "") == "unflatten"
-    ):  # a method with super(), which torch.compile cannot trace below a mode
+    if getattr(func, "__name__", "") == "unflatten":  # its super() cannot be traced below a mode by torch.compile
         return torch.unflatten(*args, **kwargs)
     return func(*args, **kwargs)
 
@@ -45,7 +43,7 @@ class ResidualSocket(TorchFunctionMode):
         super().__init__()
         self.regularizers, self.layer = regularizers, layer
         self.stream = [stream]  # tensors that are the residual stream, possibly normed or reshaped
-        layer.sublayer = ""
+        layer.sublayer, layer.entered = "", "ffn"
         self.found: list[str] = []
 
     def __torch_function__(
@@ -56,7 +54,7 @@ class ResidualSocket(TorchFunctionMode):
         if func is F.scaled_dot_product_attention or func is F.multi_head_attention_forward:
             self.layer.sublayer = "attention"
         elif (func is F.linear or name == "addmm") and not self.layer.sublayer:
-            self.layer.sublayer = "ffn"
+            self.layer.sublayer = self.layer.entered
         elif name in _ADDITIONS and self.layer.sublayer and len(args) == 2:
             left, right = (self._is_stream(arg) for arg in args)
             if left != right:
@@ -78,7 +76,8 @@ class ResidualSocket(TorchFunctionMode):
         else:  # in the dtype and shape that the sum would have had
             out = branch.to(torch.promote_types(residual.dtype, branch.dtype)).expand_as(residual)
         self.found.append(self.layer.sublayer)
-        self.stream, self.layer.sublayer = [out], ""
+        self.stream = [out]
+        self.layer.sublayer, self.layer.entered = "", "ffn"
         return out
 
     def check(self, block: nn.Module, expected: int) -> None:

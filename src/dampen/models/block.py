@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
         return f"heads={self.heads}, causal={self.causal}"
 
 
-class CrossAttention(nn.Module):
+class SeparateAttention(nn.Module):
     """Let every token read a memory, which is the tokens themselves if none is given; separate projections."""
 
     def __init__(self, width: int, heads: int):
@@ -111,7 +111,7 @@ class Block(nn.Module):
             raise ValueError("Block(causal=True, fused=False) has no causal switch: pass a causal `keep` mask instead.")
         self.norm_first = norm_first
         self.norm1 = nn.LayerNorm(width)
-        self.attn = SelfAttention(width, heads, causal) if fused else CrossAttention(width, heads)
+        self.attn = SelfAttention(width, heads, causal) if fused else SeparateAttention(width, heads)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = Mlp(width, mlp)
 
@@ -132,9 +132,9 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.norm_first = norm_first
         self.norm1 = nn.LayerNorm(width)
-        self.self_attn = CrossAttention(width, heads)
+        self.self_attn = SeparateAttention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.cross_attn = CrossAttention(width, heads)
+        self.cross_attn = SeparateAttention(width, heads)
         self.norm3 = nn.LayerNorm(width)
         self.mlp = Mlp(width, mlp)
 
