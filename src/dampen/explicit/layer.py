@@ -1,0 +1,146 @@
+"""Between a layer's calls and the formulas: which tokens are valid, which maps are there, and errors in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from dampen.explicit.forms import Number, combine, single
+from dampen.explicit.linear import column_power, feature_power, linear_penalty, squared_norm
+from dampen.explicit.maps import HeadMap, only_weight, read_map
+from dampen.explicit.precision import wide
+from dampen.explicit.reductions import Rows, token_rows
+from dampen.regularizer import Call, LinearCall, UnsupportedModel
+
+
+def map_penalty(
+    call: LinearCall, rate: Number, form: str, reduction: str, detach: bool = False, swapped: bool = False
+) -> Tensor:
+    """The penalty of one linear map as a layer ran it; `swapped` where its input is (N, B, in)."""
+    x, y, bias, valid = call.input, call.output, call.bias, call.valid
+    if x.ndim == 2 and reduction in ("token_mean", "author"):
+        raise RuntimeError(
+            f"reduction={reduction!r} divides by each sample's tokens, but "
+            f"'{call.site.name if call.site else call.role}' gives "
+            f"its {call.role} map tokens without samples, of shape {tuple(x.shape)}. Use reduction='mean' or 'sum'."
+        )
+    if swapped and x.ndim == 3:
+        x, y, valid = x.transpose(0, 1), None if y is None else y.transpose(0, 1), None if valid is None else valid.t()
+    if detach:
+        x = x.detach()
+        y, bias = None if y is None else only_weight(y.detach(), bias, x, call.weight), None
+    return linear_penalty(x, call.weight, rate, form=form, reduction=reduction, valid=valid, output=y, bias=bias)
+
+
+def projection_penalty(
+    role: str, operand: Tensor, call: Call, rate: Number, form: str, reduction: str, detach: bool = False
+) -> Tensor:
+    """The penalty of the projection behind "q", "k" or "v"; `operand` is what arrived at the attention."""
+    linear, valid = call.projection(role), call.valid if role == "q" else call.valid_keys
+    if linear.input.shape[0] != call.shape[0] and valid is None:  # windows made after the projection
+        return map_penalty(linear, rate, form, reduction, detach)
+    m = read_map(call, role, operand, operand.shape[-1], detach)
+    batch, tokens = m.x.shape[:2]
+    rows = token_rows(reduction, batch, tokens, fit(valid, tokens, call), wide(m.x).dtype)
+    factors = single(form, rate)
+    b = variance = None
+    if factors.bias is not None:
+        b = squared_norm(m.bare, None if rows.weights is None else rows.weights.unsqueeze(1))
+    if factors.variance is not None:
+        variance = feature_power(m.x, rows.weights) @ column_power(m.weight.flatten(0, 1))
+    return combine(factors, b, variance) * rows.factor
+
+
+def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """The valid queries (B or 1, N) and keys (B or 1, M) of an attention; None where all are."""
+    return fit(call.valid, queries, call), fit(call.valid_keys, keys, call)
+
+
+def query_rows(call: Call, reduction: str, dtype: torch.dtype) -> Rows:
+    """The row weights of an attention's outputs: valid queries of samples that have any key to see."""
+    batch, _, queries, _ = call.shape
+    valid, keys = fit(call.valid, queries, call), call.valid_keys
+    if keys is not None:
+        some = keys.any(1, keepdim=True).expand(-1, queries)
+        valid = some if valid is None else valid & some
+    return token_rows(reduction, batch, queries, valid, dtype)
+
+
+def fit(valid: Tensor | None, tokens: int, call: Call) -> Tensor | None:
+    """Validity for as many tokens as a projection read: extra keys are not tokens.
+
+    nn.MultiheadAttention adds its own keys at the end, caches and prefixes stand at the beginning.
+    """
+    if valid is None or valid.shape[1] == tokens:
+        return valid
+    return valid[:, :tokens] if isinstance(call.module, nn.MultiheadAttention) else valid[:, -tokens:]
+
+
+def as_one_head(q: HeadMap, k: HeadMap, call: Call) -> tuple[HeadMap, HeadMap]:
+    """heads="concat"."""
+    if q.weight.shape[0] != k.weight.shape[0]:
+        raise RuntimeError(
+            f"heads='concat' multiplies one full Wq^T Wk, but {type(call.module).__name__} at '{_where(call)}' has "
+            f"{q.weight.shape[0]} query heads and {k.weight.shape[0]} key heads. Use heads='per_head'."
+        )
+    return q.as_one_head(), k.as_one_head()
+
+
+def check_shared(call: Call, q: HeadMap, k: HeadMap) -> None:
+    """One mask on X feeds queries and keys only where both read the same X."""
+    if call.cross or q.x is not k.x:
+        raise RuntimeError(
+            f"shared_mask=True is one mask on the input of queries and keys, but in {type(call.module).__name__} at "
+            f"'{_where(call)}' they read different inputs. Use shared_mask=False there, or regularize(..., "
+            f"attention='self')."
+        )
+
+
+def check_visible(call: Call, q: HeadMap, k: HeadMap) -> None:
+    """Visible pairs are those of the attention's mask: its queries and keys must be the projections' tokens."""
+    if (q.x.shape[1], k.x.shape[1]) != call.shape[2:]:
+        raise_extra_keys(call, k.x.shape[1], call.shape[3])
+
+
+def raise_extra_keys(call: Call, tokens: int, keys: int) -> NoReturn:
+    """Keys that no projection made (a cache, a prefix, bias_k) have no input that dropout could act on."""
+    raise RuntimeError(
+        f"{type(call.module).__name__} at '{_where(call)}' attends to {keys} keys, but its projections read {tokens} "
+        f"tokens: a "
+        "cache, a prefix or added keys. attended_value and visible_only need every key to come from the projections; "
+        "switch "
+        "them off, or the extra keys."
+    )
+
+
+def sequence_first(modules: Iterable[nn.Module]) -> bool:
+    """Whether the feed-forward beside these attentions sees (N, B, D): nn.MultiheadAttention with batch_first=False."""
+    return any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in modules)
+
+
+def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str) -> None:
+    """Raise where a layer lacks a linear map that a term reads."""
+    names = ", ".join(sorted(found)) or "none"
+    for role, layer in (("ffn_in", 1), ("ffn_out", 2)):
+        if role in wanted and role not in found:
+            raise UnsupportedModel(
+                f"{who}(ffn{layer}=...) penalizes layer {layer} of the feed-forward, but '{where}' has none (roles "
+                f"of its linear "
+                f"maps: {names}). Set ffn{layer}=0 (or ffn=0), or leave the layer out with sites=."
+            )
+    for role in "qkv":
+        fused = "qkv" in found or (role != "q" and "kv" in found)
+        if role in wanted and role not in found and not fused:
+            raise UnsupportedModel(
+                f"{who}: cannot tell which linear map makes {role} at '{where}' (roles found: {names}). Say it: "
+                "regularize(model, ..., projections={'q': 'name', 'k': 'name', 'v': 'name'}) or {'qkv': 'name'}, "
+                "with names "
+                "inside the attention module; or leave the layer out with sites=."
+            )
+
+
+def _where(call: Call) -> str:
+    return call.site.name if call.site else "this attention"

@@ -1,0 +1,76 @@
+"""Arora et al.'s penalty: the expectation of inverted dropout on single linear maps."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from dampen.explicit.forms import is_off
+from dampen.explicit.layer import check_roles, map_penalty, projection_penalty, sequence_first
+from dampen.explicit.precision import no_autocast
+from dampen.regularizer import Call, LinearCall, Regularizer
+from dampen.schedules import Value
+
+TERMS = {"query": "q", "key": "k", "value": "v"}
+
+
+class AroraDropout(Regularizer):
+    """The closed form of inverted dropout on a linear map, of Arora et al. (arXiv 2003.03397): a baseline of Explicit
+    Dropout's tables (arXiv 2604.20505).
+
+    R = p/(1-p) sum_j (mean_i x_ij^2) ||W_:j||^2, the mean over the valid tokens of the batch, on the chosen
+    projections or on both feed-forward maps. It is twice the `form="inverted"` of `ExplicitDropout` for value and
+    feed-forward; on queries and keys it looks at the projection alone, where `ExplicitDropout` looks at the scores.
+
+    Args:
+        query, key, value, ffn: the weights; a number, a schedule or one value per layer. The plain number 0 switches
+            a term off.
+        rate: p of the dropout that the penalty stands for.
+
+    >>> from dampen import AroraDropout
+    >>> AroraDropout(ffn=0.05)
+    AroraDropout(ffn=0.05, rate=0.2)
+    """
+
+    stochastic = False
+    needs_valid = True
+    rate: Tensor
+
+    def __init__(self, query: Value = 0, key: Value = 0, value: Value = 0, ffn: Value = 0, rate: Value = 0.2) -> None:
+        super().__init__()
+        weights = {"query": query, "key": key, "value": value, "ffn": ffn}
+        for term, weight in weights.items():
+            self.scheduled(term, weight, high=math.inf)
+        self.scheduled("rate", rate)
+        self.terms = frozenset(term for term, weight in weights.items() if not is_off(weight))
+        reads = {role for term, role in TERMS.items() if term in self.terms}
+        feeds = {"ffn_in", "ffn_out"} if "ffn" in self.terms else set()
+        self.roles = frozenset(reads | feeds | ({"qkv", "kv"} if reads else set()))
+        self.stages = frozenset(({"qkv"} if reads else set()) | ({"product"} if feeds or not reads else set()))
+        self.needs_valid = bool(self.terms)  # type: ignore[misc]
+
+    def check_layer(self, roles: set[str], where: str) -> None:
+        check_roles(type(self).__name__, self.roles, roles, where)
+
+    def product(self, y: Tensor, call: LinearCall) -> Tensor:
+        """Both feed-forward maps."""
+        if "ffn" in self.terms and call.role in ("ffn_in", "ffn_out"):
+            swapped = sequence_first(self.neighbors)
+            self._penalize("ffn", map_penalty(call, self.rate, "inverted", "mean", swapped=swapped))
+        return y
+
+    def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """The projections: the model's mask is known here."""
+        with no_autocast(q.device.type):
+            for term, role, operand in (("query", "q", q), ("key", "k", k), ("value", "v", v)):
+                if term in self.terms:
+                    self._penalize(term, projection_penalty(role, operand, call, self.rate, "inverted", "mean"))
+        return q, k, v
+
+    def _penalize(self, term: str, value: Tensor) -> None:
+        self.penalize(getattr(self, term) * (2 * value), term)  # Arora et al. have no 1/2
+
+    def extra_repr(self) -> str:
+        values = [f"{t}={getattr(self, t).item():.3g}" for t in (*TERMS, "ffn") if t in self.terms]
+        return ", ".join([*(values or ["every weight is 0"]), f"rate={self.rate.item():.3g}"])

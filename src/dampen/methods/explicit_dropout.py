@@ -1,0 +1,228 @@
+"""Explicit Dropout: dropout as a deterministic penalty."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from torch import Tensor
+
+from dampen.explicit.attended import attended_bias, attended_bias_from_weights, attended_variance
+from dampen.explicit.diagonal import diagonal_weights, shared_mask_excess
+from dampen.explicit.forms import check_form, combine, is_off, single
+from dampen.explicit.layer import (
+    as_one_head,
+    check_roles,
+    check_shared,
+    check_visible,
+    map_penalty,
+    projection_penalty,
+    query_rows,
+    raise_extra_keys,
+    sequence_first,
+    valid_pairs,
+)
+from dampen.explicit.maps import read_map
+from dampen.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
+from dampen.explicit.precision import no_autocast, wide
+from dampen.explicit.reductions import check_reduction, pair_rows
+from dampen.explicit.scores import chunked_pairs, count_visible, restricts_pairs, visible_diagonal, visible_pairs
+from dampen.regularizer import Call, LinearCall, Regularizer
+from dampen.schedules import Value
+
+TERMS = ("query", "key", "value", "attended_value", "query_key", "ffn1", "ffn2")
+_READS = {  # the projections that each term reads
+    "query": "qk", "key": "qk", "query_key": "qk", "value": "v", "attended_value": "v",
+}  # fmt: skip
+_LAYER = {"ffn_in": "ffn1", "ffn_out": "ffn2"}
+
+
+class ExplicitDropout(Regularizer):
+    """Dropout as a deterministic penalty on queries, keys, values, attended values and the feed-forward (arXiv
+    2604.20505).
+
+    loss = task + sum over layers and terms of lambda * J. With `B = p^2 X^T X` (equations of the paper):
+
+        J_q = 1/2 Tr(B Wq^T Wk X^T X Wk^T Wq)      J_v  = 1/2 Tr(B Wv^T Wv)
+        J_k = 1/2 Tr(B Wk^T Wq X^T X Wq^T Wk)      J_av = 1/2 p^2 Tr(X^T A^T A X Wv^T Wv)     J_ff = 1/2 Tr(B W^T W)
+
+    The traces are squared norms of tensors that the forward pass already has, so no X^T X, no W^T W and no n x n
+    matrix is
+    built: J_q = J_k = p^2/2 ||Q K^T||^2, J_v = p^2/2 ||V||^2, J_av = p^2/2 ||A V||^2.
+
+    Departures: the paper's B keeps only the squared bias of dropout, `form="exact"` is the true expectation and
+    `form="inverted"` that of `nn.Dropout` (docs/exactness.md); `query_key` masks queries and keys at once, for which
+    the paper has no expression; a mean instead of the authors' sum (`author_weight` converts); biases, rotary, norm
+    and scale are not in Q, K and V; padded tokens count nowhere.
+
+    Args:
+        query, key, value, attended_value, query_key, ffn: the lambdas; a number, a schedule or one value per layer.
+            The plain number 0
+            switches a term off at no cost.
+        ffn1, ffn2: lambdas of the two feed-forward layers (gate and up of a gated one are layer 1), where they
+            differ from `ffn`.
+        rate: p of the dropout that the penalties stand for.
+        form: paper, exact or inverted.
+        reduction: mean (per valid token, or pair of tokens), sum, token_mean (batch sum of token means) or author
+            (that without the 1/2).
+        heads: per_head, or concat for query, key and query_key with one full Wq^T Wk, as the authors' code has it.
+        attended: where the mask of attended_value acts, on X before mixing ("pre") or on A X ("post").
+        shared_mask: query_key with one mask on X for queries and keys, as dropout before the projections acts.
+            Self-attention only.
+        detach_inputs: gradients go to the weights alone, not to the activations.
+        visible_only: query, key and query_key count the pairs that the model's mask lets see, instead of all.
+
+    >>> from dampen import ExplicitDropout
+    >>> ExplicitDropout(value=0.05, ffn=0.05, rate=0.2)
+    ExplicitDropout(value=0.05, ffn1=0.05, ffn2=0.05, rate=0.2, form=paper, reduction=mean)
+    """
+
+    stochastic = False
+    needs_valid = True
+    rate: Tensor
+
+    def __init__(
+        self,
+        query: Value = 0,
+        key: Value = 0,
+        value: Value = 0,
+        attended_value: Value = 0,
+        query_key: Value = 0,
+        ffn: Value = 0,
+        ffn1: Value | None = None,
+        ffn2: Value | None = None,
+        rate: Value = 0.2,
+        form: Literal["paper", "exact", "inverted"] = "paper",
+        reduction: Literal["mean", "sum", "token_mean", "author"] = "mean",
+        heads: Literal["per_head", "concat"] = "per_head",
+        attended: Literal["pre", "post"] = "pre",
+        shared_mask: bool = False,
+        detach_inputs: bool = False,
+        visible_only: bool = False,
+    ) -> None:
+        super().__init__()
+        check_form(form, "ExplicitDropout")
+        check_reduction(reduction, "ExplicitDropout")
+        if heads not in ("per_head", "concat"):
+            raise ValueError(f"ExplicitDropout: heads must be 'per_head' or 'concat', got {heads!r}.")
+        if attended not in ("pre", "post"):
+            raise ValueError(f"ExplicitDropout: attended must be 'pre' or 'post', got {attended!r}.")
+        weights = dict(zip(TERMS, (query, key, value, attended_value, query_key, ffn if ffn1 is None else ffn1,
+                                   ffn if ffn2 is None else ffn2), strict=True))  # fmt: skip
+        for term, weight in weights.items():
+            self.scheduled(term, weight, high=math.inf)
+        self.scheduled("rate", rate)
+        self.terms = frozenset(term for term, weight in weights.items() if not is_off(weight))
+        if heads == "concat" and "attended_value" in self.terms:
+            raise ValueError(
+                "ExplicitDropout: attended_value has no form with heads='concat', because every head attends "
+                "differently. "
+                "Use heads='per_head', or a second ExplicitDropout(attended_value=...) beside this one."
+            )
+        self.form, self.reduction, self.attended = form, reduction, attended
+        self.concat, self.shared_mask = heads == "concat", shared_mask
+        self.detach_inputs, self.visible_only = detach_inputs, visible_only
+        self._switch()
+
+    def _switch(self) -> None:
+        """Open only the stages and read only the maps that the terms at work need."""
+        self.pair_terms = self.terms & set(PAIR_TERMS)
+        attends = "attended_value" in self.terms
+        # A detached input leaves Wv alone, which the attention output cannot tell from A: take A itself
+        self.reads_weights = attends and (self.form != "paper" or self.detach_inputs)
+        stages = {
+            "product": bool(self.terms & {"ffn1", "ffn2"}) or not self.terms,  # all off: present, sees nothing
+            "qkv": "value" in self.terms or bool(self.pair_terms),
+            "probs": self.reads_weights,
+            "heads": attends and self.form != "inverted" and not self.detach_inputs,
+        }
+        self.stages = frozenset(stage for stage, on in stages.items() if on)
+        reads = {r for term in self.terms for r in _READS.get(term, "")}
+        fused = {"qkv", "kv"} if reads else set()
+        self.roles = frozenset(reads | fused | {role for role, term in _LAYER.items() if term in self.terms})
+        self.needs_valid = bool(self.terms)  # type: ignore[misc]
+
+    def check_layer(self, roles: set[str], where: str) -> None:
+        check_roles(type(self).__name__, self.roles, roles, where)
+
+    # --- the stages -------------------------------------------------------------------------------
+
+    def product(self, y: Tensor, call: LinearCall) -> Tensor:
+        """Feed-forward, layers 1 and 2."""
+        term = _LAYER.get(call.role)
+        if term in self.terms:
+            swapped = sequence_first(self.neighbors)
+            self._penalize(term, map_penalty(call, self.rate, self.form, self.reduction, self.detach_inputs, swapped))
+        return y
+
+    def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Value, query, key, and the last two at once: the model's mask is known here."""
+        with no_autocast(q.device.type):
+            if "value" in self.terms:
+                value = projection_penalty("v", v, call, self.rate, self.form, self.reduction, self.detach_inputs)
+                self._penalize("value", value)
+            if self.pair_terms:
+                self._pairs(q, k, call)
+        return q, k, v
+
+    def probs(self, a: Tensor, call: Call) -> Tensor:
+        """Attended value: the parts that need the attention weights. `a` may hold some of the queries only."""
+        with no_autocast(a.device.type):
+            v = read_map(call, "v", None, call.value_size, self.detach_inputs)
+            if v.x.shape[1] != a.shape[-1]:
+                raise_extra_keys(call, v.x.shape[1], a.shape[-1])
+            rows, factors = query_rows(call, self.reduction, wide(a).dtype), single(self.form, self.rate)
+            weights = rows.weights if rows.weights is None or call.rows is None else rows.weights[:, call.rows]
+            a_used = a.detach() if self.detach_inputs else a
+            b = variance = None
+            if factors.bias is not None and self.detach_inputs:
+                b = attended_bias_from_weights(a_used, v, weights)
+            if factors.variance is not None:
+                variance = attended_variance(a_used, v, weights, self.attended)
+            self._penalize("attended_value", combine(factors, b, variance) * rows.factor)
+        return a
+
+    def heads(self, o: Tensor, call: Call) -> Tensor:
+        """Attended value: the part that the attention output tells."""
+        with no_autocast(o.device.type):
+            linear = call.projection("v")
+            bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, o.shape[-1]))
+            rows = query_rows(call, self.reduction, wide(o).dtype)
+            b = attended_bias(o, bias, rows.weights)
+            self._penalize("attended_value", combine(single(self.form, self.rate), b, None) * rows.factor)
+        return o
+
+    def _pairs(self, q: Tensor, k: Tensor, call: Call) -> None:
+        """query, key and query_key, which share their sums over pairs."""
+        queries, keys = (read_map(call, r, t, call.head_size, self.detach_inputs) for r, t in (("q", q), ("k", k)))
+        rows = pair_rows(self.reduction, call.shape[0], queries.x.shape[1], keys.x.shape[1], *valid_pairs(
+            call, queries.x.shape[1], keys.x.shape[1]), dtype=wide(queries.x).dtype)  # fmt: skip
+        need, restricted = needed(set(self.pair_terms), self.form), self.visible_only and restricts_pairs(call)
+        if self.concat:
+            queries, keys = as_one_head(queries, keys, call)
+        if restricted:
+            check_visible(call, queries, keys)
+            parts = visible_pairs(queries, keys, rows, need, call)
+            if self.reduction == "mean":
+                rows = rows._replace(factor=0.5 / count_visible(call, rows).clamp(min=1))
+        else:
+            parts = (chunked_pairs if self.concat else all_pairs)(queries, keys, rows, need)
+        for term in sorted(self.pair_terms):
+            value = pair_penalty(term, self.form, self.rate, parts)
+            if term == "query_key" and self.shared_mask:
+                check_shared(call, queries, keys)
+                if self.form != "paper":
+                    weights = diagonal_weights(rows, visible_diagonal(call) if restricted else None)
+                    value = value + shared_mask_excess(queries, keys, self.form, self.rate, weights)
+            self._penalize(term, value * rows.factor)
+
+    def _penalize(self, term: str, value: Tensor) -> None:
+        self.penalize(getattr(self, term) * value, term)
+
+    def extra_repr(self) -> str:
+        values = [f"{term}={getattr(self, term).item():.3g}" for term in TERMS if term in self.terms]
+        options = [f"form={self.form}", f"reduction={self.reduction}"]
+        options += ["heads=concat"] if self.concat else []
+        options += ["attended=post"] if self.attended == "post" else []
+        options += [name for name in ("shared_mask", "detach_inputs", "visible_only") if getattr(self, name)]
+        return ", ".join([*(values or ["every weight is 0"]), f"rate={self.rate.item():.3g}", *options])
