@@ -121,7 +121,7 @@ def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
     if rest or keys <= 0 or keys % call.head_size:
         raise RuntimeError(
             f"{type(call.module).__name__}: its fused projection has {total} rows, which {call.shape[1]} query heads "
-            f"of size {call.head_size} and equal numbers of keys and values cannot make. Use separate projections, or say "
-            "which maps make q, k and v (projections=)."
+            f"of size {call.head_size} and equal numbers of keys and values cannot make. Use separate projections, or "
+            "say which maps make q, k and v (projections=)."
         )
     return {"q": queries, "k": keys, "v": keys}

@@ -15,11 +15,13 @@ class DropAttention(Regularizer):
     """Drop attention weights after the softmax, singly, by column or in windows of keys (arXiv 1907.11065).
 
     A' = A * M, then each row is divided by what it kept, sum_j A'_ij (`normalized=True`, the paper's), or by 1 - p
-    (`normalized=False`, ordinary attention dropout). A window of w keys is dropped at each seed, drawn at 1 - (1-p)^(1/w).
+    (`normalized=False`, ordinary attention dropout). A window of w keys is dropped at each seed, drawn at 1 -
+    (1-p)^(1/w).
 
-    Dividing by the kept sum, with the sum differentiated, is the softmax over the kept keys: the normalized form *is* DropKey with the same mask,
-    forward and backward (a test shows it). So it runs as a mask with the fused kernel, and comparisons should use `normalized=False`
-    or `unit="column"`, or they compare DropKey with itself. A row that would lose all its weights keeps one, as in DropKey.
+    Dividing by the kept sum, with the sum differentiated, is the softmax over the kept keys: the normalized form *is*
+    DropKey with the same mask, forward and backward (a test shows it). So it runs as a mask with the fused kernel,
+    and comparisons should use `normalized=False` or `unit="column"`, or they compare DropKey with itself. A row that
+    would lose all its weights keeps one, as in DropKey.
 
     Args:
         rate: probability to drop a weight.
@@ -29,8 +31,7 @@ class DropAttention(Regularizer):
 
     >>> from dampen import DropAttention
     >>> sorted(DropAttention(0.1).stages), sorted(DropAttention(0.1, normalized=False).stages)
-    (['mask'], ['probs'])
-    """
+    (['mask'], ['probs'])"""
 
     rate: Tensor
 

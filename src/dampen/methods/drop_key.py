@@ -19,27 +19,29 @@ UNITS = ("element", "column", "block", "cross")
 class DropKey(Regularizer):
     """Hide random keys from the queries before the softmax, which renormalizes over the keys that stay.
 
-    L_ij = -inf with probability p, independently per sample, head, query and key (Algorithm 1 of arXiv 2208.02646). The paper's best schedule falls
-    with depth: `DropKey(linear(0.3, 0.0))`. `unit="block"` hides w x w windows of the patch grid around random seeds,
-    `unit="cross"` w-wide stripes through them, `unit="column"` the same keys from all queries (HiddenKey, arXiv 2403.00812), which needs no N x N mask.
+    L_ij = -inf with probability p, independently per sample, head, query and key (Algorithm 1 of arXiv 2208.02646).
+    The paper's best schedule falls with depth: `DropKey(linear(0.3, 0.0))`. `unit="block"` hides w x w windows of the
+    patch grid around random seeds, `unit="cross"` w-wide stripes through them, `unit="column"` the same keys from all
+    queries (HiddenKey, arXiv 2403.00812), which needs no N x N mask.
 
-    Departures: acts in training only (the published code has no such guard); a query that would lose all its keys gets one of them back, so the
-    realized rate is p - p^m / m for m visible keys; seeds are drawn at the rate that hides each place with probability p away from borders
-    (1 - (1-p)^(1/w^2) for blocks, 1 - (1-p)^(1/(w (gh+gw) - w^2)) for crosses); prefix tokens (CLS) are dropped singly.
+    Departures: acts in training only (the published code has no such guard); a query that would lose all its keys
+    gets one of them back, so the realized rate is p - p^m / m for m visible keys; seeds are drawn at the rate that
+    hides each place with probability p away from borders (1 - (1-p)^(1/w^2) for blocks, 1 - (1-p)^(1/(w (gh+gw) -
+    w^2)) for crosses); prefix tokens (CLS) are dropped singly.
 
-    The paper's two remedies for the gap between training and test: `DropKey(early(0.3, until=0.9))` fine-tunes without it, and
-    `reg.mc_average(lambda: model(x))` averages over random masks at test time.
+    The paper's two remedies for the gap between training and test: `DropKey(early(0.3, until=0.9))` fine-tunes
+    without it, and `reg.mc_average(lambda: model(x))` averages over random masks at test time.
 
     Args:
         rate: probability to hide a key. 0.3 suits CIFAR, 0.05 to 0.1 ImageNet.
         unit: element, column, block or cross.
         window: w, for block and cross.
-        grid: (rows, columns) of the patch grid, for block and cross; by default the largest square, with at most 8 prefix tokens.
+        grid: (rows, columns) of the patch grid, for block and cross; by default the largest square, with at most 8
+            prefix tokens.
 
     >>> from dampen import DropKey, linear
     >>> DropKey(linear(0.3, 0.0))
-    DropKey(rate=0.3, unit=element)
-    """
+    DropKey(rate=0.3, unit=element)"""
 
     rate: Tensor
 
@@ -93,7 +95,8 @@ def cross_mask(shape: tuple[int, ...], rate: Tensor, window: int, device: torch.
 
 
 def grid_of(keys: int, grid: tuple[int, int] | None, prefix: int = 8) -> tuple[int, int]:
-    """The patch grid within `keys` tokens: the one given, or the largest square with at most `prefix` tokens before it."""
+    """The patch grid within `keys` tokens: the one given, or the largest square with at most `prefix` tokens before
+    it."""
     if grid is None:
         side = math.isqrt(keys)
         grid = (side, side)

@@ -10,17 +10,18 @@ from dampen.schedules import Value
 
 
 class FeedForwardDropout(Regularizer):
-    """Plain dropout on the input of each feed-forward map: the "implicit" feed-forward of Explicit Dropout (arXiv 2604.20505).
+    """Plain dropout on the input of each feed-forward map: the "implicit" feed-forward of Explicit Dropout (arXiv
+    2604.20505).
 
-    y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p), on both layers of the feed-forward (gate, up and down of a gated one).
+    y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p), on both layers of the feed-forward (gate, up and down of a
+    gated one).
 
     Args:
         rate: probability to zero a feature.
 
     >>> from dampen import FeedForwardDropout
     >>> FeedForwardDropout(0.2)
-    FeedForwardDropout(rate=0.2)
-    """
+    FeedForwardDropout(rate=0.2)"""
 
     rate: Tensor
     roles = frozenset({"ffn_in", "ffn_out"})
