@@ -65,6 +65,7 @@ def attend(
     call = _fill(
         Call() if call is None else call, q, k, mask, is_causal, scale, any(r.needs_valid for r in regularizers)
     )
+    call.value_size = v.shape[3]
     for r in regularizers:
         if "qkv" in r.stages:
             q, k, v = r.qkv(q, k, v, call)
