@@ -1,6 +1,8 @@
-"""The papers' formulations, written plainly: no speed, no cleverness. They are the oracles of the tests and the other side of the benchmarks.
+"""The papers' formulations, written plainly: no speed, no cleverness. They are the oracles of the tests and the
+other side of the benchmarks.
 
-Shapes as in dampen.regularizer: q (B, H, N, D), k and v (B, H, M, D). Masks are given, not drawn, so that values and gradients can be compared.
+Shapes as in dampen.regularizer: q (B, H, N, D), k and v (B, H, M, D). Masks are given, not drawn, so that values and
+gradients can be compared.
 """
 
 import itertools
@@ -16,7 +18,8 @@ def scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
 
 
 def drop_key(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    """Algorithm 1 of DropKey (arXiv 2208.02646): hidden scores become -inf (the paper adds -1e12) before the softmax."""
+    """Algorithm 1 of DropKey (arXiv 2208.02646): hidden scores become -inf (the paper adds -1e12) before the
+    softmax."""
     return scores(q, k).masked_fill(hidden, float("-inf")).softmax(-1) @ v
 
 

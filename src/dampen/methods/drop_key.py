@@ -63,16 +63,13 @@ class DropKey(Regularizer):
         if self.unit == "element":
             return bernoulli((batch, heads, queries, keys), self.rate, q.device)
         if self.unit == "column":
-            return self._column(batch, heads, keys, q.device)
+            return bernoulli((batch, heads, 1, keys), self.rate, q.device)
         rows, columns = grid_of(keys, self.grid)
         places = (batch, heads, queries, rows, columns)
         on_grid = block_mask if self.unit == "block" else cross_mask
         hidden = on_grid(places, self.rate, self.window, q.device).flatten(-2)
         prefix = bernoulli((batch, heads, queries, keys - rows * columns), self.rate, q.device)
         return torch.cat([prefix, hidden], dim=-1)
-
-    def _column(self, batch: int, heads: int, keys: int, device: torch.device) -> Tensor:
-        return bernoulli((batch, heads, 1, keys), self.rate, device)
 
     def extra_repr(self) -> str:
         window = f", window={self.window}" if self.unit in ("block", "cross") else ""
@@ -89,8 +86,9 @@ def cross_mask(shape: tuple[int, ...], rate: Tensor, window: int, device: torch.
     """Hide window-wide horizontal and vertical stripes through random seeds of the (..., rows, columns) grid."""
     rows, columns = shape[-2:]
     seeds = bernoulli(shape, seed_rate(rate, window * (rows + columns) - window * window), device)
-    horizontal = dilate(seeds.any(-1), window, -1).unsqueeze(-1)
-    vertical = dilate(seeds.any(-2), window, -1).unsqueeze(-2)
+    bits = seeds.view(torch.uint8)  # `any` on bool is several times slower than `amax` on bytes on a CPU
+    horizontal = dilate(bits.amax(-1).bool(), window, -1).unsqueeze(-1)
+    vertical = dilate(bits.amax(-2).bool(), window, -1).unsqueeze(-2)
     return horizontal | vertical
 
 
