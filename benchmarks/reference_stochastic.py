@@ -96,3 +96,11 @@ def _neighbors(
             inside = 0 <= r < grid[0] and 0 <= c < grid[1]
             found.append((weight(dy * dy + dx * dx), prefix + r * grid[1] + c if inside else None))
     return found
+
+
+def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None) -> float:
+    """KL(softmax(first) || softmax(second)), class by class, averaged over the valid predictions."""
+    p, q = first.double().softmax(-1).flatten(0, -2), second.double().softmax(-1).flatten(0, -2)
+    kept = range(len(p)) if valid is None else valid.flatten().nonzero().flatten().tolist()
+    total = sum(p[i, c].item() * math.log(p[i, c] / q[i, c]) for i in kept for c in range(p.shape[1]))
+    return total / len(kept)

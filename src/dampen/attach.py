@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from dampen.randomness import own_randomness
 from dampen.regularizer import (
     ATTENTION_STAGES,
     BLOCK_STAGES,
@@ -57,6 +58,7 @@ def attach(
     """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is
     wrong."""
     _check_methods(methods)
+    _check_passes(methods, model)
     plans = find_layers(model, sites, attention, projections)
     layered = [m for m in methods if m.stages - set(MODEL_STAGES)]
     whole = [m for m in methods if m.stages & set(MODEL_STAGES)]
@@ -91,6 +93,18 @@ def _check_methods(methods: Sequence[Any]) -> None:
             )
         if not m.stages:
             raise ValueError(f"{type(m).__name__} overrides no stage, so it would do nothing.")
+
+
+def _check_passes(methods: Sequence[Regularizer], model: nn.Module) -> None:
+    comparing = [m for m in methods if m.passes > 1]
+    random = any(m.stochastic and m.passes == 1 for m in methods) or own_randomness(model.named_modules())
+    if comparing and not random:
+        name = type(comparing[0]).__name__
+        raise ValueError(
+            f"{name} compares {comparing[0].passes} passes, but nothing is random in them: no stochastic method "
+            f"stands beside it and {type(model).__name__} has no dropout, so it would always be zero. Add one: "
+            f"regularize(model, [DropKey(0.1), {name}(...)])."
+        )
 
 
 def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan]) -> None:

@@ -94,11 +94,12 @@ class Regularization:
         self._alive()
         outputs: list[Any] = []
         terms: dict[str, Tensor] = {}
-        for _ in range(self.passes):
+        comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]
+        passes = max((r.passes for r in comparing), default=1)
+        for _ in range(passes):
             outputs.append(forward())
             for name, value in self.penalties().items():
-                terms[name] = terms.get(name, 0.0) + value / self.passes
-        comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]
+                terms[name] = terms.get(name, 0.0) + value / passes
         if comparing:
             taken = [_logits(o, logits) for o in outputs]
             for r in comparing:

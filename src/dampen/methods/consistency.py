@@ -1,0 +1,80 @@
+"""Consistency: two random passes of the same batch should agree."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from dampen.regularizer import Regularizer
+from dampen.schedules import Value
+
+
+class Consistency(Regularizer):
+    """Penalize the divergence between the predictions of two passes that draw independently: the consistency
+    regularization of AttentionDrop (arXiv 2504.12088).
+
+    L = L_task + lambda KL(softmax(Z1) || softmax(Z2)), averaged over predictions, beside any stochastic method.
+    `symmetric=True` takes (KL(P1 || P2) + KL(P2 || P1)) / 2, which is R-Drop's.
+
+    The passes are two forwards and not one doubled batch, in which both halves would share every draw that is one per
+    forward (a blur's sigma, LayerDrop, DropConnect) and the divergence would vanish; so batch norm sees each pass by
+    itself. Blocks below the first perturbed one are computed once where that changes nothing; `print(reg)` says whether
+    they are. The task loss is the mean over both passes. Needs `reg.loss`, which runs the passes.
+
+    Args:
+        weight: lambda.
+        symmetric: both directions of the divergence.
+        axis: the axis of the classes in the model's output.
+
+    >>> import torch, dampen
+    >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
+    >>> reg = dampen.regularize(model, [dampen.DropKey(0.3), dampen.Consistency(1.0)])
+    >>> loss, terms = reg.loss(lambda: model(torch.randn(4, 3, 8, 8)), lambda out: out.square().mean())
+    >>> sorted(terms)
+    ['consistency', 'task']
+    """
+
+    passes = 2
+    stochastic = False
+    weight: Tensor
+
+    def __init__(self, weight: Value = 1.0, symmetric: bool = False, axis: int = -1) -> None:
+        super().__init__()
+        self.scheduled("weight", weight, high=math.inf)
+        self.symmetric, self.axis = symmetric, axis
+
+    def outputs(self, outputs: list[Tensor], valid: Tensor | None = None) -> None:
+        first, second = (o.movedim(self.axis, -1) for o in outputs)
+        self.penalize(self.weight * divergence(first, second, valid, self.symmetric))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, symmetric={self.symmetric}"
+
+
+def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None, symmetric: bool = False) -> Tensor:
+    """KL(softmax(first) || softmax(second)) in float32, averaged over the predictions where `valid` is True.
+
+    >>> import torch
+    >>> divergence(torch.zeros(3, 2), torch.zeros(3, 2)).item()
+    0.0
+    """
+    if first.ndim < 1 or first.shape[-1] < 2:
+        raise ValueError(
+            f"two passes are compared by their class probabilities, but the output has shape {tuple(first.shape)}: the "
+            "last axis must hold two classes or more. Give the logits with reg.loss(..., logits=...), or axis=."
+        )
+    if valid is not None and valid.shape != first.shape[:-1]:
+        raise ValueError(
+            f"valid has shape {tuple(valid.shape)}, but the predictions to compare have {tuple(first.shape[:-1])}. "
+            "Give one bool per prediction, False on padding."
+        )
+    log_p, log_q = first.float().log_softmax(-1), second.float().log_softmax(-1)
+    difference = log_p - log_q
+    if symmetric:  # KL(P || Q) + KL(Q || P) = sum (P - Q) (log P - log Q)
+        each = 0.5 * ((log_p.exp() - log_q.exp()) * difference).sum(-1)
+    else:
+        each = (log_p.exp() * difference).sum(-1)
+    if valid is None:
+        return each.mean()
+    return each.masked_fill(~valid, 0).sum() / valid.sum().clamp(min=1)
