@@ -1,0 +1,45 @@
+"""What is generated is up to date, and the README's example runs as printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+from docs.generate import main, markdown, pages
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_generated_pages_are_up_to_date(capsys):
+    assert main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_method_has_a_card():
+    from dampen.registry import methods
+
+    names = {path.stem for path in pages() if path.parent.name == "methods"}
+    assert names == {*methods(), "index"}
+
+
+def test_markdown_closes_its_blocks():
+    text = markdown("Do it.\n\nArgs:\n    rate: how much\n\n>>> 1 + 1\n2")
+    assert text.count("```") == 2
+    assert "- `rate`: how much" in text
+
+
+def test_readme_example_runs_and_prints_what_it_says(capsys):
+    blocks = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = next(code for language, code in blocks if language == "python")
+    printed = next(code for language, code in blocks if language == "text")
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.slow
+def test_site_builds(tmp_path):
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists()
