@@ -20,6 +20,11 @@ def wide(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
+def as_wide(number: Tensor, like: Tensor) -> Tensor:
+    """A scheduled number in the dtype in which the penalty of `like` is computed."""
+    return number.to(torch.promote_types(like.dtype, torch.float32))
+
+
 def no_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """A context in which matrix products keep their dtype, although the caller may be under autocast."""
     if torch.amp.is_autocast_available(device):

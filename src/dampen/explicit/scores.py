@@ -54,14 +54,14 @@ def visible_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Needed, call: Call)
     return PairParts(*(None if p[0] is None else torch.stack(p).sum() for p in zip(*parts, strict=True)))
 
 
-def count_visible(call: Call, rows: Pairs) -> Tensor:
+def count_visible(call: Call, rows: Pairs, dtype: torch.dtype = torch.float32) -> Tensor:
     """The number of visible pairs of valid tokens in the batch, averaged over heads."""
     batch, heads, queries, keys = call.shape
     masks = [0] if call.is_causal or (call.mask is not None and call.mask.shape[1] == 1) else list(range(heads))
-    total = torch.zeros((), device=call.device)
+    total = torch.zeros((), dtype=dtype, device=call.device)
     for cut in _chunks(batch, queries, keys):
         for h in masks:
-            seen = _keep(call, h)(cut).float().expand(batch, -1, -1)
+            seen = _keep(call, h)(cut).to(dtype).expand(batch, -1, -1)
             total = total + _weighted(seen, _rows(rows, cut), rows.keys)
     return total / len(masks)
 

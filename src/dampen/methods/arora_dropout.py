@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dampen.explicit.forms import is_off
 from dampen.explicit.layer import check_roles, map_penalty, projection_penalty, sequence_first
-from dampen.explicit.precision import no_autocast
+from dampen.explicit.precision import as_wide, no_autocast
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 
@@ -57,7 +57,7 @@ class AroraDropout(Regularizer):
         """Both feed-forward maps."""
         if "ffn" in self.terms and call.role in ("ffn_in", "ffn_out"):
             swapped = sequence_first(self.neighbors)
-            self._penalize("ffn", map_penalty(call, self.rate, "inverted", "mean", swapped=swapped))
+            self._penalize("ffn", map_penalty(call, as_wide(self.rate, y), "inverted", "mean", swapped=swapped))
         return y
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +65,9 @@ class AroraDropout(Regularizer):
         with no_autocast(q.device.type):
             for term, role, operand in (("query", "q", q), ("key", "k", k), ("value", "v", v)):
                 if term in self.terms:
-                    self._penalize(term, projection_penalty(role, operand, call, self.rate, "inverted", "mean"))
+                    self._penalize(
+                        term, projection_penalty(role, operand, call, as_wide(self.rate, operand), "inverted", "mean")
+                    )
         return q, k, v
 
     def _penalize(self, term: str, value: Tensor) -> None:

@@ -24,7 +24,7 @@ from dampen.explicit.layer import (
 )
 from dampen.explicit.maps import read_map
 from dampen.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
-from dampen.explicit.precision import no_autocast, wide
+from dampen.explicit.precision import as_wide, no_autocast, wide
 from dampen.explicit.reductions import check_reduction, pair_rows
 from dampen.explicit.scores import chunked_pairs, count_visible, restricts_pairs, visible_diagonal, visible_pairs
 from dampen.regularizer import Call, LinearCall, Regularizer
@@ -152,14 +152,18 @@ class ExplicitDropout(Regularizer):
         term = _LAYER.get(call.role)
         if term in self.terms:
             swapped = sequence_first(self.neighbors)
-            self._penalize(term, map_penalty(call, self.rate, self.form, self.reduction, self.detach_inputs, swapped))
+            self._penalize(
+                term, map_penalty(call, as_wide(self.rate, y), self.form, self.reduction, self.detach_inputs, swapped)
+            )
         return y
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Value, query, key, and the last two at once: the model's mask is known here."""
         with no_autocast(q.device.type):
             if "value" in self.terms:
-                value = projection_penalty("v", v, call, self.rate, self.form, self.reduction, self.detach_inputs)
+                value = projection_penalty(
+                    "v", v, call, as_wide(self.rate, v), self.form, self.reduction, self.detach_inputs
+                )
                 self._penalize("value", value)
             if self.pair_terms:
                 self._pairs(q, k, call)
@@ -171,7 +175,7 @@ class ExplicitDropout(Regularizer):
             v = read_map(call, "v", None, call.value_size, self.detach_inputs)
             if v.x.shape[1] != a.shape[-1]:
                 raise_extra_keys(call, v.x.shape[1], a.shape[-1])
-            rows, factors = query_rows(call, self.reduction, wide(a).dtype), single(self.form, self.rate)
+            rows, factors = query_rows(call, self.reduction, wide(a).dtype), single(self.form, as_wide(self.rate, a))
             weights = rows.weights if rows.weights is None or call.rows is None else rows.weights[:, call.rows]
             a_used = a.detach() if self.detach_inputs else a
             b = variance = None
@@ -189,7 +193,7 @@ class ExplicitDropout(Regularizer):
             bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, o.shape[-1]))
             rows = query_rows(call, self.reduction, wide(o).dtype)
             b = attended_bias(o, bias, rows.weights)
-            self._penalize("attended_value", combine(single(self.form, self.rate), b, None) * rows.factor)
+            self._penalize("attended_value", combine(single(self.form, as_wide(self.rate, o)), b, None) * rows.factor)
         return o
 
     def _pairs(self, q: Tensor, k: Tensor, call: Call) -> None:
@@ -197,6 +201,7 @@ class ExplicitDropout(Regularizer):
         queries, keys = (read_map(call, r, t, call.head_size, self.detach_inputs) for r, t in (("q", q), ("k", k)))
         rows = pair_rows(self.reduction, call.shape[0], queries.x.shape[1], keys.x.shape[1], *valid_pairs(
             call, queries.x.shape[1], keys.x.shape[1]), dtype=wide(queries.x).dtype)  # fmt: skip
+        rate = as_wide(self.rate, q)
         need, restricted = needed(set(self.pair_terms), self.form), self.visible_only and restricts_pairs(call)
         if self.concat:
             queries, keys = as_one_head(queries, keys, call)
@@ -204,16 +209,16 @@ class ExplicitDropout(Regularizer):
             check_visible(call, queries, keys)
             parts = visible_pairs(queries, keys, rows, need, call)
             if self.reduction == "mean":
-                rows = rows._replace(factor=0.5 / count_visible(call, rows).clamp(min=1))
+                rows = rows._replace(factor=0.5 / count_visible(call, rows, rate.dtype).clamp(min=1))
         else:
             parts = (chunked_pairs if self.concat else all_pairs)(queries, keys, rows, need)
         for term in sorted(self.pair_terms):
-            value = pair_penalty(term, self.form, self.rate, parts)
+            value = pair_penalty(term, self.form, rate, parts)
             if term == "query_key" and self.shared_mask:
                 check_shared(call, queries, keys)
                 if self.form != "paper":
                     weights = diagonal_weights(rows, visible_diagonal(call) if restricted else None)
-                    value = value + shared_mask_excess(queries, keys, self.form, self.rate, weights)
+                    value = value + shared_mask_excess(queries, keys, self.form, rate, weights)
             self._penalize(term, value * rows.factor)
 
     def _penalize(self, term: str, value: Tensor) -> None:
