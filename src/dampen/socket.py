@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from dampen.adapters.residual import ResidualSocket, call_torch
 from dampen.adapters.torch_mha import mha_forward
@@ -143,8 +144,9 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: AttentionSite = self._dampen_attention
         layer = site.layer
-        active = layer.active(self.training)
+        active = [r for r in layer.active(self.training) if sees_attention(r)]
         if not active:
+            layer.entered = "attention"
             return base(self, *args, **kwargs)
         call = Call(self, layer.site, site.cross)
         layer.call, layer.entered = call, "attention"
@@ -165,6 +167,11 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return forward
+
+
+def sees_attention(r: Regularizer) -> bool:
+    """Whether anything of a regularizer happens inside attention; one of the branches alone leaves the kernel be."""
+    return bool(r.roles) or r.needs_valid or any(stage in r.stages for stage in ATTENTION_STAGES)
 
 
 def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,16 +279,19 @@ def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             )
         for r in active if site.first else ():
             if "tokens" in r.stages:
-                x = r.tokens(x)
+                before, x = x, r.tokens(x)
+                check_tokens(self, r, before, x, [*args[1:], *kwargs.values()])
                 args, kwargs = (x, *args[1:]) if args else (), kwargs if args else {**kwargs, site.input_name: x}
         for r in active:
             r.input_has_gradient = x.requires_grad
         branching = [r for r in active if "branch" in r.stages]
-        if branching:
+        # a mode that is open also keeps torch.nn's encoder layer from its fused eval path around our sites
+        if branching or (isinstance(self, nn.TransformerEncoderLayer) and not self.training):
             socket = ResidualSocket(branching, x, layer)
             with socket:
                 out = base(self, *args, **kwargs)
-            socket.check(self, site.branches)
+            if branching:
+                socket.check(self, site.branches)
         else:
             out = base(self, *args, **kwargs)
         if site.wants_linear and layer.hits == 0:
@@ -298,6 +308,22 @@ def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         return (y, *out[1:]) if isinstance(out, tuple) else y
 
     return forward
+
+
+def check_tokens(block: nn.Module, method: Regularizer, before: Tensor, after: Tensor, others: Sequence[Any]) -> None:
+    """Raise where a method took tokens away although the block gets something else that has one entry per token."""
+    if after.shape == before.shape:
+        return
+    batch, length = before.shape[:2]
+    for other in pytree.tree_leaves(others):
+        if isinstance(other, Tensor) and other is not before:
+            sizes = other.shape[1:] if other.shape[:1] == (batch,) else other.shape
+            if length in sizes:
+                raise RuntimeError(
+                    f"{type(method).__name__} left {after.shape[1]} of {length} tokens, but "
+                    f"{type(block).__name__} also gets a tensor of shape {tuple(other.shape)} (a mask or positions), "
+                    f"which fits the {length}. {type(method).__name__} works where positions are in the tokens."
+                )
 
 
 def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:

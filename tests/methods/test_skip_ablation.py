@@ -272,3 +272,17 @@ def test_the_ablation_keeps_the_contracts():
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="attention"):
         dampen.SkipAblation(attention=0.1)
+
+
+def test_torch_layers_leave_their_fused_path_while_anything_acts():
+    """Monte-Carlo sampling acts in eval without gradient, where torch.nn would run one kernel for a whole layer."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        plain = model(x)
+        reg = dampen.regularize(model, dampen.DropKey(0.5))
+        assert torch.equal(model(x), plain)
+        with reg.mc_mode():
+            assert not torch.equal(model(x), model(x))

@@ -1,9 +1,18 @@
-"""Measurements on any model: calibration, robustness, gradient variance, generalization.
+"""Measurements on any model: calibration, robustness, gradient variance, generalization, conditioning, attention.
 
 Each is a function of a model and of batches (inputs, labels); none changes the model. Libraries beyond torch are
 imported only when a function that needs them is called.
 """
 
+from dampen.diagnostics.attention_maps import (
+    attention_entropy,
+    attention_weights,
+    head_similarity,
+    overlay,
+    rollout,
+    save_images,
+    token_map,
+)
 from dampen.diagnostics.calibration import (
     Calibration,
     Reliability,
@@ -14,6 +23,7 @@ from dampen.diagnostics.calibration import (
     reliability,
     wilson_interval,
 )
+from dampen.diagnostics.conditioning import Condition, Conditioning, ConditionProbe, condition_of, measure_conditioning
 from dampen.diagnostics.corruptions import CORRUPTIONS, Corruptions, corrupt, measure_corruptions
 from dampen.diagnostics.generalization import (
     GeneralizationGap,
@@ -25,6 +35,8 @@ from dampen.diagnostics.generalization import (
     pac_bayes_bound,
 )
 from dampen.diagnostics.gradients import GradientVariance, gradient_variance
+from dampen.diagnostics.jacobian import JacobianCondition, estimate_condition, measure_jacobian
+from dampen.diagnostics.linear_attention import linear_attention_bound, linear_attention_condition
 from dampen.diagnostics.pixels import Pixels
 from dampen.diagnostics.predictions import predict
 from dampen.diagnostics.robustness import Robustness, fgsm, pgd
@@ -32,28 +44,45 @@ from dampen.diagnostics.robustness import Robustness, fgsm, pgd
 __all__ = [
     "CORRUPTIONS",
     "Calibration",
+    "Condition",
+    "ConditionProbe",
+    "Conditioning",
     "Corruptions",
     "GeneralizationGap",
     "GradientVariance",
+    "JacobianCondition",
     "PacBayesBound",
     "Pixels",
     "Reliability",
     "Robustness",
     "adaptive_calibration_error",
+    "attention_entropy",
+    "attention_weights",
     "binary_kl",
     "binary_kl_inverse",
     "calibration_of",
+    "condition_of",
     "corrupt",
+    "estimate_condition",
     "expected_calibration_error",
     "fgsm",
     "gaussian_kl",
     "generalization_gap",
     "gradient_variance",
+    "head_similarity",
+    "linear_attention_bound",
+    "linear_attention_condition",
     "measure_calibration",
+    "measure_conditioning",
     "measure_corruptions",
+    "measure_jacobian",
+    "overlay",
     "pac_bayes_bound",
     "pgd",
     "predict",
     "reliability",
+    "rollout",
+    "save_images",
+    "token_map",
     "wilson_interval",
 ]
