@@ -1,5 +1,6 @@
 """Synthetic run folders for the tests of the report: the format is real, every number in them is invented."""
 
+import itertools
 import json
 import math
 import random
@@ -130,9 +131,12 @@ def measurements(name, gain, seed):
     draw = random.Random(f"{name}{seed}")
     edges = [i / 15 for i in range(16)]
     over = 0.12 - 3 * gain
-    middle = [(a + b) / 2 for a, b in zip(edges, edges[1:], strict=False)]
+    middle = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
     count = [int(1000 * m**3) for m in middle]
-    accuracy = [max(0.0, m - over * m * (1.4 - m) + draw.gauss(0, 0.02)) if c else None for m, c in zip(middle, count, strict=True)]
+    accuracy = [
+        max(0.0, m - over * m * (1.4 - m) + draw.gauss(0, 0.02)) if c else None
+        for m, c in zip(middle, count, strict=True)
+    ]
     reliability = {
         "low": edges[:-1],
         "high": edges[1:],

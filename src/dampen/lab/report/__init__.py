@@ -1,0 +1,93 @@
+"""From run folders to a page, or a table in another format: which method, at what cost, how far to trust it.
+
+read -> study (one protocol per table) -> table (statistics, verdicts) -> advice -> page, Markdown, CSV, JSON, LaTeX
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dampen.lab.errors import ConfigError, LabError
+
+if TYPE_CHECKING:
+    from dampen.lab.report.read import Skipped
+    from dampen.lab.report.table import Table
+
+FORMATS = {"html": ".html", "md": ".md", "csv": ".csv", "json": ".json", "latex": ".tex"}
+
+
+@dataclass
+class Report:
+    """The tables of some run folders, and what was left out and why."""
+
+    tables: list[Table]
+    skipped: list[Skipped]
+
+    def render(self, format: str = "html", live: str = "") -> str:
+        """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content."""
+        if format not in FORMATS:
+            raise ConfigError("--format", [f"unknown format {format!r}; known: {', '.join(FORMATS)}"])
+        from dampen.lab.report import formats
+
+        if format == "html":
+            from dampen.lab.report.page import make_page
+
+            return make_page(self.tables, self.skipped, live)
+        if format == "md":
+            return formats.to_markdown(self.tables, self.skipped)
+        if format == "csv":
+            return formats.to_csv(self.tables)
+        if format == "json":
+            return formats.to_json(self.tables, self.skipped)
+        return formats.to_latex(self.tables)
+
+
+def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
+    """Read run folders and judge every row.
+
+    Damaged and empty folders are listed and skipped. Raises ProtocolMismatch where a table would mix protocols (with
+    `split` each protocol gets its own table), LabError where nothing is left to show.
+    """
+    from dampen.lab.report.read import collect
+    from dampen.lab.report.study import make_studies
+    from dampen.lab.report.table import make_table
+
+    studies, skipped = make_studies(collect(runs), split)
+    if not studies:
+        reasons = "".join(f"\n  - {s.path}: {s.reason}" for s in skipped[:20])
+        found = reasons or "\n  - no plan.json and no trial folder (config.json) anywhere below"
+        raise LabError(
+            f"Nothing to report in {', '.join(map(str, runs))}:{found}\n"
+            "Run something first, such as: dampen demo, or dampen run RECIPE."
+        )
+    return Report([make_table(study) for study in studies], skipped)
+
+
+def write_report(
+    runs: Sequence[Path | str], output: Path | str, format: str | None = None, split: bool = False
+) -> Report:
+    """Make a report and write it to `output`, in the format said or the one that the name's ending says."""
+    from dampen.lab.record import atomic_file
+
+    output = Path(output)
+    chosen = format or format_of(output)
+    report = make_report(runs, split)
+    text = report.render(chosen)
+    with atomic_file(output) as file:
+        file.write(text.encode())
+    return report
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name asks for.
+
+    >>> format_of(Path("table.tex"))
+    'latex'
+    """
+    known = {ending: name for name, ending in FORMATS.items()} | {".htm": "html", ".markdown": "md"}
+    if path.suffix.lower() not in known:
+        raise ConfigError("--output", [f"cannot tell the format of {path.name!r}; say --format {'|'.join(FORMATS)}"])
+    return known[path.suffix.lower()]

@@ -1,0 +1,159 @@
+"""The charts that answer first: results, and gain against cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dampen.lab.report.figure import (
+    REFERENCE_LIGHT,
+    ROW,
+    Column,
+    Figure,
+    Palette,
+    Panel,
+    finish,
+    known,
+    note,
+    some,
+    tip,
+)
+from dampen.lab.report.names import label
+from dampen.lab.report.table import Entry, Table
+from dampen.lab.stats import t_interval
+
+
+def results(table: Table, palette: Palette) -> Figure | None:
+    """Mean, 95 % interval and every single run, row by row."""
+    import altair as alt
+
+    ranked = table.ranked()
+    if not ranked:
+        return None
+    reference = table.main_reference
+    names = some([e.name for e in ranked], [reference.name] if reference else [], 24)
+    records = []
+    for entry in ranked:
+        low, high = t_interval(list(entry.values.values()))
+        spread = {"low": known(low), "high": known(high), "n": entry.summary.n}
+        records.append({"row": entry.name, "mean": entry.summary.mean, "sd": known(entry.summary.sd), **spread})
+    shown = [r for r in records if r["row"] in names]
+    seeds = [{"row": e.name, "value": v, "seed": s} for e in ranked if e.name in names for s, v in e.values.items()]
+    y = alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=220))
+    title = label(table.study.metric, with_unit=True)
+    scale = alt.Scale(zero=False, nice=True)
+    base = alt.Chart(alt.Data(values=shown)).encode(y=y, color=palette.color(names, legend=False))
+    interval = base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q", title=title, scale=scale), x2="high:Q")
+    dots = (
+        alt.Chart(alt.Data(values=seeds))
+        .mark_tick(thickness=1.5, height=9, opacity=0.55)
+        .encode(x=alt.X("value:Q", scale=scale), y=y, color=palette.color(names, legend=False))
+    )
+    tooltip = [
+        tip("row:N", "row"),
+        tip("mean:Q", "mean"),
+        tip("sd:Q", "sd"),
+        tip("low:Q", "low"),
+        tip("high:Q", "high"),
+    ]
+    mean = base.mark_point(filled=True, size=90, opacity=1).encode(
+        x=alt.X("mean:Q", scale=scale), shape=palette.shape(names, legend=False), tooltip=[*tooltip, "n:Q"]
+    )
+    layers: list[Any] = [interval, dots, mean]
+    if reference and reference.summary.n:
+        rule = alt.Chart(alt.Data(values=[{"at": reference.summary.mean}]))
+        layers.insert(0, rule.mark_rule(strokeDash=[4, 4], opacity=0.6).encode(x="at:Q"))
+    caption = "Mean (point), 95 % interval of the mean (line) and every run (tick)."
+    caption += f" The dashed line is {reference.name}." if reference else ""
+    columns = [ROW, Column("mean", "Mean", 2), Column("sd", "SD", 2), Column("low", "95 % low", 2)]
+    columns += [Column("high", "95 % high", 2), Column("n", "n", 0)]
+    spec = finish(alt.layer(*layers), max(320, 30 * len(names)))
+    return Figure(
+        "results", "Spread over seeds", caption + note(len(names), len(ranked)), [Panel("", spec)], columns, records
+    )
+
+
+def cost(table: Table, palette: Palette) -> Figure | None:
+    """What a method gains against what a step costs; the line joins what nothing beats on both."""
+    import altair as alt
+
+    entries = [e for e in table.ranked() if e.cost.ratio]
+    if len(entries) < 2:
+        return None
+    reference = table.main_reference
+    names = some([e.name for e in entries], [reference.name] if reference else [])
+    front = _front([e for e in entries if e.name in names], table.study.mode)
+    records = []
+    for e in entries:
+        low, high = t_interval(list(e.values.values()))
+        record = {
+            "row": e.name,
+            "ratio": e.cost.ratio,
+            "fast": e.cost.low or e.cost.ratio,
+            "slow": e.cost.high or e.cost.ratio,
+        }
+        record |= {
+            "mean": e.summary.mean,
+            "low": known(low),
+            "high": known(high),
+            "name": e.name if e in front else "",
+        }
+        records.append(record)
+    shown = [r for r in records if r["row"] in names]
+    x_scale = alt.Scale(zero=False, nice=True, padding=16)
+    x = alt.X("ratio:Q", title="time of a training step (reference = 1)", scale=x_scale, axis=alt.Axis(format=".2f"))
+    y = alt.Y("mean:Q", title=label(table.study.metric, with_unit=True), scale=alt.Scale(zero=False, padding=12))
+    base = alt.Chart(alt.Data(values=shown)).encode(color=palette.color(names))
+    tooltip = [
+        tip("row:N", "row"),
+        tip("ratio:Q", "cost"),
+        tip("mean:Q", "mean"),
+        tip("low:Q", "low"),
+        tip("high:Q", "high"),
+    ]
+    upright = base.mark_rule(strokeWidth=1.5, opacity=0.7).encode(x=x, y=alt.Y("low:Q"), y2="high:Q")
+    level = base.mark_rule(strokeWidth=1.5, opacity=0.7).encode(y=y, x=alt.X("fast:Q"), x2="slow:Q")
+    marks = base.mark_point(filled=True, size=110, opacity=1).encode(
+        x=x, y=y, shape=palette.shape(names), tooltip=tooltip
+    )
+    line = (
+        alt.Chart(alt.Data(values=[{"ratio": e.cost.ratio, "mean": e.summary.mean} for e in front]))
+        .mark_line(interpolate="step-after", strokeDash=[3, 3], opacity=0.5)
+        .encode(x=x, y=y, color=alt.value(REFERENCE_LIGHT))
+    )
+    _place_labels(shown)
+    label_y = alt.Y("label_y:Q")
+    text = [
+        base.mark_text(align="left", dx=10, fontWeight=600).encode(x=x, y=label_y, text="left:N"),
+        base.mark_text(align="right", dx=-10, fontWeight=600).encode(x=x, y=label_y, text="right:N"),
+    ]
+    caption = "Up and to the left is better. Bars: 95 % interval of the mean, and the range of cost between seeds. "
+    caption += "The dashed line joins the rows that no other beats on both."
+    columns = [ROW, Column("ratio", "Cost", 3), Column("fast", "lowest", 3), Column("slow", "highest", 3)]
+    columns += [Column("mean", "Mean", 2), Column("low", "95 % low", 2), Column("high", "95 % high", 2)]
+    spec = finish(alt.layer(line, upright, level, marks, *text), 320)
+    return Figure(
+        "cost", "Gain against cost", caption + note(len(names), len(entries)), [Panel("", spec)], columns, records
+    )
+
+
+def _place_labels(records: list[dict[str, Any]]) -> None:
+    """Give each name a height of its own, in units of the axis, so that none overlap; on the right they turn left."""
+    middle = (min(r["ratio"] for r in records) + max(r["ratio"] for r in records)) / 2
+    lows, highs = ([r[k] for r in records if r[k] is not None] or [0.0] for k in ("low", "high"))
+    row = 0.055 * ((max(highs) - min(lows)) or 1.0)
+    floor = float("-inf")
+    for record in sorted((r for r in records if r["name"]), key=lambda r: r["mean"]):
+        record["label_y"] = floor = max(record["mean"] + 0.4 * row, floor + row)
+        record["left" if record["ratio"] <= middle else "right"] = record["name"]
+
+
+def _front(entries: list[Entry], mode: str) -> list[Entry]:
+    """The rows that no other beats on both cost and result, cheapest first."""
+    front: list[Entry] = []
+    for entry in sorted(
+        entries, key=lambda e: (e.cost.ratio or 0.0, -e.summary.mean if mode == "max" else e.summary.mean)
+    ):
+        better = not front or (entry.summary.mean > front[-1].summary.mean) == (mode == "max")
+        if better and (not front or entry.summary.mean != front[-1].summary.mean):
+            front.append(entry)
+    return front

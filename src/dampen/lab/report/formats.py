@@ -1,0 +1,230 @@
+"""The same tables as Markdown, CSV, JSON and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from dampen.lab.report.advice import advise
+from dampen.lab.report.names import label
+from dampen.lab.report.read import Skipped
+from dampen.lab.report.table import Entry, Table, grid_text
+from dampen.lab.report.view import facts, gain_text, number, p_text
+from dampen.lab.stats import Summary
+
+QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
+
+
+def to_markdown(tables: list[Table], skipped: list[Skipped]) -> str:
+    """Tables for a README: answers first, then the rows, then the paper."""
+    parts = []
+    for table in tables:
+        advice = advise(table)
+        parts += [f"## {_md(table.study.title)}", "", _md(" · ".join(facts(table.study))), ""]
+        for question, answer in zip(QUESTIONS, (advice.which, advice.cost, advice.trust), strict=True):
+            parts.append(f"- **{question}** {_md(answer.headline)}. {_md(' '.join(answer.details))}")
+        heads, rows = _main_rows(table)
+        parts += ["", *_md_table(heads, rows)]
+        paper = _paper_rows(table)
+        if paper:
+            parts += ["", f"Next to the paper ({_md(str(table.study.header.get('paper', '')))}):", ""]
+            parts += _md_table(["Row", "Metric", "Paper", "Here", "n", "Verdict", "Gain over the reference"], paper)
+        if table.study.departures:
+            parts += ["", "Departures from the paper:", "", *(f"- {_md(d)}" for d in table.study.departures)]
+        parts.append("")
+    if skipped:
+        parts += ["## Not in this report", "", *(f"- `{s.path}`: {_md(s.reason)}" for s in skipped), ""]
+    return "\n".join(parts)
+
+
+def to_csv(tables: list[Table]) -> str:
+    """One line per row of every table, plain numbers."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    metrics = list(dict.fromkeys(m for t in tables for e in t.entries for m in e.metrics))
+    heads = [
+        "table",
+        "row",
+        "grid",
+        "metric",
+        "mean",
+        "sd",
+        "n",
+        "reference",
+        "difference",
+        "low",
+        "high",
+        "p",
+        "p_holm",
+    ]
+    heads += ["effect", "verdict", "cost_ratio", "step_seconds", "diverged", "unfinished", "paper", "paper_verdict"]
+    writer.writerow([*heads, *(f"{m}_{k}" for m in metrics for k in ("mean", "sd"))])
+    for table in tables:
+        for e in table.entries:
+            c, paper = e.comparison, e.published.get(table.study.metric)
+            against = e.against.get(table.study.metric)
+            compared = [c.difference, c.low, c.high, c.p, c.corrected, c.effect] if c else [None] * 6
+            line: list[Any] = [table.study.name, e.name, grid_text(e.cell.grid), table.study.metric]
+            line += [e.summary.mean, e.summary.sd, e.summary.n, e.reference, *compared, e.verdict, e.cost.ratio]
+            line += [e.cost.step_seconds, e.diverged, e.unfinished, paper.mean if paper else None]
+            line.append(against.word if against else None)
+            for metric in metrics:
+                s = e.metrics.get(metric)
+                line += [s.mean, s.sd] if s else [None, None]
+            writer.writerow([_csv(v) for v in line])
+    return out.getvalue()
+
+
+def to_json(tables: list[Table], skipped: list[Skipped]) -> str:
+    """Everything, for programs."""
+    content = {"tables": [_plain_table(t) for t in tables], "skipped": [asdict(s) for s in skipped]}
+    return json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
+
+
+def to_latex(tables: list[Table]) -> str:
+    """Tables for a paper (booktabs), one per study; rows shown better than the reference in bold."""
+    parts = ["% needs \\usepackage{booktabs}"]
+    for table in tables:
+        heads, rows = _main_rows(table)
+        bold = {e.name for e in table.entries if e.verdict == "better"}
+        parts += ["\\begin{table}[t]", "  \\centering", f"  \\caption{{{_tex(table.study.title)}}}"]
+        parts += [f"  \\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}", "    \\toprule"]
+        parts += ["    " + " & ".join(map(_tex, heads)) + r" \\", "    \\midrule"]
+        for row in rows:
+            cells = [_tex(cell) for cell in row]
+            if row[0] in bold:
+                cells[:2] = [f"\\textbf{{{cell}}}" for cell in cells[:2]]
+            parts.append("    " + " & ".join(cells) + r" \\")
+        parts += ["    \\bottomrule", "  \\end{tabular}", "\\end{table}", ""]
+    return "\n".join(parts)
+
+
+def _main_rows(table: Table) -> tuple[list[str], list[list[str]]]:
+    study = table.study
+    extra = [
+        m for m in dict.fromkeys(m for e in table.entries for m in e.metrics) if m != study.metric and "@" not in m
+    ]
+    heads = ["Row", label(study.metric, with_unit=True), "n"]
+    compared = table.main_reference is not None
+    if compared:
+        heads += ["Difference (95 %)", "p (Holm)", "Verdict"]
+    heads += ["Cost", *(label(m, with_unit=True) for m in extra)]
+    rows = []
+    for e in table.ranked() + [e for e in table.entries if not e.summary.n]:
+        row = [e.name, number(e.summary.mean, e.summary.sd, study.metric)["text"], str(e.summary.n)]
+        if compared:
+            p = e.comparison.corrected if e.comparison else None
+            row += [gain_text(e, study.metric), "" if p is None else p_text(p), e.verdict]
+        row.append("" if e.cost.ratio is None else f"{e.cost.ratio:.2f}x")
+        row += [number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m)) else "" for m in extra]
+        rows.append(row)
+    return heads, rows
+
+
+def _paper_rows(table: Table) -> list[list[str]]:
+    rows = []
+    for e in table.entries:
+        for metric, against in e.against.items():
+            ours = e.metrics.get(metric)
+            here = number(ours.mean, ours.sd, metric)["text"] if ours else ""
+            word = against.word if table.study.departures else f"{against.word} ({against.reason})"
+            row = [e.name, label(metric, with_unit=True), e.published[metric].text(), here, str(ours.n if ours else 0)]
+            rows.append([*row, word, e.claim if metric == table.study.metric else ""])
+    return rows
+
+
+def _plain_table(table: Table) -> dict[str, Any]:
+    study, advice = table.study, advise(table)
+    answers = {k: asdict(getattr(advice, k)) for k in ("which", "cost", "trust")}
+    return {
+        "name": study.name,
+        "title": study.title,
+        "metric": study.metric,
+        "mode": study.mode,
+        "reference": table.main_reference.name if table.main_reference else None,
+        "advice": {**answers, "pick": advice.pick},
+        "departures": study.departures,
+        "protocol": study.protocol,
+        "header": study.header,
+        "rows": [_plain_entry(e) for e in table.entries],
+    }
+
+
+def _plain_entry(e: Entry) -> dict[str, Any]:
+    return {
+        "name": e.name,
+        "methods": e.row.methods,
+        "grid": e.cell.grid,
+        "values": e.values,
+        "summary": _summary(e.summary),
+        "metrics": {m: _summary(s) for m, s in e.metrics.items()},
+        "valid": e.valid,
+        "reference": e.reference,
+        "comparison": asdict(e.comparison) if e.comparison else None,
+        "verdict": e.verdict,
+        "cost": asdict(e.cost),
+        "published": {m: asdict(p) for m, p in e.published.items()},
+        "against_paper": {m: asdict(a) for m, a in e.against.items()},
+        "claim": e.claim,
+        "diverged": e.diverged,
+        "unfinished": e.unfinished,
+    }
+
+
+def _summary(s: Summary) -> dict[str, Any]:
+    return asdict(s)
+
+
+def _md_table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(map(_md, heads)) + " |", "|" + "---|" * len(heads)]
+    return lines + ["| " + " | ".join(map(_md, row)) + " |" for row in rows]
+
+
+def _md(text: str) -> str:
+    """Text that stays text in Markdown, also inside a table.
+
+    >>> _md("<b>a|b</b>")
+    '&lt;b&gt;a\\\\|b&lt;/b&gt;'
+    """
+    text = " ".join(text.split())
+    for old, new in (("\\", "\\\\"), ("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("`", "\\`")):
+        text = text.replace(old, new)
+    for mark in "*_[]":
+        text = text.replace(mark, f"\\{mark}")
+    return text
+
+
+def _tex(text: str) -> str:
+    r"""Text that stays text in LaTeX.
+
+    >>> _tex("50 % & {x_1} ± 2")
+    '50 \\% \\& \\{x\\_1\\} $\\pm$ 2'
+    """
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    special |= {c: f"\\{c}" for c in "%&#_{}$"} | {
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "·": r"\textperiodcentered{}",
+    }
+    return "".join(special.get(c, c) for c in " ".join(text.split()))
+
+
+def _csv(value: Any) -> Any:
+    """Missing numbers are empty; text that a spreadsheet would run as a formula is quoted."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        return f"'{value}"
+    return value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

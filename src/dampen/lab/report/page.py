@@ -1,0 +1,137 @@
+"""The page: one HTML file that holds everything it needs and asks no network for anything."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dampen.lab.report.charts import cost, results
+from dampen.lab.report.curves import curves
+from dampen.lab.report.diagnosis import measured_figures
+from dampen.lab.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
+from dampen.lab.report.heatmap import grid
+from dampen.lab.report.read import Skipped
+from dampen.lab.report.table import Table
+from dampen.lab.report.view import runs_view, study_view
+
+HERE = Path(__file__).parent
+MOST = 60
+"""Rows of a table that are shown before one asks for all."""
+
+METHOD = (
+    "Runs of one seed start from the same weights and see the same batches, so rows are compared seed by seed: paired "
+    "t-test (the exact sign-flip test where all differences are equal), p values corrected for the number of rows by "
+    "Holm's method, level 0.05. With fewer than 3 shared seeds no test is made. Grid points are chosen by the mean on "
+    "validation; the test set is evaluated once, at the end. Bootstrap intervals of fewer than 8 runs are too narrow; "
+    "read them as the range that the runs span."
+)
+
+
+def make_page(tables: list[Table], skipped: list[Skipped], live: str = "") -> str:
+    """The whole page. `live` marks a page that a server shows, with the version of its content."""
+    palette = Palette(
+        [e.name for t in tables for e in t.entries],
+        [t.main_reference.name for t in tables if t.main_reference],
+    )
+    colors = [*zip(LIGHT, DARK, strict=True), (REFERENCE_LIGHT, REFERENCE_DARK)]
+    studies, data = [], {"figures": {}, "runs": {}, "colors": colors, "most": MOST}
+    for i, table in enumerate(tables):
+        key, figures = f"t{i + 1}", table_figures(table, palette)
+        studies.append(study_view(table, palette, figures, key, dict(colors)))
+        for figure in figures:
+            data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)  # type: ignore[index]
+        data["runs"][key] = runs_view(table)  # type: ignore[index]
+    title = tables[0].study.title if len(tables) == 1 else f"{len(tables)} tables"
+    scripts = {"early": asset("early.js"), "vega": vega_bundle(), "js": asset("report.js")}
+    return _template().render(
+        title=title,
+        studies=studies,
+        skipped=skipped,
+        data=_plain(data),
+        css=asset("report.css"),
+        **scripts,
+        policy=content_policy(list(scripts.values()), live=bool(live)),
+        live=live,
+        most=MOST,
+        method=METHOD,
+        version=metadata.version("dampen"),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def table_figures(table: Table, palette: Palette) -> list[Figure]:
+    """Every figure for which the study has data."""
+    made = [
+        results(table, palette) if not table.study.show_all else None,
+        cost(table, palette),
+        grid(table),
+        *curves(table, palette),
+        *measured_figures(table, palette),
+    ]
+    figures = sorted((figure for figure in made if figure is not None), key=lambda figure: figure.wide)
+    narrow = [figure for figure in figures if not figure.wide]
+    if len(narrow) % 2:  # two stand side by side; the odd one takes the whole width
+        narrow[-1].wide = True
+    return figures
+
+
+def _figure_data(figure: Figure) -> dict[str, Any]:
+    return {
+        "panels": [panel.spec for panel in figure.panels],
+        "columns": [{"title": c.title, "digits": c.digits} for c in figure.columns],
+        "records": [[record.get(c.key) for c in figure.columns] for record in figure.records],
+    }
+
+
+def content_policy(scripts: list[str], live: bool) -> str:
+    """A policy that lets the page run its own scripts, known by their hashes, and nothing else: no network, no eval."""
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    network = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
+        f"connect-src {network}; base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def vega_bundle() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script, from vl-convert, which carries them along."""
+    import altair
+    import vl_convert
+
+    version = ".".join(altair.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
+    if "</script" in bundle.lower():
+        raise RuntimeError("The chart library contains a closing script tag and cannot be put into a page.")
+    return bundle
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of ours that goes into the page."""
+    return (HERE / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(HERE / "templates")
+    return Environment(autoescape=True, undefined=StrictUndefined, loader=loader).get_template("page.html")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN; numbers keep six digits, so that pages stay small."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return None if not math.isfinite(value) else float(f"{value:.7g}")
+    return value
