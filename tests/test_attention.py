@@ -159,6 +159,19 @@ def test_chunks_without_a_draw_are_sdpa(causal):
     torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, is_causal=causal), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", [DropKey, lambda rate, unit: DropAttention(rate, unit, normalized=False)])
+def test_columns_are_the_same_in_all_chunks(method):
+    """What all queries share is drawn once, not once per chunk."""
+    torch.manual_seed(0)
+    q, k = torch.zeros(1, 1, 2100, 2), torch.zeros(1, 1, 2100, 2)
+    v = torch.randn(1, 1, 2100, 1)
+    rows = [method(0.5, unit="column"), DropKey(0.0)]  # the second makes chunks necessary
+    assert choose_kernel(q, k, rows).chunked
+    out = dampen.attention(q, k, v, regularizers=rows)
+    torch.testing.assert_close(out, out[..., :1, :].expand_as(out))
+    assert not choose_kernel(q, k, [DropKey(0.5, unit="column")]).chunked
+
+
 def test_kernel_choice():
     short, long = torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 256, 8)
     very_long = torch.zeros(1, 1, 4096, 8)

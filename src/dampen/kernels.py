@@ -53,7 +53,7 @@ def choose_kernel(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], mat
     """The kernel for this device, dtype, length and set of stages."""
     keys = k.shape[-2]
     static = isinstance(keys, int)  # a dynamic length under torch.compile must not be specialized: take the default
-    by_row = any("mask" in r.stages for r in regularizers)
+    by_row = any("mask" in r.stages and r.per_query for r in regularizers)
     if matrix or needs_matrix(regularizers):
         names = [r.name for r in regularizers if needs_matrix([r])] or ["the caller"]
         return Kernel("plain", static and keys >= LONG and not matrix, f"{', '.join(names)} needs the matrix of scores")

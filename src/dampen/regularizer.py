@@ -9,12 +9,16 @@ a Transformer. What it overrides is its declaration; there is no config class be
 Letters in every signature of this package: B batch, H heads, N queries, M keys, D channels; q (B, H, N, D), k and v
 (B, H, M, D), s raw scores and a attention weights (B, H, N, M), o attention output (B, H, N, D).
 
+`qkv` and `heads` run once per attention; `mask`, `logits` and `probs` may run once per chunk of queries (`call.rows`), so
+what all queries share is drawn in `qkv` and kept in `call.memory[self.serial]`.
+
 `regularize` puts one clone of each regularizer into every layer of a model. A clone's schedules are 0-d tensors, so
 that a schedule over training never recompiles a graph, and `penalize` adds a term to the loss of the present step.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -94,6 +98,7 @@ class Call:
     rows: slice | None = None  # which queries this call stands for, when the queries come in chunks
     valid: Tensor | None = None  # (B, N) bool, False on padded queries; None when nothing is padded
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
+    memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
 
     @property
     def role(self) -> str:
@@ -118,6 +123,9 @@ class Call:
         """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias and output, fused
         or not."""
         return split_projection(self, role)
+
+
+_serials = itertools.count()
 
 
 class UnsupportedModel(ValueError):
@@ -151,6 +159,8 @@ class Regularizer(nn.Module):
     roles: frozenset[str] = frozenset()
     """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`. Every one by
     default where a linear stage is overridden."""
+    per_query: bool = True
+    """False where `mask` is the same for all queries, so that long sequences need no chunks for its sake."""
     stages: frozenset[str] = frozenset()
     """The stages at work. An instance may switch some off by assigning a smaller set."""
 
@@ -162,6 +172,7 @@ class Regularizer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.serial = next(_serials)
         self.site: Site | None = None
         self._schedules: dict[str, tuple[Schedule, float]] = {}  # name -> (schedule, upper end of the range)
         self._progress = 0.0
@@ -276,7 +287,7 @@ class Regularizer(nn.Module):
         self.at(self._progress)
 
     def prepare(self, model: nn.Module) -> None:
-        """Look at the model once, before anything is attached. Called on clones with a stage of the whole model."""
+        """Look at the model once, after the clone was placed and before anything is attached. Raise to refuse it."""
 
     def check_layer(self, roles: set[str], where: str) -> None:
         """Raise if a layer lacks the linear maps that the method needs. `roles` are those found at `where`."""

@@ -25,7 +25,10 @@ def test_equals_the_papers_formula(unit, length):
     torch.manual_seed(1)
     got = dampen.attention(q, k, v, regularizers=[method])
     torch.manual_seed(1)
-    hidden = ~keep_keys(None, [method.mask(q, k, dampen.Call())], length)
+    call = dampen.Call()
+    if unit == "column":
+        method.qkv(q, k, v, call)
+    hidden = ~keep_keys(None, [method.mask(q, k, call)], length)
     expected = reference.drop_key(q, k, v, hidden)
     torch.testing.assert_close(got, expected)
     weight = torch.randn_like(got)
@@ -57,7 +60,9 @@ def test_rate_away_from_borders(unit, window, rate):
     q = k = torch.zeros(400, 4, 8, 50) if unit == "column" else torch.zeros(60, 4, 50, 50)
     k = torch.zeros(q.shape[0], 4, 50, 8)
     q = torch.zeros(q.shape[0], 4, 12, 8)
-    hidden = DropKey(rate, unit=unit, window=window).mask(q, k, dampen.Call()).double().mean((0, 1, 2))
+    method, call = DropKey(rate, unit=unit, window=window), dampen.Call()
+    method.qkv(q, k, k, call)
+    hidden = method.mask(q, k, call).double().mean((0, 1, 2))
     center = hidden[1 + 3 * 7 + 3]  # the middle of the 7 x 7 grid behind the class token
     assert abs(center - rate) < 0.03
     assert abs(hidden[0] - rate) < 0.03  # the class token is dropped singly
@@ -70,8 +75,9 @@ def test_masks_are_independent_per_sample_head_and_query():
     flat = mask.flatten(0, 2)
     assert flat.shape == (12, 64)
     assert len({tuple(row.tolist()) for row in flat}) == 12
-    column = DropKey(0.5, unit="column").mask(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 64, 4), dampen.Call())
-    assert column.shape == (2, 2, 1, 64)
+    method, call, k = DropKey(0.5, unit="column"), dampen.Call(), torch.zeros(2, 2, 64, 4)
+    method.qkv(k, k, k, call)
+    assert method.mask(torch.zeros(2, 2, 3, 4), k, call).shape == (2, 2, 1, 64)
 
 
 def test_no_rescaling():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from dampen.masks import bernoulli, dilate, seed_rate
@@ -49,19 +50,26 @@ class DropAttention(Regularizer):
             raise ValueError(f"DropAttention: window is a number of keys, at least 1, got {window!r}.")
         self.scheduled("rate", rate)
         self.unit, self.window, self.normalized = unit, window, normalized
-        self.stages = frozenset({"mask"} if normalized else {"probs"})
+        self.per_query = unit != "column"
+        self.stages = frozenset({"mask"} if normalized else {"probs"}) | (set() if self.per_query else {"qkv"})
+
+    def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        call.memory[self.serial] = self.draw((*q.shape[:2], 1, k.shape[2]), q.device)
+        return q, k, v
 
     def mask(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        return self._dropped((*q.shape[:3], k.shape[2]), q)
+        return self._dropped((*q.shape[:3], k.shape[2]), q.device, call)
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
-        return a.masked_fill(self._dropped(tuple(a.shape), a), 0) * (1 / (1 - self.rate))
+        return a.masked_fill(self._dropped(tuple(a.shape), a.device, call), 0) * (1 / (1 - self.rate))
 
-    def _dropped(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        batch, heads, queries, keys = shape
-        queries = 1 if self.unit == "column" else queries
+    def _dropped(self, shape: tuple[int, ...], device: torch.device, call: Call) -> Tensor:
+        return self.draw(shape, device) if self.per_query else call.memory[self.serial]
+
+    def draw(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Which weights of a (B, H, N, M) matrix are dropped, windows and all."""
         rate = self.rate if self.window == 1 else seed_rate(self.rate, self.window)
-        return dilate(bernoulli((batch, heads, queries, keys), rate, like.device), self.window, -1)
+        return dilate(bernoulli(shape, rate, device), self.window, -1)
 
     def extra_repr(self) -> str:
         window = f", window={self.window}" if self.window > 1 else ""

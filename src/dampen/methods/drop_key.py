@@ -57,13 +57,19 @@ class DropKey(Regularizer):
             raise ValueError(f"DropKey: window={window} needs unit='block' or 'cross', got unit={unit!r}.")
         self.scheduled("rate", rate)
         self.unit, self.window, self.grid = unit, window, None if grid is None else check_grid(grid)
+        self.per_query = unit != "column"
+        self.stages = frozenset({"mask"} if self.per_query else {"qkv", "mask"})
+
+    def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        call.memory[self.serial] = bernoulli((*q.shape[:2], 1, k.shape[2]), self.rate, q.device)
+        return q, k, v
 
     def mask(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         batch, heads, queries, keys = *q.shape[:3], k.shape[2]
         if self.unit == "element":
             return bernoulli((batch, heads, queries, keys), self.rate, q.device)
         if self.unit == "column":
-            return bernoulli((batch, heads, 1, keys), self.rate, q.device)
+            return call.memory[self.serial]
         rows, columns = grid_of(keys, self.grid)
         places = (batch, heads, queries, rows, columns)
         on_grid = block_mask if self.unit == "block" else cross_mask
