@@ -112,7 +112,9 @@ def write_trial(folder, trial, gain, cost, seed, noise=0.004, epochs=12):
         "batch_size": 64,
         "parameters": 1_000_000,
         "seconds": {"train": 20 * cost, "evaluate": 1.0, "cpu": 20 * cost},
-        "step_seconds": 0.04 * cost * (1 + draw.gauss(0, 0.01)),
+        "step_seconds": 0.05 * cost * (1 + abs(draw.gauss(0, 0.2))),
+        "step_cpu_seconds": 0.04 * cost * (1 + draw.gauss(0, 0.01)),
+        "device": "cpu",
         "resumed": 0,
         "last_weights": "synthetic",
         "selected_weights": "synthetic",
@@ -149,18 +151,23 @@ def measurements(name, gain, seed):
         | {"accuracy": max(0.0, (0.85 + gain) * math.exp(-0.25 * e * (1 - 5 * gain)) + draw.gauss(0, 0.005))}
         for e in (0, 1, 2, 4, 8)
     ]
-    layers = range(4)
+    kappa = {
+        "tokens": (40, 1.2),
+        "attention": (40, 6),
+        "attention+skip": (45, 1.3),
+        "ffn": (300, 1.1),
+        "ffn+skip": (50, 1.3),
+    }
     conditioning = [
-        {
-            "layer": i,
-            "tokens": 40 * 1.2**i,
-            "attention": 40 * 6**i * math.exp(draw.gauss(0, 0.1)),
-            "attention_skip": 45 * 1.3**i * math.exp(draw.gauss(0, 0.1)),
-            "ffn": 300 * 1.1**i,
-            "ffn_skip": 50 * 1.3**i,
-        }
-        for i in layers
+        {"name": f"blocks.{i}"}
+        | {k: {"n": 8, "log_mean": math.log(a * b**i) + draw.gauss(0, 0.1)} for k, (a, b) in kappa.items()}
+        for i in range(4)
     ]
+    clean = 0.85 + gain
+    falls = {"noise": 0.12, "blur": 0.08, "contrast": 0.05}
+    corrupted = {
+        k: [clean * math.exp(-fall * s) + draw.gauss(0, 0.004) for s in range(1, 6)] for k, fall in falls.items()
+    }
     side = 8
     peak = (draw.uniform(2, 5), draw.uniform(2, 5))
     width = 1.5 + 30 * max(0.0, gain)
@@ -171,6 +178,7 @@ def measurements(name, gain, seed):
         "synthetic": True,
         "calibration": {"bins": 15, "ece": 0.04, "reliability": reliability},
         "robustness": attacks,
+        "corruptions": {"n": 1000, "clean_accuracy": clean, "accuracy": corrupted},
         "conditioning": conditioning,
         "attention_maps": maps,
     }

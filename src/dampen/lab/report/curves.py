@@ -81,6 +81,7 @@ def band_chart(
     names: list[str],
     palette: Palette,
     points: bool = False,
+    legend: bool = True,
 ) -> Any:
     """Lines with bands, one per row; a click on the legend singles one out. `x` encodes the axis."""
     import altair as alt
@@ -92,16 +93,17 @@ def band_chart(
         x=x,
         y=alt.Y("low:Q", scale=y_scale, title=y_title),
         y2="high:Q",
-        color=palette.color(names),
-        opacity=alt.condition(chosen, alt.value(0.14), alt.value(0.0)),
+        color=palette.color(names, legend),
+        opacity=alt.condition(chosen, alt.value(0.14), alt.value(0.0)) if legend else alt.value(0.14),
     )
     line = base.mark_line(strokeWidth=2, point=points).encode(
         x=x,
         y=alt.Y("mean:Q", scale=y_scale, title=y_title),
-        color=palette.color(names),
-        strokeDash=palette.dash(names),
-        opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12)),
+        color=palette.color(names, legend),
+        strokeDash=palette.dash(names, legend),
+        opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12)) if legend else alt.value(1.0),
     )
     tooltip = [tip("row:N", "row"), alt.Tooltip(x.shorthand, title=x_title), tip("mean:Q", "mean"), "n:Q"]
     hover = base.mark_point(size=60, opacity=0).encode(x=x, y=alt.Y("mean:Q", scale=y_scale), tooltip=tooltip)
-    return alt.layer(band, line, hover).add_params(chosen)
+    chart = alt.layer(band, line, hover)
+    return chart.add_params(chosen) if legend else chart

@@ -1,7 +1,17 @@
-"""Charts of what `dampen diagnose` measured on the trained models; each appears only where there is data."""
+"""Charts of what `dampen diagnose` measured on the trained models; each appears only where there is data.
+
+A trial's diagnose.json may hold, each optional:
+
+    calibration     a dampen.diagnostics.Calibration as plain data (its `reliability` is drawn)
+    robustness      a list of dampen.diagnostics.Robustness as plain data; PGD at several eps makes a curve
+    corruptions     a dampen.diagnostics.Corruptions as plain data
+    conditioning    what Conditioning.to_json() gives: one entry per layer
+    attention_maps  {"examples": [{"label", "image": rows of RGB pixels (0..255), "map": rows of numbers, "predicted"}]}
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -13,9 +23,9 @@ from dampen.lab.report.table import Entry, Table
 STAGES = {
     "tokens": "tokens entering the block",
     "attention": "attention output, without the skip",
-    "attention_skip": "attention output, with the skip",
+    "attention+skip": "attention output, with the skip",
     "ffn": "feed-forward output, without the skip",
-    "ffn_skip": "feed-forward output, with the skip",
+    "ffn+skip": "feed-forward output, with the skip",
 }
 
 
@@ -27,7 +37,8 @@ def measured_figures(table: Table, palette: Palette) -> list[Figure]:
     reference = table.main_reference
     names = some([e.name for e in entries], [reference.name] if reference else [])
     shown = [e for e in entries if e.name in names]
-    made = [calibration(shown, palette), attacks(shown, palette), conditioning(shown, palette), attention_maps(shown)]
+    made = [calibration(shown, palette), attacks(shown, palette), corruptions(shown, palette)]
+    made += [conditioning(shown, palette), attention_maps(shown)]
     figures = [figure for figure in made if figure is not None]
     for figure in figures:
         figure.caption += note(len(shown), len(entries))
@@ -116,6 +127,35 @@ def attacks(entries: list[Entry], palette: Palette) -> Figure | None:
     return Figure("attacks", "Under attack (PGD)", caption, [Panel("", finish(chart, 300))], columns, records)
 
 
+def corruptions(entries: list[Entry], palette: Palette) -> Figure | None:
+    """Accuracy under noise, blur and lost contrast, by severity, one panel per kind."""
+    import altair as alt
+
+    records: list[dict[str, Any]] = []
+    for entry in entries:
+        by_kind: dict[str, dict[float, list[float]]] = {}
+        for found in _measured(entry, "corruptions"):
+            for kind, accuracies in found["accuracy"].items():
+                for severity, accuracy in enumerate([found["clean_accuracy"], *accuracies]):
+                    by_kind.setdefault(kind, {}).setdefault(severity, []).append(100 * accuracy)
+        for kind, by_severity in by_kind.items():
+            records += [{"kind": kind, **r} for r in _by_x(entry.name, by_severity, "severity")]
+    if not records:
+        return None
+    legend = [e.name for e in entries if e.name in {r["row"] for r in records}]
+    panels = []
+    for kind in dict.fromkeys(r["kind"] for r in records):
+        own = [r for r in records if r["kind"] == kind]
+        x = alt.X("severity:Q", title="severity (0: none)", axis=alt.Axis(tickMinStep=1))
+        chart = band_chart(own, x, "severity", "accuracy (%)", legend, palette, points=True, legend=False)
+        panels.append(Panel(kind, finish(chart, 220)))
+    columns = [ROW, Column("kind", "Corruption"), Column("severity", "Severity", 0), Column("mean", "Mean", 2)]
+    columns += [Column("low", "Mean - SD", 2), Column("high", "Mean + SD", 2), Column("n", "n", 0)]
+    caption = "Accuracy on corrupted test images, mean over seeds with a band of one standard deviation."
+    title = "Under corruption"
+    return Figure("corruptions", title, caption, panels, columns, records, wide=True, legend=legend)
+
+
 def conditioning(entries: list[Entry], palette: Palette) -> Figure | None:
     """Condition numbers by layer, one panel per place where they were measured."""
     import altair as alt
@@ -124,14 +164,14 @@ def conditioning(entries: list[Entry], palette: Palette) -> Figure | None:
     for entry in entries:
         runs = _measured(entry, "conditioning")
         for stage in STAGES:
-            by_layer: dict[float, list[float]] = {}
+            by_layer: dict[int, list[float]] = {}
             for layers in runs:
-                for layer in layers:
-                    if layer.get(stage) is not None:
-                        by_layer.setdefault(layer["layer"], []).append(layer[stage])
-            for layer, values in sorted(by_layer.items()):
-                point = {"row": entry.name, "stage": STAGES[stage], "layer": layer, "n": len(values)}
-                records.append(point | {"value": statistics.geometric_mean(values)})
+                for i, layer in enumerate(layers):
+                    if stage in layer:
+                        by_layer.setdefault(i + 1, []).append(layer[stage]["log_mean"])
+            for i, values in sorted(by_layer.items()):
+                point = {"row": entry.name, "stage": STAGES[stage], "layer": i, "n": len(values)}
+                records.append(point | {"value": math.exp(statistics.fmean(values))})
     if not records:
         return None
     domain = [min(r["value"] for r in records), max(r["value"] for r in records)]  # one for all panels

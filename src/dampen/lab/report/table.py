@@ -20,7 +20,10 @@ PAPER_SEEDS = 5
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of a training step; `ratio` is the median over shared seeds against the reference on the same machine."""
+    """Time of a training step; `ratio` is the median over shared seeds against the reference on the same machine.
+
+    On a CPU it is processor time, so that other programs do not count.
+    """
 
     step_seconds: float | None
     train_seconds: float | None
@@ -128,7 +131,7 @@ def _entry(study: Study, name: str, row: StudyRow, cell: Cell) -> Entry:
     values = by_metric.get(study.metric, {})
     selection = [f["valid"].get(f["selection"][0]) for f in finals.values()]
     known = [v for v in selection if v is not None]
-    steps = [f["step_seconds"] for f in finals.values() if f.get("step_seconds")]
+    steps = [t for f in finals.values() if (t := step_time(f))]
     seconds = [f["seconds"]["train"] for f in finals.values() if f.get("seconds")]
     statuses = [run.status for run in cell.runs.values()]
     return Entry(
@@ -203,12 +206,18 @@ def _cost_ratio(entry: Entry, reference: Entry) -> Cost:
     for seed, run in entry.cell.finished().items():
         other = reference.cell.finished().get(seed)
         if other and run.final and other.final and _machine(run) == _machine(other):
-            ours, theirs = run.final.get("step_seconds"), other.final.get("step_seconds")
+            ours, theirs = step_time(run.final), step_time(other.final)
             if ours and theirs:
                 ratios.append(ours / theirs)
     if not ratios:
         return entry.cost
     return replace(entry.cost, ratio=statistics.median(ratios), low=min(ratios), high=max(ratios), n=len(ratios))
+
+
+def step_time(final: dict[str, Any]) -> float | None:
+    """The time of a step that ratios are made of: processor time on the CPU, wall time elsewhere."""
+    on_cpu = final.get("device") == "cpu" and final.get("step_cpu_seconds")
+    return final["step_cpu_seconds"] if on_cpu else final.get("step_seconds")
 
 
 def _machine(run: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from dampen.lab.report.figure import Figure, Palette
 from dampen.lab.report.names import label, points
 from dampen.lab.report.read import Run
 from dampen.lab.report.study import Study
-from dampen.lab.report.table import Entry, Table, grid_text
+from dampen.lab.report.table import Entry, Table, grid_text, step_time
 from dampen.lab.stats import LEVEL
 from dampen.lab.summary import PERCENT, unit
 
@@ -260,7 +260,7 @@ def runs_view(table: Table) -> dict[str, Any]:
             for seed, run in cell.runs.items():
                 final = run.final or {}
                 value = final.get("test", {}).get(study.metric)
-                step, machine = final.get("step_seconds"), run.sessions[-1].get("cpu", "") if run.sessions else ""
+                step, machine = step_time(final), run.sessions[-1].get("cpu", "") if run.sessions else ""
                 records.append(
                     [
                         row.name,
