@@ -104,3 +104,40 @@ def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None) -> fl
     kept = range(len(p)) if valid is None else valid.flatten().nonzero().flatten().tolist()
     total = sum(p[i, c].item() * math.log(p[i, c] / q[i, c]) for i in kept for c in range(p.shape[1]))
     return total / len(kept)
+
+
+def drop_head(o: Tensor, kept: Tensor) -> Tensor:
+    """DropHead (arXiv 2004.13342): heads (B, H, N, D) with kept (B, H), rescaled by all over kept, sample by sample."""
+    out = torch.zeros_like(o)
+    for b in range(len(o)):
+        for h in range(o.shape[1]):
+            if kept[b, h]:
+                out[b, h] = o[b, h] * o.shape[1] / kept[b].sum()
+    return out
+
+
+def attention_entropy(a: Tensor, visible: Tensor, valid: Tensor, floor: float) -> float:
+    """mean over valid queries and heads of relu(floor log m - H(a)), row by row."""
+    batch, heads, queries, _ = a.shape
+    visible = visible.expand_as(a)
+    gaps = []
+    for b in range(batch):
+        for n in range(queries):
+            for h in range(heads):
+                if valid[b, n]:
+                    row = [p for p in a[b, h, n].tolist() if p > 0]
+                    entropy = -sum(p * math.log(p) for p in row)
+                    gaps.append(max(0.0, floor * math.log(max(1, int(visible[b, h, n].sum()))) - entropy))
+    return sum(gaps) / len(gaps)
+
+
+def head_diversity(o: Tensor, valid: Tensor) -> float:
+    """The mean squared cosine over pairs of heads and valid tokens, pair by pair."""
+    values = []
+    for b in range(len(o)):
+        for n in range(o.shape[2]):
+            for h in range(o.shape[1]):
+                for g in range(h):
+                    if valid[b, n]:
+                        values.append(F.cosine_similarity(o[b, h, n], o[b, g, n], dim=0).item() ** 2)
+    return sum(values) / len(values)

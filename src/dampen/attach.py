@@ -65,9 +65,9 @@ def attach(
     _check_plans(layered, plans)
     layers = [_layer(layered, plan, i, len(plans)) for i, plan in enumerate(plans)]
     own = [_clone(m, Site("")) for m in whole]
-    for clone in own:
-        clone.prepare(model)
     clones = [c for layer in layers for c in layer.clones] + own
+    for clone in clones:
+        clone.prepare(model)
     for plan, layer in zip(plans, layers, strict=True):
         _open(plan, layer)
         holder = next(

@@ -9,8 +9,8 @@ a Transformer. What it overrides is its declaration; there is no config class be
 Letters in every signature of this package: B batch, H heads, N queries, M keys, D channels; q (B, H, N, D), k and v
 (B, H, M, D), s raw scores and a attention weights (B, H, N, M), o attention output (B, H, N, D).
 
-`qkv` and `heads` run once per attention; `mask`, `logits` and `probs` may run once per chunk of queries (`call.rows`), so
-what all queries share is drawn in `qkv` and kept in `call.memory[self.serial]`.
+`qkv` and `heads` run once per attention; `mask`, `logits` and `probs` may run once per chunk of queries
+(`call.rows`), so what all queries share is drawn in `qkv` and kept in `call.memory[self.serial]`.
 
 `regularize` puts one clone of each regularizer into every layer of a model. A clone's schedules are 0-d tensors, so
 that a schedule over training never recompiles a graph, and `penalize` adds a term to the loss of the present step.

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from benchmarks.reference_stochastic import divergence as slow_divergence
 from torch import nn
 from torch.nn import functional as F
 
 import dampen
+from benchmarks.reference_stochastic import divergence as slow_divergence
 from dampen import BlurredAttention, Consistency, DropKey, RDrop, regularize
 from dampen.methods.consistency import divergence
 

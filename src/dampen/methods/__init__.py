@@ -2,26 +2,40 @@
 command line, the contracts, the docs and the recipes follow from the class."""
 
 from dampen.methods.arora_dropout import AroraDropout
+from dampen.methods.attention_entropy import AttentionEntropy
 from dampen.methods.blurred_attention import BlurredAttention
 from dampen.methods.consistency import Consistency
 from dampen.methods.drop_attention import DropAttention
+from dampen.methods.drop_connect import DropConnect
+from dampen.methods.drop_head import DropHead
 from dampen.methods.drop_key import DropKey
+from dampen.methods.drop_path import DropPath
 from dampen.methods.explicit_dropout import ExplicitDropout
 from dampen.methods.feed_forward_dropout import FeedForwardDropout
 from dampen.methods.hard_masking import HardMasking
+from dampen.methods.head_diversity import HeadDiversity
+from dampen.methods.layer_drop import LayerDrop
+from dampen.methods.patch_dropout import PatchDropout
 from dampen.methods.r_drop import RDrop
 from dampen.methods.skip_ablation import SkipAblation
 from dampen.methods.token_graying import TokenGraying
 
 __all__ = [
     "AroraDropout",
+    "AttentionEntropy",
     "BlurredAttention",
     "Consistency",
     "DropAttention",
+    "DropConnect",
+    "DropHead",
     "DropKey",
+    "DropPath",
     "ExplicitDropout",
     "FeedForwardDropout",
     "HardMasking",
+    "HeadDiversity",
+    "LayerDrop",
+    "PatchDropout",
     "RDrop",
     "SkipAblation",
     "TokenGraying",

@@ -39,4 +39,5 @@ class RDrop(Regularizer):
         self.scheduled("weight", weight, high=math.inf)
 
     def outputs(self, outputs: list[Tensor], valid: Tensor | None = None) -> None:
-        self.penalize(self.weight * divergence(*outputs, valid=valid, symmetric=True))
+        first, second = outputs
+        self.penalize(self.weight * divergence(first, second, valid, symmetric=True))

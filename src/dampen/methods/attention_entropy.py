@@ -1,0 +1,61 @@
+"""Attention entropy: keep attention from collapsing onto single keys."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dampen.regularizer import Call, Regularizer
+from dampen.schedules import Value
+
+
+class AttentionEntropy(Regularizer):
+    """Penalize attention whose entropy falls below a floor: against the entropy collapse that goes with unstable
+    training (arXiv 2303.06296).
+
+    weight * mean over queries and heads of relu(floor * log(m) - H(A_i)), H(a) = - sum_j a_j log a_j, with m the keys
+    that the model lets the query see.
+
+    The paper bounds the entropy by reparametrizing the weights; this is the direct penalty, zero for attention that is
+    spread enough. Needs the matrix of weights. Padded queries do not count.
+
+    Args:
+        weight: factor of the penalty.
+        floor: share of the largest possible entropy, in [0, 1], below which attention pays.
+
+    >>> from dampen import AttentionEntropy
+    >>> AttentionEntropy(0.1, floor=0.5)
+    AttentionEntropy(weight=0.1, floor=0.5)
+    """
+
+    stochastic = False
+    needs_valid = True
+    weight: Tensor
+
+    def __init__(self, weight: Value = 0.1, floor: float = 0.5) -> None:
+        super().__init__()
+        if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1:
+            raise ValueError(f"AttentionEntropy: floor is a share of the largest entropy, in [0, 1], got {floor!r}.")
+        self.scheduled("weight", weight, high=math.inf)
+        self.floor = float(floor)
+
+    def probs(self, a: Tensor, call: Call) -> Tensor:
+        # a smallest weight inside the logarithm: 0 log 0 is 0, and its gradient finite
+        p = a.float()
+        entropy = -(p * p.clamp(min=torch.finfo(torch.float32).tiny).log()).sum(-1)  # (B, H, N)
+        keep = call.keep
+        seen = entropy.new_tensor(a.shape[-1]) if keep is None else keep.sum(-1).clamp(min=1)
+        missing = (self.floor * seen.log() - entropy).relu()
+        batch, heads, queries = call.shape[:3]  # all of them: a chunk of queries adds its part of the mean
+        if call.valid is None:
+            self.penalize(self.weight * missing.sum() / (batch * heads * queries))
+        else:
+            valid = call.valid if call.rows is None else call.valid[:, call.rows]
+            total = (call.valid.sum() * (heads * batch // call.valid.shape[0])).clamp(min=1)
+            self.penalize(self.weight * missing.masked_fill(~valid.unsqueeze(1), 0).sum() / total)
+        return a
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, floor={self.floor:.3g}"

@@ -1,0 +1,62 @@
+"""Head diversity: keep heads from saying the same."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dampen.regularizer import Call, Regularizer
+from dampen.schedules import Value
+
+
+class HeadDiversity(Regularizer):
+    """Penalize heads whose outputs point the same way: the head-diversity (orthogonality) penalty that AttentionDrop
+    names as future work (arXiv 2504.12088).
+
+    weight * mean over tokens and pairs of heads h < g of cos(o_h, o_g)^2.
+
+    Works on the heads' outputs, so the fused kernel stays. Padded tokens do not count.
+
+    Args:
+        weight: factor of the penalty.
+
+    >>> from dampen import HeadDiversity
+    >>> HeadDiversity(0.1)
+    HeadDiversity(weight=0.1)
+    """
+
+    stochastic = False
+    needs_valid = True
+    weight: Tensor
+
+    def __init__(self, weight: Value = 0.1) -> None:
+        super().__init__()
+        self.scheduled("weight", weight, high=math.inf)
+
+    def heads(self, o: Tensor, call: Call) -> Tensor:
+        self.penalize(self.weight * squared_cosine(o, call.valid))
+        return o
+
+
+def squared_cosine(o: Tensor, valid: Tensor | None = None) -> Tensor:
+    """The mean of cos(o_h, o_g)^2 over pairs of heads and (valid) tokens of o (B, H, N, D), in float32.
+
+    sum over h, g of cos^2 = ||U U^T||^2 with U (H, D) a token's outputs of length 1; the diagonal is taken off.
+
+    >>> round(squared_cosine(torch.tensor([[1.0, 0.0], [1.0, 1.0]]).view(1, 2, 1, 2)).item(), 4)
+    0.5
+    """
+    batch, heads, tokens, _ = o.shape
+    if heads < 2:
+        raise ValueError("HeadDiversity compares heads, but this attention has only one. Leave it out with sites=.")
+    with torch.autocast(o.device.type, enabled=False):
+        u = F.normalize(o.transpose(1, 2).float(), dim=-1)  # (B, N, H, D)
+        gram = u @ u.mT
+        pairs = gram.square().sum((-2, -1)) - gram.diagonal(dim1=-2, dim2=-1).square().sum(-1)  # each pair twice
+    if valid is None:
+        return pairs.sum() / (heads * (heads - 1) * batch * tokens)
+    total = (valid.sum() * (batch // valid.shape[0])).clamp(min=1)
+    return pairs.masked_fill(~valid, 0).sum() / (heads * (heads - 1) * total)
