@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from docs.generate import main, markdown, pages
 
 ROOT = Path(__file__).resolve().parents[1]

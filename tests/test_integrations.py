@@ -5,13 +5,13 @@ import pytest
 import timm
 import torch
 import transformers as tr
-from tests.families import FAMILIES, FEATURES, IMAGES, MEMORY, PADDING, TEXT, output
 from torch import nn
 from torch.nn import functional as F
 
 import dampen
 from dampen import DropKey, FeedForwardDropout
 from dampen.regularizer import ROLES, Regularizer
+from tests.families import FAMILIES, FEATURES, IMAGES, MEMORY, PADDING, TEXT, output
 
 
 class Watch(Regularizer):

@@ -41,7 +41,8 @@ def test_equals_the_papers_formula(unit, window, normalized, length):
 
 
 def test_element_and_normalized_is_drop_key():
-    """Dividing by the kept sum is the softmax over the kept keys: forward and backward equal DropKey with the same mask."""
+    """Dividing by the kept sum is the softmax over the kept keys: forward and backward equal DropKey with the same
+    mask."""
     q, k, v = operands(20)
     hidden = ~keep_keys(None, [torch.rand(2, 3, 20, 20) < 0.4], 20)
     literal, key = reference.drop_attention(q, k, v, hidden), reference.drop_key(q, k, v, hidden)
