@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.lab.data import writers
 
 from dampen.lab.data import load
 from dampen.lab.data.dataset import Normalization
@@ -23,6 +22,7 @@ from dampen.lab.metrics import (
 from dampen.lab.metrics.detection import frame_map
 from dampen.lab.metrics.intervals import Interval, interval_map, propose
 from dampen.lab.metrics.translation import bleu_signature, corpus_scores, translate
+from tests.lab.data import writers
 
 
 def numpy_classification(logits, target):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 from tests.lab.data import writers
 
 SHARED = Path(__file__).resolve().parents[3].parent / "shared" / "data"

@@ -5,12 +5,12 @@ import struct
 import numpy as np
 import pytest
 import torch
-from tests.lab.data import writers
 
 from dampen.lab.data import DamagedData, IncompleteData, MissingData, load
 from dampen.lab.data.gtzan import precompute
 from dampen.lab.data.mel import LogMel, resample, stack_frames
 from dampen.lab.data.waves import read_audio
+from tests.lab.data import writers
 
 
 def riff(tag, channels, rate, bits, data, extra=b""):
@@ -171,13 +171,22 @@ def test_gtzan_precomputed_with_its_split(tmp_path):
     with pytest.raises(IncompleteData, match="80 of 1000 clips"):
         load("gtzan", tmp_path)
     dataset = load("gtzan", tmp_path, partial=True)
+    assert dataset.model_args == {"features": 128, "classes": 10, "max_tokens": 129, "per_token": False}
+    with np.load(folder / "mel64.npz") as table:
+        mel = table["mel"][0]
+    frames = mel[:, 5:10]  # the second token of the first clip
+    token = torch.from_numpy(np.concatenate([frames.mean(axis=1), frames.std(axis=1)]))
+    token = (token - dataset.normalization.mean) / dataset.normalization.std
+    torch.testing.assert_close(dataset.train.batch([0])["inputs"][0][0, 1], token, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="statistics, stack: got 'pile'"):
+        load("gtzan", tmp_path, partial=True, tokens="pile")
+
+    dataset = load("gtzan", tmp_path, partial=True, tokens="stack")
     assert (len(dataset.train), len(dataset.valid), len(dataset.test)) == (40, 20, 10)
     assert dataset.info["left_out"] == 10
     assert dataset.info["split"].startswith("official")
     assert dataset.model_args == {"features": 320, "classes": 10, "max_tokens": 129, "per_token": False}
     (x,) = dataset.train.batch([0])["inputs"]  # all clips are full: no padding mask
-    with np.load(folder / "mel64.npz") as table:
-        mel = table["mel"][0]
     token = (torch.from_numpy(mel[:, 5:10].T.reshape(-1)) - dataset.normalization.mean) / dataset.normalization.std
     torch.testing.assert_close(x[0, 1], token)
     assert len(load("gtzan", tmp_path, partial=True, limit=20).train) == 20

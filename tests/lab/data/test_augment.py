@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.lab.data import writers
 
 from dampen.lab.data import AUGMENTATIONS, augment, load
+from tests.lab.data import writers
 
 IMAGE = ["crop", "flip", "randaugment", "autoaugment", "trivialaugment", "mixup", "cutmix"]
 

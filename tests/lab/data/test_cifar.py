@@ -7,9 +7,9 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from tests.lab.data import writers
 
 from dampen.lab.data import DamagedData, IncompleteData, MissingData, load
+from tests.lab.data import writers
 
 PARTS = writers.cifar10_parts()
 

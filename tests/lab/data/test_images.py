@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.lab.data import writers
 
 from dampen.lab.data import DamagedData, MissingData, load
 from dampen.lab.data.images import channel_statistics
+from tests.lab.data import writers
 
 
 def test_digits_are_scikit_learns():

@@ -4,9 +4,9 @@ import json
 import subprocess
 
 import pytest
-from tests.lab.data import writers
 
 from dampen.lab.data import DATASETS, DamagedData, MissingData, check_data, get_data, list_data, load, manage, options
+from tests.lab.data import writers
 
 
 def test_every_set_is_described_and_listed(tmp_path):

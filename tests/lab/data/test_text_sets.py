@@ -4,10 +4,10 @@ import gzip
 
 import pytest
 import torch
-from tests.lab.data import writers
 
 from dampen.lab.data import DamagedData, IncompleteData, MissingData, load
 from dampen.lab.text import BEGIN, END, PAD
+from tests.lab.data import writers
 
 SMALL = {"vocabulary": 300}
 

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.lab.data import writers
 
 from dampen.lab.data import DamagedData, IncompleteData, load
 from dampen.lab.data.thumos import frame_labels
 from dampen.lab.data.thumos_annotations import Video
+from tests.lab.data import writers
 
 
 def test_frame_labels_against_a_loop():
@@ -74,6 +74,10 @@ def test_targets_sit_on_the_right_frames(tmp_path, labels):
             assert torch.equal(target[valid, label], on[valid])
         x = batch["inputs"][0][0, valid] * dataset.normalization.std + dataset.normalization.mean
         assert (x[20:30, label] > 0.5).all()
+    own = torch.cat([dataset.train.frames[t.first : t.first + t.frames] for t in dataset.train.timelines])
+    torch.testing.assert_close(dataset.normalization.mean, own.mean(dim=0))
+    scale = (own - own.mean(dim=0)).square().mean().sqrt()  # one for all features
+    torch.testing.assert_close(dataset.normalization.std, scale.expand(8))
     assert dataset.loss == {"background": "cross_entropy", "multi": "binary_cross_entropy"}[labels]
 
 

@@ -87,9 +87,25 @@ def stack_frames(frames: Tensor, count: int) -> Tensor:
     tensor([[0., 1.],
             [2., 2.]])
     """
+    return _grouped(frames, count).flatten(1)
+
+
+def summarize_frames(frames: Tensor, count: int) -> Tensor:
+    """Mean and standard deviation of each feature over `count` successive frames: (T, F) to (T', 2 F).
+
+    >>> summarize_frames(torch.tensor([[0.0], [2.0], [5.0]]), 2)
+    tensor([[1., 1.],
+            [5., 0.]])
+    """
+    groups = _grouped(frames, count)
+    return torch.cat([groups.mean(dim=1), groups.std(dim=1, correction=0)], dim=1)
+
+
+def _grouped(frames: Tensor, count: int) -> Tensor:
+    """(T, F) to (T', count, F); the last group is filled by repetition."""
     if count < 1:
         raise ValueError(f"stack counts frames per token from 1: got {count}.")
     short = -len(frames) % count
     if short:
         frames = torch.cat([frames, frames[-1:].expand(short, -1)])
-    return frames.reshape(len(frames) // count, -1)
+    return frames.reshape(len(frames) // count, count, -1)

@@ -55,8 +55,14 @@ def clip_dataset(
     )
 
 
-def feature_statistics(frames: Tensor) -> Normalization:
-    """Mean and standard deviation of each feature over (frames, features); a constant feature is only shifted."""
+def feature_statistics(frames: Tensor, *, one_scale: bool = False) -> Normalization:
+    """Mean and standard deviation of each feature over (frames, features); a constant feature is only shifted.
+
+    With `one_scale` all features are divided by their root mean square deviation. Features of a network, and principal
+    components above all, say by their size how much they matter: equal sizes would raise the noise.
+    """
     frames = frames.double()
     std = frames.std(dim=0, correction=0)
+    if one_scale:
+        std = std.square().mean().sqrt().expand_as(std)
     return Normalization(frames.mean(dim=0).float(), torch.where(std > 1e-6, std, torch.ones_like(std)).float())

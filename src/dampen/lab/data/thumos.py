@@ -90,7 +90,7 @@ def load_thumos(
     target, counted = _targets([*pool, *test], frames, first, notes, labels)
     parts = {"train": [pool[i] for i in train_rows], "valid": [pool[i] for i in valid_rows], "test": test}
     own = torch.cat([torch.arange(first[v.name][0], sum(first[v.name])) for v in parts["train"]])
-    normalization = feature_statistics(frames[own])
+    normalization = feature_statistics(frames[own], one_scale=True)
     splits = {}
     for part, videos in parts.items():
         starts, lengths = _windows([first[v.name] for v in videos], window, stride if part == "train" else window)
