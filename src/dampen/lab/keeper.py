@@ -54,6 +54,8 @@ class Keeper:
                 raise LabError(f"{self.record.folder} has a checkpoint of trial {state['trial']}, not of {s.trial.id}.")
             s.load_state(state)
             s.resumed, self.lines = len(self.record.sessions()) - 1, state["lines"]
+        else:
+            s.measure_conditions()
         if self.writes:
             self.record.keep_lines(self.lines)
             for problem in damage:
@@ -67,6 +69,7 @@ class Keeper:
     def after_step(self) -> None:
         """Tell how far we are; save and stop where asked. The end of an epoch is left to `after_epoch`."""
         s, now = self.s, time.monotonic()
+        s.measure_conditions()
         if now - self.told_at >= s.execution.progress_seconds:
             self.told_at = now
             self._progress()
@@ -91,6 +94,8 @@ class Keeper:
         line["train"] = _mean_of_ranks(all_ranks(s.fabric, s.meter.means(steps)))
         s.meter.reset()
         line["lr"] = learning_rate(max(0, s.step - 1), s.total, s.per_epoch, s.options)
+        if s.conditions:
+            line["conditioning"], s.conditions = s.conditions, []
         last = s.step >= s.total
         if epoch % s.options.validate_every == 0 or last:
             began = time.perf_counter()
@@ -198,7 +203,9 @@ class Keeper:
             "batch_size": s.options.batch_size,
             "parameters": sum(p.numel() for p in s.raw.parameters()),
             "seconds": {k: round(v, 3) for k, v in s.seconds.items()},
-            "step_seconds": statistics.median(s.step_times) if s.step_times else None,
+            "step_seconds": statistics.median(wall for wall, _ in s.step_times) if s.step_times else None,
+            "step_cpu_seconds": statistics.median(cpu for _, cpu in s.step_times) if s.step_times else None,
+            "device": s.device.type,
             "resumed": s.resumed,
         }
 

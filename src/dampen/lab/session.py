@@ -77,7 +77,8 @@ class Session:
         self.best: dict[str, Any] | None = None
         self.stale = 0  # validations without improvement
         self.seconds = {"train": 0.0, "evaluate": 0.0, "cpu": 0.0}
-        self.step_times: list[float] = []
+        self.conditions: list[dict[str, Any]] = []  # measured in this epoch
+        self.step_times: list[tuple[float, float]] = []  # (wall, cpu) of each step
         self.resumed = 0
         seed_all(derive(trial.seed, "train", self.fabric.global_rank))
 
@@ -129,6 +130,23 @@ class Session:
             loss = criterion(self.model(*batch["inputs"]))
             return loss, {"task": loss}
         return self.handle.loss(lambda: self.model(*batch["inputs"]), criterion, valid=valid)
+
+    def clock(self, wall: float, cpu: float) -> None:
+        """Note how long a step took."""
+        self.step_times.append((wall, cpu))
+        self.seconds["train"] += wall
+        self.seconds["cpu"] += cpu
+
+    def measure_conditions(self) -> None:
+        """Condition numbers by layer, where `train.condition_every` asks for them. Training does not notice."""
+        every = self.options.condition_every
+        if every is None or self.step % every:
+            return
+        from dampen.diagnostics.conditioning import ConditionProbe
+
+        batch = self.data.valid.batch(torch.arange(min(16, len(self.data.valid))))
+        batch = batch if self.device.type == "cpu" else self.fabric.to_device(batch)
+        self.conditions.append(ConditionProbe(every)(self.step, self.raw, batch))
 
     def check_gradient(self) -> None:
         """Stop before a gradient that is not finite reaches the weights, although the loss itself was finite.
@@ -187,8 +205,9 @@ class Session:
             "stale": self.stale,
             "rng": all_ranks(self.fabric, rng_state(self.device)),
             "meter": self.meter.sums,
+            "conditions": self.conditions,
             "seconds": self.seconds,
-            "step_times": torch.tensor(self.step_times),
+            "step_times": torch.tensor(self.step_times, dtype=torch.float64),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -202,5 +221,6 @@ class Session:
             self.average.load_state_dict(state["average"])
         self.step, self.best, self.stale = state["step"], state["best"], state["stale"]
         self.meter.sums = dict(state["meter"])
-        self.seconds, self.step_times = dict(state["seconds"]), state["step_times"].tolist()
+        self.conditions = list(state["conditions"])
+        self.seconds, self.step_times = dict(state["seconds"]), [tuple(t) for t in state["step_times"].tolist()]
         set_rng_state(state["rng"][self.fabric.global_rank], self.device)

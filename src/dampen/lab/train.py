@@ -77,9 +77,7 @@ def train(
                 if s.average is not None:
                     s.average.update(s.raw)
                 s.step += 1
-                s.step_times.append(time.perf_counter() - began)
-                s.seconds["train"] += s.step_times[-1]
-                s.seconds["cpu"] += time.process_time() - cpu_began
+                s.clock(time.perf_counter() - began, time.process_time() - cpu_began)
                 keeper.after_step()
             keeper.after_epoch()
         return keeper.finish()

@@ -44,6 +44,7 @@ class TrainOptions:
     validate_every: int = 1
     patience: int | None = None
     select: Literal["best", "last"] = "best"
+    condition_every: int | None = None  # steps between measurements of condition numbers, on 16 validation examples
 
     def problems(self, path: str = "train.") -> list[str]:
         """What is wrong with the values, beyond their types."""
@@ -57,6 +58,7 @@ class TrainOptions:
             "devices",
             "validate_every",
             "patience",
+            "condition_every",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
