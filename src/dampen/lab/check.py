@@ -71,6 +71,9 @@ def coerce(value: Any, hint: Any) -> Any:
     elif origin in (list, tuple):
         if isinstance(value, list | tuple):
             return origin(coerce(v, arguments[0]) for v in value)
+    elif origin is dict:
+        if isinstance(value, dict):
+            return value
     elif hint is Any:
         return value
     elif hint is type(None):
