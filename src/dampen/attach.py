@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from dampen.prefix import Prefix, plan_prefix
 from dampen.randomness import own_randomness
 from dampen.regularizer import (
     ATTENTION_STAGES,
@@ -54,7 +55,7 @@ def attach(
     sites: str | Sequence[str],
     attention: str,
     projections: Mapping[str, str] | None,
-) -> tuple[list[Layer], list[Regularizer]]:
+) -> tuple[list[Layer], list[Regularizer], Prefix]:
     """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is
     wrong."""
     _check_methods(methods)
@@ -68,6 +69,9 @@ def attach(
     clones = [c for layer in layers for c in layer.clones] + own
     for clone in clones:
         clone.prepare(model)
+    comparing = any(m.passes > 1 for m in methods)
+    everywhere = find_layers(model, projections=projections) if comparing else []
+    prefix, blocks = plan_prefix(everywhere, {layer.site.name: layer.clones for layer in layers}, own)
     for plan, layer in zip(plans, layers, strict=True):
         _open(plan, layer)
         holder = next(
@@ -77,8 +81,10 @@ def attach(
         holder.add_module("dampen_regularizers", nn.ModuleList(here))
         for clone in here:
             clone.train(holder.training)
+    for block, place in blocks:
+        swap(block, "prefix", place)
     swap(model, "model", ModelSite(clones, own, model_input(model)))
-    return layers, clones
+    return layers, clones, prefix
 
 
 def _check_methods(methods: Sequence[Any]) -> None:

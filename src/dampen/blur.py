@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dampen.methods.drop_key import grid_of
+from dampen.grid import grid_of
 from dampen.regularizer import Call
 
 DENSE_UP_TO = 256

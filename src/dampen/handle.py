@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.attach import attach, check_model
+from dampen.prefix import Prefix
 from dampen.regularizer import Regularizer
 from dampen.report import describe
 from dampen.socket import Layer, ModelSite
@@ -44,18 +45,24 @@ def regularize(
     """
     chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
     check_model(model)
-    layers, clones = attach(model, chosen, sites, attention, projections)
-    return Regularization(model, chosen, layers, clones)
+    layers, clones, prefix = attach(model, chosen, sites, attention, projections)
+    return Regularization(model, chosen, layers, clones, prefix)
 
 
 class Regularization:
     """What `regularize` returns. Print it to see what sits where, at which rate, and which kernel runs."""
 
     def __init__(
-        self, model: nn.Module, methods: Sequence[Regularizer], layers: Sequence[Layer], clones: Sequence[Regularizer]
+        self,
+        model: nn.Module,
+        methods: Sequence[Regularizer],
+        layers: Sequence[Layer],
+        clones: Sequence[Regularizer],
+        prefix: Prefix,
     ) -> None:
         self.model, self.methods = model, list(methods)
         self.layers, self.clones = list(layers), list(clones)
+        self.prefix = prefix
         self._progress = 0.0
         self.progress(0.0)
 
@@ -96,10 +103,12 @@ class Regularization:
         terms: dict[str, Tensor] = {}
         comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]
         passes = max((r.passes for r in comparing), default=1)
-        for _ in range(passes):
-            outputs.append(forward())
-            for name, value in self.penalties().items():
-                terms[name] = terms.get(name, 0.0) + value / passes
+        with self.prefix.step():
+            for i in range(passes):
+                self.prefix.begin(i, passes)
+                outputs.append(forward())
+                for name, value in self.penalties().items():
+                    terms[name] = terms.get(name, 0.0) + value / passes
         if comparing:
             taken = [_logits(o, logits) for o in outputs]
             for r in comparing:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from dampen.masks import causal_rows
 from dampen.projections import split_projection
-from dampen.schedules import Schedule, Value, constant, per_layer
+from dampen.schedules import Schedule, Value, always_zero, constant, per_layer
 
 MODEL_STAGES = ("inputs", "outputs")
 BLOCK_STAGES = ("tokens", "branch", "block")
@@ -298,6 +298,12 @@ class Regularizer(nn.Module):
                 f"{', '.join(sorted(roles)) or 'none'}. Leave the layer out with sites=, or name the maps with "
                 "projections=."
             )
+
+    @property
+    def always_idle(self) -> bool:
+        """Whether every scheduled value is 0 in this clone's layer for the whole of training, by construction."""
+        depth = 0.0 if self.site is None else self.site.depth
+        return bool(self._schedules) and all(always_zero(s, depth) for s, _ in self._schedules.values())
 
     @property
     def wants_gradient(self) -> bool:

@@ -23,6 +23,8 @@ def describe(reg: Regularization) -> str:
     for r in reg.clones:
         if r.stages & set(MODEL_STAGES):
             lines.append(f"  (model)  {r}")
+    if reg.passes > 1:
+        lines.append(f"  (passes)  {reg.prefix.describe()}")
     width = max(len(layer.site.name) for layer in reg.layers)
     for layer in reg.layers:
         here = "; ".join(map(str, layer.clones)) or "-"

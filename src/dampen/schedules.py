@@ -175,6 +175,23 @@ class per_layer:
         return self.values[round(depth * (len(self.values) - 1))]
 
 
+def always_zero(schedule: Schedule, depth: float) -> bool:
+    """Whether a schedule is 0 at this depth for the whole of training, by construction. A callable of one's own might
+    be anything, so it is not.
+
+    >>> always_zero(linear(0.0, 0.3), 0.0), always_zero(late(0.1), 0.0)
+    (True, False)
+    """
+    if isinstance(schedule, early | late | curriculum | warmup):
+        inner = schedule.value
+        return always_zero(inner, depth) if callable(inner) else inner == 0
+    if isinstance(schedule, linear | cosine) and schedule.along == "progress":
+        return schedule.start == schedule.end == 0
+    if isinstance(schedule, vshape):
+        return schedule.start == schedule.end == 0
+    return isinstance(schedule, constant | per_layer | linear | cosine) and schedule(depth, 0.0) == 0
+
+
 def _inner(value: float | Schedule, depth: float, progress: float) -> float:
     return value(depth, progress) if callable(value) else value
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from dampen.adapters.residual import ResidualSocket, call_torch
 from dampen.adapters.torch_mha import mha_forward
 from dampen.attention import attend
+from dampen.prefix import prefix_forward
 from dampen.projections import is_conv1d, weight_of
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer, Site
 
@@ -356,6 +357,7 @@ FORWARDS = {
     "mark": mark_forward,
     "linear": linear_forward,
     "block": block_forward,
+    "prefix": prefix_forward,
     "model": model_forward,
 }
 

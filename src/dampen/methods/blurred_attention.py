@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dampen.blur import Edge, apply_kernel, kernel_weights, on_grid, on_line, seen_together
-from dampen.methods.drop_key import check_grid
+from dampen.grid import check_grid
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
