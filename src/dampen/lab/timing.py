@@ -7,7 +7,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -40,8 +40,10 @@ def compare(
     *,
     rounds: int = 15,
     seconds: float = math.inf,
-    progress: Callable[[int], None] | None = None,
+    every: int | None = None,
+    enough: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Ratio]:
     """Time every variant once per round, in an order drawn anew each round, against the reference of the same round.
 
@@ -50,36 +52,68 @@ def compare(
         reference: the variant that counts as 1, or several, of which the best in the median counts.
         rounds: how many rounds at most.
         seconds: stop after the round in which this time is over (at least five rounds are run).
-        clock: `time.process_time` on one thread does not see what other programs take away.
+        every: with many variants a round takes long, and the machine changes meanwhile; the reference is then timed
+            again among every so many variants, which are paired with that one.
+        enough: stop as soon as no interval is wider than this, as a fraction of its median.
+        clock: `time.process_time` where neighbors disturb the wall clock, with a single thread.
+        progress: called with the number of rounds done.
 
     >>> results = compare({"a": lambda: sum(range(2000)), "b": lambda: sum(range(8000))}, "a", rounds=9)
     >>> results["a"].median, results["b"].median > 1.5
     (1.0, True)
     """
+    references = (reference,) if isinstance(reference, str) else reference
     for run in variants.values():
         run()
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    order, start = list(variants), time.perf_counter()
-    shuffle = random.Random(0)
+    pairs: dict[str, list[Pair]] = {name: [] for name in variants}
+    start, shuffle, results = time.perf_counter(), random.Random(0), {}
     for done in range(rounds):
-        shuffle.shuffle(order)
-        for name in order:
-            begin = clock()
-            variants[name]()
-            times[name].append(clock() - begin)
+        for group in _groups([name for name in variants if name not in references], every, shuffle):
+            order = [*references, *group]
+            shuffle.shuffle(order)
+            times = {}
+            for name in order:
+                begin = clock()
+                variants[name]()
+                times[name] = clock() - begin
+            for name in order:
+                pairs[name].append((times[name], {r: times[r] for r in references}))
+        results = summarize(pairs, references)
         if progress is not None:
             progress(done + 1)
-        if done >= 4 and time.perf_counter() - start > seconds:
+        narrow = all(ratio.width <= enough for ratio in results.values())
+        if done >= 4 and (narrow or time.perf_counter() - start > seconds):
             break
-    names = (reference,) if isinstance(reference, str) else reference
-    best = min(names, key=lambda name: statistics.median(times[name]))
-    return {name: _ratio(times[name], times[best]) for name in variants}
+    return results
 
 
-def _ratio(times: list[float], reference: list[float]) -> Ratio:
-    ratios = sorted(a / b for a, b in zip(times, reference, strict=True))
+Pair = tuple[float, dict[str, float]]
+"""One timing, and what each reference took beside it."""
+
+
+def summarize(pairs: Mapping[str, list[Pair]], references: Sequence[str]) -> dict[str, Ratio]:
+    """Median and interval of time / reference for each variant, the reference being the one that is best in the median.
+
+    >>> pairs = {"plain": [(2.0, {"plain": 2.0})] * 5, "twice": [(4.0, {"plain": 2.0})] * 5}
+    >>> print(summarize(pairs, ["plain"])["twice"])
+    2.000x [2.000, 2.000], n=5
+    """
+    best = min(references, key=lambda name: statistics.median(t for t, _ in pairs[name]))
+    return {name: _ratio([(t, beside[best]) for t, beside in found]) for name, found in pairs.items()}
+
+
+def _groups(names: list[str], size: int | None, shuffle: random.Random) -> list[list[str]]:
+    """The variants of a round in a new order, in groups of nearly equal size; one empty group if there are none."""
+    names = names.copy()
+    shuffle.shuffle(names)
+    count = max(1, math.ceil(len(names) / size)) if size else 1
+    return [names[i::count] for i in range(count)]
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> Ratio:
+    ratios = sorted(a / b for a, b in pairs)
     low, high = _interval(len(ratios))
-    return Ratio(statistics.median(ratios), ratios[low], ratios[high], len(ratios), min(times))
+    return Ratio(statistics.median(ratios), ratios[low], ratios[high], len(ratios), min(a for a, _ in pairs))
 
 
 def _interval(n: int) -> tuple[int, int]:
