@@ -147,7 +147,7 @@ def _precomputed(file: Path) -> Clips:
             f"{file} ({size} bytes) is damaged or truncated: {error}. Expected arrays mel (clips, bands, frames), "
             "label, split, name and classes. Compute the file again."
         ) from error
-    if mel.ndim != 3 or not len(mel) == len(label) == len(split) == len(name):
+    if mel.ndim != 3 or not mel.size or not len(mel) == len(label) == len(split) == len(name):
         raise damaged(file, "as mel, label, split, name", (mel.shape, len(label), len(split), len(name)), "n of each")
     if label.max() >= len(classes) or not np.isfinite(mel).all():
         raise damaged(file, "as values", "labels or decibels out of range", "labels of the classes, finite decibels")
@@ -175,6 +175,8 @@ def _audio(root: Path, partial: bool) -> Clips:
         names.append(path.stem)
         parts.append(assigned.get(path.stem, "none") if assigned else "")
         hashes[f"{path.parent.name}/{path.name}"] = file_sha256(path)
+    if not mel:
+        raise DamagedData(f"{root} holds no clip that can be read: {'; '.join(problems)}.")
     if len(mel) != OFFICIAL_COUNT:
         problems.append(f"{len(mel)} of {OFFICIAL_COUNT} clips")
     return Clips(mel, np.array(labels), names, parts, GENRES, problems, joint_sha256(hashes), "audio folder")

@@ -23,8 +23,8 @@ class Crop:
         b, c, h, w = x.shape
         black = _channel(-_normalization(dataset).mean / _normalization(dataset).std, x)
         wide = nn.functional.pad(x - black, [self.padding] * 4) + black
-        row = torch.randint(0, 2 * self.padding + 1, (b, 1, 1, 1), device=x.device) + torch.arange(h).view(1, 1, h, 1)
-        column = torch.randint(0, 2 * self.padding + 1, (b, 1, 1, 1), device=x.device) + torch.arange(w)
+        row = torch.randint(0, 2 * self.padding + 1, (b, 1, 1, 1)) + torch.arange(h).view(1, 1, h, 1)
+        column = torch.randint(0, 2 * self.padding + 1, (b, 1, 1, 1)) + torch.arange(w)
         image, channel = torch.arange(b).view(b, 1, 1, 1), torch.arange(c).view(1, c, 1, 1)
         return batch | {"inputs": (wide[image, channel, row, column], *rest)}
 
@@ -39,7 +39,7 @@ class Flip:
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
         x, *rest = batch["inputs"]
         mirrored = torch.rand(len(x), 1, 1, 1) < self.probability
-        return batch | {"inputs": (torch.where(mirrored, x.flip(-1), x), *rest)}
+        return batch | {"inputs": (torch.where(mirrored.to(x.device), x.flip(-1), x), *rest)}
 
 
 @dataclass(frozen=True)
