@@ -19,7 +19,7 @@ DROP = {"name": "drop_key", "rate": {"linear": {"start": 0.3, "end": 0.0, "along
 
 def same(a, b):
     """Equal in everything but the times."""
-    drop = ("seconds", "step_seconds", "resumed")
+    drop = ("seconds", "step_seconds", "step_cpu_seconds", "resumed")
     return {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
 
 

@@ -43,8 +43,8 @@ def demo_recipe(known: list[str], seeds: int = 3) -> Recipe:
         metric="accuracy",
         base={
             "data": {"name": "digits"},
-            "model": {"name": "vit", "patch_size": 2, "width": 48, "depth": 3, "heads": 4, "mlp": 96},
-            "train": {"epochs": 24, "lr": 3e-3, "warmup": 2.0, "validate_every": 3},
+            "model": {"name": "vit", "patch_size": 2, "width": 32, "depth": 3, "heads": 4, "mlp": 64},
+            "train": {"epochs": 14, "batch_size": 32, "lr": 3e-3, "warmup": 1.0, "validate_every": 2},
             "seeds": list(range(seeds)),
         },
         rows=rows,

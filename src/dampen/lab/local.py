@@ -6,6 +6,7 @@ cores each uses one thread. A worker that dies is replaced and its trial goes on
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -26,8 +27,14 @@ RETRIES = 2
 @dataclass
 class _Worker:
     process: Any
-    pipe: Any
+    pipe: Any  # nothing else is shared: a lock held by a process that gets killed would stop all others
     job: Job | None = None
+    dead: bool = False
+
+    def send(self, message: Any) -> None:
+        """Say something, unless nobody listens any more; `_listen` notices that."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send(message)
 
 
 class LocalEngine:
@@ -54,67 +61,47 @@ class LocalEngine:
         """Run the jobs; see `Engine.run`."""
         count, threads = self.shares(len(jobs))
         execution = execution if execution.threads else replace(execution, threads=threads)
-        context = multiprocessing.get_context("spawn")
-        stop = context.Event()
         waiting, outcomes, tries = deque(jobs), {j.trial.id: Outcome("waiting") for j in jobs}, dict[str, int]()
-        workers = [_start(context, stop, execution) for _ in range(min(count, len(jobs)))]
-        told_to_stop = False
+        workers = [_start(execution) for _ in range(min(count, len(jobs)))]
+        stopping = False
         try:
-            while any(w.job for w in workers) or (waiting and not told_to_stop):
+            while any(w.job for w in workers) or (waiting and not stopping):
                 try:
                     for worker in workers:
-                        if worker.job is None and waiting and not told_to_stop:
+                        if worker.job is None and waiting and not stopping:
                             worker.job = waiting.popleft()
-                            worker.pipe.send(worker.job)
+                            worker.send(worker.job)
                     for pipe in wait([w.pipe for w in workers], timeout=0.5):
-                        worker = next(w for w in workers if w.pipe is pipe)
-                        self._listen(worker, outcomes, report)
+                        _listen(next(w for w in workers if w.pipe is pipe), outcomes, report)
                     for i, worker in enumerate(workers):
-                        if not worker.process.is_alive() and not worker.pipe.poll():
-                            job = worker.job
-                            workers[i] = _start(context, stop, execution)
-                            if job is not None:
-                                self._after_death(worker, job, waiting, outcomes, tries, report)
-                    if any(o.status in FATAL for o in outcomes.values()):
-                        told_to_stop = True
-                        stop.set()
+                        if worker.dead:
+                            workers[i] = _start(execution)
+                            self._after_death(worker, waiting, outcomes, tries, report)
+                    if not stopping and any(o.status in FATAL for o in outcomes.values()):
+                        raise KeyboardInterrupt
                 except KeyboardInterrupt:
-                    if told_to_stop:
+                    if stopping:
                         raise
-                    told_to_stop = True
-                    stop.set()
+                    stopping = True
+                    for worker in workers:
+                        worker.send("stop")
         finally:
-            stop.set()
             for worker in workers:
                 _finish(worker)
         interrupted = Outcome("interrupted", None, "not started")
-        return {i: interrupted if told_to_stop and o.status == "waiting" else o for i, o in outcomes.items()}
-
-    def _listen(self, worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> None:
-        """Pass on what a worker says; a closed pipe is left to the look at its process."""
-        while worker.job is not None and worker.pipe.poll():
-            try:
-                kind, value = worker.pipe.recv()
-            except (EOFError, ConnectionResetError):
-                worker.process.join(5)
-                return
-            if kind == "event":
-                report(worker.job.trial.id, value)
-            else:
-                outcomes[worker.job.trial.id] = value
-                report(worker.job.trial.id, {"kind": "outcome", "status": value.status, "message": value.message})
-                worker.job = None
+        return {i: interrupted if stopping and o.status == "waiting" else o for i, o in outcomes.items()}
 
     def _after_death(
         self,
         worker: _Worker,
-        job: Job,
         waiting: deque[Job],
         outcomes: dict[str, Outcome],
         tries: dict[str, int],
         report: Report,
     ) -> None:
-        code = worker.process.exitcode
+        job, code = worker.job, worker.process.exitcode
+        if job is None:
+            return
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
         tries[job.trial.id] = tries.get(job.trial.id, 0) + 1
         if tries[job.trial.id] <= RETRIES:
@@ -127,13 +114,14 @@ class LocalEngine:
             report(job.trial.id, {"kind": "outcome", "status": "failed", "message": message})
 
 
-def _start(context: Any, stop: Any, execution: Execution) -> _Worker:
+def _start(execution: Execution) -> _Worker:
+    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     threads = str(execution.threads or 1)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = threads  # read by the child before it imports torch
     try:
-        process = context.Process(target=_work, args=(theirs, stop, execution), name="dampen worker")
+        process = context.Process(target=_work, args=(theirs, execution), name="dampen worker")
         process.start()
     finally:
         if before is None:
@@ -142,6 +130,23 @@ def _start(context: Any, stop: Any, execution: Execution) -> _Worker:
             os.environ["OMP_NUM_THREADS"] = before
     theirs.close()
     return _Worker(process, ours)
+
+
+def _listen(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> None:
+    """Pass on what a worker says, and notice when it has died."""
+    while not worker.dead and worker.pipe.poll():
+        try:
+            kind, value = worker.pipe.recv()
+        except (EOFError, OSError):
+            worker.process.join(10)
+            worker.dead = True
+            return
+        if worker.job is not None and kind == "event":
+            report(worker.job.trial.id, value)
+        elif worker.job is not None:
+            outcomes[worker.job.trial.id] = value
+            report(worker.job.trial.id, {"kind": "outcome", "status": value.status, "message": value.message})
+            worker.job = None
 
 
 def _finish(worker: _Worker) -> None:
@@ -153,24 +158,28 @@ def _finish(worker: _Worker) -> None:
         worker.process.join(5)
 
 
-def _work(pipe: Any, stop: Any, execution: Execution) -> None:
-    """The life of a worker: take a job, run it, say how it went, until the pipe closes."""
+def _work(pipe: Any, execution: Execution) -> None:
+    """The life of a worker: take a job, run it, say how it went, until the pipe closes or 'stop' comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    parent = os.getppid()
+    stopping = False
 
     def stopped() -> bool:
-        return stop.is_set() or os.getppid() != parent
+        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop."""
+        nonlocal stopping
+        stopping = stopping or pipe.poll()
+        return stopping
 
     def tell(event: dict[str, Any]) -> None:
-        pipe.send(("event", event))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `stopped` notices that the parent is gone
+            pipe.send(("event", event))
 
-    while True:
+    while not stopping:
         try:
             job = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
-        outcome = run_job(job, execution, tell, stopped)
-        try:
-            pipe.send(("outcome", outcome))
-        except (BrokenPipeError, ConnectionResetError):  # the parent is gone; the record has everything
+        if job == "stop":
             return
+        outcome = run_job(job, execution, tell, stopped)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the record has everything
+            pipe.send(("outcome", outcome))

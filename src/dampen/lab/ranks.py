@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dampen.lab.errors import LabError, portable
+from dampen.lab.errors import Interrupted, LabError, portable
 from dampen.lab.trial import Trial
 
 
@@ -25,74 +26,76 @@ def launch(
     report: Callable[..., None],
     stop: Callable[[], bool],
 ) -> Any:
-    """Run `train` in one process per device and return what rank 0 returned; if one rank dies, all are stopped."""
+    """Run `train` in one process per device and return what rank 0 returned; if one rank fails, all are stopped."""
     context = multiprocessing.get_context("spawn")
-    flag = context.Event()
     port = _free_port()
-    ranks, pipes = [], []
-    for rank in range(trial.train.devices):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank, args=(train, trial, folder, execution, rank, port, theirs, flag), name=f"rank {rank}"
-        )
-        process.start()
-        theirs.close()
-        ranks.append(process)
-        pipes.append(ours)
-    result: Any = None
-    problem: BaseException | None = None
+    ranks: list[tuple[Any, Any]] = []
     try:
-        open_pipes = list(pipes)
-        while open_pipes:
-            if stop():
-                flag.set()
-            for ready in wait(open_pipes, timeout=0.2):
-                pipe: Any = ready
-                try:
-                    kind, value = pipe.recv()
-                except EOFError:
-                    open_pipes.remove(pipe)
-                    rank = pipes.index(pipe)
-                    ranks[rank].join(10)
-                    if ranks[rank].exitcode != 0 and problem is None:
-                        problem = LabError(
-                            f"rank {rank} died with exit code {ranks[rank].exitcode}; run again to resume."
-                        )
-                        open_pipes = []
-                    continue
-                if kind == "event":
-                    report(value)
-                elif kind == "result" and pipe is pipes[0]:
-                    result = value
-                elif kind == "error":
-                    problem = problem or value
-                    open_pipes = [] if not flag.is_set() else open_pipes
+        for rank in range(trial.train.devices):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(train, trial, folder, execution, rank, port, theirs))
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        result = _follow(ranks, report, stop)
+    except Interrupted:
+        raise  # every rank stops by itself
+    except BaseException:
+        for process, _ in ranks:
+            process.terminate()
+        raise
     finally:
-        for process in ranks:
-            if problem is not None and not flag.is_set():
-                process.terminate()
+        for process, _ in ranks:
             process.join(30)
             if process.is_alive():
                 process.kill()
                 process.join()
-    if problem is not None:
-        raise problem
+    return result
+
+
+def _follow(ranks: list[tuple[Any, Any]], report: Callable[..., None], stop: Callable[[], bool]) -> Any:
+    """Pass on what rank 0 reports, pass on the wish to stop, and raise what any rank raised."""
+    processes = {pipe: process for process, pipe in ranks}
+    result, stopping = None, False
+    while processes:
+        if not stopping and stop():
+            stopping = True
+            for pipe in processes:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    pipe.send("stop")
+        ready: list[Any] = wait(list(processes), timeout=0.2)
+        for pipe in ready:
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                process = processes.pop(pipe)
+                process.join(10)
+                if process.exitcode != 0:
+                    raise LabError(f"A rank died with exit code {process.exitcode}; run again to resume.") from None
+                continue
+            if kind == "event":
+                report(value)
+            elif kind == "error":
+                raise value
+            elif pipe is ranks[0][1]:
+                result = value
     return result
 
 
 def _rank(
-    train: Callable[..., Any], trial: Trial, folder: Path, execution: Any, rank: int, port: int, pipe: Any, flag: Any
+    train: Callable[..., Any], trial: Trial, folder: Path, execution: Any, rank: int, port: int, pipe: Any
 ) -> None:
-    """The life of one rank."""
+    """The life of one rank. The parent says nothing but 'stop'; a parent that is gone means the same."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-    world = trial.train.devices
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(trial.train.devices)}
+
+    def tell(event: dict[str, Any]) -> None:
+        if rank == 0:
+            pipe.send(("event", event))
+
     try:
-        result = train(
-            trial, folder, execution, lambda event: pipe.send(("event", event)) if rank == 0 else None, flag.is_set
-        )
-        pipe.send(("result", result))
+        pipe.send(("result", train(trial, folder, execution, tell, pipe.poll)))
     except Exception as error:  # any failure goes to the parent, which reports it
         pipe.send(("error", portable(error)))
     finally:
