@@ -10,15 +10,13 @@ b keeps the fused kernel. v needs the attention weights; in long sequences they 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dampen.explicit.linear import column_power, squared_norm
 from dampen.explicit.maps import HeadMap
-from dampen.explicit.precision import no_autocast, wide
+from dampen.explicit.precision import wide
+from dampen.explicit.squares import column_power, column_sums, mixed_power, squared_norm
 
 
 def attended_bias(o: Tensor, bias: Tensor | None, rows: Tensor | None) -> Tensor:
@@ -26,25 +24,22 @@ def attended_bias(o: Tensor, bias: Tensor | None, rows: Tensor | None) -> Tensor
 
     The rows of A sum to 1, so the bias passes through the attention unchanged.
     """
-    o = wide(o)
-    if bias is not None:
-        o = o - _per_query_head(wide(bias), o.shape[1], 0)
-    return squared_norm(o, None if rows is None else rows.unsqueeze(1))
+    bias = None if bias is None else _per_query_head(bias, o.shape[1], 0)
+    return squared_norm(o, bias, None if rows is None else rows.unsqueeze(1))
 
 
 def attended_bias_from_weights(a: Tensor, v: HeadMap, rows: Tensor | None) -> Tensor:
     """The same from the attention weights, as a function of Wv alone."""
     y = _per_query_head(v.bare, a.shape[1], 1)
-    return squared_norm(wide(a.detach()) @ y, None if rows is None else rows.unsqueeze(1))
+    return squared_norm(wide(a.detach()) @ y, None, None if rows is None else rows.unsqueeze(1))
 
 
 def attended_variance(a: Tensor, v: HeadMap, rows: Tensor | None, attended: str) -> Tensor:
     """The variance part from attention weights (B, H, N, M), row weights (B, N)."""
     columns = _per_query_head(column_power(v.weight), a.shape[1], 0)  # (H, in)
-    x = wide(v.x)
     if attended == "pre":
-        power = (x.square() @ columns.t()).transpose(1, 2)  # (B, H, M)
-        return (column_sums(a, rows) * power).sum()
+        return (column_sums(a, rows) * mixed_power(v.x, columns).transpose(1, 2)).sum()
+    x = wide(v.x)
     total = x.new_zeros(())
     for h in range(a.shape[1]):
         head = (wide(a[:, h]), x, columns[h], rows)
@@ -57,38 +52,6 @@ def _post(a: Tensor, x: Tensor, columns: Tensor, rows: Tensor | None) -> Tensor:
     """sum_i r_i sum_l (A X)_il^2 columns_l of one head."""
     per_query = (a @ x).square() @ columns
     return per_query.sum() if rows is None else (per_query * rows).sum()
-
-
-def column_sums(a: Tensor, rows: Tensor | None) -> Tensor:
-    """sum_i r_i A_ij^2: (B, H, M)."""
-    if torch.compiler.is_compiling():
-        return _column_sums(a, rows)
-    out: Tensor = _ColumnSums.apply(a, rows)
-    return out
-
-
-def _column_sums(a: Tensor, rows: Tensor | None) -> Tensor:
-    squares = wide(a).square()
-    return squares.sum(-2) if rows is None else (rows[:, None, None, :] @ squares).squeeze(-2)
-
-
-class _ColumnSums(torch.autograd.Function):
-    @staticmethod
-    def forward(a: Tensor, rows: Tensor | None) -> Tensor:
-        with no_autocast(a.device.type):
-            return _column_sums(a, rows)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        a, rows = ctx.saved_tensors
-        scale = 2 * grad.unsqueeze(-2)
-        if rows is not None:
-            scale = scale * rows[:, None, :, None]
-        return (a * scale).to(a.dtype), None
 
 
 def _per_query_head(t: Tensor, heads: int, dim: int) -> Tensor:

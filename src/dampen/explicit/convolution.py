@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dampen.explicit.forms import Number, check_form, combine, is_off, single
-from dampen.explicit.linear import bare, squared_norm
 from dampen.explicit.precision import in_full_precision, wide
 from dampen.explicit.reductions import check_reduction, token_rows
+from dampen.explicit.squares import squared_norm
 from dampen.regularizer import Regularizer, Site
 from dampen.schedules import Value
 
@@ -64,17 +64,12 @@ def convolution_penalty(
         x, output = x.unsqueeze(0), None if output is None else output.unsqueeze(0)
     factors = single(form, rate)
     weight = wide(module.weight)
+    bias = None if output is None or module.bias is None else module.bias.unsqueeze(1)
     b = v = None
     if factors.bias is not None:
-        if output is None:
-            output, bias = _convolve(module, wide(x), weight), None
-        else:
-            bias = None if module.bias is None else module.bias.view(-1, *[1] * places)
-        maps = bare(output, bias)
-        b, positions = squared_norm(maps.flatten(1), None), maps.shape[2:].numel()
-        if factors.variance is not None:
-            v = _variance(module, x, weight).sum()
-    else:
+        output = _convolve(module, wide(x), weight) if output is None else output.clone()  # may change in place
+        b, positions = squared_norm(output.flatten(2), bias, None), output.shape[2:].numel()
+    if factors.variance is not None:
         per_position = _variance(module, x, weight)
         v, positions = per_position.sum(), per_position.shape[2:].numel()
     return combine(factors, b, v) * token_rows(reduction, x.shape[0], positions, None).factor

@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from dampen.explicit.precision import no_autocast, wide
 
-CHUNK = 2**20
+CHUNK = 2**18
 """Entries of the largest temporary of `spread`, samples x dh x in."""
 
 
@@ -65,9 +65,13 @@ class _Gram(torch.autograd.Function):
         y, bias, rows = ctx.saved_tensors
         with no_autocast(y.device.type):
             both = grad + grad.transpose(-2, -1)
-            heads = _weigh(_bare(y, bias), rows)
+            heads = wide(y)
             # head by head into the layout of a projection's output (B, N, H, dh), which is what its backward reads
-            out = torch.stack([heads[:, h] @ both[:, h] for h in range(y.shape[1])], 2).transpose(1, 2)
+            parts = [
+                heads[:, h] @ g if bias is None else torch.baddbmm(-wide(bias[h]) @ g, heads[:, h], g)  # (y - bias) g
+                for h, g in enumerate(both.unbind(1))
+            ]
+            out = _weigh(torch.stack(parts, 2).transpose(1, 2), rows)
             to_bias = bias is not None and ctx.needs_input_grad[1]
             grad_bias = -out.sum((0, 2)).unsqueeze(1).to(bias.dtype) if to_bias else None
         return out.to(y.dtype), grad_bias, None

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from dampen.explicit.forms import Number, combine, single
-from dampen.explicit.linear import column_power, feature_power, linear_penalty, squared_norm
+from dampen.explicit.linear import linear_penalty
 from dampen.explicit.maps import HeadMap, only_weight, read_map
 from dampen.explicit.precision import wide
 from dampen.explicit.reductions import Rows, token_rows
+from dampen.explicit.squares import column_power, feature_power, squared_norm
 from dampen.regularizer import Call, LinearCall, UnsupportedModel
 
 
@@ -48,7 +49,7 @@ def projection_penalty(
     factors = single(form, rate)
     b = variance = None
     if factors.bias is not None:
-        b = squared_norm(m.bare, None if rows.weights is None else rows.weights.unsqueeze(1))
+        b = squared_norm(m.y, m.bias, None if rows.weights is None else rows.weights.unsqueeze(1))
     if factors.variance is not None:
         variance = feature_power(m.x, rows.weights) @ column_power(m.weight.flatten(0, 1))
     return combine(factors, b, variance) * rows.factor

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dampen.explicit.forms import Number, combine, single
 from dampen.explicit.precision import in_full_precision, wide
-from dampen.explicit.reductions import Rows, token_rows
+from dampen.explicit.reductions import token_rows
+from dampen.explicit.squares import column_power, feature_power, squared_norm
 
 
 @in_full_precision
@@ -52,38 +53,9 @@ def linear_penalty(
     factors = single(form, rate)
     b = v = None
     if factors.bias is not None:
-        output = torch.nn.functional.linear(wide(x), wide(weight)) if output is None else output
-        b = squared_norm(bare(output, bias).reshape(batch, tokens, -1), rows.weights)
+        # a copy of the output, because a model may change it in place (nn.ReLU(inplace=True))
+        own = torch.nn.functional.linear(wide(x), wide(weight)) if output is None else output.clone()
+        b = squared_norm(own.reshape(batch, tokens, -1), bias, rows.weights)
     if factors.variance is not None:
         v = feature_power(x.reshape(batch, tokens, -1), rows.weights) @ column_power(weight)
     return combine(factors, b, v) * rows.factor
-
-
-def bare(y: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear map's output without its bias: always a tensor of its own, because a model may change y in place."""
-    y = wide(y)
-    return y.clone() if bias is None else y - wide(bias)
-
-
-def squared_norm(y: Tensor, weights: Tensor | None) -> Tensor:
-    """sum_i weights_i ||y_i||^2 over all vectors y_i in the last dimension; `weights` broadcast to y.shape[:-1]."""
-    norms = torch.linalg.vector_norm(y, dim=-1).square()
-    return norms.sum() if weights is None else (norms * weights).sum()
-
-
-def feature_power(x: Tensor, weights: Tensor | None, per_sample: bool = False) -> Tensor:
-    """sum_i weights_i x_ij^2, of (B, N, in): (in,), or (B, in) per sample."""
-    squares = wide(x).square()
-    if weights is not None:
-        squares = squares * weights.unsqueeze(-1)
-    return squares.sum(1 if per_sample else (0, 1))
-
-
-def column_power(weight: Tensor) -> Tensor:
-    """sum_o W_oj^2 of a (..., out, in) weight."""
-    return wide(weight).square().sum(-2)
-
-
-def scaled_rows(rows: Rows) -> Tensor | Number:
-    """Row weights and factor as one."""
-    return rows.factor if rows.weights is None else rows.weights * rows.factor

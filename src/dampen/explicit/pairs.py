@@ -19,9 +19,9 @@ from torch import Tensor
 
 from dampen.explicit.forms import Number, Parts, combine, joint, single
 from dampen.explicit.grams import gram, spread
-from dampen.explicit.linear import feature_power
 from dampen.explicit.maps import HeadMap
 from dampen.explicit.reductions import Pairs
+from dampen.explicit.squares import feature_power
 
 PAIR_TERMS = ("query", "key", "query_key")
 
@@ -63,10 +63,14 @@ def all_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Needed) -> PairParts:
         g_q = _by_group(gram(q.y, q.bias, rows.queries), groups)
     if need.b or need.vq:
         g_k = gram(k.y, k.bias, rows.keys)
+    same = q.x is k.x and rows.queries is None and rows.keys is None
+    power = feature_power(q.x, None, per_sample=True) if same and (need.vq or need.vk) else None
     if need.vq or need.w:
-        m_q = _by_group(spread(q.weight, feature_power(q.x, rows.queries, per_sample=True)), groups)
+        power_q = feature_power(q.x, rows.queries, per_sample=True) if power is None else power
+        m_q = _by_group(spread(q.weight, power_q), groups)
     if need.vk or need.w:
-        m_k = spread(k.weight, feature_power(k.x, rows.keys, per_sample=True))
+        power_k = feature_power(k.x, rows.keys, per_sample=True) if power is None else power
+        m_k = spread(k.weight, power_k)
     return PairParts(
         _inner(g_q, g_k, need.b), _inner(m_q, g_k, need.vq), _inner(g_q, m_k, need.vk), _inner(m_q, m_k, need.w)
     )
