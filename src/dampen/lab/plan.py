@@ -100,7 +100,7 @@ def make_plan(
     seeds = list(seeds) if seeds is not None else at.get("seeds", [0])
     plan = Plan(recipe.name, at["scale"], {k: getattr(recipe, k) for k in HEADER}, at["departures"], seeds, [], {})
     plan.header["cost"] = at["cost"]
-    for i, row in enumerate(recipe.rows):
+    for i, row in enumerate(at["rows"]):
         config = merge(merge({k: at[k] for k in SECTIONS if k in at}, {k: row[k] for k in SECTIONS if k in row}), over)
         config.pop("seeds", None)
         points, found = _points(config, at["grid"], seeds, row, plan, f"rows[{i}] {row['name']}: ", check_names)

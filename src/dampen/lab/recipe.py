@@ -7,8 +7,9 @@
     report = "best" | "all"                 choose the best grid point on validation, or show all of them
     [base]                                  data, model, train, methods, sites, seeds of every row
     [grid]                                  "train.lr" = [...] sets a value; lambda = [...] replaces "$lambda"
-    [scales.laptop]                         what differs at that scale (also cost, departures, unavailable)
-    [[rows]]                                name, methods and what else differs; published = { accuracy = [86.4, 0.4] }
+    [scales.laptop]                         what differs at that scale (also cost, departures, rows = [...] to run)
+    [[rows]]                                name, methods and what else differs; published = { accuracy = [86.4, 0.4] };
+                                            scales.laptop = { ... } where the row differs at one scale
 
 Percentages are published as percent, in recipes as in papers.
 """
@@ -26,8 +27,9 @@ from dampen.lab.errors import ConfigError, LabError
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SECTIONS = ("data", "model", "train", "methods", "sites", "seeds")
-SCALE_KEYS = (*SECTIONS, "grid", "cost", "departures", "unavailable")
-ROW_KEYS = ("name", "data", "model", "train", "methods", "sites", "published", "published_grid", "baseline", "note")
+SCALE_KEYS = (*SECTIONS, "grid", "rows", "cost", "departures", "unavailable")
+ROW_SECTIONS = ("data", "model", "train", "methods", "sites")
+ROW_KEYS = (*ROW_SECTIONS, "name", "scales", "published", "published_grid", "baseline", "note")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class Recipe:
         merged = merge(self.base, {k: v for k, v in own.items() if k in SECTIONS})
         grid = own.get("grid", self.grid)
         departures = [*self.departures, *own.get("departures", [])]
-        return {**merged, "grid": grid, "cost": own.get("cost", self.cost), "departures": departures, "scale": scale}
+        rows = [row for row in self.rows if row["name"] in own.get("rows", [row["name"]])]
+        rows = [merge(row, row.get("scales", {}).get(scale, {})) for row in rows]
+        header = {"cost": own.get("cost", self.cost), "departures": departures, "scale": scale}
+        return {**merged, "grid": grid, "rows": rows, **header}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,8 +117,16 @@ def parse_recipe(name: str, content: Mapping[str, Any]) -> tuple[Recipe | None, 
     values, problems = check_fields(Recipe, {"name": name, **content}, "")
     problems += _check_base(content.get("base", {}))
     problems += _check_grid(content.get("grid", {}), "grid")
-    problems += _check_scales(content.get("scales", {}), content.get("scale", "laptop"))
-    problems += _check_rows(content.get("rows", []))
+    scales, rows = content.get("scales", {}), content.get("rows", [])
+    problems += _check_scales(scales, content.get("scale", "laptop"))
+    problems += _check_rows(rows, list(scales))
+    if not problems:
+        names = [row["name"] for row in rows]
+        for scale in scales:
+            chosen = scales[scale].get("rows", [])
+            problems += [
+                f"scales.{scale}.rows: there is no row {r!r}{nearest(r, names)}" for r in chosen if r not in names
+            ]
     if content.get("report", "best") not in ("best", "all"):
         problems.append(f"report: expected 'best' or 'all', got {content['report']!r}")
     return (None if problems else Recipe(**values)), problems
@@ -156,7 +169,7 @@ def _check_scales(scales: Any, default: Any) -> list[str]:
     return problems
 
 
-def _check_rows(rows: Any) -> list[str]:
+def _check_rows(rows: Any, scales: list[str]) -> list[str]:
     if not isinstance(rows, list) or not rows or not all(isinstance(r, Mapping) for r in rows):
         return ["rows: expected at least one [[rows]] table"]
     problems, names = [], [r.get("name") for r in rows]
@@ -168,6 +181,9 @@ def _check_rows(rows: Any) -> list[str]:
             problems.append(f"{where}.name: {row['name']!r} is the name of an earlier row too")
         problems += unknown_keys(row, ROW_KEYS, f"{where}.")
         problems += _check_published(row.get("published", {}), f"{where}.published")
+        problems += unknown_keys(row.get("scales", {}), scales, f"{where}.scales.")
+        for scale, own in row.get("scales", {}).items():
+            problems += unknown_keys(own, ROW_SECTIONS, f"{where}.scales.{scale}.")
         for j, point in enumerate(row.get("published_grid", [])):
             problems += _check_published(point.get("published", {}), f"{where}.published_grid[{j}].published")
     if sum(bool(r.get("baseline")) for r in rows) > 1:
