@@ -20,7 +20,7 @@ from dampen.lab.trial import Trial
 if TYPE_CHECKING:
     from dampen.lab.session import Execution
 
-ENGINES = {"local": "dampen.lab.local:LocalEngine"}
+ENGINES = {"local": "dampen.lab.local:LocalEngine", "ray": "dampen.lab.ray_engine:RayEngine"}
 Status = Literal["finished", "diverged", "failed", "no data", "locked", "disk full", "interrupted", "waiting"]
 FATAL = ("no data", "disk full")
 """What would stop every other trial too: an engine hands out no more of them."""

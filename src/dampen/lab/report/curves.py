@@ -7,8 +7,8 @@ import statistics
 from typing import Any
 
 from dampen.lab.report.figure import ROW, Column, Figure, Palette, Panel, finish, note, some, tip
-from dampen.lab.report.names import label
-from dampen.lab.report.table import Table
+from dampen.lab.report.names import label, listed
+from dampen.lab.report.table import Entry, Table
 from dampen.lab.summary import unit
 
 
@@ -19,14 +19,14 @@ def curves(table: Table, palette: Palette) -> list[Figure]:
     names = sorted((e.name for e in entries), key=lambda n: order.get(n, 0))
     reference = table.main_reference
     names = some(names, [reference.name] if reference else [])
-    logs = {e.name: [run.lines() for run in e.cell.finished().values()] for e in entries if e.name in names}
+    logs, damaged = _logs([e for e in entries if e.name in names])
     metric = next((f.final["selection"][0] for e in entries for f in e.cell.finished().values() if f.final), "accuracy")
     made = []
     valid = _curve_records(logs, "valid", metric)
     if valid:
         title = f"validation {label(metric, with_unit=True)}"
         caption = "Mean over seeds; the band is one standard deviation. Click a name to single it out."
-        caption += note(len(names), len(entries))
+        caption += note(len(names), len(entries)) + damaged
         made.append(_curve_figure("curves", "Learning curves", caption, valid, title, names, palette))
     loss = _curve_records(logs, "train", "task")
     if loss:
@@ -35,6 +35,20 @@ def curves(table: Table, palette: Palette) -> list[Figure]:
         )
         made.append(_curve_figure("loss", "Training loss", caption, loss, "training loss (task)", names, palette))
     return made
+
+
+def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[dict[str, Any]]]], str]:
+    """The logs of each row, and a remark if some cannot be read."""
+    logs: dict[str, list[list[dict[str, Any]]]] = {}
+    damaged = []
+    for entry in entries:
+        logs[entry.name] = []
+        for run in entry.cell.finished().values():
+            try:
+                logs[entry.name].append(run.lines())
+            except ValueError:
+                damaged.append(run.folder.name)
+    return logs, f" Damaged and left out: the log of {listed(damaged)}." if damaged else ""
 
 
 def _curve_records(logs: dict[str, list[list[dict[str, Any]]]], group: str, metric: str) -> list[dict[str, Any]]:
@@ -93,13 +107,13 @@ def band_chart(
         x=x,
         y=alt.Y("low:Q", scale=y_scale, title=y_title),
         y2="high:Q",
-        color=palette.color(names, legend),
+        color=palette.color(names, legend, lines=True),
         opacity=alt.condition(chosen, alt.value(0.14), alt.value(0.0)) if legend else alt.value(0.14),
     )
     line = base.mark_line(strokeWidth=2, point=points).encode(
         x=x,
         y=alt.Y("mean:Q", scale=y_scale, title=y_title),
-        color=palette.color(names, legend),
+        color=palette.color(names, legend, lines=True),
         strokeDash=palette.dash(names, legend),
         opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12)) if legend else alt.value(1.0),
     )

@@ -76,12 +76,17 @@ class Palette:
             self.dashes[name] = DASHES[(count // len(LIGHT)) % len(DASHES)]
             count += 1
 
-    def color(self, names: list[str], legend: bool = True) -> Color:
+    def same(self, name: str, as_name: str) -> None:
+        """Let `name` look like `as_name`: the grid points of a row are one method."""
+        self.colors[name], self.shapes[name] = self.colors[as_name], self.shapes[as_name]
+        self.dashes[name] = self.dashes[as_name]
+
+    def color(self, names: list[str], legend: bool = True, lines: bool = False) -> Color:
         """The encoding of the field `row` as color."""
         import altair as alt
 
         scale = alt.Scale(domain=names, range=[self.colors[n] for n in names])
-        return alt.Color("row:N", scale=scale, legend=_legend() if legend else None)
+        return alt.Color("row:N", scale=scale, legend=_legend(lines) if legend else None)
 
     def shape(self, names: list[str], legend: bool = True) -> Shape:
         """The encoding of the field `row` as shape."""
@@ -95,14 +100,15 @@ class Palette:
         import altair as alt
 
         scale = alt.Scale(domain=names, range=[list(self.dashes[n]) for n in names])
-        return alt.StrokeDash("row:N", scale=scale, legend=_legend() if legend else None)
+        return alt.StrokeDash("row:N", scale=scale, legend=_legend(lines=True) if legend else None)
 
 
-def _legend() -> Legend:
+def _legend(lines: bool = False) -> Legend:
     """Below the chart, whole names, never paler than the marks. Equal legends of one field become one."""
     import altair as alt
 
-    return alt.Legend(title=None, orient="bottom", columns=3, labelLimit=260, symbolLimit=0, symbolOpacity=1)
+    options: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 2.5, "symbolSize": 260} if lines else {}
+    return alt.Legend(title=None, orient="bottom", columns=3, labelLimit=260, symbolLimit=0, symbolOpacity=1, **options)
 
 
 def some(names: list[str], keep: Iterable[str] = (), most: int = MOST) -> list[str]:

@@ -41,7 +41,7 @@ def grid(table: Table) -> Figure | None:
     across, down = (_order(cells_of(table), key) for key in (x_key, y_key))
     panels = []
     for name in dict.fromkeys(r["row"] for r in records):
-        own = [r | {"ink": "#ffffff" if r["mean"] < middle else "#111111"} for r in records if r["row"] == name]
+        own = [r | {"dark": r["mean"] < middle} for r in records if r["row"] == name]
         x = alt.X("x:N", title=axis_name(x_key), sort=across, axis=alt.Axis(labelAngle=0))
         y = alt.Y("y:N", title=axis_name(y_key), sort=down[::-1])
         base = alt.Chart(alt.Data(values=own)).encode(x=x, y=y)
@@ -49,9 +49,8 @@ def grid(table: Table) -> Figure | None:
         tooltip += [tip("mean:Q", "mean"), tip("sd:Q", "sd"), alt.Tooltip("n:Q")]
         color = alt.Color("mean:Q", scale=alt.Scale(scheme="viridis", domain=domain), legend=None)
         cells = base.mark_rect().encode(color=color, tooltip=tooltip)
-        text = base.mark_text(fontSize=12).encode(
-            text=alt.Text("mean:Q", format=".1f"), color=alt.Color("ink:N", scale=None)
-        )
+        ink = alt.condition("datum.dark", alt.value("#ffffff"), alt.value("#111111"))
+        text = base.mark_text(fontSize=12).encode(text=alt.Text("mean:Q", format=".1f"), color=ink)
         frame = base.transform_filter("datum.chosen").mark_rect(fill=None, stroke="#d55e00", strokeWidth=3)
         panels.append(Panel(name, finish(alt.layer(cells, text, frame), 46 * len(down))))
     columns = [ROW, Column("y", axis_name(y_key)), Column("x", axis_name(x_key)), Column("mean", "Mean", 2)]

@@ -21,9 +21,6 @@ from dampen.lab.report.table import Table
 from dampen.lab.report.view import runs_view, study_view
 
 HERE = Path(__file__).parent
-MOST = 60
-"""Rows of a table that are shown before one asks for all."""
-
 METHOD = (
     "Runs of one seed start from the same weights and see the same batches, so rows are compared seed by seed: paired "
     "t-test (the exact sign-flip test where all differences are equal), p values corrected for the number of rows by "
@@ -35,19 +32,18 @@ METHOD = (
 
 def make_page(tables: list[Table], skipped: list[Skipped], live: str = "") -> str:
     """The whole page. `live` marks a page that a server shows, with the version of its content."""
-    palette = Palette(
-        [e.name for t in tables for e in t.entries],
-        [t.main_reference.name for t in tables if t.main_reference],
-    )
+    palette = Palette([e.row.name for t in tables for e in t.entries], _references(tables))
+    for entry in (e for t in tables for e in t.entries):
+        palette.same(entry.name, entry.row.name)
     colors = [*zip(LIGHT, DARK, strict=True), (REFERENCE_LIGHT, REFERENCE_DARK)]
-    studies, data = [], {"figures": {}, "runs": {}, "colors": colors, "most": MOST}
+    studies, data = [], {"figures": {}, "runs": {}, "colors": colors}
     for i, table in enumerate(tables):
         key, figures = f"t{i + 1}", table_figures(table, palette)
         studies.append(study_view(table, palette, figures, key, dict(colors)))
         for figure in figures:
             data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)  # type: ignore[index]
         data["runs"][key] = runs_view(table)  # type: ignore[index]
-    title = tables[0].study.title if len(tables) == 1 else f"{len(tables)} tables"
+    title = tables[0].study.title if len(tables) == 1 else f"Report: {len(tables)} tables"
     scripts = {"early": asset("early.js"), "vega": vega_bundle(), "js": asset("report.js")}
     return _template().render(
         title=title,
@@ -58,11 +54,14 @@ def make_page(tables: list[Table], skipped: list[Skipped], live: str = "") -> st
         **scripts,
         policy=content_policy(list(scripts.values()), live=bool(live)),
         live=live,
-        most=MOST,
         method=METHOD,
         version=metadata.version("dampen"),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
+
+
+def _references(tables: list[Table]) -> list[str]:
+    return [t.main_reference.row.name for t in tables if t.main_reference]
 
 
 def table_figures(table: Table, palette: Palette) -> list[Figure]:

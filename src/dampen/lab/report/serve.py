@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import os
 import threading
+import traceback
 from collections.abc import Sequence
 from hashlib import sha256
 from http import HTTPStatus
@@ -49,8 +50,9 @@ class LivePage:
             if version != self._version:
                 try:
                     self._page = make_report(self.runs, self.split).render("html", live=version)
-                except LabError as error:
-                    self._page = _waiting(str(error))
+                except Exception as error:  # whatever state the folders are in, the server goes on
+                    known = isinstance(error, LabError)
+                    self._page = _waiting(str(error) if known else "".join(traceback.format_exception(error)))
                 self._version = version
             return self._page
 

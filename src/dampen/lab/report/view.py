@@ -15,6 +15,9 @@ from dampen.lab.report.table import Entry, Table, grid_text, step_time
 from dampen.lab.stats import LEVEL
 from dampen.lab.summary import PERCENT, unit
 
+MOST = 60
+"""Rows of a table that are shown before one asks for all."""
+
 QUESTIONS = ("Which method should I use here?", "What does it cost?", "Can I trust it?")
 CHIPS = {"better": "up", "worse": "down", "too few runs": "few", "diverged": "down"}
 PAPER_CHIPS = {"reproduced": "yes", "not reproduced": "no"}
@@ -52,6 +55,8 @@ def study_view(table: Table, palette: Palette, figures: list[Figure], key: str, 
         "caption": caption,
         "columns": _columns(table, extra),
         "rows": rows,
+        "show_all": study.show_all,
+        "most": 12 if study.show_all else MOST,
         "figures": [_figure_view(f, f"{key}-{f.key}", palette, dark) for f in figures],
         "paper": _paper(table),
         "departures": study.departures,

@@ -64,7 +64,7 @@
       const rows = [...body.rows].map((row) => [key(row.cells[i].dataset.v ?? ""), row]);
       rows.sort((a, b) => order(a[0], b[0], sign));
       const all = !body.querySelector("[data-more][hidden]");
-      rows.forEach(([, row], place) => { if (!all) row.hidden = place >= data.most; body.append(row); });
+      rows.forEach(([, row], place) => { if (!all) row.hidden = place >= Number(table.dataset.most); body.append(row); });
     });
   });
   document.querySelectorAll("button.more").forEach((button) => {

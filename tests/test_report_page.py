@@ -1,0 +1,323 @@
+"""The report in a real browser: what people see, click, print and hear; all runs here are synthetic."""
+
+import itertools
+import json
+import threading
+import time
+
+import pytest
+
+from dampen.lab.report import make_report, write_report
+from tests.browser import Browser
+from tests.lab.synthetic_runs import ROWS, write_study
+
+DONE = "document.documentElement.dataset.charts === 'done'"
+ATTACK = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>\'"></script><svg onload=window.hurt=1>'
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def browser():
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Two tables with everything that a page can show."""
+    folder = tmp_path_factory.mktemp("report")
+    write_study(folder / "runs" / "one", diagnose=True)
+    grid = {"lambda": [1e-4, 1e-3], "train.lr": [1e-4, 5e-4]}
+    rows = {n: ([{"name": "explicit_dropout", n: "$lambda"}], 0.0, 1.0, None) for n in ("key", "value")}
+    write_study(folder / "runs" / "two", rows, name="grid", grid=grid, report="all", seeds=2)
+    (folder / "runs" / "empty").mkdir()
+    write_report([folder / "runs"], folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def page(browser, report):
+    """One tab for all tests that leave it as it was, apart from the order of a table."""
+    page = browser.page()
+    page.open(report, DONE)
+    yield page
+    page.close()
+
+
+def names(page):
+    """The first column of the first table of results, as shown."""
+    return page.run("[...document.querySelectorAll('#t1 table[data-most] tbody th')].map(h => h.textContent.trim())")
+
+
+def test_loads_without_a_complaint_or_a_request(page, report):
+    assert page.complaints() == []
+    assert page.requests() == [report.resolve().as_uri()]
+    states = page.run("[...document.querySelectorAll('.chart')].map(c => c.dataset.state)")
+    assert len(states) > 12
+    assert set(states) == {"drawn"}
+    assert page.run("[...document.querySelectorAll('.chart svg')].every(s => s.getBoundingClientRect().width > 60)")
+
+
+def test_every_kind_of_figure_is_there(page):
+    found = page.run("[...document.querySelectorAll('figure')].map(f => f.id.replace(/^t\\d+-/, ''))")
+    wanted = {"results", "cost", "curves", "loss", "grid", "calibration", "attacks", "corruptions", "conditioning"}
+    assert wanted | {"attention"} == set(found)
+    assert page.run("document.querySelector('#t1 .card .headline').textContent") == "Use Explicit v"
+    assert "empty folder" in page.run("document.getElementById('skipped').parentElement.textContent")
+
+
+def test_sorting_by_mouse_and_by_keyboard(page):
+    at_first = names(page)
+    assert at_first[-1].startswith("Blur")  # best first
+    head = "#t1 table[data-most] thead th"
+    page.click(f"{head}:nth-child(1) button")
+    assert names(page) == sorted(at_first, key=str.lower)
+    assert page.run(f"document.querySelector('{head}').getAttribute('aria-sort')") == "ascending"
+    assert "Sorted by Row, ascending" in page.run("document.getElementById('announce').textContent")
+    page.run(f"document.querySelector('{head}:nth-child(2) button').focus()")
+    page.press("Enter", 13)
+    assert names(page) == at_first
+    page.press("Enter", 13)
+    assert names(page) == at_first[::-1]
+    assert page.run(f"document.querySelector('{head}').hasAttribute('aria-sort')") is False
+    page.run(f"[...document.querySelectorAll('{head} button')].find(b => b.textContent === 'Cost').click()")
+    ratios = "[...document.querySelectorAll('#t1 table[data-most] td[title$=step]')].map(c => Number(c.dataset.v))"
+    found = page.run(ratios)
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 1.5
+
+
+def ground(page):
+    return page.run("getComputedStyle(document.body).backgroundColor")
+
+
+def test_themes(browser, report):
+    page = browser.page()
+    page.open(report)
+    light = ground(page)
+    assert page.run("document.getElementById('theme').textContent") == "Theme: system"
+    page.wait("document.querySelector('#t1-cost svg')")
+    page.click("#theme")
+    assert ground(page) == light
+    page.click("#theme")
+    assert page.run("document.getElementById('theme').textContent") == "Theme: dark"
+    assert ground(page) != light
+    page.wait("document.querySelector('#t1-cost svg').outerHTML.includes('#a9b1bd')")  # the reference's gray, lighter
+    page.open(report)
+    assert ground(page) != light  # remembered
+    page.run("localStorage.clear()")
+    page.media(dark=True)
+    page.open(report)
+    assert page.run("document.getElementById('theme').textContent") == "Theme: system"
+    assert ground(page) != light
+    assert page.complaints() == []
+    page.close()
+
+
+def test_every_chart_has_its_numbers(page, report):
+    count = page.run("document.querySelectorAll('figure').length")
+    assert page.run("document.querySelectorAll('details.numbers').length") == count
+    page.run("document.querySelectorAll('details.numbers').forEach(d => { d.open = true; })")
+    page.wait("[...document.querySelectorAll('details.numbers')].every(d => d.querySelector('tbody td'))")
+    rows = (
+        "[...document.querySelectorAll('#t1-results details tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    shown = page.run(rows)
+    ranked = make_report([report.parent / "runs" / "one"]).tables[0].ranked()
+    assert [(r[0], r[1], r[2]) for r in shown] == [
+        (e.name, f"{e.summary.mean:.2f}", f"{e.summary.sd:.2f}") for e in ranked
+    ]
+    assert page.complaints() == []
+
+
+def test_every_run_can_be_found(page):
+    page.run("document.querySelector('details.runs').open = true")
+    page.wait("document.querySelector('details.runs tbody td')")
+    assert page.run("document.querySelectorAll('details.runs tbody tr').length") == 30
+    field = "document.querySelector('details.runs input')"
+    page.run(f"{field}.value = 'blur'; {field}.dispatchEvent(new Event('input'))")
+    assert page.run("document.querySelectorAll('details.runs tbody tr').length") == 5
+
+
+def test_numbers_can_be_saved(page, tmp_path):
+    folder = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.browser.send("Browser.setDownloadBehavior", folder)
+    page.run("document.querySelector('#t1-results details').open = true")
+    page.wait("document.querySelector('#t1-results .tools button')")
+    page.click("#t1-results .tools button")
+    deadline = time.monotonic() + 30
+    while not (files := list(tmp_path.glob("*.csv"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert files[0].read_text().startswith("Row,Mean,SD")
+
+
+def test_readable_on_a_phone(browser, report):
+    page = browser.page(width=390, height=844)
+    page.open(report, DONE)
+    assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    small = """[...document.querySelectorAll('main :not(svg *)')].filter(n =>
+        [...n.childNodes].some(c => c.nodeType === 3 && c.textContent.trim())
+        && n.getClientRects().length && parseFloat(getComputedStyle(n).fontSize) < 11).length"""
+    assert page.run(small) == 0
+    assert page.run(
+        "[...document.querySelectorAll('.chart')].every(c => c.getBoundingClientRect().right <= innerWidth)"
+    )
+    assert page.complaints() == []
+    page.close()
+
+
+def test_prints_without_controls(page):
+    page.media(kind="print")
+    for gone in (".top", "details.block:not([open])", "summary"):
+        assert page.run(f"[...document.querySelectorAll('{gone}')].every(n => !n.getClientRects().length)"), gone
+    assert page.run("document.querySelector('.cards').getClientRects().length") == 1
+    pdf = page.send("Page.printToPDF", {"printBackground": True})
+    assert len(pdf["data"]) > 20_000
+    page.media()
+
+
+def test_keyboard_and_screen_reader(page):
+    assert page.run("document.documentElement.lang") == "en"
+    assert page.run("document.querySelectorAll('h1').length") == 1
+    levels = page.run("[...document.querySelectorAll('h1, h2, h3, h4')].map(h => Number(h.tagName[1]))")
+    assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
+    assert page.run("[...document.images].every(i => i.alt)")
+    assert page.run("[...document.querySelectorAll('th')].every(t => t.scope)")
+    assert page.run("[...document.querySelectorAll('table')].every(t => t.caption || t.closest('[aria-label]'))")
+    named = "document.getElementById(f.getAttribute('aria-labelledby'))"
+    assert page.run(f"[...document.querySelectorAll('figure')].every(f => {named})")
+    ids = page.run("[...document.querySelectorAll('[id]')].map(n => n.id)")
+    assert len(ids) == len(set(ids))
+    tree = page.send("Accessibility.getFullAXTree")["nodes"]
+    for role in ("button", "link", "image", "figure"):
+        nodes = [n for n in tree if n.get("role", {}).get("value") == role and not n.get("ignored")]
+        assert nodes, role
+        assert all(n.get("name", {}).get("value") for n in nodes), role
+    page.run("scrollTo(0, 0); document.activeElement.blur(); getSelection().collapse(document.body, 0)")
+    page.press("Tab", 9)
+    assert page.run("document.activeElement.className") == "skip"
+    assert page.run("document.activeElement.getBoundingClientRect().left >= 0")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_contrast(page, theme):
+    page.run(f"document.documentElement.dataset.theme = '{theme}'")  # the page itself sets it in the same way
+
+    def value(name):
+        text = page.run(f"getComputedStyle(document.documentElement).getPropertyValue('{name}').trim()")
+        return [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+
+    def luminance(color):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(a, b):
+        high, low = sorted((luminance(value(a)), luminance(value(b))), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    for ink in ("--ink", "--muted", "--accent"):
+        for ground in ("--bg", "--surface", "--pick"):
+            assert contrast(ink, ground) >= 4.5, (ink, ground)
+    for word in ("good", "bad", "caution"):
+        assert contrast(f"--{word}", f"--{word}-soft") >= 4.5, word
+
+
+def test_hostile_names_do_nothing(browser, tmp_path):
+    rows = {"plain": ROWS["plain"], ATTACK: ROWS["DropPath"], "{{constructor}}": ROWS["R-Drop"]}
+    write_study(tmp_path / "runs", rows, title=ATTACK, name=ATTACK, departures=(ATTACK,), diagnose=True)
+    (tmp_path / "runs" / "<img src=x onerror=window.hurt=1>").mkdir()
+    write_report([tmp_path / "runs"], tmp_path / "r.html")
+    page = browser.page()
+    page.open(tmp_path / "r.html", DONE)
+    page.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    page.wait("[...document.querySelectorAll('details.numbers')].every(d => d.querySelector('td'))")
+    page.run("document.querySelector('#t1-cost').scrollIntoView({block: 'center', behavior: 'instant'})")
+    middles = """[...document.querySelectorAll('#t1-cost .mark-symbol path')].map(p => {
+        const b = p.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })"""
+    for x, y in page.run(middles)[:3]:  # tooltips show the name too
+        page.send("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
+    page.wait("document.getElementById('vg-tooltip-element')")
+    assert page.run("typeof window.hurt") == "undefined"
+    assert page.happened("Page.javascriptDialogOpening") == []
+    assert page.complaints() == []
+    assert page.requests() == [(tmp_path / "r.html").resolve().as_uri()]
+    assert ATTACK in page.run("document.body.textContent")
+    assert page.run("document.title") == ATTACK
+    page.close()
+
+
+def test_the_policy_of_the_page_stops_what_escaping_would_miss(browser, report, tmp_path):
+    text = report.read_text()
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        text.replace("<main", "<script>window.hurt=1</script><img src='https://example.invalid/x.png'><main", 1)
+    )
+    page = browser.page()
+    page.open(bad, DONE)
+    assert page.run("typeof window.hurt") == "undefined"
+    assert len(page.complaints()) >= 2  # the script and the picture were refused
+    page.close()
+
+
+def test_two_thousand_trials_stay_light(browser, tmp_path):
+    rows = {"plain": ROWS["plain"]} | {
+        f"row {i}": ([{"name": "drop_key", "rate": i / 500}], i / 40000, 1.01, None) for i in range(399)
+    }
+    write_study(tmp_path / "runs", rows, seeds=5, epochs=6)
+    made = make_report([tmp_path / "runs"])
+    assert sum(e.summary.n for t in made.tables for e in t.entries) == 2000
+    text = made.render("html")
+    (tmp_path / "r.html").write_text(text)
+    assert len(text) < 3_000_000
+    page = browser.page()
+    page.open(tmp_path / "r.html", "document.querySelector('.chart svg')")
+    loaded = page.run("JSON.stringify(performance.getEntriesByType('navigation')[0].loadEventEnd)")
+    print(f"\nreport of 2,000 synthetic trials: {len(text) / 1e6:.2f} MB, loaded in {float(loaded):.0f} ms")
+    assert page.run("document.querySelectorAll('tbody tr:not([hidden])').length") <= 80
+    assert page.run("document.querySelectorAll('*').length") < 20_000
+    page.wait(DONE)
+    assert (
+        page.run("Math.max(...[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('*').length))")
+        < 3000
+    )
+    page.click("button.more")
+    assert page.run("document.querySelectorAll('#t1 table[data-most] tbody tr:not([hidden])').length") == 400
+    page.run("document.querySelector('details.runs').open = true")
+    page.wait("document.querySelector('details.runs tbody td')")
+    assert page.run("document.querySelectorAll('details.runs tbody tr').length") == 100  # a page of the table
+    assert "1 to 100 of 2000" in page.run("document.querySelector('details.runs .tools').textContent")
+    assert page.complaints() == []
+    page.close()
+
+
+def test_the_live_page_refreshes_itself(browser, tmp_path):
+    from dampen.lab.report.serve import address, make_server
+
+    rows = {k: ROWS[k] for k in ("plain", "DropPath")}
+    plan = write_study(tmp_path, rows, seeds=3)
+    last = tmp_path / list(plan.trials)[-1] / "final.json"
+    content = last.read_text()
+    last.unlink()
+    server = make_server([tmp_path])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page = browser.page()
+    try:
+        page.open(address(server), DONE)
+        assert "5 of 6 runs finished" in page.run("document.querySelector('.facts').textContent")
+        last.write_text(content)
+        page.wait("document.querySelector('.facts').textContent.includes('6 of 6 runs finished')")
+        assert set(page.requests()) == {address(server), address(server) + "version"}
+        assert page.complaints() == []
+    finally:
+        page.close()
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_embedded_data_is_json(report):
+    text = report.read_text()
+    start = text.index('<script type="application/json" id="data">') + 42
+    data = json.loads(text[start : text.index("</script>", start)], parse_constant=pytest.fail)
+    assert set(data["runs"]) == {"t1", "t2"}
