@@ -40,6 +40,7 @@ def compare(
     *,
     rounds: int = 15,
     seconds: float = math.inf,
+    least: int = 5,
     every: int | None = None,
     enough: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
@@ -51,7 +52,8 @@ def compare(
         variants: name -> something to call; each is warmed up once.
         reference: the variant that counts as 1, or several, of which the best in the median counts.
         rounds: how many rounds at most.
-        seconds: stop after the round in which this time is over (at least five rounds are run).
+        seconds: stop after the round in which this time is over.
+        least: how many rounds at least, whatever the time.
         every: with many variants a round takes long, and the machine changes meanwhile; the reference is then timed
             again among every so many variants, which are paired with that one.
         enough: stop as soon as no interval is wider than this, as a fraction of its median.
@@ -82,7 +84,7 @@ def compare(
         if progress is not None:
             progress(done + 1)
         narrow = all(ratio.width <= enough for ratio in results.values())
-        if done >= 4 and (narrow or time.perf_counter() - start > seconds):
+        if done + 1 >= least and (narrow or time.perf_counter() - start > seconds):
             break
     return results
 

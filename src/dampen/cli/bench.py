@@ -1,0 +1,73 @@
+"""`dampen bench`: what each method costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from dampen.cli.common import command, print_json
+
+
+@command(
+    """dampen bench
+dampen bench --batch 16 --methods drop_key,explicit_dropout
+dampen bench --methods "drop_key(rate=0.3), drop_path + drop_head" --rounds 9
+dampen bench --model timm/vit_tiny_patch16_224 --batch 8 --dtype bfloat16 --seconds 300
+dampen bench --long --json bench.json --chart bench.svg"""
+)
+def bench(
+    model: Annotated[str, typer.Option(help="vit, 'vit(depth=4)', encoder, language, seq2seq, or timm/NAME.")] = "vit",
+    batch: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 and float16 by autocast.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; default: all.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Only these, separated by commas; name(argument=value) is a row of its own.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; ends before when all intervals are narrow.")] = 25,
+    seconds: Annotated[float, typer.Option(min=0, help="Ends after the round in which this time is over.")] = 600.0,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: processor time, for a busy machine with --threads 1.")
+    ] = "wall",
+    long: Annotated[
+        bool, typer.Option("--long", help="Also attention alone over its length, and steps over the batch.")
+    ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the record here; - prints it instead of the table.")
+    ] = None,
+    chart: Annotated[Path | None, typer.Option(help="Write a chart here: .svg, .png or .html.")] = None,
+) -> None:
+    """Measure a training step with each method against the best plain step, beside the papers' own formulations."""
+    from dampen.lab.bench import Options, bench
+    from dampen.lab.bench.output import remarks, results_table, save_chart, scaling_table
+    from dampen.lab.errors import ConfigError
+    from dampen.lab.record import write_json
+
+    if clock not in ("wall", "cpu"):
+        raise ConfigError("The bench", [f"--clock: got {clock!r}; use wall or cpu"])
+    options = Options(model, batch, dtype, device, threads, methods, rounds, seconds, clock, long)
+    printed = json_path is not None and str(json_path) == "-"
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        record = bench(
+            options, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        )
+    if chart is not None:
+        save_chart(record, chart)
+    if json_path is not None and not printed:
+        write_json(json_path, record)
+    if printed:
+        print_json(record)
+        return
+    console = Console(highlight=False)
+    console.print(results_table(record))
+    for remark in remarks(record):
+        console.print(remark, soft_wrap=True, markup=False)
+    if long:
+        console.print(scaling_table(record))
+        for name, reason in record["scaling"]["stopped"].items():
+            console.print(f"{name}: {reason}", soft_wrap=True, markup=False)

@@ -1,0 +1,186 @@
+"""The bench itself: build a step for every row, time them together, count their memory, write the record."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dampen.lab.bench.alternatives import ALTERNATIVES
+from dampen.lab.bench.memory import peak_memory
+from dampen.lab.bench.papers import PAPERS, attention_as, unfused
+from dampen.lab.bench.subject import Subject, make_subject
+from dampen.lab.bench.variants import Variant, find_variants
+from dampen.lab.timing import Ratio, compare, machine
+
+NOISY = 0.03
+"""An interval wider than this, as a fraction of its median, cannot tell small costs apart."""
+FUSED, UNFUSED = "plain, fused attention", "plain, unfused attention"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Step = Callable[[], None]
+Progress = Callable[[str, int, int], None]
+"""Called with what is going on, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to bench, on what, for how long."""
+
+    model: str = "vit"
+    batch: int = 64
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int | None = None
+    methods: str | None = None
+    rounds: int = 25
+    seconds: float = 600.0
+    clock: str = "wall"
+    long: bool = False
+
+    def command(self) -> str:
+        """The command line that repeats this."""
+        parts = ["dampen", "bench"]
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value is True:
+                parts.append(f"--{entry.name}")
+            elif value != entry.default:
+                parts += [f"--{entry.name}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join(parts)
+
+
+def bench(options: Options, progress: Progress = lambda what, done, total: None) -> dict[str, Any]:
+    """Measure and return the record: plain data, all of it."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    subject = make_subject(options.model, options.batch, options.dtype, options.device)
+    variants = find_variants(options.methods)
+    plain = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
+    skipped: dict[str, str] = {}
+    names = {v.name for v in variants}
+    published = {name: build for name, (same, build) in PAPERS.items() if same in names}
+    instead = ALTERNATIVES if options.methods is None else {}
+    ours = _built({v.name: partial(regularized_step, subject, v) for v in variants}, skipped, "methods", progress)
+    papers = _built({n: partial(b, subject) for n, b in published.items()}, skipped, "papers", progress)
+    others = _built({n: partial(b, subject) for n, b in instead.items()}, skipped, "alternatives", progress)
+    steps = {**plain, **ours, **papers, **others}
+    ratios = compare(
+        steps,
+        (FUSED, UNFUSED),
+        rounds=options.rounds,
+        seconds=options.seconds,
+        every=6,
+        enough=NOISY,
+        clock=CLOCKS[options.clock],
+        progress=lambda done: progress("rounds", done, options.rounds),
+    )
+    memory = _memory(steps, options.device, progress)
+    record = _record(options, subject, variants, ratios, memory, {"ours": ours, "papers": papers, "others": others})
+    record["skipped"] = skipped
+    if options.long:
+        from dampen.lab.bench.scaling import scale_attention, scale_batch
+
+        possible = [v for v in variants if v.name in ours]
+        record["scaling"] = scale_attention(possible, options, progress)
+        record["batches"] = scale_batch(possible, options, progress)
+    return record
+
+
+def plain_step(subject: Subject, fused: bool = True) -> Step:
+    """The model as it is, or with the matrix of scores instead of the fused kernel."""
+    model = subject.copy()
+
+    def losses() -> Tensor:
+        return subject.loss(model(*subject.inputs))
+
+    if fused:
+        return subject.step(losses)
+    function = unfused()
+
+    def patched() -> Tensor:
+        with attention_as(function):
+            return losses()
+
+    return subject.step(patched)
+
+
+def regularized_step(subject: Subject, variant: Variant) -> Step:
+    """The model with a method in it."""
+    import dampen
+    from dampen.lab.specs import build_methods
+    from dampen.sites import find_layers
+
+    model = subject.copy()
+    sites: str | list[str] = "*"
+    if variant.upper:
+        layers = [layer.name for layer in find_layers(model)]
+        sites = layers[len(layers) // 2 :]
+    reg = dampen.regularize(model, build_methods(variant.specs), sites)
+    reg.progress(0.5)
+
+    def losses() -> Tensor:
+        return reg.loss(lambda: model(*subject.inputs), subject.loss)[0]
+
+    return subject.step(losses)
+
+
+def _built(
+    builders: Mapping[str, Callable[[], Step]], skipped: dict[str, str], what: str, progress: Progress
+) -> dict[str, Step]:
+    """The steps that can be built and run once; of the others, why not."""
+    steps: dict[str, Step] = {}
+    for i, (name, build) in enumerate(builders.items()):
+        progress(f"warming up {what}", i, len(builders))
+        try:
+            steps[name] = build()
+            steps[name]()
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
+            steps.pop(name, None)
+            skipped[name] = (str(error).splitlines() or [type(error).__name__])[0]
+    return steps
+
+
+def _memory(steps: Mapping[str, Step], device: str, progress: Progress) -> dict[str, int]:
+    found = {}
+    for i, (name, step) in enumerate(steps.items()):
+        progress("counting memory", i, len(steps))
+        found[name] = peak_memory(step, device)
+    return found
+
+
+def _record(
+    options: Options,
+    subject: Subject,
+    variants: list[Variant],
+    ratios: Mapping[str, Ratio],
+    memory: Mapping[str, int],
+    groups: Mapping[str, Mapping[str, Step]],
+) -> dict[str, Any]:
+    best = next(n for n in (FUSED, UNFUSED) if ratios[n].low == ratios[n].high == 1.0)  # the one all others are over
+    least = memory[best]
+    designed = options.model == "vit" and options.dtype == "float32"  # the targets are for this model alone
+
+    def entry(name: str) -> dict[str, Any]:
+        return {**asdict(ratios[name]), "noisy": ratios[name].width > NOISY}
+
+    targets = {v.name: v.target for v in variants if designed and v.target is not None and v.name in ratios}
+    return {
+        "command": options.command(),
+        "model": subject.label,
+        "what": "one training step without the optimizer (forward, backward) as a multiple of the best plain step",
+        "machine": {**machine(), "clock": options.clock, "device": options.device},
+        "plain": {"best": best, **{name: entry(name) for name in (FUSED, UNFUSED)}},
+        "ratios": {name: entry(name) for name in groups["ours"]},
+        "targets": {n: {"target": t, "met": ratios[n].median <= t} for n, t in targets.items()},
+        "papers": {name: {"ours": PAPERS[name][0], **entry(name)} for name in groups["papers"]},
+        "alternatives": {name: entry(name) for name in groups["others"]},
+        "memory": {name: {"bytes": b, "ratio": b / least} for name, b in memory.items()},
+        "variants": {v.name: v.text + (", upper half of the layers" if v.upper else "") for v in variants},
+        "noisy": [name for name, ratio in ratios.items() if ratio.width > NOISY],
+    }
