@@ -1,6 +1,5 @@
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import stat
@@ -10,6 +9,7 @@ import pytest
 
 from dampen.lab.checkpoint import load_newest, load_state, save_state, saved_states
 from dampen.lab.errors import DiskFull, LabError, Locked
+from dampen.lab.processes import start
 from dampen.lab.record import Record, atomic_file, clean_folder, locked, write_json
 
 
@@ -56,18 +56,15 @@ def test_temporary_files_of_a_killed_process_are_removed(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["final.json"]
 
 
-def _hold(folder, ready):
+def _hold(pipe, folder):
     with locked(folder):
-        ready.set()
+        pipe.send("ready")
         time.sleep(60)
 
 
 def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    holder = context.Process(target=_hold, args=(tmp_path, ready))
-    holder.start()
-    assert ready.wait(60)
+    holder, pipe = start(_hold, tmp_path)
+    assert pipe.recv() == "ready"
     with pytest.raises(Locked, match=f"in use by process {holder.pid}"), locked(tmp_path):
         pass
     os.kill(holder.pid, signal.SIGKILL)

@@ -1,16 +1,15 @@
 """A trial that was cut off goes on bit-exactly: same final weights, same log, same result."""
 
-import json
+import os
 import random
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 from dampen.lab.checkpoint import saved_states
 from dampen.lab.errors import DiskFull, Interrupted
+from dampen.lab.processes import start
 from dampen.lab.record import Record
 from dampen.lab.train import run_trial
 
@@ -101,35 +100,26 @@ def test_a_full_disk_while_saving_loses_nothing(tmp_path, small, quick, monkeypa
     assert same(run_trial(trial, tmp_path / "full", quick), whole)
 
 
-CHILD = """
-import json, sys
-from dampen.lab.session import Execution
-from dampen.lab.train import run_trial
-from dampen.lab.trial import Trial
-trial = Trial.from_dict(json.loads(sys.argv[1]))
-say = lambda event: print(event["kind"], event.get("step", ""), flush=True)
-run_trial(trial, sys.argv[2], Execution(threads=1, accelerator="cpu", progress_seconds=0.0, checkpoint_steps=2), say)
-"""
+def _train(pipe, trial, folder, execution):
+    """The life of the process that gets killed: it says each step."""
+    run_trial(trial, folder, execution, lambda event: pipe.send((event["kind"], event.get("step", 0))))
 
 
 @pytest.mark.slow
 def test_a_process_killed_at_random_steps_resumes_to_the_same_weights(tmp_path, small, quick):
     trial = small([DROP], epochs=5, ema=0.9)
     whole = run_trial(trial, tmp_path / "whole", quick)
-    draw = random.Random(0)
-    killed = 0
-    for target in sorted(draw.sample(range(3, 30), 3)):
-        command = [sys.executable, "-c", CHILD, json.dumps(trial.to_dict()), str(tmp_path / "cut")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            for line in child.stdout:
-                kind, *step = line.split()
-                if kind == "progress" and int(step[0]) >= target:
-                    child.send_signal(signal.SIGKILL)
-                    break
-        assert child.returncode == -signal.SIGKILL
+    steps = sorted(random.Random(0).sample(range(3, 30), 5))
+    for target in steps:
+        process, pipe = start(_train, trial, tmp_path / "cut", replace(quick, checkpoint_steps=2))
+        while pipe.recv() != ("progress", target):
+            assert process.is_alive()
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert not (tmp_path / "cut" / "final.json").exists()
         assert saved_states(tmp_path / "cut", "checkpoint")
-        killed += 1
     result = run_trial(trial, tmp_path / "cut", quick)
-    assert result["resumed"] == killed == 3
+    assert result["resumed"] == len(steps)
     assert same(result, whole)
     assert log_without_times(tmp_path / "cut") == log_without_times(tmp_path / "whole")

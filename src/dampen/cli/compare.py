@@ -43,7 +43,9 @@ def compare(
     from dampen.cli.running import execute
     from dampen.lab.compare import comparison
     from dampen.lab.plan import make_plan
+    from dampen.lab.processes import warm_up
 
+    warm_up()
     changes = [*(settings or []), *(["data.partial=true"] if partial else [])]
     plan = make_plan(comparison(data, model, methods, seeds), settings=changes)
     kind = {k: v for k, v in next(iter(plan.trials.values())).canonical().items() if k not in ("seed", "methods")}

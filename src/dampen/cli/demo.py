@@ -25,7 +25,9 @@ def demo(
     from dampen.lab.catalog import catalog
     from dampen.lab.demo import demo_recipe
     from dampen.lab.plan import make_plan
+    from dampen.lab.processes import warm_up
 
+    warm_up()
     folder = out / "demo"
     if fresh and folder.is_dir():
         shutil.rmtree(folder)

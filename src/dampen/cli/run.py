@@ -45,13 +45,17 @@ def run(
 ) -> None:
     """Run a recipe: rows x grid x seeds. What is recorded is skipped, what was cut off goes on bit-exactly."""
     from dampen.cli.running import execute
+    from dampen.lab.processes import warm_up
 
     changes = list(settings or [])
     options = {"train.devices": devices, "train.strategy": strategy, "train.precision": precision}
     changes += [f"{k}={v!r}" for k, v in options.items() if v is not None]
     changes += ["data.partial=true"] if partial else []
     changes += ["train.compile=true"] if compile_ else []
-    plan = make_plan(load_recipe(recipe), scale, changes, seed or None)
+    loaded = load_recipe(recipe)
+    if not dry_run:
+        warm_up()
+    plan = make_plan(loaded, scale, changes, seed or None)
     trials = plan.chosen(row or (), seed or ())
     folder = out / run_name(plan, settings or [])
     if dry_run:

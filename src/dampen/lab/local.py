@@ -7,8 +7,6 @@ cores each uses one thread. A worker that dies is replaced and its trial goes on
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import signal
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from typing import Any
 
 from dampen.lab.engine import FATAL, Job, Outcome, Report, run_job
 from dampen.lab.environment import usable_cores
+from dampen.lab.processes import start
 from dampen.lab.session import Execution
 
 RETRIES = 2
@@ -115,21 +114,7 @@ class LocalEngine:
 
 
 def _start(execution: Execution) -> _Worker:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    threads = str(execution.threads or 1)
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = threads  # read by the child before it imports torch
-    try:
-        process = context.Process(target=_work, args=(theirs, execution), name="dampen worker")
-        process.start()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-    theirs.close()
-    return _Worker(process, ours)
+    return _Worker(*start(_work, execution))
 
 
 def _listen(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> None:

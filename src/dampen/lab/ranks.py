@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from dampen.lab.errors import Interrupted, LabError, portable
+from dampen.lab.processes import start
 from dampen.lab.trial import Trial
 
 
@@ -27,16 +27,11 @@ def launch(
     stop: Callable[[], bool],
 ) -> Any:
     """Run `train` in one process per device and return what rank 0 returned; if one rank fails, all are stopped."""
-    context = multiprocessing.get_context("spawn")
     port = _free_port()
     ranks: list[tuple[Any, Any]] = []
     try:
         for rank in range(trial.train.devices):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(train, trial, folder, execution, rank, port, theirs))
-            process.start()
-            theirs.close()
-            ranks.append((process, ours))
+            ranks.append(start(_rank, train, trial, folder, execution, rank, port))
         result = _follow(ranks, report, stop)
     except Interrupted:
         raise  # every rank stops by itself
@@ -83,7 +78,7 @@ def _follow(ranks: list[tuple[Any, Any]], report: Callable[..., None], stop: Cal
 
 
 def _rank(
-    train: Callable[..., Any], trial: Trial, folder: Path, execution: Any, rank: int, port: int, pipe: Any
+    pipe: Any, train: Callable[..., Any], trial: Trial, folder: Path, execution: Any, rank: int, port: int
 ) -> None:
     """The life of one rank. The parent says nothing but 'stop'; a parent that is gone means the same."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop

@@ -1,0 +1,11 @@
+"""Imported once by the server that workers are forked from; see processes.py. It imports what a trial needs."""
+
+import importlib
+
+from dampen.torchvision_cure import cure_torchvision
+
+cure_torchvision()
+for name in ("lightning.fabric.strategies", "torchmetrics.classification", "sklearn.datasets", "dampen.public"):
+    importlib.import_module(name)
+for name in ("data", "metrics", "train"):
+    importlib.import_module(f"dampen.lab.{name}")
