@@ -303,7 +303,8 @@ class Regularizer(nn.Module):
     def always_idle(self) -> bool:
         """Whether every scheduled value is 0 in this clone's layer for the whole of training, by construction."""
         depth = 0.0 if self.site is None else self.site.depth
-        return bool(self._schedules) and all(always_zero(s, depth) for s, _ in self._schedules.values())
+        learns = any(True for _ in self.parameters())
+        return not learns and bool(self._schedules) and all(always_zero(s, depth) for s, _ in self._schedules.values())
 
     @property
     def wants_gradient(self) -> bool:

@@ -6,8 +6,12 @@ fused loops, and it is exact."""
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor
+
+from dampen.regularizer import Call
 
 NETWORK_UP_TO = 64
 """The largest k for which the network is taken: on a CPU it has then two thirds of the time of `torch.topk` or less, at
@@ -37,6 +41,43 @@ def kth_largest(s: Tensor, k: int) -> Tensor:
 def _by_network(s: Tensor, k: int) -> bool:
     limit = COMPILED_UP_TO if torch.compiler.is_compiling() else NETWORK_UP_TO
     return k <= limit and s.shape[-2] < 64 * k and s.device.type == "cpu"
+
+
+def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
+    """The scores with the model's bias as (B, H, M, N), in float32 and without gradient: only their order counts."""
+    q, k = q.detach().float(), k.detach().float()
+    with torch.autocast(q.device.type, enabled=False):
+        if k.shape[1] != q.shape[1]:
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        s = k @ q.mT
+    return s if call.bias is None else s.mul_(call.scale).add_(call.bias.detach().mT)
+
+
+def in_top(s: Tensor, keep: Tensor | None, top: int | float) -> Tensor:
+    """Which scores (B, H, M, N), keys first, are among the k largest that `keep` (B, H, N, M) shows to their query."""
+    keys = s.shape[-2]
+    if isinstance(top, int):
+        if top > keys:
+            raise ValueError(
+                f"HardMasking(top={top}) asks for more keys than the {keys} there are. Give a smaller count, or a "
+                "fraction such as top=0.1."
+            )
+        k = top
+    else:
+        share = Fraction(str(top))  # exact: 0.1 * 30 is more than 3 in floating point, and would be rounded up to 4
+        k = -(-keys * share.numerator // share.denominator)
+    if keep is None:
+        return s >= kth_largest(s, k)
+    keep = keep.mT
+    s = s.masked_fill(~keep, float("-inf"))
+    seen = keep.sum(-2, keepdim=True)
+    count = (
+        seen.clamp(max=k)
+        if isinstance(top, int)
+        else (seen * share.numerator + share.denominator - 1) // share.denominator
+    )
+    lowest = largest(s, k).gather(-2, (count - 1).clamp(min=0).expand(*s.shape[:-2], 1, s.shape[-1]))
+    return (s >= lowest) & keep
 
 
 def _network(s: Tensor, k: int) -> list[Tensor]:

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from benchmarks.reference_stochastic import attend_scores, top_keys
 from torch.nn import functional as F
 
 import dampen
+from benchmarks.reference_stochastic import attend_scores, top_keys
 from dampen import HardMasking
 from dampen.methods import hard_masking
-from dampen.methods.hard_masking import in_top, transposed_scores
 from dampen.regularizer import Call
+from dampen.selection import in_top, transposed_scores
 
 B, H, N, D = 2, 3, 9, 4
 

@@ -7,10 +7,11 @@ import warnings
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dampen.blur import Edge, apply_kernel, kernel_weights, on_grid, on_line, seen_together
 from dampen.grid import check_grid
+from dampen.learnable import count_heads, device_of, per_head, scale_divergence
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
@@ -31,12 +32,20 @@ class BlurredAttention(Regularizer):
     with the start of the next. The paper's w and sigma are not public: the defaults are ours. It reports that w above
     9 hurts, so that warns.
 
+    Learned sigma, which the paper names as future work: with `learn=True` each key head of each layer has its own,
+    a parameter (`reg.parameters()`) that starts at `sigma`; s = u sigma_h with u ~ U(0, 1) is differentiable in it. The
+    task alone would learn not to blur, so `prior_weight` times log(sigma_h / sigma) + sigma / sigma_h - 1, which is 0
+    at sigma and infinite at 0, is added to the loss.
+
     Args:
         width: w, odd.
         sigma: largest standard deviation, in keys; 0 is no blur.
         grid: (rows, columns) of the patch grid for a blur in two dimensions.
         edge: "renormalize", or "zero" where missing neighbors count as scores of 0.
         draw: one s for the whole "forward" of a layer, or one per "head" (per key head, if queries share keys).
+        learn: make sigma a parameter per head and layer.
+        heads: number of key heads, where `learn` cannot find it in the model.
+        prior_weight: factor of the divergence from `sigma`.
 
     >>> from dampen import BlurredAttention
     >>> BlurredAttention(width=5, sigma=1.0)
@@ -44,6 +53,7 @@ class BlurredAttention(Regularizer):
     """
 
     sigma: Tensor
+    prior_weight: Tensor
 
     def __init__(
         self,
@@ -52,6 +62,9 @@ class BlurredAttention(Regularizer):
         grid: tuple[int, int] | None = None,
         edge: Edge = "renormalize",
         draw: Literal["forward", "head"] = "forward",
+        learn: bool = False,
+        heads: int | None = None,
+        prior_weight: Value = 0.01,
     ) -> None:
         super().__init__()
         if isinstance(width, bool) or not isinstance(width, int) or width < 1 or width % 2 == 0:
@@ -66,19 +79,44 @@ class BlurredAttention(Regularizer):
             raise ValueError(f"BlurredAttention: draw must be 'forward' or 'head', got {draw!r}.")
         self.scheduled("sigma", sigma, high=math.inf)
         self.width, self.grid = width, None if grid is None else check_grid(grid)
-        self.edge, self.draw = edge, draw
+        self.edge, self.draw, self.learn = edge, draw, learn
+        self.log_sigma: nn.Parameter | None = None
+        if learn:
+            self.scheduled("prior_weight", prior_weight, high=math.inf)
+            if heads is not None:
+                self._make_parameter(heads, torch.device("cpu"))
+
+    def prepare(self, model: nn.Module) -> None:
+        if self.learn and self.log_sigma is None:
+            self._make_parameter(count_heads(self, key_heads=True), device_of(model))
+
+    def _make_parameter(self, heads: int, device: torch.device) -> None:
+        start = max(self.sigma.item(), 1e-3)
+        self.log_sigma = nn.Parameter(torch.full((heads,), math.log(start), device=device))
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         keys, device = k.shape[2], k.device
         near = on_line(keys, self.width, device) if self.grid is None else on_grid(keys, self.grid, self.width, device)
         shape = (k.shape[1], 1, 1) if self.draw == "head" else ()
-        sigma = torch.rand(shape, device=device) * self.sigma
+        sigma = torch.rand(shape, device=device) * self._largest(k.shape[1])
         weights = kernel_weights(near, seen_together(near, call), sigma, self.edge)
         return q, apply_kernel(k, weights, near), v
 
+    def _largest(self, heads: int) -> Tensor:
+        """Sigma: the stated one, or one per key head (H, 1, 1)."""
+        if not self.learn:
+            return self.sigma
+        if self.log_sigma is None:
+            raise RuntimeError("BlurredAttention(learn=True) has no parameter yet. Attach it, or say heads=.")
+        self.penalize(self.prior_weight * scale_divergence(self.sigma, self.log_sigma), "prior")
+        return per_head(self.log_sigma, heads, "BlurredAttention").exp()
+
+    def neutral(self) -> None:
+        self.learn = False
+        super().neutral()
+
     def extra_repr(self) -> str:
-        more = {"grid": self.grid, "edge": self.edge, "draw": self.draw}
-        usual = {"grid": None, "edge": "renormalize", "draw": "forward"}
-        return ", ".join(
-            [super().extra_repr(), f"width={self.width}", *(f"{k}={v}" for k, v in more.items() if v != usual[k])]
-        )
+        more = {"grid": self.grid, "edge": self.edge, "draw": self.draw, "learn": self.learn}
+        usual = {"grid": None, "edge": "renormalize", "draw": "forward", "learn": False}
+        said = [f"{k}={v}" for k, v in more.items() if v != usual[k]]
+        return ", ".join([f"sigma={self.sigma.item():.3g}", f"width={self.width}", *said])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dampen.learnable import count_heads, device_of, logit, per_head, rate_divergence, soft_bernoulli, soft_top
 from dampen.masks import bernoulli
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
-from dampen.selection import kth_largest, largest
+from dampen.selection import in_top, transposed_scores
 
 
 class HardMasking(Regularizer):
@@ -30,37 +32,110 @@ class HardMasking(Regularizer):
     lose all its keys gets one back, at random. The paper's p and k are not public: the defaults are ours. It reports
     that p above 0.5 hurts, so that warns.
 
+    Learned p and k, which the paper names as future work: with `learn` they are parameters per head and layer
+    (`reg.parameters()`) that start at `rate` and `top`. Decisions become soft, at `temperature`: a key belongs to the
+    top by its rank and is dropped by a relaxed draw d in (0, 1), as log(1 - d) on its score (fill "-inf") or as the
+    factor 1 - d (fill "zero"); that needs the matrix of scores. The task alone would learn to drop nothing, so
+    `prior_weight` times KL(Bernoulli(rate) || Bernoulli(p)), and likewise for the fraction, is added to the loss.
+
     Args:
         rate: p, the probability to drop a top key.
         top: k, a fraction of the visible keys in (0, 1], or a count of keys.
         fill: "-inf" removes a dropped key, "zero" sets its score to 0, as in the paper.
+        learn: "rate", "top" or both; nothing by default.
+        heads: number of heads, where `learn` cannot find it in the model.
+        temperature: of the soft decisions.
+        prior_weight: factor of the divergence from `rate` and `top`.
 
     >>> from dampen import HardMasking
     >>> HardMasking(0.2), sorted(HardMasking(0.2, fill="zero").stages)
     (HardMasking(rate=0.2, top=0.1, fill=-inf), ['logits'])
+    >>> HardMasking(0.2, learn=["rate", "top"], heads=8)
+    HardMasking(rate=0.2, top=0.1, fill=-inf, learn=rate top)
     """
 
     rate: Tensor
+    prior_weight: Tensor
 
-    def __init__(self, rate: Value = 0.2, top: float = 0.1, fill: Literal["-inf", "zero"] = "-inf") -> None:
+    def __init__(
+        self,
+        rate: Value = 0.2,
+        top: float = 0.1,
+        fill: Literal["-inf", "zero"] = "-inf",
+        learn: str | Sequence[str] = (),
+        heads: int | None = None,
+        temperature: float = 0.3,
+        prior_weight: Value = 0.01,
+    ) -> None:
         super().__init__()
         if fill not in ("-inf", "zero"):
             raise ValueError(
                 f"HardMasking: fill must be '-inf' (remove the key) or 'zero' (the paper's), got {fill!r}."
             )
         self.top, self.fill = check_top(top), fill
+        self.learn, self.temperature = check_learn(learn, top), temperature
         self.scheduled("rate", rate)
-        self.stages = frozenset({"mask"} if fill == "-inf" else {"logits"})
+        if self.learn:
+            if not temperature > 0:
+                raise ValueError(f"HardMasking: temperature must be positive, got {temperature!r}.")
+            self.scheduled("prior_weight", prior_weight, high=math.inf)
+            if heads is not None:
+                self._make_parameters(heads, torch.device("cpu"))
+        self.stages = frozenset({"qkv", "logits"} if self.learn else {"mask"} if fill == "-inf" else {"logits"})
+
+    def prepare(self, model: nn.Module) -> None:
+        if self.learn and not self.log_odds:
+            self._make_parameters(count_heads(self), device_of(model))
 
     def mask(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self._dropped(transposed_scores(q, k, call), call).mT
 
     def logits(self, s: Tensor, call: Call) -> Tensor:
-        return s.masked_fill(self._dropped(s.detach().float().mT.contiguous(), call).mT, 0)
+        if not self.learn:
+            return s.masked_fill(self._dropped(s.detach().float().mT.contiguous(), call).mT, 0)
+        kept = 1 - self._softly_dropped(s, call)
+        return (s * kept if self.fill == "zero" else s + kept.clamp(min=1e-6).log()).to(s.dtype)
+
+    def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Only to add the divergence once per attention, however many chunks `logits` sees."""
+        priors = {"rate": self.rate, "top": torch.full_like(self.rate, self.top)}
+        terms = [rate_divergence(priors[name], odds) for name, odds in self.log_odds.items()]
+        self.penalize(self.prior_weight * torch.stack(terms).sum(), "prior")
+        return q, k, v
+
+    def neutral(self) -> None:
+        self.learn = frozenset()
+        self.stages = frozenset({"mask"} if self.fill == "-inf" else {"logits"})
+        super().neutral()
 
     def _dropped(self, s: Tensor, call: Call) -> Tensor:
         """Which of the scores (B, H, M, N), keys first, are top ones and drawn: bool of that shape."""
         return in_top(s, call.keep, self.top) & bernoulli(s.shape, self.rate, s.device)
+
+    def _softly_dropped(self, s: Tensor, call: Call) -> Tensor:
+        """How far each score (B, H, N, M) is dropped, in (0, 1)."""
+        if not self.log_odds:
+            raise RuntimeError("HardMasking(learn=...) has no parameters yet. Attach it, or say heads=.")
+        learned = {name: per_head(odds, s.shape[1], "HardMasking") for name, odds in self.log_odds.items()}
+        if "top" in learned:
+            top = soft_top(s, call.keep, learned["top"].sigmoid(), self.temperature)
+        else:
+            top = in_top(s.detach().float().mT.contiguous(), call.keep, self.top).mT
+        if "rate" in learned:
+            return top * soft_bernoulli(learned["rate"], s.shape, self.temperature)
+        return top * bernoulli(s.shape, self.rate, s.device)
+
+    def _make_parameters(self, heads: int, device: torch.device) -> None:
+        start = {"rate": self.rate.item(), "top": self.top}
+        for name in sorted(self.learn):
+            value = torch.full((heads,), logit(start[name]), device=device)
+            self.register_parameter(f"{name}_log_odds", nn.Parameter(value))
+
+    @property
+    def log_odds(self) -> dict[str, Tensor]:
+        """The learned values by name, as log(p / (1 - p)) per head. They are parameters of the clone itself, because
+        those of a child module would enter the model's state_dict."""
+        return {n.removesuffix("_log_odds"): p for n, p in self.named_parameters(recurse=False)}
 
     def at(self, progress: float) -> None:
         super().at(progress)
@@ -71,44 +146,18 @@ class HardMasking(Regularizer):
             )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, top={self.top}, fill={self.fill}"
+        learn = f", learn={' '.join(sorted(self.learn))}" if self.learn else ""
+        return f"rate={self.rate.item():.3g}, top={self.top}, fill={self.fill}{learn}"
 
 
-def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
-    """The scores with the model's bias as (B, H, M, N), in float32 and without gradient: only their order counts."""
-    q, k = q.detach().float(), k.detach().float()
-    with torch.autocast(q.device.type, enabled=False):
-        if k.shape[1] != q.shape[1]:
-            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        s = k @ q.mT
-    return s if call.bias is None else s.mul_(call.scale).add_(call.bias.detach().mT)
-
-
-def in_top(s: Tensor, keep: Tensor | None, top: int | float) -> Tensor:
-    """Which scores (B, H, M, N), keys first, are among the k largest that `keep` (B, H, N, M) shows to their query."""
-    keys = s.shape[-2]
-    if isinstance(top, int):
-        if top > keys:
-            raise ValueError(
-                f"HardMasking(top={top}) asks for more keys than the {keys} there are. Give a smaller count, or a "
-                "fraction such as top=0.1."
-            )
-        k = top
-    else:
-        share = Fraction(str(top))  # exact: 0.1 * 30 is more than 3 in floating point, and would be rounded up to 4
-        k = -(-keys * share.numerator // share.denominator)
-    if keep is None:
-        return s >= kth_largest(s, k)
-    keep = keep.mT
-    s = s.masked_fill(~keep, float("-inf"))
-    seen = keep.sum(-2, keepdim=True)
-    count = (
-        seen.clamp(max=k)
-        if isinstance(top, int)
-        else (seen * share.numerator + share.denominator - 1) // share.denominator
-    )
-    lowest = largest(s, k).gather(-2, (count - 1).clamp(min=0).expand(*s.shape[:-2], 1, s.shape[-1]))
-    return (s >= lowest) & keep
+def check_learn(learn: str | Sequence[str], top: float) -> frozenset[str]:
+    """The names of the values to learn."""
+    names = frozenset([learn] if isinstance(learn, str) else learn)
+    if names - {"rate", "top"}:
+        raise ValueError(f"HardMasking: learn takes 'rate', 'top' or both, got {learn!r}.")
+    if "top" in names and isinstance(top, int):
+        raise ValueError(f"HardMasking: to learn top, give it as a fraction such as 0.1, got the count {top}.")
+    return names
 
 
 def check_top(top: float) -> float:
