@@ -15,6 +15,9 @@ from dampen.lab.record import Record, read_json
 MEASURED = "diagnose.json"
 """What `dampen diagnose` leaves in a trial's folder; the report shows what it finds there."""
 
+ASIDE = ("tensorboard", "search")
+"""Folders inside a run that hold no trials of its table."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -78,7 +81,7 @@ def label(folder: Path, root: Path) -> str:
 
 def _folders(root: Path) -> Iterator[Path]:
     for name, folders, _ in os.walk(root):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "tensorboard")
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in ASIDE)
         yield Path(name)
 
 
