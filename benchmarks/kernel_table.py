@@ -10,39 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from dampen.kernels import _HALF_IN_HARDWARE
-from dampen.lab.timing import compare, machine
-
-LENGTHS = (16, 32, 48, 65, 128, 197, 256, 512, 1024, 2048)
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-    s = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    return (s if keep is None else s.masked_fill(~keep, torch.finfo(s.dtype).min)).softmax(-1) @ v
-
-
-def fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, keep)
-
-
-def measure(dtype: torch.dtype, length: int, masked: bool, rounds: int, size: int = 32) -> float:
-    """fused / plain, forward and backward."""
-    batch = max(1, int(96 * (65 / length) ** 1.5))  # about the same time at every length
-    q, k, v = (torch.randn(batch, 8, length, size, dtype=dtype, requires_grad=True) for _ in range(3))
-    gradient = torch.randn_like(q)
-    keep = torch.rand(batch, 8, length, length) > 0.3 if masked else None
-
-    def run(attention: Callable[..., Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(attention(q, k, v, keep), (q, k, v), gradient)
-
-    return compare({"plain": run(plain), "fused": run(fused)}, "plain", rounds=rounds)["fused"].median
+from dampen.lab.timing import machine
+from dampen.tuning import LENGTHS, measure
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

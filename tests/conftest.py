@@ -1,6 +1,8 @@
 """Shared set-up: torchvision's cure before anything imports it, one thread per test process, and a time budget per
 file."""
 
+import os
+import tempfile
 from collections import defaultdict
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from dampen.torchvision_cure import cure_torchvision
 
 cure_torchvision()
+os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(prefix="dampen-tests-")  # what `doctor --tune` measured must not matter
 torch.set_num_threads(1)
 
 BUDGETS = {

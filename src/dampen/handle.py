@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.attach import attach, check_model
+from dampen.kernels import use_tuned_table
 from dampen.prefix import Prefix
 from dampen.regularizer import Regularizer
 from dampen.report import describe
@@ -45,6 +46,7 @@ def regularize(
     """
     chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
     check_model(model)
+    use_tuned_table()
     layers, clones, prefix = attach(model, chosen, sites, attention, projections)
     return Regularization(model, chosen, layers, clones, prefix)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,11 +13,20 @@ from rich.table import Table
 from dampen.cli.common import DataDir, Json, Out, command, print_json
 
 
-@command("dampen doctor\ndampen doctor --data-dir data --json")
-def doctor(data_dir: DataDir = None, out: Out = Path("runs"), as_json: Json = False) -> None:
+@command("dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --tune")
+def doctor(
+    data_dir: DataDir = None,
+    out: Out = Path("runs"),
+    tune: Annotated[
+        bool, typer.Option("--tune", help="First measure which attention kernel is faster here, and keep it.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Say what is installed, which devices, kernels and data sets there are; exit code 1 if something is wrong."""
     from dampen.lab.doctor import examine, to_json
 
+    if tune:
+        _tune()
     findings = examine(data_dir, out)
     if as_json:
         print_json(to_json(findings))
@@ -30,3 +40,13 @@ def doctor(data_dir: DataDir = None, out: Out = Path("runs"), as_json: Json = Fa
         Console(highlight=False).print(table)
     if not all(f.ok for f in findings):
         raise typer.Exit(1)
+
+
+def _tune() -> None:
+    from rich.progress import Progress
+
+    from dampen.tuning import tune
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring attention kernels", total=None)
+        tune(progress=lambda done, total: bar.update(task, completed=done, total=total))

@@ -35,7 +35,7 @@ class Finding:
 
 def examine(data_dir: str | None = None, runs: Path = Path("runs")) -> list[Finding]:
     """Everything at once; nothing is changed."""
-    return [*_packages(), *_devices(), _torchvision(), _attention(), *_data(data_dir), _disk(runs)]
+    return [*_packages(), *_devices(), _torchvision(), _attention(), _kernels(), *_data(data_dir), _disk(runs)]
 
 
 def to_json(findings: list[Finding]) -> dict[str, Any]:
@@ -107,6 +107,19 @@ def _attention() -> Finding:
         error < 1e-5,
         f"agrees with the plain formula to {error:.0e}",
         "" if error < 1e-5 else "reinstall torch",
+    )
+
+
+def _kernels() -> Finding:
+    """Whether the table of kernels was measured on this machine."""
+    from dampen.tuning import load
+
+    limits = load()
+    if not limits:
+        return Finding("kernel table", True, "the one that comes with dampen; measure your own: dampen doctor --tune")
+    told = ", ".join(f"{str(t).removeprefix('torch.')} {keys}" for (_, t), keys in limits.items())
+    return Finding(
+        "kernel table", True, f"measured here: fused attention from so many keys on: {told} ({cache_path()})"
     )
 
 
