@@ -118,9 +118,7 @@ def _kernels() -> Finding:
     if not limits:
         return Finding("kernel table", True, "the one that comes with dampen; measure your own: dampen doctor --tune")
     told = ", ".join(f"{str(t).removeprefix('torch.')} {keys}" for (_, t), keys in limits.items())
-    return Finding(
-        "kernel table", True, f"measured here: fused attention from so many keys on: {told} ({cache_path()})"
-    )
+    return Finding("kernel table", True, f"measured here; attention runs fused from so many keys on: {told}")
 
 
 def _data(data_dir: str | None) -> list[Finding]:
