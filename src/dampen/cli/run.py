@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import DataDir, Json, Out, Settings, Workers, command, print_json
+from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched
 from dampen.lab.plan import Plan, make_plan
 from dampen.lab.recipe import load_recipe
 
@@ -35,8 +36,12 @@ def run(
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
     accelerator: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    engine: Annotated[str, typer.Option(help="Where trials run.")] = "local",
+    engine: Annotated[str, typer.Option(help="Where trials run: local or ray.")] = "local",
+    address: Address = None,
     workers: Workers = None,
+    search: SearchBy = None,
+    search_trials: SearchTrials = 20,
+    storage: Storage = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Run trials again whose loss became NaN.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
@@ -47,6 +52,8 @@ def run(
     from dampen.cli.running import execute
     from dampen.lab.processes import warm_up
 
+    check_search(search)
+    chosen = engine_options(engine, workers, address)
     changes = list(settings or [])
     options = {"train.devices": devices, "train.strategy": strategy, "train.precision": precision}
     changes += [f"{k}={v!r}" for k, v in options.items() if v is not None]
@@ -62,8 +69,12 @@ def run(
         _preview(plan, folder, len(trials), as_json)
         return
     execution = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
+    if search:
+        folder = folder.with_name(f"{folder.name}-search")
+        plan = searched(loaded, folder, execution, search_trials, storage, workers, scale, changes, seed or None)
+        trials = plan.chosen(row or (), seed or ())
     steps = [f"dampen report {folder}"] if _has_report() else []
-    execute(plan, folder, trials, as_json, execution, steps, engine=engine, retry=retry, workers=workers)
+    execute(plan, folder, trials, as_json, execution, steps, retry=retry, **chosen)
 
 
 def run_name(plan: Plan, settings: list[str]) -> str:

@@ -8,7 +8,6 @@ together. What was cut off is resumed from its checkpoint.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from dampen.lab.checkpoint import saved_states
 from dampen.lab.environment import usable_cores
 from dampen.lab.errors import Diverged, Interrupted, LabError, Locked
 from dampen.lab.plan import Plan
+from dampen.lab.processes import context
 from dampen.lab.recipe import Recipe
 from dampen.lab.record import write_json
 from dampen.lab.search_space import Axis, make_searchable, plan_at
@@ -142,9 +142,9 @@ def _run_workers(what: Search, workers: int | None, report: Callable[[str], None
     count = min(workers or usable_cores(), what.trials * len(what.rows))
     threads = what.execution.threads or max(1, usable_cores() // count)
     what = replace(what, execution=replace(what.execution, threads=threads))
-    context = multiprocessing.get_context("spawn")
-    stop, lines = context.Event(), context.SimpleQueue()
-    crew = [context.Process(target=_work, args=(what, i, stop, lines), name="dampen search") for i in range(count)]
+    start = context()
+    stop, lines = start.Event(), start.SimpleQueue()
+    crew = [start.Process(target=_work, args=(what, i, stop, lines), name="dampen search") for i in range(count)]
     for process in crew:
         process.start()
     interrupted = False
