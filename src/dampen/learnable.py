@@ -42,8 +42,14 @@ def logit(value: float) -> float:
     return torch.logit(torch.tensor(p)).item()
 
 
-def per_head(values: Tensor, heads: int, name: str) -> Tensor:
-    """One value per head as (H, 1, 1), or an error in the user's words."""
+def per_head(values: Tensor, heads: int, name: str, grouped: bool = False) -> Tensor:
+    """One value per head as (H, 1, 1), or an error in the user's words.
+
+    `grouped`: the heads may be copies, each value's side by side. transformers repeats keys for their queries where it
+    does not leave that to the kernel.
+    """
+    if grouped and heads % values.shape[0] == 0:
+        values = values.repeat_interleave(heads // values.shape[0])
     if values.shape[0] != heads:
         raise ValueError(
             f"{name}(heads={values.shape[0]}) learns one value per head, but this attention has {heads}. Give heads="

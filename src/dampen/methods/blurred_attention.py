@@ -109,7 +109,7 @@ class BlurredAttention(Regularizer):
         if self.log_sigma is None:
             raise RuntimeError("BlurredAttention(learn=True) has no parameter yet. Attach it, or say heads=.")
         self.penalize(self.prior_weight * scale_divergence(self.sigma, self.log_sigma), "prior")
-        return per_head(self.log_sigma, heads, "BlurredAttention").exp()
+        return per_head(self.log_sigma, heads, "BlurredAttention", grouped=True).exp()
 
     def neutral(self) -> None:
         self.learn = False
