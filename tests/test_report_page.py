@@ -96,6 +96,9 @@ def ground(page):
 def test_themes(browser, report):
     page = browser.page()
     page.open(report)
+    page.press("Tab", 9)  # the first stop is a way past the header
+    assert page.run("document.activeElement.className") == "skip"
+    assert page.run("document.activeElement.getBoundingClientRect().left >= 0")
     light = ground(page)
     assert page.run("document.getElementById('theme').textContent") == "Theme: system"
     page.wait("document.querySelector('#t1-cost svg')")
@@ -195,10 +198,6 @@ def test_keyboard_and_screen_reader(page):
         nodes = [n for n in tree if n.get("role", {}).get("value") == role and not n.get("ignored")]
         assert nodes, role
         assert all(n.get("name", {}).get("value") for n in nodes), role
-    page.run("scrollTo(0, 0); document.activeElement.blur(); getSelection().collapse(document.body, 0)")
-    page.press("Tab", 9)
-    assert page.run("document.activeElement.className") == "skip"
-    assert page.run("document.activeElement.getBoundingClientRect().left >= 0")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

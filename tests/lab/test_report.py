@@ -182,6 +182,23 @@ def test_rows_with_another_model_are_compared_among_themselves(tmp_path):
 # --- judging
 
 
+def test_rows_without_a_run_are_shown_as_such(tmp_path):
+    plan = write_study(tmp_path)
+    for trial in plan.rows[1].points[0].trials.values():
+        shutil.rmtree(tmp_path / trial)
+    report = make_report([tmp_path])
+    assert report.tables[0].entries[1].verdict == "no run yet"
+    for name in ("html", "md", "csv", "json", "latex"):
+        assert "no run yet" in report.render(name)
+
+
+def test_one_seed_makes_a_page_without_intervals(tmp_path):
+    write_study(tmp_path, seeds=1)
+    report = make_report([tmp_path])
+    assert {e.verdict for e in report.tables[0].entries} == {"reference", "too few runs"}
+    assert "Too few runs to say" in report.render("html")
+
+
 def test_verdicts_costs_and_the_paper(table):
     by_name = {e.name: e for e in table.entries}
     assert {n: e.verdict for n, e in by_name.items()} == {

@@ -114,11 +114,11 @@ def _cost(table: Table, pick: Entry | None) -> Answer:
         return Answer("Cost not known", ["No two runs of one seed on the same machine give a ratio of step times."])
     low, high = min(known, key=lambda e: e.cost.ratio or 0), max(known, key=lambda e: e.cost.ratio or 0)
     spread = f"All methods here: {low.cost.ratio:.2f}x ({low.name}) to {high.cost.ratio:.2f}x ({high.name})."
-    measure = (
-        "Median ratio of training-step times over shared seeds, runs side by side; dampen bench measures it closer."
-    )
+    spread = spread if low is not high else f"Of {low.name}; no other method has a cost yet."
+    measure = "Median ratio of step times over shared seeds; dampen bench measures it closer."
     if pick is None or pick.cost.ratio is None:
-        return Answer(f"{low.cost.ratio:.2f}x to {high.cost.ratio:.2f}x a step", [spread, measure])
+        one = f"{low.cost.ratio:.2f}x" if low is high else f"{low.cost.ratio:.2f}x to {high.cost.ratio:.2f}x"
+        return Answer(f"{one} a step", [spread, measure])
     saved = pick.cost.ratio
     tone = "good" if saved <= 1.1 else "plain" if saved <= 1.5 else "caution"
     range_ = f"Between seeds {pick.cost.low:.2f}x to {pick.cost.high:.2f}x. " if pick.cost.n > 1 else ""

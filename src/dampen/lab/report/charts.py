@@ -11,13 +11,14 @@ from dampen.lab.report.figure import (
     Figure,
     Palette,
     Panel,
+    bounded,
     finish,
     known,
     note,
     some,
     tip,
 )
-from dampen.lab.report.names import label
+from dampen.lab.report.names import label, shortened
 from dampen.lab.report.table import Entry, Table
 from dampen.lab.stats import t_interval
 
@@ -33,8 +34,8 @@ def results(table: Table, palette: Palette) -> Figure | None:
     names = some([e.name for e in ranked], [reference.name] if reference else [], 24)
     records = []
     for entry in ranked:
-        low, high = t_interval(list(entry.values.values()))
-        spread = {"low": known(low), "high": known(high), "n": entry.summary.n}
+        low, high = bounded(t_interval(list(entry.values.values())), table.study.metric)
+        spread = {"low": low, "high": high, "n": entry.summary.n}
         records.append({"row": entry.name, "mean": entry.summary.mean, "sd": known(entry.summary.sd), **spread})
     shown = [r for r in records if r["row"] in names]
     seeds = [{"row": e.name, "value": v, "seed": s} for e in ranked if e.name in names for s, v in e.values.items()]
@@ -46,7 +47,7 @@ def results(table: Table, palette: Palette) -> Figure | None:
     dots = (
         alt.Chart(alt.Data(values=seeds))
         .mark_tick(thickness=1.5, height=9, opacity=0.55)
-        .encode(x=alt.X("value:Q", scale=scale), y=y, color=palette.color(names, legend=False))
+        .encode(x=alt.X("value:Q", title=title, scale=scale), y=y, color=palette.color(names, legend=False))
     )
     tooltip = [
         tip("row:N", "row"),
@@ -56,12 +57,12 @@ def results(table: Table, palette: Palette) -> Figure | None:
         tip("high:Q", "high"),
     ]
     mean = base.mark_point(filled=True, size=90, opacity=1).encode(
-        x=alt.X("mean:Q", scale=scale), shape=palette.shape(names, legend=False), tooltip=[*tooltip, "n:Q"]
+        x=alt.X("mean:Q", title=title, scale=scale), shape=palette.shape(names, legend=False), tooltip=[*tooltip, "n:Q"]
     )
-    layers: list[Any] = [interval, dots, mean]
+    layers: list[Any] = [*([interval] if any(r["low"] is not None for r in shown) else []), dots, mean]
     if reference and reference.summary.n:
         rule = alt.Chart(alt.Data(values=[{"at": reference.summary.mean}]))
-        layers.insert(0, rule.mark_rule(strokeDash=[4, 4], opacity=0.6).encode(x="at:Q"))
+        layers.insert(0, rule.mark_rule(strokeDash=[4, 4], opacity=0.6).encode(x=alt.X("at:Q", title=title)))
     caption = "Mean (point), 95 % interval of the mean (line) and every run (tick)."
     caption += f" The dashed line is {reference.name}." if reference else ""
     columns = [ROW, Column("mean", "Mean", 2), Column("sd", "SD", 2), Column("low", "95 % low", 2)]
@@ -82,69 +83,55 @@ def cost(table: Table, palette: Palette) -> Figure | None:
     reference = table.main_reference
     names = some([e.name for e in entries], [reference.name] if reference else [])
     front = _front([e for e in entries if e.name in names], table.study.mode)
-    records = []
+    records: list[dict[str, Any]] = []
     for e in entries:
-        low, high = t_interval(list(e.values.values()))
-        record = {
-            "row": e.name,
-            "ratio": e.cost.ratio,
-            "fast": e.cost.low or e.cost.ratio,
-            "slow": e.cost.high or e.cost.ratio,
-        }
-        record |= {
-            "mean": e.summary.mean,
-            "low": known(low),
-            "high": known(high),
-            "name": e.name if e in front else "",
-        }
-        records.append(record)
+        low, high = bounded(t_interval(list(e.values.values())), table.study.metric)
+        record = {"row": e.name, "ratio": e.cost.ratio, "mean": e.summary.mean, "low": low, "high": high}
+        records.append(record | {"fast": e.cost.low or e.cost.ratio, "slow": e.cost.high or e.cost.ratio})
     shown = [r for r in records if r["row"] in names]
-    x_scale = alt.Scale(zero=False, nice=True, padding=16)
-    x = alt.X("ratio:Q", title="time of a training step (reference = 1)", scale=x_scale, axis=alt.Axis(format=".2f"))
-    y = alt.Y("mean:Q", title=label(table.study.metric, with_unit=True), scale=alt.Scale(zero=False, padding=12))
+    ratios = [r[k] for r in shown for k in ("fast", "slow")]
+    axis = alt.Axis(format=".2f" if max(ratios) - min(ratios) > 0.1 else ".3f", labelOverlap=True)
+    x_scale, y_scale = alt.Scale(zero=False, padding=16), alt.Scale(zero=False, padding=12)
+    x = alt.X("ratio:Q", title="time of a training step (reference = 1)", scale=x_scale, axis=axis)
+    y = alt.Y("mean:Q", title=label(table.study.metric, with_unit=True), scale=y_scale)
     base = alt.Chart(alt.Data(values=shown)).encode(color=palette.color(names))
-    tooltip = [
-        tip("row:N", "row"),
-        tip("ratio:Q", "cost"),
-        tip("mean:Q", "mean"),
-        tip("low:Q", "low"),
-        tip("high:Q", "high"),
-    ]
-    upright = base.mark_rule(strokeWidth=1.5, opacity=0.7).encode(x=x, y=alt.Y("low:Q"), y2="high:Q")
-    level = base.mark_rule(strokeWidth=1.5, opacity=0.7).encode(y=y, x=alt.X("fast:Q"), x2="slow:Q")
+    tooltip = [tip("row:N", "row"), tip("ratio:Q", "cost"), tip("mean:Q", "mean"), tip("low:Q", "low")]
     marks = base.mark_point(filled=True, size=110, opacity=1).encode(
-        x=x, y=y, shape=palette.shape(names), tooltip=tooltip
+        x=x, y=y, shape=palette.shape(names), tooltip=[*tooltip, tip("high:Q", "high")]
     )
     line = (
         alt.Chart(alt.Data(values=[{"ratio": e.cost.ratio, "mean": e.summary.mean} for e in front]))
         .mark_line(interpolate="step-after", strokeDash=[3, 3], opacity=0.5)
         .encode(x=x, y=y, color=alt.value(REFERENCE_LIGHT))
     )
-    _place_labels(shown)
-    label_y = alt.Y("label_y:Q")
-    text = [
-        base.mark_text(align="left", dx=10, fontWeight=600).encode(x=x, y=label_y, text="left:N"),
-        base.mark_text(align="right", dx=-10, fontWeight=600).encode(x=x, y=label_y, text="right:N"),
-    ]
+    bars = base.mark_rule(strokeWidth=1.5, opacity=0.55)
+    layers: list[Any] = [line, bars.encode(y=y, x=alt.X("fast:Q"), x2="slow:Q"), marks]
+    if any(r["low"] is not None for r in shown):
+        layers.insert(1, bars.encode(x=x, y=alt.Y("low:Q"), y2="high:Q"))
+    for align, dx, names_there in _labels([r for r in shown if r["row"] in {e.name for e in front}], shown):
+        text = alt.Chart(alt.Data(values=names_there)).mark_text(align=align, dx=dx, fontWeight=600)
+        layers.append(text.encode(x=x, y=alt.Y("at:Q"), text="text:N", color=palette.color(names)))
     caption = "Up and to the left is better. Bars: 95 % interval of the mean, and the range of cost between seeds. "
     caption += "The dashed line joins the rows that no other beats on both."
     columns = [ROW, Column("ratio", "Cost", 3), Column("fast", "lowest", 3), Column("slow", "highest", 3)]
     columns += [Column("mean", "Mean", 2), Column("low", "95 % low", 2), Column("high", "95 % high", 2)]
-    spec = finish(alt.layer(line, upright, level, marks, *text), 320)
-    return Figure(
-        "cost", "Gain against cost", caption + note(len(names), len(entries)), [Panel("", spec)], columns, records
-    )
+    panels = [Panel("", finish(alt.layer(*layers), 320))]
+    return Figure("cost", "Gain against cost", caption + note(len(names), len(entries)), panels, columns, records)
 
 
-def _place_labels(records: list[dict[str, Any]]) -> None:
-    """Give each name a height of its own, in units of the axis, so that none overlap; on the right they turn left."""
-    middle = (min(r["ratio"] for r in records) + max(r["ratio"] for r in records)) / 2
-    lows, highs = ([r[k] for r in records if r[k] is not None] or [0.0] for k in ("low", "high"))
-    row = 0.055 * ((max(highs) - min(lows)) or 1.0)
+def _labels(marked: list[dict[str, Any]], shown: list[dict[str, Any]]) -> list[tuple[Any, int, list[dict[str, Any]]]]:
+    """The names of some points, on the side with more room, at heights where they do not overlap: (align, dx, data)."""
+    edges = [r[k] for r in shown for k in ("low", "high", "mean") if r[k] is not None]
+    row = 0.055 * ((max(edges) - min(edges)) or 1.0)
+    middle = (min(r["fast"] for r in shown) + max(r["slow"] for r in shown)) / 2
+    sides: dict[str, list[dict[str, Any]]] = {"left": [], "right": []}
     floor = float("-inf")
-    for record in sorted((r for r in records if r["name"]), key=lambda r: r["mean"]):
-        record["label_y"] = floor = max(record["mean"] + 0.4 * row, floor + row)
-        record["left" if record["ratio"] <= middle else "right"] = record["name"]
+    for record in sorted(marked, key=lambda r: r["mean"]):
+        floor = max(record["mean"] + 0.4 * row, floor + row)
+        sides["left" if record["ratio"] <= middle else "right"].append(
+            {**record, "at": floor, "text": shortened(record["row"])}
+        )
+    return [(side, 10 if side == "left" else -10, found) for side, found in sides.items() if found]
 
 
 def _front(entries: list[Entry], mode: str) -> list[Entry]:

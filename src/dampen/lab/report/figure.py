@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dampen.lab.summary import PERCENT
+
 if TYPE_CHECKING:
     from altair import Color, Legend, Shape, StrokeDash, Tooltip
 
@@ -86,29 +88,33 @@ class Palette:
         import altair as alt
 
         scale = alt.Scale(domain=names, range=[self.colors[n] for n in names])
-        return alt.Color("row:N", scale=scale, legend=_legend(lines) if legend else None)
+        return alt.Color("row:N", scale=scale, legend=_legend(names, lines) if legend else None)
 
     def shape(self, names: list[str], legend: bool = True) -> Shape:
         """The encoding of the field `row` as shape."""
         import altair as alt
 
         scale = alt.Scale(domain=names, range=[self.shapes[n] for n in names])
-        return alt.Shape("row:N", scale=scale, legend=_legend() if legend else None)
+        return alt.Shape("row:N", scale=scale, legend=_legend(names) if legend else None)
 
     def dash(self, names: list[str], legend: bool = True) -> StrokeDash:
         """The encoding of the field `row` as dashes."""
         import altair as alt
 
         scale = alt.Scale(domain=names, range=[list(self.dashes[n]) for n in names])
-        return alt.StrokeDash("row:N", scale=scale, legend=_legend(lines=True) if legend else None)
+        return alt.StrokeDash("row:N", scale=scale, legend=_legend(names, lines=True) if legend else None)
 
 
-def _legend(lines: bool = False) -> Legend:
+def _legend(names: list[str], lines: bool = False) -> Legend:
     """Below the chart, whole names, never paler than the marks. Equal legends of one field become one."""
     import altair as alt
 
     options: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 2.5, "symbolSize": 260} if lines else {}
-    return alt.Legend(title=None, orient="bottom", columns=3, labelLimit=260, symbolLimit=0, symbolOpacity=1, **options)
+    longest = max(map(len, names), default=1)
+    columns = max(1, min(4, int(500 / (6.3 * longest + 30))))  # as many as half a page has room for
+    return alt.Legend(
+        title=None, orient="bottom", columns=columns, labelLimit=320, symbolLimit=0, symbolOpacity=1, **options
+    )
 
 
 def some(names: list[str], keep: Iterable[str] = (), most: int = MOST) -> list[str]:
@@ -135,6 +141,14 @@ def finish(chart: Any, height: int) -> dict[str, Any]:
 def known(value: float) -> float | None:
     """NaN is null in JSON."""
     return None if math.isnan(value) else value
+
+
+def bounded(interval: tuple[float, float], metric: str) -> tuple[float | None, float | None]:
+    """An interval as charts draw it: nothing where there is none, and no share beyond 0 to 100 %."""
+    low, high = interval
+    if math.isnan(low):
+        return None, None
+    return (max(0.0, low), min(100.0, high)) if metric in PERCENT else (low, high)
 
 
 def tip(field: str, title: str) -> Tooltip:

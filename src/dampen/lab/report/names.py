@@ -49,3 +49,12 @@ def listed(names: list[str], most: int = 4) -> str:
     if rest:
         return ", ".join(shown) + f" and {rest} more"
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def shortened(name: str, most: int = 24) -> str:
+    """A name that fits beside a point.
+
+    >>> shortened("feed_forward_dropout (feed-forward)")
+    'feed_forward_dropout (f…'
+    """
+    return name if len(name) <= most else name[: most - 1] + "…"

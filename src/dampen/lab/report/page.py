@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.lab.report.charts import cost, results
+from dampen.lab.report.conditioning import conditioning_figure
 from dampen.lab.report.curves import curves
 from dampen.lab.report.diagnosis import measured_figures
 from dampen.lab.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
@@ -71,6 +72,7 @@ def table_figures(table: Table, palette: Palette) -> list[Figure]:
         cost(table, palette),
         grid(table),
         *curves(table, palette),
+        conditioning_figure(table, palette),
         *measured_figures(table, palette),
     ]
     figures = sorted((figure for figure in made if figure is not None), key=lambda figure: figure.wide)

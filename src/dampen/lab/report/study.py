@@ -22,6 +22,7 @@ class Cell:
     runs: dict[str, Run]
     planned: int
     published: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
 
     def finished(self) -> dict[str, Run]:
         """The runs with a result, by seed."""
@@ -113,7 +114,8 @@ def _from_plan(folder: Path, plan: Plan, by_id: Mapping[str, list[Run]]) -> tupl
         made = []
         for point in row.points:
             runs = {seed: run for seed, id in point.trials.items() if (run := find(id))}
-            made.append(Cell(point.grid, runs, len(point.trials), point.published))
+            model = plan.trials[next(iter(point.trials.values()))].model
+            made.append(Cell(point.grid, runs, len(point.trials), point.published, model))
         return made
 
     rows = [StudyRow(r.name, r.methods, cells(r), r.published, r.baseline, r.note) for r in plan.rows]
@@ -134,7 +136,7 @@ def _from_runs(folder: Path, runs: list[Run]) -> Study:
         grid = {"train.lr": run.config["train"]["lr"]} if several_rates else {}
         cell = next((c for c in row.cells if c.grid == grid), None)
         if cell is None:
-            cell = Cell(grid, {}, 0)
+            cell = Cell(grid, {}, 0, model=run.config["model"])
             row.cells.append(cell)
         cell.runs[run.seed] = run
         cell.planned += 1

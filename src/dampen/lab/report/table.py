@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -184,14 +183,15 @@ def _compare(table: Table) -> None:
     for entry in tested:
         if entry.comparison:
             entry.verdict = decide(entry.comparison.difference, entry.comparison.corrected, table.study.mode)
-        if not entry.summary.n and entry.diverged:
-            entry.verdict = "diverged"
+    for entry in table.entries:
+        if not entry.summary.n:
+            entry.verdict = "diverged" if entry.diverged else "no run yet"
 
 
 def _model_of(entry: Entry) -> str:
-    """Rows with another model are not compared with each other."""
-    config = next((r.config for r in entry.cell.runs.values()), None)
-    return json.dumps(config["model"], sort_keys=True) if config else ""
+    """Rows with another kind of model are not compared with each other."""
+    config = next((r.config for r in entry.cell.runs.values()), {"model": entry.cell.model})
+    return str(config["model"].get("name", ""))
 
 
 def _reference(entries: list[Entry]) -> Entry:

@@ -139,8 +139,13 @@ def _comparison_cells(entry: Entry, table: Table) -> list[dict[str, Any]]:
         p["help"] += f"; Wilcoxon {p_text(c.wilcoxon_p)}" if c.wilcoxon_p is not None else ""
     effect = _cell("" if math.isnan(c.effect) else f"{c.effect:+.2f}", _sortable(c.effect), "num")
     if not math.isnan(c.effect_low):
-        effect["small"] = f"{c.effect_low:+.1f} to {c.effect_high:+.1f}"
+        effect["small"] = f"{_capped(c.effect_low)} to {_capped(c.effect_high)}"
     return [difference, drawing, verdict, p, effect]
+
+
+def _capped(effect: float) -> str:
+    """Resamples with nearly equal differences have huge effects, which say nothing more."""
+    return f"{effect:+.1f}" if abs(effect) < 20 else "> +20" if effect > 0 else "< -20"
 
 
 def p_text(p: float) -> str:

@@ -151,7 +151,7 @@
     const font = getComputedStyle(document.body).fontFamily;
     return {
       background: null, font, view: { stroke: null }, padding: 2,
-      axis: { labelColor: muted, titleColor: muted, gridColor: line, domainColor: color("--line-strong"), tickColor: color("--line-strong"), labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500, titlePadding: 8, gridOpacity: 1 },
+      axis: { labelColor: muted, titleColor: muted, gridColor: line, domainColor: color("--line-strong"), tickColor: color("--line-strong"), labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500, titlePadding: 8, gridOpacity: 1, labelFlush: false, labelOverlap: true },
       legend: { labelColor: ink, titleColor: muted, labelFontSize: 12, symbolSize: 90, rowPadding: 5, columnPadding: 16 },
       rule: { color: muted }, line: { color: muted }, text: { color: ink, fontSize: 12 },
     };
@@ -173,11 +173,11 @@
       console.error(error);
     }
   };
-  // On a phone the legend takes one column and long row names give way to the plot.
+  // On a phone the legend takes fewer columns and long row names give way to the plot.
   const narrow = (spec) => {
     const visit = (node) => {
       if (!node || typeof node !== "object") return;
-      if (node.legend && node.legend.columns) node.legend.columns = 2;
+      if (node.legend && node.legend.columns) node.legend.columns = Math.max(1, Math.floor(node.legend.columns * 0.7));
       if (node.axis && node.axis.labelLimit) node.axis.labelLimit = 110;
       Object.values(node).forEach(visit);
     };
