@@ -42,7 +42,7 @@ def compare(
     seconds: float = math.inf,
     least: int = 5,
     every: int | None = None,
-    enough: float = 0.0,
+    enough: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Ratio]:
@@ -83,7 +83,7 @@ def compare(
         results = summarize(pairs, references)
         if progress is not None:
             progress(done + 1)
-        narrow = all(ratio.width <= enough for ratio in results.values())
+        narrow = enough is not None and all(ratio.width <= enough for ratio in results.values())
         if done + 1 >= least and (narrow or time.perf_counter() - start > seconds):
             break
     return results

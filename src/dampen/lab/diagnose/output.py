@@ -1,0 +1,77 @@
+"""A diagnosis for people: one line per model, and more where there is only one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+
+def diagnosis_table(results: Sequence[dict[str, Any]]) -> Table:
+    """Accuracy, calibration, robustness, gradients and generalization, one model per line."""
+    table = Table(box=None, pad_edge=False, title=_settings(results[0]), title_justify="left")
+    columns: dict[str, Any] = {
+        "accuracy (95 %)": lambda r: _interval(r["calibration"]),
+        "NLL": lambda r: f"{r['calibration']['nll']:.3f}",
+        "Brier": lambda r: f"{r['calibration']['brier']:.3f}",
+        "ECE": lambda r: f"{r['calibration']['ece']:.3f}",
+        "adaptive ECE": lambda r: f"{r['calibration']['adaptive_ece']:.3f}",
+        "FGSM": lambda r: _attack(r, "fgsm"),
+        "PGD": lambda r: _attack(r, "pgd"),
+        "corrupted": lambda r: f"{100 * r['corruptions']['mean_accuracy']:.1f} %",
+        "gradient variance": lambda r: f"{r['gradient_variance']['normalized']:.3f}",
+        "gap": lambda r: f"{100 * r['generalization']['accuracy_gap']:.1f} %",
+        "PAC-Bayes bound": lambda r: f"{r['generalization']['pac_bayes']['bound']:.3f}",
+    }
+    shown = {title: get for title, get in columns.items() if any(_cell(get, r) != "-" for r in results)}
+    table.add_column("")
+    for title in shown:
+        table.add_column(title, justify="right", overflow="fold")
+    for result in results:
+        table.add_row(result["name"], *(_cell(get, result) for get in shown.values()))
+    return table
+
+
+def layers_table(result: dict[str, Any]) -> Table | None:
+    """Attention and conditioning by layer; None where neither was measured."""
+    attention = {layer["name"]: layer for layer in result.get("attention", {}).get("layers", [])}
+    conditions = {layer["name"]: layer for layer in result.get("conditioning", [])}
+    if not attention and not conditions:
+        return None
+    kinds = list(dict.fromkeys(k for layer in conditions.values() for k in layer if k != "name"))
+    table = Table(box=None, pad_edge=False, title="by layer; conditioning as mean ln kappa", title_justify="left")
+    for column in ("", "entropy", "of the largest", "head similarity", *kinds):
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
+    for name in dict.fromkeys([*attention, *conditions]):
+        own, condition = attention.get(name, {}), conditions.get(name, {})
+        cells = [_number(own.get(k)) for k in ("entropy_mean", "entropy_share", "head_similarity")]
+        table.add_row(name, *cells, *(_number(condition.get(k, {}).get("log_mean")) for k in kinds))
+    return table
+
+
+def _settings(result: dict[str, Any]) -> str:
+    s = result["settings"]
+    largest = f"{max(s['eps']):g}/255" if s["eps"] else "-"
+    attacks = f"attacks in the maximum norm with eps {largest}, PGD {s['steps']} steps of eps / 4"
+    return f"{result['data']['name']}: {s['examples']} test examples at most; {attacks} on {s['attack_examples']}"
+
+
+def _cell(get: Any, result: dict[str, Any]) -> str:
+    try:
+        return get(result)
+    except (KeyError, TypeError, ValueError):  # not measured on this model
+        return "-"
+
+
+def _interval(c: dict[str, Any]) -> str:
+    return f"{100 * c['accuracy']:.1f} % ({100 * c['accuracy_low']:.1f} to {100 * c['accuracy_high']:.1f})"
+
+
+def _attack(result: dict[str, Any], name: str) -> str:
+    strongest = max((a for a in result["robustness"] if a["attack"] == name), key=lambda a: a["eps"])
+    return f"{100 * strongest['accuracy']:.1f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

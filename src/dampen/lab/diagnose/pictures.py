@@ -1,0 +1,66 @@
+"""Where a model looks: attention rollout of a few test images, as the report draws it and as a PNG."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dampen.lab.diagnose.trained import Trained
+
+LARGEST = 64
+"""Images are no larger than this in the record; a page holds many."""
+
+
+def attention_pictures(t: Trained, count: int) -> dict[str, Any]:
+    """Label, image, rollout map and prediction of the first test images of different classes."""
+    from dampen.diagnostics import attention_weights, overlay, rollout, save_images, token_map
+    from dampen.diagnostics.predictions import in_mode, run
+    from dampen.methods.drop_key import grid_of
+
+    pixels = t.pixels
+    batch = t.data.test.batch(_of_different_classes(t.data.test, count))
+    inputs, target = batch["inputs"][0], batch["target"]
+    images = pixels.from_data(inputs)
+    with torch.no_grad(), in_mode(t.model):
+        predicted = run(t.model, inputs).argmax(-1)
+    relevance = rollout(attention_weights(t.model, inputs))
+    rows, columns = grid_of(relevance.shape[-1], None)
+    if rows * columns == relevance.shape[-1]:  # no class token: what all patches look at
+        relevance = relevance.mean(1, keepdim=True).expand_as(relevance)
+    maps = token_map(relevance)
+    names = t.data.classes
+    examples = [
+        {"label": names[label], "predicted": names[said], "image": _rgb(image), "map": _rounded(found)}
+        for label, said, image, found in zip(target.tolist(), predicted.tolist(), images, maps, strict=True)
+    ]
+    result: dict[str, Any] = {"what": "attention rollout, what the class token looks at", "examples": examples}
+    if t.folder is not None:
+        size = (max(64, images.shape[-2]), max(64, images.shape[-1]))
+        large = F.interpolate(images, size=size, mode="nearest").expand(-1, 3, -1, -1)
+        strip = torch.cat([large, overlay(large, token_map(relevance, size=size))], dim=-2)
+        result["file"] = save_images(strip, t.folder / "attention.png").name
+    return result
+
+
+def _of_different_classes(split: Any, count: int) -> Tensor:
+    """The first examples of as many classes as asked for, in order."""
+    labels = split.batch(torch.arange(min(len(split), 1000)))["target"]
+    first = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()])
+    return first.sort().values[:count]
+
+
+def _rgb(image: Tensor) -> list[list[list[int]]]:
+    """Pixels in [0, 1] (C, H, W) as rows of RGB bytes, made smaller where they are many."""
+    if max(image.shape[-2:]) > LARGEST:
+        factor = LARGEST / max(image.shape[-2:])
+        size = tuple(max(1, round(factor * side)) for side in image.shape[-2:])
+        image = F.interpolate(image.unsqueeze(0), size=size, mode="area")[0]
+    color = image if len(image) == 3 else image.mean(0, keepdim=True).expand(3, -1, -1)
+    return (255 * color).round().clamp(0, 255).int().permute(1, 2, 0).tolist()
+
+
+def _rounded(values: Tensor) -> list[list[float]]:
+    return [[round(v, 4) for v in row] for row in values.tolist()]
