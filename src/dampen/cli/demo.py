@@ -37,4 +37,5 @@ def demo(
         "dampen show drop_key   # formula, paper, arguments",
         "dampen list recipes    # the papers' tables",
     ]
-    execute(plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, steps, workers=workers)
+    page = folder / "report.html"
+    execute(plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, steps, page, workers=workers)

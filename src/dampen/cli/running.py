@@ -24,9 +24,13 @@ def execute(
     as_json: bool,
     execution: dict[str, Any],
     next_steps: list[str],
+    page: Path | None = None,
     **options: Any,
 ) -> None:
-    """Run the trials, show progress on standard error with --json and the table otherwise; exit with the run's code."""
+    """Run the trials, show progress (on standard error with --json), print the table, exit with the run's code.
+
+    Where a `page` is asked for, the report of the finished run is written there.
+    """
     from dampen.lab.runner import run_plan
     from dampen.lab.session import Execution
     from dampen.lab.table import LiveView, results_table
@@ -39,8 +43,13 @@ def execute(
     signal.signal(signal.SIGTERM, _as_interrupt)
     with LiveView(console, labels, done) as view:
         run = run_plan(plan, folder, trials, Execution(**execution), view, **options)
+    if page is not None and run.exit_code == 0:
+        from dampen.lab.report import write_report
+
+        write_report([folder], page)
+        next_steps = [f"open {page}", *next_steps]
     if as_json:
-        print_json(run.to_dict())
+        print_json({**run.to_dict(), "page": str(page) if page is not None and page.exists() else None})
     else:
         console.print(results_table(plan, run.rows))
         for message in run.messages():

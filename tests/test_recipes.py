@@ -1,0 +1,202 @@
+"""The recipes that come with the package: their figures are the published ones, their trials can be built."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from dampen import regularize
+from dampen.lab.build import make_model
+from dampen.lab.errors import ConfigError, LabError
+from dampen.lab.plan import Plan, make_plan
+from dampen.lab.recipe import list_recipes, load_recipe, parse_recipe
+from dampen.lab.specs import build_methods
+
+PAPERS = Path(__file__).resolve().parents[1] / ".." / "shared" / "papers"
+NAMES = list(list_recipes())
+
+
+def papers(name):
+    """The published figures; a few of them by hand where the papers' data is not at hand."""
+    path = PAPERS / f"{name}.toml"
+    return tomllib.loads(path.read_text()) if path.exists() else FALLBACK[name]
+
+
+FALLBACK = {  # a sample: enough to notice a slip, not the whole tables
+    "explicit_dropout": {
+        "tables_1_to_4": {
+            "rows": [
+                {"attention": "none", "ffn": "implicit", "cifar10": [85.14, 0.63], "cifar100": [59.01, 1.13],
+                 "thumos14_kinetics": [64.53, 0.47], "gtzan": [85.00, 0.86]},
+                {"attention": "explicit_v", "ffn": "explicit", "cifar10": [86.38, 0.44], "cifar100": [55.15, 0.84],
+                 "thumos14_kinetics": [64.68, 0.36], "gtzan": [85.00, 0.86]},
+            ]
+        },
+        "table_5": {"learning_rates": [0.001, 0.005], "v": {"0.0005": [[86.38, 0.44], [86.16, 0.48]]}},
+    },
+    "dropkey": {"schedules": {"increasing": [96.6, 77.2], "constant": [97.4, 78.6], "decreasing": [97.6, 79.2]},
+                "imagenet": {"t2t_14": [81.65, 82.04, 0.05], "deit_b": [81.91, 82.25]}},
+    "attentiondrop": {"results": {"columns": ["cifar10", "cifar100", "bleu"], "dropout": [93.5, 74.2, 27.8],
+                                  "blur_consistency": [94.8, 75.6, 29.2]}},
+    "always_skip_attention": {"skip_ablation": {"all_skips": 92.0, "no_ffn_skip": 90.0, "no_attention_skip": 70.0},
+                              "token_graying_svd": {"rows": [[1.0, 81.0, 6.72, 6.74], [0.7, 81.4, 6.15, 6.17]]}},
+}  # fmt: skip
+
+
+def published(name):
+    return {row["name"]: row.get("published", {}) for row in load_recipe(name).rows}
+
+
+def test_every_paper_has_its_tables():
+    assert {n.split("/")[0] for n in NAMES} == {"explicit_dropout", "dropkey", "attentiondrop", "always_skip_attention"}
+    assert [n for n in NAMES if n.startswith("explicit")] == [f"explicit_dropout/table_{i}" for i in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "metric"),
+    [
+        (1, "cifar10", "accuracy"),
+        (2, "cifar100", "accuracy"),
+        (3, "thumos14_kinetics", "frame_map"),
+        (4, "gtzan", "accuracy"),
+    ],
+)
+def test_figures_of_explicit_dropout(table, column, metric):
+    ours = published(f"explicit_dropout/table_{table}")
+    for row in papers("explicit_dropout")["tables_1_to_4"]["rows"]:
+        name = f"{row['attention'].replace('_', ' ')} + {row['ffn']} ffn"
+        assert ours[name] == {metric: row[column]}
+
+
+def test_figures_of_the_grid():
+    table = papers("explicit_dropout")["table_5"]
+    plan = make_plan(load_recipe("explicit_dropout/table_5"))
+    rows = {
+        r.name: {(p.grid["lambda"], p.grid["train.lr"]): p.published["accuracy"] for p in r.points} for r in plan.rows
+    }
+    for term in ("k", "q", "v", "av"):
+        for weight, cells in table.get(term, {}).items():
+            for lr, cell in zip(table["learning_rates"], cells, strict=True):
+                assert rows[f"explicit {term} + explicit ffn"][float(weight), lr] == cell
+
+
+def test_figures_of_dropkey():
+    paper = papers("dropkey")
+    for i, name in enumerate(("cifar10", "cifar100")):
+        ours = published(f"dropkey/schedules_{name}")
+        assert {k: v["accuracy"] for k, v in ours.items() if v} == {k: v[i] for k, v in paper["schedules"].items()}
+    ours = published("dropkey/imagenet")
+    for model, (attention, dropkey, *_) in paper["imagenet"].items():
+        assert ours[f"{model}, attention dropout"]["accuracy"] == attention
+        assert ours[f"{model}, DropKey"]["accuracy"] == dropkey
+
+
+def test_figures_of_attentiondrop_and_always_skip():
+    results = papers("attentiondrop")["results"]
+    for name, column in (("cifar10", "accuracy"), ("cifar100", "accuracy"), ("translation", "bleu")):
+        ours = published(f"attentiondrop/{name}")
+        i = results["columns"].index("bleu" if name == "translation" else name)
+        assert ours["dropout"][column] == results["dropout"][i]
+        assert ours["blur + consistency"][column] == results["blur_consistency"][i]
+    skips = papers("always_skip_attention")["skip_ablation"]
+    ours = published("always_skip_attention/skip_ablation")
+    assert ours["ViT, no attention skip"]["accuracy"] == skips["no_attention_skip"]
+    assert ours["ViT, all skips"]["accuracy"] == skips["all_skips"]
+    graying = published("always_skip_attention/token_graying_svd")
+    for eps, accuracy, before, after in papers("always_skip_attention")["token_graying_svd"]["rows"]:
+        row = graying["plain (eps 1)" if eps == 1.0 else f"SVD, eps {eps}"]
+        assert (row["accuracy"], row["ln_condition_in"], row["ln_condition_out"]) == (accuracy, before, after)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_plans_at_every_scale(name, tmp_path):
+    recipe = load_recipe(name)
+    assert set(recipe.scales) == {"paper", "laptop"}
+    assert recipe.departures
+    assert recipe.command.startswith(f"dampen run {name}")
+    for scale, own in recipe.scales.items():
+        if "unavailable" in own:
+            with pytest.raises(LabError, match="cannot run at scale"):
+                make_plan(recipe, scale)
+            continue
+        plan = make_plan(recipe, scale)
+        assert sum(r.baseline for r in plan.rows) == (0 if plan.header["report"] == "all" else 1)
+        assert all(len(p.trials) == len(plan.seeds) for r in plan.rows for p in r.points)
+        plan.save(tmp_path)
+        assert Plan.load(tmp_path) == plan
+    laptop = make_plan(recipe, "laptop")
+    assert len(laptop.trials) <= 64
+
+
+SHAPES = {  # what the data decides, without the data
+    "cifar10": ({"image_size": 32, "channels": 3, "classes": 10}, lambda: (torch.randn(2, 3, 32, 32),)),
+    "cifar100": ({"image_size": 32, "channels": 3, "classes": 100}, lambda: (torch.randn(2, 3, 32, 32),)),
+    "gtzan": ({"features": 128, "classes": 10, "max_tokens": 129}, lambda: (torch.randn(2, 129, 128),)),
+    "thumos14": (
+        {"features": 512, "classes": 21, "max_tokens": 64, "per_token": True},
+        lambda: (torch.randn(2, 64, 512), torch.arange(64).expand(2, 64) >= 60),
+    ),
+    "multi30k": (
+        {"source_vocab": 50, "target_vocab": 50},
+        lambda: (torch.randint(3, 50, (2, 9)), torch.randint(3, 50, (2, 7))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_methods_of_every_row_fit_the_model_of_its_laptop_scale(name):
+    plan = make_plan(load_recipe(name), "laptop")
+    torch.manual_seed(0)
+    for row in plan.rows:
+        trial = plan.trials[row.points[0].trials[str(plan.seeds[0])]]
+        arguments, inputs = SHAPES[trial.data["name"]]
+        model = make_model(trial.model, arguments)
+        if trial.methods:
+            reg = regularize(model, build_methods(trial.methods))
+            loss, terms = reg.loss(lambda: model(*inputs()), lambda out: out.float().square().mean())  # noqa: B023
+        else:
+            loss, terms = model(*inputs()).square().mean(), {}
+        loss.backward()
+        assert torch.isfinite(loss), row.name
+        penalties = [m["name"] for m in trial.methods if m["name"] in ("explicit_dropout", "arora_dropout")]
+        assert all(any(t.startswith(p) for t in terms) for p in penalties), (row.name, terms)
+
+
+def test_a_row_that_does_not_use_a_grid_value_has_one_point():
+    plan = make_plan(load_recipe("explicit_dropout/table_1"), "laptop")
+    points = {r.name: len(r.points) for r in plan.rows}
+    assert points["none + implicit ffn"] == 1
+    assert points["explicit v + explicit ffn"] == 2
+    assert {t.methods[0]["value"] for t in plan.trials.values() if "value" in t.methods[0]} == {0.0005, 0.001}
+
+
+def test_what_may_be_wrong_with_a_recipe():
+    good = {
+        "title": "t", "paper": "", "table": "", "cost": "", "command": "", "departures": [], "metric": "accuracy",
+        "base": {"seeds": [0]}, "scales": {"laptop": {}}, "rows": [{"name": "a"}],
+    }  # fmt: skip
+    assert parse_recipe("x", good)[1] == []
+    wrong = {
+        "rows[0].name: missing": {"rows": [{"methods": []}]},
+        "'a' is the name of an earlier row": {"rows": [{"name": "a"}, {"name": "a"}]},
+        "did you mean 'published'": {"rows": [{"name": "a", "publshed": {}}]},
+        "expected a mean or [mean, sd]": {"rows": [{"name": "a", "published": {"accuracy": "high"}}]},
+        "more than one row says baseline": {"rows": [{"name": n, "baseline": True} for n in "ab"]},
+        "did you mean 'seeds'": {"base": {"seed": [0]}},
+        "expected different whole numbers": {"base": {"seeds": [0, 0]}},
+        "there is no [scales.lapto]; did you mean 'laptop'": {"scale": "lapto"},
+        "scales: missing": {"scales": {}},
+        "there is no row 'b'": {"scales": {"laptop": {"rows": ["b"]}}},
+        "grid.lr: expected a list": {"grid": {"lr": 0.1}},
+        "report: expected 'best' or 'all'": {"report": "both"},
+    }
+    for told, change in wrong.items():
+        problems = parse_recipe("x", {**good, **change})[1]
+        assert any(told in p for p in problems), (told, problems)
+    everything = {**good, "metric": 1, "gird": {}, "rows": [{"nam": "a"}], "base": {"dta": {}}}
+    assert len(parse_recipe("x", everything)[1]) >= 5
+    with pytest.raises(ConfigError, match="there is no scale 'papre'; did you mean 'paper'"):
+        make_plan(load_recipe("explicit_dropout/table_1"), "papre")
+    with pytest.raises(ConfigError, match=r"--set trian.lr=1: unknown section 'trian'; did you mean 'train'"):
+        make_plan(load_recipe("explicit_dropout/table_1"), settings=["trian.lr=1", "train.lr"])
