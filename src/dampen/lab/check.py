@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
+from functools import cache
 from typing import Any, Literal, Union
 
 
@@ -40,7 +41,7 @@ def check_fields(cls: Any, mapping: Mapping[str, Any], path: str) -> tuple[dict[
     >>> check_fields(Options, {"lr": 1, "epoch": 3, "epochs": "x"}, "train.")
     ({'lr': 1.0}, ["train.epoch: unknown key; did you mean 'epochs'?", "train.epochs: expected int, got 'x'"])
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     known = [f.name for f in fields(cls)]
     problems = unknown_keys(mapping, known, path)
     values: dict[str, Any] = {}
@@ -53,6 +54,12 @@ def check_fields(cls: Any, mapping: Mapping[str, Any], path: str) -> tuple[dict[
         elif f.default is MISSING and f.default_factory is MISSING:
             problems.append(f"{path}{f.name}: missing")
     return values, problems
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields; reading thousands of trials asks for them again and again."""
+    return typing.get_type_hints(cls)
 
 
 def coerce(value: Any, hint: Any) -> Any:

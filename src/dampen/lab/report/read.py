@@ -113,7 +113,7 @@ def _read_run(folder: Path) -> Run | str:
         sessions = record.sessions()
         measured = read_json(folder / MEASURED) if (folder / MEASURED).exists() else {}
         run = Run(folder, config["id"], config, final, sessions, measured)
-        record.trial()
+        _check_config(config)
         if final is not None:
             _check_final(final, run.id)
     except (LabError, OSError, ValueError) as error:
@@ -121,6 +121,16 @@ def _read_run(folder: Path) -> Run | str:
     except (KeyError, TypeError, AttributeError) as error:
         return f"damaged: not the content that was expected ({type(error).__name__}: {error})"
     return run
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """What tables are made of must be there; the rest is the trainer's business."""
+    if not isinstance(config["data"]["name"], str) or not isinstance(config["model"]["name"], str):
+        raise LabError("config.json: data and model have no name")
+    if not isinstance(config["methods"], list) or not all(isinstance(m["name"], str) for m in config["methods"]):
+        raise LabError("config.json: methods is not a list of methods with names")
+    if not isinstance(config["train"]["lr"], int | float) or not isinstance(config["seed"], int):
+        raise LabError("config.json: train.lr or seed is not a number")
 
 
 def _check_final(final: dict[str, Any], id: str) -> None:
