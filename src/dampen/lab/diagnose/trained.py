@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dampen.diagnostics.pixels import Pixels
 from dampen.lab.build import derive, load_data, make_model, seed_all
-from dampen.lab.checkpoint import load_newest
+from dampen.lab.checkpoint import load_newest, rng_state, set_rng_state
 from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.record import Record
 from dampen.lab.specs import build_methods
@@ -95,9 +95,10 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
         why = damage[0] if damage else "it holds no weights: it is not finished, or they were not kept"
         raise LabError(f"{folder} cannot be diagnosed: {why}. Run the trial again to have them.")
     data = load_data(trial.data, data_dir)
-    with torch.random.fork_rng(devices=[]):
-        seed_all(derive(trial.seed, "init"))  # as Session does: the weights from which this trial started
-        model = make_model(trial.model, data.model_args)
+    before = rng_state(torch.device("cpu"))
+    seed_all(derive(trial.seed, "init"))  # as Session does: the weights from which this trial started
+    model = make_model(trial.model, data.model_args)
+    set_rng_state(before, torch.device("cpu"))
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_state_dict(state["model"])
     handle = None
@@ -119,17 +120,16 @@ def from_model(
 
     The file is read with `weights_only=True`, and `model` says what the weights belong to, as in `vit(width=48)`.
     """
-    if data is None:
-        raise ConfigError("dampen diagnose", ["--data: missing; say on which data set to measure, as in --data digits"])
-    loaded = load_data({"name": data, **({"partial": True} if partial else {})}, data_dir)
     path = Path(place)
-    if path.is_file():
-        built = _from_file(path, model, loaded)
-    elif ":" in place:
-        built = _from_function(place)
-    else:
-        problem = f"{place!r} is neither a folder of runs, nor a file, nor module:function"
-        raise ConfigError("dampen diagnose", [problem])
+    problems = []
+    if not path.is_file() and ":" not in place:
+        problems.append(f"{place!r} is neither a folder of runs, nor a file of weights, nor module:function")
+    if data is None:
+        problems.append("--data: missing; say on which data set to measure, as in --data digits")
+    if data is None or problems:
+        raise ConfigError("dampen diagnose", problems)
+    loaded = load_data({"name": data, **({"partial": True} if partial else {})}, data_dir)
+    built = _from_file(path, model, loaded) if path.is_file() else _from_function(place)
     return Trained(path.stem if path.is_file() else place, built, loaded)
 
 
