@@ -18,6 +18,7 @@ from dampen.lab.report.diagnosis import measured_figures
 from dampen.lab.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
 from dampen.lab.report.heatmap import grid
 from dampen.lab.report.read import Skipped
+from dampen.lab.report.searched import searched
 from dampen.lab.report.table import Table
 from dampen.lab.report.view import runs_view, study_view
 
@@ -71,6 +72,7 @@ def table_figures(table: Table, palette: Palette) -> list[Figure]:
         results(table, palette) if not table.study.show_all else None,
         cost(table, palette),
         grid(table),
+        searched(table, palette),
         *curves(table, palette),
         conditioning_figure(table, palette),
         *measured_figures(table, palette),
