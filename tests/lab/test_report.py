@@ -396,6 +396,26 @@ def test_a_grid_has_its_matrix_in_the_page_and_no_tests_against_a_corner(tmp_pat
     assert {e.verdict for e in table.entries} == {""}
     assert advise(table).which.headline in {f"{n} · lambda 0.001, lr 0.0005" for n in rows}  # the best corner
     assert "lambda x lr" in report.render("html")
+    markdown = report.render("md")
+    assert "| lambda \\\\ lr | 0.0001 | 0.0005 |" in markdown.replace("\\ ", "\\\\ ")
+    assert markdown.count("| 0.001 | ") == 2
+    assert len(re.findall(r"\*\*\d\d\.\d\d ± ", markdown)) == 2  # the chosen point of each row
+
+
+def test_what_a_search_tried_is_shown(tmp_path):
+    write_study(tmp_path)
+    axes = [{"key": "train.lr", "low": 1e-4, "high": 1e-2, "log": True, "choices": []}]
+    tried = [
+        {"values": {"train.lr": 0.001 * (i + 1)}, "valid": 0.8 + 0.01 * i, "state": "complete", "id": str(i)}
+        for i in range(3)
+    ]
+    tried.append({"values": {"train.lr": 0.01}, "valid": None, "state": "pruned", "id": "x"})
+    search = {"metric": "accuracy", "mode": "max", "trials": 4, "rows": {"plain": {"axes": axes, "trials": tried}}}
+    write(tmp_path / "search.json", search)
+    page = make_report([tmp_path]).render("html")
+    assert "4 per row, scored on validation; 1 hopeless ones were cut short." in page
+    (tmp_path / "search.json").write_text("{")
+    assert [s.path for s in make_report([tmp_path]).skipped] == [f"{tmp_path.name}/search.json"]
 
 
 def test_recipes_of_the_tests_are_called_synthetic():

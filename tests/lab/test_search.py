@@ -175,3 +175,17 @@ def test_the_report_leaves_the_search_aside(tmp_path, quick):
     report = make_report([tmp_path])
     assert sum(e.summary.n for e in report.tables[0].entries) == len(plan.trials) - 1
     assert not report.skipped
+
+
+def test_the_command_refuses_what_it_does_not_know():
+    from dampen.cli.searching import check_search, engine_options
+    from dampen.lab.errors import ConfigError
+
+    check_search("optuna")
+    check_search(None)
+    with pytest.raises(ConfigError, match="unknown search 'grid'; known: optuna"):
+        check_search("grid")
+    with pytest.raises(ConfigError, match="only --engine ray has an address"):
+        engine_options("local", 2, "auto")
+    assert engine_options("ray", 2, "auto") == {"engine": "ray", "workers": 2, "address": "auto"}
+    assert engine_options("local", None, None) == {"engine": "local", "workers": None}

@@ -39,16 +39,10 @@ def curves(table: Table, palette: Palette) -> list[Figure]:
 
 def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[dict[str, Any]]]], str]:
     """The logs of each row, and a remark if some cannot be read."""
-    logs: dict[str, list[list[dict[str, Any]]]] = {}
-    damaged = []
-    for entry in entries:
-        logs[entry.name] = []
-        for run in entry.cell.finished().values():
-            try:
-                logs[entry.name].append(run.lines())
-            except ValueError:
-                damaged.append(run.folder.name)
-    return logs, f" Damaged and left out: the log of {listed(damaged)}." if damaged else ""
+    runs = {e.name: list(e.cell.finished().values()) for e in entries}
+    damaged = [run.folder.name for found in runs.values() for run in found if run.log_damaged]
+    remark = f" Damaged and left out: the log of {listed(damaged)}." if damaged else ""
+    return {name: [run.lines() for run in found] for name, found in runs.items()}, remark
 
 
 def _curve_records(logs: dict[str, list[list[dict[str, Any]]]], group: str, metric: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dampen.lab.report.advice import advise
+from dampen.lab.report.heatmap import Matrix, matrix
 from dampen.lab.report.names import label
 from dampen.lab.report.read import Skipped
 from dampen.lab.report.table import Entry, Table, grid_text
@@ -27,14 +28,18 @@ def to_markdown(tables: list[Table], skipped: list[Skipped]) -> str:
         parts += [f"## {_md(table.study.title)}", "", _md(" · ".join(facts(table.study))), ""]
         for question, answer in zip(QUESTIONS, (advice.which, advice.cost, advice.trust), strict=True):
             parts.append(f"- **{question}** {_md(answer.headline)}. {_md(' '.join(answer.details))}")
-        heads, rows = _main_rows(table)
-        parts += ["", *_md_table(heads, rows)]
+        found = matrix(table) if table.study.show_all else None
+        if found is not None:
+            parts += _md_matrix(found)
+        else:
+            parts += ["", *_md_table(*_main_rows(table))]
         paper = _paper_rows(table)
         if paper:
             parts += ["", f"Next to the paper ({_md(str(table.study.header.get('paper', '')))}):", ""]
             parts += _md_table(["Row", "Metric", "Paper", "Here", "n", "Verdict", "Gain over the reference"], paper)
         if table.study.departures:
-            parts += ["", "Departures from the paper:", "", *(f"- {_md(d)}" for d in table.study.departures)]
+            said = "Departures from the paper" if table.study.header.get("paper") else "Keep in mind"
+            parts += ["", f"{said}:", "", *(f"- {_md(d)}" for d in table.study.departures)]
         parts.append("")
     if skipped:
         parts += ["## Not in this report", "", *(f"- `{s.path}`: {_md(s.reason)}" for s in skipped), ""]
@@ -182,6 +187,31 @@ def _summary(s: Summary) -> dict[str, Any]:
 def _md_table(heads: list[str], rows: list[list[str]]) -> list[str]:
     lines = ["| " + " | ".join(map(_md, heads)) + " |", "|" + "---|" * len(heads)]
     return lines + ["| " + " | ".join(map(_md, row)) + " |" for row in rows]
+
+
+def _md_matrix(found: Matrix) -> list[str]:
+    """The grid as papers print it: one table per row, the point that validation chose in bold."""
+    parts = []
+    for name in found.rows():
+        cells = {(r["y"], r["x"]): r for r in found.records if r["row"] == name}
+        parts += [
+            "",
+            f"**{_md(name)}**",
+            "",
+            f"| {_md(found.y)} \\ {_md(found.x)} | " + " | ".join(found.across) + " |",
+        ]
+        parts.append("|" + "---|" * (len(found.across) + 1))
+        for y in found.down:
+            parts.append(f"| {_md(y)} | " + " | ".join(_md_point(cells.get((y, x))) for x in found.across) + " |")
+    return parts
+
+
+def _md_point(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    text = f"{record['mean']:.2f}" + (f" ± {record['sd']:.2f}" if record["sd"] is not None else "")
+    text = f"**{text}**" if record["chosen"] else text
+    return text + (f" (paper {record['paper']:.2f})" if record["paper"] is not None else "")
 
 
 def _md(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from dampen.lab.report.figure import ROW, Column, Figure, Panel, finish, known, tip
@@ -9,15 +10,28 @@ from dampen.lab.report.names import label
 from dampen.lab.report.study import Cell
 from dampen.lab.report.table import Table, axis_name, chosen_cell
 from dampen.lab.stats import summarize
-from dampen.lab.summary import unit
+from dampen.lab.summary import PERCENT, unit
 
 
-def grid(table: Table) -> Figure | None:
-    """The result at every point of a grid of two axes, a panel per row; the outlined cell is what validation chose."""
-    import altair as alt
+@dataclass(frozen=True)
+class Matrix:
+    """Every grid point with results, as records (row, x, y, mean, sd, n, chosen, paper), and the axes in order."""
 
-    keys = table.study.grid_keys()
-    axes = [k for k in keys if len({c.grid.get(k) for r in table.study.rows for c in r.cells if k in c.grid}) > 1]
+    x: str
+    y: str
+    across: list[str]
+    down: list[str]
+    records: list[dict[str, Any]]
+
+    def rows(self) -> list[str]:
+        """The names of the rows that have such a grid."""
+        return list(dict.fromkeys(r["row"] for r in self.records))
+
+
+def matrix(table: Table) -> Matrix | None:
+    """The results over the first two axes of the grid; None where there are fewer, or no results."""
+    cells = [cell for row in table.study.rows for cell in row.cells]
+    axes = [k for k in table.study.grid_keys() if len({_text(c.grid[k]) for c in cells if k in c.grid}) > 1]
     if len(axes) < 2:
         return None
     y_key, x_key = axes[0], axes[1]
@@ -36,35 +50,41 @@ def grid(table: Table) -> Figure | None:
                 records.append(point | {"sd": known(s.sd), "n": s.n, "chosen": cell is chosen, "paper": paper})
     if not records:
         return None
-    domain = [min(r["mean"] for r in records), max(r["mean"] for r in records)]
-    middle = domain[0] + 0.62 * (domain[1] - domain[0])
-    across, down = (_order(cells_of(table), key) for key in (x_key, y_key))
-    panels = []
-    for name in dict.fromkeys(r["row"] for r in records):
-        own = [r | {"dark": r["mean"] < middle} for r in records if r["row"] == name]
-        x = alt.X("x:N", title=axis_name(x_key), sort=across, axis=alt.Axis(labelAngle=0))
-        y = alt.Y("y:N", title=axis_name(y_key), sort=down[::-1])
-        base = alt.Chart(alt.Data(values=own)).encode(x=x, y=y)
-        tooltip = [alt.Tooltip("y:N", title=axis_name(y_key)), alt.Tooltip("x:N", title=axis_name(x_key))]
-        tooltip += [tip("mean:Q", "mean"), tip("sd:Q", "sd"), alt.Tooltip("n:Q")]
-        color = alt.Color("mean:Q", scale=alt.Scale(scheme="viridis", domain=domain), legend=None)
-        cells = base.mark_rect().encode(color=color, tooltip=tooltip)
-        ink = alt.condition("datum.dark", alt.value("#ffffff"), alt.value("#111111"))
-        text = base.mark_text(fontSize=12).encode(text=alt.Text("mean:Q", format=".1f"), color=ink)
-        frame = base.transform_filter("datum.chosen").mark_rect(fill=None, stroke="#d55e00", strokeWidth=3)
-        panels.append(Panel(name, finish(alt.layer(cells, text, frame), 46 * len(down))))
-    columns = [ROW, Column("y", axis_name(y_key)), Column("x", axis_name(x_key)), Column("mean", "Mean", 2)]
+    return Matrix(axis_name(x_key), axis_name(y_key), _order(cells, x_key), _order(cells, y_key), records)
+
+
+def grid(table: Table) -> Figure | None:
+    """The matrix as heat maps, a panel per row; the outlined cell is what validation chose."""
+    found = matrix(table)
+    if found is None:
+        return None
+    means = [r["mean"] for r in found.records]
+    domain = (min(means), max(means))
+    digits = ".1f" if table.study.metric in PERCENT else ".3f"
+    panels = [Panel(name, _heat_map(found, name, domain, digits)) for name in found.rows()]
+    columns = [ROW, Column("y", found.y), Column("x", found.x), Column("mean", "Mean", 2)]
     columns += [Column("sd", "SD", 2), Column("n", "n", 0), Column("paper", "Paper", 2)]
     caption = f"Test {label(table.study.metric, with_unit=True)} at every grid point, one color scale for all panels. "
     caption += "Outlined: the point that validation chooses."
-    figure = Figure("grid", f"{axis_name(y_key)} x {axis_name(x_key)}", caption, panels, columns, records)
-    figure.wide = len(panels) > 2
-    return figure
+    title = f"{found.y} x {found.x}"
+    return Figure("grid", title, caption, panels, columns, found.records, wide=len(panels) > 2)
 
 
-def cells_of(table: Table) -> list[Cell]:
-    """Every grid point of every row."""
-    return [cell for row in table.study.rows for cell in row.cells]
+def _heat_map(found: Matrix, name: str, domain: tuple[float, float], digits: str) -> dict[str, Any]:
+    import altair as alt
+
+    middle = domain[0] + 0.62 * (domain[1] - domain[0])  # viridis is dark below
+    own = [r | {"dark": r["mean"] < middle} for r in found.records if r["row"] == name]
+    x = alt.X("x:N", title=found.x, sort=found.across, axis=alt.Axis(labelAngle=0))
+    y = alt.Y("y:N", title=found.y, sort=found.down[::-1])
+    base = alt.Chart(alt.Data(values=own)).encode(x=x, y=y)
+    tooltip = [tip("y:N", found.y), tip("x:N", found.x), tip("mean:Q", "mean"), tip("sd:Q", "sd"), alt.Tooltip("n:Q")]
+    color = alt.Color("mean:Q", scale=alt.Scale(scheme="viridis", domain=list(domain)), legend=None)
+    cells = base.mark_rect().encode(color=color, tooltip=tooltip)
+    ink = alt.condition("datum.dark", alt.value("#ffffff"), alt.value("#111111"))
+    text = base.mark_text(fontSize=12).encode(text=alt.Text("mean:Q", format=digits), color=ink)
+    frame = base.transform_filter("datum.chosen").mark_rect(fill=None, stroke="#d55e00", strokeWidth=3)
+    return finish(alt.layer(cells, text, frame), 46 * len(found.down))
 
 
 def _test_values(cell: Cell, metric: str) -> list[float]:

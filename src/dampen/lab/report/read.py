@@ -29,6 +29,7 @@ class Run:
     final: dict[str, Any] | None
     sessions: list[dict[str, Any]]
     measured: dict[str, Any] = field(default_factory=dict)
+    _log: list[tuple[list[dict[str, Any]], bool]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def status(self) -> str:
@@ -40,8 +41,20 @@ class Run:
         return str(self.config.get("seed", 0))
 
     def lines(self) -> list[dict[str, Any]]:
-        """The log, read when asked for."""
-        return Record(self.folder).lines()
+        """The log, read when first asked for; a damaged one is empty, and `log_damaged` says so."""
+        return self._read_log()[0]
+
+    @property
+    def log_damaged(self) -> bool:
+        return self._read_log()[1]
+
+    def _read_log(self) -> tuple[list[dict[str, Any]], bool]:
+        if not self._log:
+            try:
+                self._log.append((Record(self.folder).lines(), False))
+            except ValueError:
+                self._log.append(([], True))
+        return self._log[0]
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,7 @@ class Collection:
 
     runs: dict[Path, Run] = field(default_factory=dict)
     plans: dict[Path, Plan] = field(default_factory=dict)  # by the folder of plan.json
+    searches: dict[Path, dict[str, Any]] = field(default_factory=dict)  # search.json beside a plan
     skipped: list[Skipped] = field(default_factory=list)
 
 
@@ -92,6 +106,11 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
             found.plans[folder] = Plan.load(folder)
         except (LabError, KeyError, TypeError, AttributeError) as error:
             found.skipped.append(Skipped(f"{name}/plan.json", _told(error, folder)))
+        if "search.json" in files:
+            try:
+                found.searches[folder] = read_json(folder / "search.json")
+            except LabError as error:
+                found.skipped.append(Skipped(f"{name}/search.json", _told(error, folder)))
     elif "config.json" in files:
         run = _read_run(folder)
         if isinstance(run, Run):

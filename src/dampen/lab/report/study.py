@@ -54,6 +54,7 @@ class Study:
     departures: list[str] = field(default_factory=list)
     protocol: dict[str, Any] = field(default_factory=dict)
     show_all: bool = False  # every grid point is a row of its own
+    search: dict[str, Any] = field(default_factory=dict)  # what a search tried, where there was one
 
     def runs(self) -> list[Run]:
         """Every run of the study."""
@@ -77,7 +78,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[Study], l
     for run in found.runs.values():
         by_id.setdefault(run.id, []).append(run)
     for folder, plan in found.plans.items():
-        study, used = _from_plan(folder, plan, by_id)
+        study, used = _from_plan(folder, plan, by_id, found.searches)
         claimed |= used
         for run in found.runs.values():
             if run.folder.parent == folder and run.folder not in used:
@@ -101,7 +102,9 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[Study], l
     return studies, skipped
 
 
-def _from_plan(folder: Path, plan: Plan, by_id: Mapping[str, list[Run]]) -> tuple[Study, set[Path]]:
+def _from_plan(
+    folder: Path, plan: Plan, by_id: Mapping[str, list[Run]], searches: Mapping[Path, dict[str, Any]]
+) -> tuple[Study, set[Path]]:
     used: set[Path] = set()
 
     def find(id: str) -> Run | None:
@@ -122,6 +125,7 @@ def _from_plan(folder: Path, plan: Plan, by_id: Mapping[str, list[Run]]) -> tupl
     study = Study(plan.name, plan.header.get("title") or plan.name, "", "max", rows, plan.header, plan.departures)
     study.header = {**plan.header, "scale": plan.scale}
     study.show_all = plan.header.get("report") == "all"
+    study.search = searches.get(folder, {})
     _set_metric(study, plan.header.get("metric"))
     return study, used
 
