@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from benchmarks import reference_skip as reference
 from torch import nn
 
 import dampen
+from benchmarks import reference_skip as reference
 from dampen.diagnostics.conditioning import ConditionProbe, condition_of, measure_conditioning
 from dampen.diagnostics.jacobian import estimate_condition, measure_jacobian
 from dampen.diagnostics.linear_attention import linear_attention_bound, linear_attention_condition

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from benchmarks import reference_explicit as slow
 from torch import nn
+
+from benchmarks import reference_explicit as slow
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-from tests.explicit.toy import RATE, Case, expected, pair_value, split_heads
 
 import dampen
 from dampen import ExplicitDropout
 from dampen.explicit.forms import FORMS
 from dampen.explicit.reductions import REDUCTIONS
 from dampen.methods.explicit_dropout import TERMS
+from tests.explicit.toy import RATE, Case, expected, pair_value, split_heads
 
 CASES = {
     "self": Case(),

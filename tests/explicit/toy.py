@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 import torch
-from benchmarks import reference_explicit as slow
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks import reference_explicit as slow
 
 RATE = 0.25  # exact in float32, so that float64 oracles agree to float64 precision
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from benchmarks.reference_stochastic import blur_scores, blurred_attention, gaussian
 from torch.nn import functional as F
 
 import dampen
+from benchmarks.reference_stochastic import blur_scores, blurred_attention, gaussian
 from dampen import BlurredAttention, blur
 from dampen.regularizer import Call
 

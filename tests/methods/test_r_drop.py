@@ -1,8 +1,8 @@
 """R-Drop is the symmetric consistency of arXiv 2106.14448."""
 
 import torch
-from benchmarks.reference_stochastic import divergence as slow_divergence
 
+from benchmarks.reference_stochastic import divergence as slow_divergence
 from dampen import Consistency, RDrop
 
 

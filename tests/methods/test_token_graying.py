@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks import reference_skip as reference
 from scipy import fft
 from torch import nn
 
 import dampen
+from benchmarks import reference_skip as reference
 from dampen.checking import check_regularizer
 from dampen.graying import GrayImages, dct_matrix, gray_dct, gray_images, gray_svd, gray_tokens
 from dampen.methods.token_graying import find_patch_size
