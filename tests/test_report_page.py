@@ -63,7 +63,7 @@ def test_loads_without_a_complaint_or_a_request(page, report):
 def test_every_kind_of_figure_is_there(page):
     found = page.run("[...document.querySelectorAll('figure')].map(f => f.id.replace(/^t\\d+-/, ''))")
     wanted = {"results", "cost", "curves", "loss", "grid", "calibration", "attacks", "corruptions", "conditioning"}
-    assert wanted | {"attention"} == set(found)
+    assert wanted | {"attention", "heads"} == set(found)
     assert page.run("document.querySelector('#t1 .card .headline').textContent") == "Use Explicit v"
     assert "empty folder" in page.run("document.getElementById('skipped').parentElement.textContent")
 

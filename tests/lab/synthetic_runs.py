@@ -176,9 +176,14 @@ def measurements(name, gain, seed):
     maps = {"examples": [{"label": "synthetic gradient", "image": image, "map": values, "predicted": "synthetic"}]}
     return {
         "synthetic": True,
-        "calibration": {"bins": 15, "ece": 0.04, "reliability": reliability},
+        "calibration": {"bins": 15, "ece": 0.04, "adaptive_ece": 0.05 - gain, "reliability": reliability},
+        "gradient_variance": {"normalized": 2.0 - 5 * gain + draw.gauss(0, 0.02)},
+        "generalization": {"accuracy_gap": 0.1 - gain},
+        "attention": {
+            "layers": [{"entropy_share": 0.9 - 0.1 * i, "head_similarity": 0.2 + 0.05 * i} for i in range(4)]
+        },
         "robustness": attacks,
-        "corruptions": {"n": 1000, "clean_accuracy": clean, "accuracy": corrupted},
+        "corruptions": {"n": 1000, "clean_accuracy": clean, "accuracy": corrupted, "mean_accuracy": 0.6 + gain},
         "conditioning": conditioning,
         "attention_maps": maps,
     }

@@ -14,6 +14,7 @@ from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.report import format_of, make_report, write_report
 from dampen.lab.report.advice import advise
 from dampen.lab.report.protocol import ProtocolMismatch
+from dampen.lab.report.table import diagnosed
 from dampen.lab.trial import Trial
 from tests.lab.synthetic_runs import ROWS, recipe, write, write_study, write_trial
 
@@ -400,6 +401,24 @@ def test_a_grid_has_its_matrix_in_the_page_and_no_tests_against_a_corner(tmp_pat
     assert "| lambda \\\\ lr | 0.0001 | 0.0005 |" in markdown.replace("\\ ", "\\\\ ")
     assert markdown.count("| 0.001 | ") == 2
     assert len(re.findall(r"\*\*\d\d\.\d\d ± ", markdown)) == 2  # the chosen point of each row
+
+
+def test_what_was_diagnosed_stands_in_a_table_and_next_to_the_paper(tmp_path):
+    plan = write_study(tmp_path, diagnose=True, departures=())
+    content = json.loads((tmp_path / "plan.json").read_text())
+    content["rows"][0]["published"]["pgd_accuracy"] = [12.0, 3.0]
+    write(tmp_path / "plan.json", content)
+    report = make_report([tmp_path])
+    plain = report.tables[0].entries[0]
+    first = json.loads((tmp_path / next(iter(plan.trials)) / "diagnose.json").read_text())
+    strongest = max(first["robustness"], key=lambda a: a["eps"])
+    assert diagnosed(first)["pgd_accuracy"] == strongest["accuracy"]
+    assert plain.metrics["pgd_accuracy"].n == 5
+    assert plain.metrics["corrupted_accuracy"].mean == pytest.approx(60.0)
+    assert plain.against["pgd_accuracy"].word in ("reproduced", "not reproduced")
+    assert "Measured on the trained models" in report.render("html")
+    assert "| Row | PGD accuracy (%) | corrupted accuracy (%) |" in report.render("md")
+    assert diagnosed({}) == {}
 
 
 def test_what_a_search_tried_is_shown(tmp_path):

@@ -7,9 +7,8 @@ import statistics
 from typing import Any
 
 from dampen.lab.report.figure import ROW, Column, Figure, Palette, Panel, finish, note, some, tip
-from dampen.lab.report.names import label, listed
+from dampen.lab.report.names import label, listed, unit
 from dampen.lab.report.table import Entry, Table
-from dampen.lab.summary import unit
 
 
 def curves(table: Table, palette: Palette) -> list[Figure]:

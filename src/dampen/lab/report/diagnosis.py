@@ -5,6 +5,7 @@ A trial's diagnose.json may hold, each optional:
     calibration     a dampen.diagnostics.Calibration as plain data (its `reliability` is drawn)
     robustness      a list of dampen.diagnostics.Robustness as plain data; PGD at several eps makes a curve
     corruptions     a dampen.diagnostics.Corruptions as plain data
+    attention       {"layers": [{"entropy_share", "head_similarity"}]}
     conditioning    what Conditioning.to_json() gives: one entry per layer
     attention_maps  {"examples": [{"label", "image": rows of RGB pixels (0..255), "map": rows of numbers, "predicted"}]}
 """
@@ -38,7 +39,7 @@ def measured_figures(table: Table, palette: Palette) -> list[Figure]:
     names = some([e.name for e in entries], [reference.name] if reference else [])
     shown = [e for e in entries if e.name in names]
     made = [calibration(shown, palette), attacks(shown, palette), corruptions(shown, palette)]
-    made += [conditioning(shown, palette), attention_maps(shown)]
+    made += [attention_by_layer(shown, palette), conditioning(shown, palette), attention_maps(shown)]
     figures = [figure for figure in made if figure is not None]
     for figure in figures:
         figure.caption += note(len(shown), len(entries))
@@ -109,9 +110,13 @@ def attacks(entries: list[Entry], palette: Palette) -> Figure | None:
     settings: set[str] = set()
     for entry in entries:
         by_eps: dict[float, list[float]] = {}
-        for attack in [a for found in _measured(entry, "robustness") for a in found if a["attack"] == "pgd"]:
-            by_eps.setdefault(round(255 * attack["eps"], 4), []).append(100 * attack["accuracy"])
-            settings.add(f"{attack['steps']} steps")
+        for run in _measured(entry, "robustness"):
+            own = [a for a in run if a["attack"] == "pgd"]
+            for attack in own:
+                by_eps.setdefault(round(255 * attack["eps"], 4), []).append(100 * attack["accuracy"])
+                settings.add(f"{attack['steps']} steps")
+            if own and own[0].get("clean_accuracy") is not None and all(a["eps"] for a in own):
+                by_eps.setdefault(0.0, []).append(100 * own[0]["clean_accuracy"])  # without an attack
         records += _by_x(entry.name, by_eps, "eps")
     if len({r["eps"] for r in records}) < 2:
         return None
@@ -154,6 +159,38 @@ def corruptions(entries: list[Entry], palette: Palette) -> Figure | None:
     caption = "Accuracy on corrupted test images, mean over seeds with a band of one standard deviation."
     title = "Under corruption"
     return Figure("corruptions", title, caption, panels, columns, records, wide=True, legend=legend)
+
+
+LOOKS = {"entropy_share": "entropy, as a share of the largest", "head_similarity": "similarity of the heads"}
+
+
+def attention_by_layer(entries: list[Entry], palette: Palette) -> Figure | None:
+    """How spread out attention is and how alike the heads are, layer by layer."""
+    import altair as alt
+
+    records: list[dict[str, Any]] = []
+    for entry in entries:
+        for key, title in LOOKS.items():
+            by_layer: dict[float, list[float]] = {}
+            for found in _measured(entry, "attention"):
+                for i, layer in enumerate(found["layers"]):
+                    if layer.get(key) is not None:
+                        by_layer.setdefault(i + 1, []).append(layer[key])
+            records += [{"what": title, **r} for r in _by_x(entry.name, by_layer, "layer")]
+    if not records:
+        return None
+    legend = [e.name for e in entries if e.name in {r["row"] for r in records}]
+    panels = []
+    for title in dict.fromkeys(r["what"] for r in records):
+        x = alt.X("layer:Q", title="layer", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(tickMinStep=1))
+        own = [r for r in records if r["what"] == title]
+        chart = band_chart(own, x, "layer", title, legend, palette, points=True, legend=False)
+        panels.append(Panel(title, finish(chart, 220)))
+    columns = [ROW, Column("what", "Measure"), Column("layer", "Layer", 0), Column("mean", "Mean", 4)]
+    columns += [Column("low", "Mean - SD", 4), Column("high", "Mean + SD", 4), Column("n", "n", 0)]
+    caption = "Low entropy: attention rests on few tokens. High similarity: heads look at the same tokens. "
+    caption += "Mean over seeds with a band of one standard deviation."
+    return Figure("heads", "Attention by layer", caption, panels, columns, records, legend=legend)
 
 
 def conditioning(entries: list[Entry], palette: Palette) -> Figure | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dampen.lab.summary import PERCENT
+from dampen.lab.report.names import PERCENT
 
 if TYPE_CHECKING:
     from altair import Color, Legend, Shape, StrokeDash, Tooltip

@@ -11,7 +11,7 @@ from typing import Any
 
 from dampen.lab.report.advice import advise
 from dampen.lab.report.heatmap import Matrix, matrix
-from dampen.lab.report.names import label
+from dampen.lab.report.names import MEASURED, label
 from dampen.lab.report.read import Skipped
 from dampen.lab.report.table import Entry, Table, grid_text
 from dampen.lab.report.view import facts, gain_text, number, p_text
@@ -33,6 +33,7 @@ def to_markdown(tables: list[Table], skipped: list[Skipped]) -> str:
             parts += _md_matrix(found)
         else:
             parts += ["", *_md_table(*_main_rows(table))]
+        parts += _md_measured(table)
         paper = _paper_rows(table)
         if paper:
             parts += ["", f"Next to the paper ({_md(str(table.study.header.get('paper', '')))}):", ""]
@@ -187,6 +188,17 @@ def _summary(s: Summary) -> dict[str, Any]:
 def _md_table(heads: list[str], rows: list[list[str]]) -> list[str]:
     lines = ["| " + " | ".join(map(_md, heads)) + " |", "|" + "---|" * len(heads)]
     return lines + ["| " + " | ".join(map(_md, row)) + " |" for row in rows]
+
+
+def _md_measured(table: Table) -> list[str]:
+    shown = [m for m in MEASURED if any(m in e.metrics for e in table.entries) and m != table.study.metric]
+    if not shown:
+        return []
+    rows = []
+    for e in table.ranked():
+        rows.append([e.name, *(number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m)) else "" for m in shown)])
+    heads = ["Row", *(label(m, with_unit=True) for m in shown)]
+    return ["", "Measured on the trained models:", "", *_md_table(heads, rows)]
 
 
 def _md_matrix(found: Matrix) -> list[str]:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dampen.lab.report.figure import ROW, Column, Figure, Panel, finish, known, tip
-from dampen.lab.report.names import label
+from dampen.lab.report.names import PERCENT, label, unit
 from dampen.lab.report.study import Cell
 from dampen.lab.report.table import Table, axis_name, chosen_cell
 from dampen.lab.stats import summarize
-from dampen.lab.summary import PERCENT, unit
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from dampen.lab.summary import PERCENT
+from dampen.lab import summary
+
+MEASURED = {
+    "pgd_accuracy": "PGD accuracy",
+    "fgsm_accuracy": "FGSM accuracy",
+    "corrupted_accuracy": "corrupted accuracy",
+    "adaptive_ece": "adaptive ECE",
+    "gradient_variance": "gradient variance",
+    "accuracy_gap": "train - test accuracy",
+}
+"""What dampen diagnose measures on a trained model, as single numbers."""
+
+PERCENT = summary.PERCENT | {"fgsm_accuracy", "corrupted_accuracy", "adaptive_ece", "accuracy_gap", "interval_map"}
+"""Metrics that are fractions in records and percent in tables."""
+
+
+def unit(metric: str) -> float:
+    """What a recorded value is multiplied with to be shown."""
+    return 100.0 if metric in PERCENT or metric.startswith("interval_map@") else 1.0
 
 
 def points(metric: str) -> str:
@@ -15,8 +33,8 @@ def points(metric: str) -> str:
 
 
 LABELS = {"accuracy": "accuracy", "ece": "ECE", "nll": "NLL", "brier": "Brier score", "frame_map": "frame mAP"}
-LABELS |= {"bpc": "bits per character", "bleu": "BLEU", "chrf": "chrF", "pgd_accuracy": "PGD accuracy"}
-LABELS |= {"interval_map": "interval mAP", "perplexity": "perplexity"}
+LABELS |= {"bpc": "bits per character", "bleu": "BLEU", "chrf": "chrF"}
+LABELS |= {"interval_map": "interval mAP", "perplexity": "perplexity"} | MEASURED
 
 
 def label(metric: str, with_unit: bool = False) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dampen.lab.report.figure import ROW, Column, Figure, Palette, Panel, finish, some, tip
-from dampen.lab.report.names import label
+from dampen.lab.report.names import label, unit
 from dampen.lab.report.table import Table, axis_name
-from dampen.lab.summary import unit
 
 
 def searched(table: Table, palette: Palette) -> Figure | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 from dampen.lab.plan import Point
 from dampen.lab.plan import Row as PlannedRow
+from dampen.lab.report.names import unit
 from dampen.lab.report.paper import AgainstPaper, Published, against_paper
 from dampen.lab.report.study import Cell, Study, StudyRow
 from dampen.lab.stats import Comparison, Summary, compare_paired, decide, holm, summarize
-from dampen.lab.summary import best_point, unit
+from dampen.lab.summary import best_point
 
 PAPER_SEEDS = 5
 """Runs behind a published standard deviation where a recipe does not say: the papers report five seeds."""
@@ -123,10 +124,9 @@ def chosen_cell(row: StudyRow) -> Cell:
 
 def _entry(study: Study, name: str, row: StudyRow, cell: Cell) -> Entry:
     finals = {seed: run.final for seed, run in cell.finished().items() if run.final}
-    keys = list(dict.fromkeys(k for f in finals.values() for k in f["test"]))
-    by_metric = {
-        k: {s: unit(k) * f["test"][k] for s, f in finals.items() if f["test"].get(k) is not None} for k in keys
-    }
+    found = {s: {**f["test"], **diagnosed(cell.runs[s].measured)} for s, f in finals.items()}
+    keys = list(dict.fromkeys(k for values in found.values() for k in values))
+    by_metric = {k: {s: unit(k) * v[k] for s, v in found.items() if v.get(k) is not None} for k in keys}
     values = by_metric.get(study.metric, {})
     selection = [f["valid"].get(f["selection"][0]) for f in finals.values()]
     known = [v for v in selection if v is not None]
@@ -146,6 +146,20 @@ def _entry(study: Study, name: str, row: StudyRow, cell: Cell) -> Entry:
         unfinished=cell.planned - statuses.count("finished") - statuses.count("diverged"),
         published=_published(cell.published or row.published),
     )
+
+
+def diagnosed(measured: dict[str, Any]) -> dict[str, float]:
+    """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap."""
+    found: dict[str, Any] = {}
+    for attack in ("pgd", "fgsm"):
+        own = [a for a in measured.get("robustness", []) if a["attack"] == attack]
+        if own:
+            found[f"{attack}_accuracy"] = max(own, key=lambda a: a["eps"])["accuracy"]
+    found["corrupted_accuracy"] = measured.get("corruptions", {}).get("mean_accuracy")
+    found["adaptive_ece"] = measured.get("calibration", {}).get("adaptive_ece")
+    found["gradient_variance"] = measured.get("gradient_variance", {}).get("normalized")
+    found["accuracy_gap"] = measured.get("generalization", {}).get("accuracy_gap")
+    return {k: v for k, v in found.items() if v is not None}
 
 
 def _published(figures: dict[str, Any]) -> dict[str, Published]:

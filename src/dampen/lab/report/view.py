@@ -8,12 +8,11 @@ from typing import Any
 
 from dampen.lab.report.advice import advise
 from dampen.lab.report.figure import Figure, Palette
-from dampen.lab.report.names import label, points
+from dampen.lab.report.names import MEASURED, PERCENT, label, points, unit
 from dampen.lab.report.read import Run
 from dampen.lab.report.study import Study
 from dampen.lab.report.table import Entry, Table, grid_text, step_time
 from dampen.lab.stats import LEVEL
-from dampen.lab.summary import PERCENT, unit
 
 MOST = 60
 """Rows of a table that are shown before one asks for all."""
@@ -35,7 +34,7 @@ class Head:
 def study_view(table: Table, palette: Palette, figures: list[Figure], key: str, dark: dict[str, str]) -> dict[str, Any]:
     """Everything the template needs for one study."""
     study, advice = table.study, advise(table)
-    extra = [m for m in _metrics(table) if m != study.metric]
+    extra = [m for m in _metrics(table) if m != study.metric and m not in MEASURED]
     rows = [_row(entry, table, extra, advice.pick, palette, dark) for entry in table.ranked() + _without(table)]
     runs = study.runs()
     done = sum(run.status != "unfinished" for run in runs)
@@ -58,6 +57,7 @@ def study_view(table: Table, palette: Palette, figures: list[Figure], key: str, 
         "show_all": study.show_all,
         "most": 12 if study.show_all else MOST,
         "figures": [_figure_view(f, f"{key}-{f.key}", palette, dark) for f in figures],
+        "measured": _measured(table, palette, dark),
         "paper": _paper(table),
         "departures": study.departures,
         "protocol": sorted((k, v) for k, v in study.protocol.items() if v not in ("null", "false")),
@@ -225,6 +225,20 @@ def _figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str]
     view = {"id": id, "title": figure.title, "caption": figure.caption, "wide": figure.wide, "panels": panels}
     legend = [{"name": n, "color": palette.colors[n], "dark": dark[palette.colors[n]]} for n in figure.legend]
     return view | {"images": list(groups.items()), "legend": legend}
+
+
+def _measured(table: Table, palette: Palette, dark: dict[str, str]) -> dict[str, Any]:
+    """The table of what dampen diagnose measured; empty where it did not."""
+    shown = [m for m in MEASURED if any(m in e.metrics for e in table.entries) and m != table.study.metric]
+    rows = []
+    for entry in table.ranked() if shown else []:
+        cells = [_cell(entry.name, entry.name)]
+        for metric in shown:
+            s = entry.metrics.get(metric)
+            cells.append(number(s.mean, s.sd, metric) if s else _cell("", "", "num"))
+        light = palette.colors[entry.name]
+        rows.append({"cells": cells, "color": light, "dark": dark.get(light, light)})
+    return {"columns": [Head("Row"), *(Head(label(m, with_unit=True), "num") for m in shown)], "rows": rows}
 
 
 def _paper(table: Table) -> list[dict[str, Any]]:
