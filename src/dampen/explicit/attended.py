@@ -25,6 +25,8 @@ def attended_bias(o: Tensor, bias: Tensor | None, rows: Tensor | None) -> Tensor
     The rows of A sum to 1, so the bias passes through the attention unchanged.
     """
     bias = None if bias is None else _per_query_head(bias, o.shape[1], 0)
+    if o.transpose(1, 2).is_contiguous():  # the fused kernel's layout, in which tokens are long vectors
+        return squared_norm(o.transpose(1, 2).flatten(2), None if bias is None else bias.flatten(), rows)
     return squared_norm(o, bias, None if rows is None else rows.unsqueeze(1))
 
 

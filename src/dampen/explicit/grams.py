@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from dampen.explicit.precision import no_autocast, wide
 
-CHUNK = 2**18
+CHUNK = 2**20
 """Entries of the largest temporary of `spread`, samples x dh x in."""
 
 
@@ -48,12 +48,10 @@ def _weigh(y: Tensor, rows: Tensor | None) -> Tensor:
 
 
 class _Gram(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(y: Tensor, bias: Tensor | None, rows: Tensor | None) -> Tensor:
         with no_autocast(y.device.type):
-            heads = _bare(y, bias).contiguous()  # (B, H, N, dh): one batched product needs one stride over B and H
+            heads = _contiguous_heads(y, bias)
             return _weigh(heads, rows).transpose(-2, -1) @ heads
 
     @staticmethod
@@ -64,22 +62,18 @@ class _Gram(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         y, bias, rows = ctx.saved_tensors
         with no_autocast(y.device.type):
-            both = grad + grad.transpose(-2, -1)
-            heads = wide(y)
-            # head by head into the layout of a projection's output (B, N, H, dh), which is what its backward reads
-            parts = [
-                heads[:, h] @ g if bias is None else torch.baddbmm(-wide(bias[h]) @ g, heads[:, h], g)  # (y - bias) g
-                for h, g in enumerate(both.unbind(1))
-            ]
-            out = _weigh(torch.stack(parts, 2).transpose(1, 2), rows)
+            out = _weigh(_contiguous_heads(y, bias), rows) @ (grad + grad.transpose(-2, -1))
             to_bias = bias is not None and ctx.needs_input_grad[1]
-            grad_bias = -out.sum((0, 2)).unsqueeze(1).to(bias.dtype) if to_bias else None
+            grad_bias = -out.sum(2).sum(0).unsqueeze(1).to(bias.dtype) if to_bias else None
         return out.to(y.dtype), grad_bias, None
 
 
-class _Spread(torch.autograd.Function):
-    generate_vmap_rule = True
+def _contiguous_heads(y: Tensor, bias: Tensor | None) -> Tensor:
+    """(B, H, N, dh) without bias, in the layout in which B and H are one batch for the matrix products."""
+    return _bare(y, bias).contiguous()
 
+
+class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(weight: Tensor, power: Tensor) -> Tensor:
         with no_autocast(weight.device.type):

@@ -49,7 +49,7 @@ def projection_penalty(
     factors = single(form, rate)
     b = variance = None
     if factors.bias is not None:
-        b = squared_norm(m.y, m.bias, None if rows.weights is None else rows.weights.unsqueeze(1))
+        b = squared_norm(*m.tokens, rows.weights)
     if factors.variance is not None:
         variance = feature_power(m.x, rows.weights) @ column_power(m.weight.flatten(0, 1))
     return combine(factors, b, variance) * rows.factor

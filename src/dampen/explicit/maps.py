@@ -26,12 +26,17 @@ class HeadMap:
         """(B, H, T, dh) without the bias, in float32 or wider."""
         return wide(self.y) if self.bias is None else wide(self.y) - wide(self.bias)
 
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor | None]:
+        """y as (B, T, H dh), a view where the heads are one, and its bias."""
+        return self.y.transpose(1, 2).flatten(2), None if self.bias is None else self.bias.flatten()
+
     def as_one_head(self) -> HeadMap:
         """All heads as a single one: the authors' own code, with one full Wq^T Wk."""
         return replace(
             self,
-            y=self.y.transpose(1, 2).flatten(2).unsqueeze(1),
-            bias=None if self.bias is None else self.bias.flatten().reshape(1, 1, -1),
+            y=self.tokens[0].unsqueeze(1),
+            bias=None if self.bias is None else self.bias.reshape(1, 1, -1),
             weight=self.weight.flatten(0, 1).unsqueeze(0),
         )
 
