@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dampen.lab.plan import make_plan
 from dampen.lab.recipe import Recipe
+from dampen.lab.trial import Trial
 
 MACHINE = {
     "time": "2026-01-01T00:00:00+00:00",
@@ -191,3 +192,22 @@ def measurements(name, gain, seed):
 
 def write(path, value):
     path.write_text(json.dumps(value))
+
+
+def loose(folder, count=3, limit=3000, methods=(), gain=0.0, **train):
+    """Trials without a plan."""
+    for seed in range(count):
+        content = {
+            "data": {"name": "cifar10", "limit": limit},
+            "model": {"name": "vit"},
+            "methods": list(methods),
+            "train": train,
+            "seed": seed,
+        }
+        trial = Trial.from_dict(content)
+        write_trial(folder / trial.id, trial, gain, 1.0, seed)
+
+
+def edit(path, **changes):
+    """Change entries of a JSON file."""
+    write(path, json.loads(path.read_text()) | changes)

@@ -151,7 +151,7 @@ def corruptions(entries: list[Entry], palette: Palette) -> Figure | None:
     panels = []
     for kind in dict.fromkeys(r["kind"] for r in records):
         own = [r for r in records if r["kind"] == kind]
-        x = alt.X("severity:Q", title="severity (0: none)", axis=alt.Axis(tickMinStep=1))
+        x = alt.X("severity:Q", title="severity (0: none)", axis=alt.Axis(tickMinStep=1, format="d"))
         chart = band_chart(own, x, "severity", "accuracy (%)", legend, palette, points=True, legend=False)
         panels.append(Panel(kind, finish(chart, 220)))
     columns = [ROW, Column("kind", "Corruption"), Column("severity", "Severity", 0), Column("mean", "Mean", 2)]
@@ -182,7 +182,7 @@ def attention_by_layer(entries: list[Entry], palette: Palette) -> Figure | None:
     legend = [e.name for e in entries if e.name in {r["row"] for r in records}]
     panels = []
     for title in dict.fromkeys(r["what"] for r in records):
-        x = alt.X("layer:Q", title="layer", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(tickMinStep=1))
+        x = alt.X("layer:Q", title="layer", scale=alt.Scale(zero=False), axis=alt.Axis(tickMinStep=1, format="d"))
         own = [r for r in records if r["what"] == title]
         chart = band_chart(own, x, "layer", title, legend, palette, points=True, legend=False)
         panels.append(Panel(title, finish(chart, 220)))

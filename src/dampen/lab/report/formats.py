@@ -195,7 +195,7 @@ def _md_measured(table: Table) -> list[str]:
     if not shown:
         return []
     rows = []
-    for e in table.ranked():
+    for e in (e for e in table.ranked() if any(m in e.metrics for m in shown)):
         rows.append([e.name, *(number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m)) else "" for m in shown)])
     heads = ["Row", *(label(m, with_unit=True) for m in shown)]
     return ["", "Measured on the trained models:", "", *_md_table(heads, rows)]

@@ -231,7 +231,7 @@ def _measured(table: Table, palette: Palette, dark: dict[str, str]) -> dict[str,
     """The table of what dampen diagnose measured; empty where it did not."""
     shown = [m for m in MEASURED if any(m in e.metrics for e in table.entries) and m != table.study.metric]
     rows = []
-    for entry in table.ranked() if shown else []:
+    for entry in (e for e in table.ranked() if any(m in e.metrics for m in shown)):
         cells = [_cell(entry.name, entry.name)]
         for metric in shown:
             s = entry.metrics.get(metric)
