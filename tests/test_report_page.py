@@ -9,7 +9,7 @@ import pytest
 
 from dampen.lab.report import make_report, write_report
 from tests.browser import Browser
-from tests.lab.synthetic_runs import ROWS, write_study
+from tests.lab.synthetic_runs import ROWS, write, write_study
 
 DONE = "document.documentElement.dataset.charts === 'done'"
 ATTACK = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>\'"></script><svg onload=window.hurt=1>'
@@ -32,6 +32,13 @@ def report(tmp_path_factory):
     grid = {"lambda": [1e-4, 1e-3], "train.lr": [1e-4, 5e-4]}
     rows = {n: ([{"name": "explicit_dropout", n: "$lambda"}], 0.0, 1.0, None) for n in ("key", "value")}
     write_study(folder / "runs" / "two", rows, name="grid", grid=grid, report="all", seeds=2)
+    axes = [{"key": "train.lr", "log": True}, {"key": "rate", "log": False}]
+    tried = [
+        {"values": {"train.lr": 0.001 * (i + 1), "rate": 0.1 * i}, "valid": 0.8 + 0.01 * i, "state": "complete"}
+        for i in range(4)
+    ]
+    search = {"metric": "accuracy", "trials": 4, "rows": {"plain": {"axes": axes, "trials": tried}}}
+    write(folder / "runs" / "one" / "search.json", search)
     (folder / "runs" / "empty").mkdir()
     write_report([folder / "runs"], folder / "report.html")
     return folder / "report.html"
@@ -63,7 +70,7 @@ def test_loads_without_a_complaint_or_a_request(page, report):
 def test_every_kind_of_figure_is_there(page):
     found = page.run("[...document.querySelectorAll('figure')].map(f => f.id.replace(/^t\\d+-/, ''))")
     wanted = {"results", "cost", "curves", "loss", "grid", "calibration", "attacks", "corruptions", "conditioning"}
-    assert wanted | {"attention", "heads"} == set(found)
+    assert wanted | {"attention", "heads", "search"} == set(found)
     assert page.run("document.querySelector('#t1 .card .headline').textContent") == "Use Explicit v"
     assert "empty folder" in page.run("document.getElementById('skipped').parentElement.textContent")
 

@@ -33,7 +33,7 @@ def searched(table: Table, palette: Palette) -> Figure | None:
     panels = []
     for axis in axes:
         own = [r for r in records if r["axis"] == axis and r["row"] in names]
-        scale = alt.Scale(type="log" if axis in logarithmic else "linear", zero=False)
+        scale = alt.Scale(type="log") if axis in logarithmic else alt.Scale(zero=False)
         chart = (
             alt.Chart(alt.Data(values=own))
             .mark_point(filled=True, size=55, opacity=0.75)
