@@ -35,7 +35,9 @@ def kth_largest(s: Tensor, k: int) -> Tensor:
     >>> kth_largest(torch.tensor([[3.0], [1.0], [2.0]]), 2).item()
     2.0
     """
-    return _network(s, k)[k - 1] if _by_network(s, k) else s.topk(k, dim=-2).values[..., -1:, :]
+    if _by_network(s, k):
+        return _network(s, k)[k - 1]
+    return s.mT.contiguous().topk(k, sorted=False).values.amin(-1).unsqueeze(-2)
 
 
 def _by_network(s: Tensor, k: int) -> bool:

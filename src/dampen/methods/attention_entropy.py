@@ -42,9 +42,8 @@ class AttentionEntropy(Regularizer):
         self.floor = float(floor)
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
-        # a smallest weight inside the logarithm: 0 log 0 is 0, and its gradient finite
-        p = a.float()
-        entropy = -(p * p.clamp(min=torch.finfo(torch.float32).tiny).log()).sum(-1)  # (B, H, N)
+        # clamped to the smallest number, because the gradient of a log a at 0 is not finite
+        entropy = torch.special.entr(a.float().clamp(min=torch.finfo(torch.float32).tiny)).sum(-1)  # (B, H, N)
         keep = call.keep
         seen = entropy.new_tensor(a.shape[-1]) if keep is None else keep.sum(-1).clamp(min=1)
         missing = (self.floor * seen.log() - entropy).relu()

@@ -6,7 +6,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
@@ -44,7 +43,8 @@ class HeadDiversity(Regularizer):
 def squared_cosine(o: Tensor, valid: Tensor | None = None) -> Tensor:
     """The mean of cos(o_h, o_g)^2 over pairs of heads and (valid) tokens of o (B, H, N, D), in float32.
 
-    sum over h, g of cos^2 = ||U U^T||^2 with U (H, D) a token's outputs of length 1; the diagonal is taken off.
+    With G = O O^T of one token's outputs O (H, D), cos_hg = G_hg / sqrt(G_hh G_gg): the outputs themselves are touched
+    by one product only, and everything else is H x H.
 
     >>> round(squared_cosine(torch.tensor([[1.0, 0.0], [1.0, 1.0]]).view(1, 2, 1, 2)).item(), 4)
     0.5
@@ -53,10 +53,12 @@ def squared_cosine(o: Tensor, valid: Tensor | None = None) -> Tensor:
     if heads < 2:
         raise ValueError("HeadDiversity compares heads, but this attention has only one. Leave it out with sites=.")
     with torch.autocast(o.device.type, enabled=False):
-        u = F.normalize(o.transpose(1, 2).float(), dim=-1)  # (B, N, H, D)
-        gram = u @ u.mT
-        pairs = gram.square().sum((-2, -1)) - gram.diagonal(dim1=-2, dim2=-1).square().sum(-1)  # each pair twice
+        rows = o.transpose(1, 2).float()  # (B, N, H, D)
+        gram = rows @ rows.mT
+        shrink = gram.diagonal(dim1=-2, dim2=-1).clamp(min=1e-24).rsqrt()  # a head of zeros has cosine 0
+        cosine = gram * shrink.unsqueeze(-1) * shrink.unsqueeze(-2)
+        pairs = cosine.triu(1).square().sum((-2, -1))
     if valid is None:
-        return pairs.sum() / (heads * (heads - 1) * batch * tokens)
+        return pairs.sum() / (heads * (heads - 1) / 2 * batch * tokens)
     total = (valid.sum() * (batch // valid.shape[0])).clamp(min=1)
-    return pairs.masked_fill(~valid, 0).sum() / (heads * (heads - 1) * total)
+    return pairs.masked_fill(~valid, 0).sum() / (heads * (heads - 1) / 2 * total)
