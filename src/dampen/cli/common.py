@@ -20,6 +20,7 @@ DataDir = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", envvar="DAMPEN_RUNS", help="Folder that holds the runs.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")]
+Weights = Annotated[bool, typer.Option("--weights/--no-weights", help="Keep the selected weights of each trial.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a value, as in train.lr=0.001. Repeatable."),

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dampen.cli.common import DataDir, Json, Out, Settings, Workers, command
+from dampen.cli.common import DataDir, Json, Out, Settings, Weights, Workers, command
 from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched
 
 
@@ -43,6 +43,7 @@ def compare(
     search_trials: SearchTrials = 20,
     storage: Storage = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")] = False,
+    weights: Weights = True,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -61,7 +62,7 @@ def compare(
     kind = {k: v for k, v in next(iter(plan.trials.values())).canonical().items() if k not in ("seed", "methods")}
     mark = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:8]  # same conditions, same folder
     folder = out / f"{plan.name}-{mark}"
-    execution = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
+    execution = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard, "keep_weights": weights}
     steps = ["more seeds tell smaller differences apart: the same command with a larger --seeds keeps what is recorded"]
     if search:
         folder = folder.with_name(f"{folder.name}-search")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dampen.cli.common import DataDir, Json, Out, Settings, Workers, command, print_json
+from dampen.cli.common import DataDir, Json, Out, Settings, Weights, Workers, command, print_json
 from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched
 from dampen.lab.plan import Plan, make_plan
 from dampen.lab.recipe import load_recipe
@@ -45,6 +45,7 @@ def run(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Run trials again whose loss became NaN.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
+    weights: Weights = True,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -68,7 +69,7 @@ def run(
     if dry_run:
         _preview(plan, folder, len(trials), as_json)
         return
-    execution = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
+    execution = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard, "keep_weights": weights}
     if search:
         folder = folder.with_name(f"{folder.name}-search")
         plan = searched(loaded, folder, execution, search_trials, storage, workers, scale, changes, seed or None)

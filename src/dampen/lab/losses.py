@@ -52,7 +52,9 @@ class Meter:
 
     def add(self, step: int, terms: dict[str, Tensor], share: float = 1.0) -> None:
         """Take the terms of one (part of a) step; `share` is that part's weight in the step."""
-        self._pending.append((step, list(terms), torch.stack([t.detach().float() for t in terms.values()]) * share))
+        values = [t.detach() for t in terms.values()]
+        together = values[0].view(1) if len(values) == 1 else torch.stack([v.float() for v in values])
+        self._pending.append((step, list(terms), together if share == 1 else together * share))
         self.count += 1
         if len(self._pending) >= self.every:
             self.flush()

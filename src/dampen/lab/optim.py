@@ -26,10 +26,12 @@ def make_optimizer(model: nn.Module, extra: Iterable[nn.Parameter], options: Tra
         {"params": [p for p in own if p.ndim < 2] + learned, "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
+    # One fused kernel for all tensors; with a gradient scaler Fabric could not clip, so fp16 goes without.
+    fused = options.precision != "fp16" and {p.device.type for p in own} <= {"cpu", "cuda"}
     if options.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum)
+        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=fused)
     kind = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=options.lr, betas=(options.betas[0], options.betas[1]))
+    return kind(groups, lr=options.lr, betas=(options.betas[0], options.betas[1]), fused=fused)
 
 
 def learning_rate(step: int, total: int, per_epoch: int, options: TrainOptions) -> float:

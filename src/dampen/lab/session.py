@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dampen.lab.build import derive, load_data, make_augment, make_model, seed_all
 from dampen.lab.checkpoint import rng_state, set_rng_state
@@ -60,8 +60,8 @@ class Session:
             from dampen import regularize
 
             self.handle = regularize(self.raw, build_methods(trial.methods), sites=trial.sites)
-        model: Any = torch.compile(self.raw) if self.options.compile else self.raw
-        self.model = self.fabric.setup_module(model)
+        self.own = cast(nn.Module, torch.compile(self.raw)) if self.options.compile else self.raw
+        self.model = self.fabric.setup_module(self.own)
         extra = list(self.handle.parameters()) if self.handle else []
         self.optimizer: Any = self.fabric.setup_optimizers(make_optimizer(self.raw, extra, self.options))
         self.average = MovingAverage(self.raw, self.options.ema) if self.options.ema else None
@@ -119,6 +119,15 @@ class Session:
         mean: Any = self.fabric.all_reduce(counts.sum(), reduce_op="mean")
         return (counts / mean).tolist()
 
+    def forward(self, inputs: tuple[Any, ...]) -> Any:
+        """The model's output. One device needs nothing of Fabric's wrapper but the precision, and not its hooks."""
+        if self.fabric.world_size > 1:
+            return self.model(*inputs)
+        precision = self.fabric.strategy.precision
+        with precision.forward_context():
+            output = self.own(*inputs)
+        return precision.convert_output(output)
+
     def losses(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its named terms. Without methods there is no handle and nothing in the way."""
         target, valid = batch["target"], batch.get("valid")
@@ -127,9 +136,9 @@ class Session:
             return task_loss(output, target, valid, self.data.loss, self.options.label_smoothing)
 
         if self.handle is None:
-            loss = criterion(self.model(*batch["inputs"]))
+            loss = criterion(self.forward(batch["inputs"]))
             return loss, {"task": loss}
-        return self.handle.loss(lambda: self.model(*batch["inputs"]), criterion, valid=valid)
+        return self.handle.loss(lambda: self.forward(batch["inputs"]), criterion, valid=valid)
 
     def clock(self, wall: float, cpu: float) -> None:
         """Note how long a step took."""
@@ -147,6 +156,10 @@ class Session:
         batch = self.data.valid.batch(torch.arange(min(16, len(self.data.valid))))
         batch = batch if self.device.type == "cpu" else self.fabric.to_device(batch)
         self.conditions.append(ConditionProbe(every)(self.step, self.raw, batch))
+
+    def part_of_step(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one part: gradients are exchanged in the last part only."""
+        return nullcontext() if last else self.fabric.no_backward_sync(self.model)
 
     def check_gradient(self) -> None:
         """Stop before a gradient that is not finite reaches the weights, although the loss itself was finite.
@@ -179,7 +192,7 @@ class Session:
                 rows = torch.arange(-(-len(indices) // world) * world)[rank::world].clamp(max=len(indices) - 1)
                 inputs = batch["inputs"] if world == 1 else tuple(x[rows] for x in batch["inputs"])
                 inputs = inputs if self.device.type == "cpu" else self.fabric.to_device(inputs)
-                logits = gather_rows(self.fabric, self.model(*inputs))[: len(indices)].cpu()
+                logits = gather_rows(self.fabric, self.forward(inputs))[: len(indices)].cpu()
                 metrics.update(logits, batch["target"], batch.get("valid"), indices)
             if final:
                 metrics.finish(self.raw)

@@ -65,7 +65,7 @@ def train(
                 if s.handle is not None:
                     s.handle.progress(s.step / s.total)  # schedules over training
                 for i, (batch, share) in enumerate(parts):
-                    with s.fabric.no_backward_sync(s.model, enabled=i + 1 < len(parts)):
+                    with s.part_of_step(last=i + 1 == len(parts)):
                         loss, terms = s.losses(batch)  # inputs -> ... -> outputs -> penalties by name
                         s.meter.add(s.step, terms, share)  # raises NotFinite before a bad gradient reaches the weights
                         s.fabric.backward(loss * share)
