@@ -44,7 +44,7 @@ def linear_penalty(
 
     >>> import torch
     >>> x, w = torch.ones(2, 3, 4), torch.ones(5, 4)
-    >>> linear_penalty(x, w, 0.5).item()  # 1/2 p^2 ||x W^T||^2 / 6 tokens = 1/8 * 5 * 4^2
+    >>> round(linear_penalty(x, w, 0.5).item(), 4)  # 1/2 p^2 ||x W^T||^2 / 6 tokens = 1/8 * 5 * 4^2
     10.0
     """
     tokens = x.shape[1:-1].numel() if x.ndim > 2 else x.shape[0]

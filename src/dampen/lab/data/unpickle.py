@@ -47,11 +47,11 @@ def safe_unpickle(content: bytes, where: str) -> Any:
     >>> import pickle
     >>> safe_unpickle(pickle.dumps({"labels": [1, 2]}), "batch")
     {'labels': [1, 2]}
-    >>> safe_unpickle(pickle.dumps(print), "batch")
+    >>> safe_unpickle(pickle.dumps(len), "batch")
     Traceback (most recent call last):
     ...
     dampen.lab.data.errors.DamagedData: batch was not read: as a pickle of arrays and lists it is damaged or unsafe \
-(it asks for builtins.print). Fetch the official file again.
+(it asks for builtins.len). Fetch the official file again.
     """
     try:
         return _Restricted(io.BytesIO(content), encoding="bytes").load()
