@@ -72,18 +72,21 @@ def test_the_handle_saves_and_loads_them(method):
     torch.testing.assert_close(step(model, reg)[0], step(other, fresh)[0])
 
 
-@pytest.mark.parametrize("method", LEARNED, ids=IDS)
-def test_they_do_not_collapse_although_the_noise_only_hurts(method):
-    """A frozen, fitted model: the task's gradient says less noise, the divergence holds it near its stated value."""
+@pytest.fixture(scope="module")
+def fitted():
     model = vit()
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for _ in range(60):
         optimizer.zero_grad()
         F.cross_entropy(model(X), Y).backward()
         optimizer.step()
-    for p in model.parameters():
-        p.requires_grad_(False)
-    lowest = {}
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("method", LEARNED, ids=IDS)
+def test_they_do_not_collapse_although_the_noise_only_hurts(method, fitted):
+    """A frozen, fitted model: the task's gradient says less noise, the divergence holds it near its stated value."""
+    model, lowest = fitted, {}
     for weight in (0.0, 1.0):
         chosen = copy.deepcopy(method)
         chosen.scheduled("prior_weight", weight, high=float("inf"))
