@@ -33,6 +33,7 @@ def execute(
     """
     from dampen.lab.runner import run_plan
     from dampen.lab.session import Execution
+    from dampen.lab.summary import read_results, summarize_plan
     from dampen.lab.table import LiveView, results_table
 
     console = Console(stderr=as_json, highlight=False)
@@ -41,7 +42,13 @@ def execute(
     told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already recorded" if done else "")
     console.print(told, soft_wrap=True)
     signal.signal(signal.SIGTERM, _as_interrupt)
-    with LiveView(console, labels, done) as view:
+    results = read_results(plan, folder)
+
+    def table() -> Any:
+        results.update(read_results(plan, folder, known=results))
+        return results_table(plan, summarize_plan(plan, results), verdicts=False)
+
+    with LiveView(console, labels, done, table) as view:
         run = run_plan(plan, folder, trials, Execution(**execution), view, **options)
     if page is not None and run.exit_code == 0:
         from dampen.lab.report import write_report

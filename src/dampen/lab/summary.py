@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Container
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,9 @@ def unit(metric: str) -> float:
     return 100.0 if metric in PERCENT else 1.0
 
 
-def read_results(plan: Plan, folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of the plan's trials that are done, by id."""
-    found = {i: Record(folder / i).final() for i in plan.trials if (folder / i / "final.json").exists()}
+def read_results(plan: Plan, folder: Path, known: Container[str] = ()) -> dict[str, dict[str, Any]]:
+    """The results of the plan's trials that are done, by id, but for those `known` already."""
+    found = {i: Record(folder / i).final() for i in plan.trials if i not in known}
     return {i: r for i, r in found.items() if r is not None}
 
 

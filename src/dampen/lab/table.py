@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -17,12 +17,12 @@ from dampen.lab.plan import Plan
 from dampen.lab.summary import RowSummary
 
 
-def results_table(plan: Plan, rows: Sequence[RowSummary], title: str | None = None) -> Table:
-    """The table of a plan: ours, its spread and number, cost, the published figure, a verdict."""
+def results_table(plan: Plan, rows: Sequence[RowSummary], verdicts: bool = True) -> Table:
+    """The table of a plan: ours with spread and number, cost, the published figure; without verdicts a line per row."""
     published = any(r.published for r in rows)
     grid = any(r.grid for r in rows)
-    table = Table(title=escape(title or plan.header["title"]), title_justify="left", show_lines=False)
-    table.add_column("row", overflow="fold")
+    table = Table(title=escape(plan.header["title"]), title_justify="left")
+    table.add_column("row", overflow="fold" if verdicts else "ellipsis", no_wrap=not verdicts)
     if grid:
         table.add_column("grid", overflow="fold")
     table.add_column(f"test {plan.header['metric']}", justify="right")
@@ -30,7 +30,8 @@ def results_table(plan: Plan, rows: Sequence[RowSummary], title: str | None = No
     table.add_column("cost", justify="right")
     if published:
         table.add_column("paper", justify="right")
-    table.add_column("verdict", overflow="fold")
+    if verdicts:
+        table.add_column("verdict", overflow="fold")
     for row in rows:
         cells = [escape(row.name)]
         if grid:
@@ -38,7 +39,9 @@ def results_table(plan: Plan, rows: Sequence[RowSummary], title: str | None = No
         cells += [mean_sd(row), f"{row.summary.n}/{row.planned}", f"{row.cost:.2f}x" if row.cost else "-"]
         if published:
             cells.append(published_text(row.published.get(plan.header["metric"])))
-        table.add_row(*cells, escape(row.verdict or ("-" if row.summary.n else "no run yet")))
+        if verdicts:
+            cells.append(escape(row.verdict or ("-" if row.summary.n else "no run yet")))
+        table.add_row(*cells)
     return table
 
 
@@ -58,12 +61,16 @@ def published_text(value: Any) -> str:
 
 
 class LiveView:
-    """Shows a run while it goes on: a bar over all trials and a line per running trial with its loss terms and ETA.
+    """Shows a run while it goes on: a bar over all trials, a line per running trial with its loss terms and ETA, and
+    the table so far. Without a terminal it prints one line per finished trial instead.
 
-    Without a terminal it prints one line per finished trial instead.
+    `table`, if given, makes the table anew after each trial.
     """
 
-    def __init__(self, console: Console, labels: dict[str, str], done: int = 0):
+    def __init__(
+        self, console: Console, labels: dict[str, str], done: int = 0, table: Callable[[], Table] | None = None
+    ):
+        self.table = table
         self.console, self.labels = console, labels
         self.finished, self.total, self.began = done, len(labels), time.monotonic()
         self.at_start = done
@@ -83,7 +90,7 @@ class LiveView:
             console=console,
         )
         self.tasks: dict[str, TaskID] = {}
-        self.live = Live(Group(self.overall, self.each), console=console, refresh_per_second=5, transient=True)
+        self.live = Live(self._content(), console=console, refresh_per_second=5, transient=True)
 
     def __enter__(self) -> LiveView:
         if self.console.is_terminal:
@@ -93,6 +100,9 @@ class LiveView:
     def __exit__(self, *_: object) -> None:
         if self.console.is_terminal:
             self.live.stop()
+
+    def _content(self) -> Group:
+        return Group(self.overall, self.each, *([self.table()] if self.table and self.console.is_terminal else []))
 
     def __call__(self, trial: str, event: dict[str, Any]) -> None:
         """Take one event of one trial."""
@@ -117,6 +127,8 @@ class LiveView:
         pace = (time.monotonic() - self.began) / max(1, self.finished - self.at_start)
         left = f"about {pace * (self.total - self.finished):.0f} s left"
         self.overall.update(self.bar, completed=self.finished, eta=left if self.finished < self.total else "")
+        if self.console.is_terminal:
+            self.live.update(self._content())
         if not self.console.is_terminal or event["status"] != "finished":
             line = f"[{self.finished}/{self.total}] {self.labels[trial]}: {event['status']} {event['message']}"
             self.console.print(escape(line.rstrip()), highlight=False, soft_wrap=True)
