@@ -147,11 +147,13 @@ def enumerate_attended(a: Tensor, x: Tensor, wv: Tensor, p: float, inverted: boo
 
 
 def enumerate_convolution(x: Tensor, conv: nn.Conv1d | nn.Conv2d, p: float, inverted: bool) -> Tensor:
-    """Dropout on the unfolded patches of a convolution's input, patch by patch."""
+    """Dropout on the unfolded patches of a convolution's input: every mask of one patch, for each patch."""
     total = x.new_zeros(())
     for patches, w in unfold(x, conv):
-        for patch in patches:
-            total = total + enumerate_linear(patch.unsqueeze(0), w, p, inverted)
+        masks, probabilities = every_mask(patches.shape[1], p, x)
+        dropped = masks.unsqueeze(1) * patches / ((1 - p) if inverted else 1)
+        change = ((dropped - patches) @ w.T).square().sum((1, 2))
+        total = total + 0.5 * (probabilities * change).sum()
     return total
 
 

@@ -120,7 +120,8 @@ class _ConvolutionDropout(Regularizer):
 
     def start(self, module: nn.Module, args: Any) -> None:
         """A forward pre-hook of the whole model: what an earlier forward left is not of this step."""
-        self.take_penalties()
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:  # not a checkpoint's recompute
+            self.take_penalties()
 
 
 class ConvolutionPenalties:

@@ -16,7 +16,7 @@ from dampen.explicit.precision import no_autocast, wide
 def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
     """sum_h (y_h W_h)^2 of (B, H, T, dh) and (H, dh, in): (B, T, in)."""
     if torch.compiler.is_compiling():
-        return _sum_of_squares(y, wide(weight))
+        return _sum_of_squares(wide(y), wide(weight))
     out: Tensor = _SumOfSquares.apply(y, weight)
     return out
 
@@ -37,7 +37,7 @@ class _SumOfSquares(torch.autograd.Function):
     @staticmethod
     def forward(y: Tensor, weight: Tensor) -> Tensor:
         with no_autocast(y.device.type):
-            return _sum_of_squares(y, wide(weight))
+            return _sum_of_squares(wide(y), wide(weight))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -48,8 +48,8 @@ class _SumOfSquares(torch.autograd.Function):
         y, weight = ctx.saved_tensors
         grad_y, grad_weight = [], []
         with no_autocast(y.device.type):
-            for h, w in enumerate(wide(weight)):
-                back = 2 * grad * (y[:, h] @ w)
+            for head, w in zip(wide(y).unbind(1), wide(weight), strict=True):
+                back = 2 * grad * (head @ w)
                 grad_y.append(back @ w.t())
-                grad_weight.append(y[:, h].flatten(0, 1).t() @ back.flatten(0, 1))
-        return torch.stack(grad_y, 1), torch.stack(grad_weight).to(weight.dtype)
+                grad_weight.append(head.flatten(0, 1).t() @ back.flatten(0, 1))
+        return torch.stack(grad_y, 1).to(y.dtype), torch.stack(grad_weight).to(weight.dtype)

@@ -33,7 +33,7 @@ def feature_power(x: Tensor, weights: Tensor | None, per_sample: bool = False) -
 def mixed_power(x: Tensor, columns: Tensor) -> Tensor:
     """sum_l x_il^2 columns_hl, of (B, N, in) and (H, in): (B, N, H)."""
     if torch.compiler.is_compiling():
-        return wide(x).square() @ columns.t()
+        return wide(x).square() @ wide(columns).t()
     out: Tensor = _MixedPower.apply(x, columns)
     return out
 
@@ -144,7 +144,7 @@ class _MixedPower(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, columns: Tensor) -> Tensor:
         with no_autocast(x.device.type):
-            return (columns @ wide(x).square().flatten(0, 1).t()).t().unflatten(0, x.shape[:2])
+            return (wide(columns) @ wide(x).square().flatten(0, 1).t()).t().unflatten(0, x.shape[:2])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -155,7 +155,7 @@ class _MixedPower(torch.autograd.Function):
         x, columns = ctx.saved_tensors
         with no_autocast(x.device.type):
             grad_columns = grad.flatten(0, -2).t() @ wide(x).square().flatten(0, -2)
-            return (x * (grad @ (2 * columns))).to(x.dtype), grad_columns
+            return (x * (grad @ (2 * wide(columns)))).to(x.dtype), grad_columns.to(columns.dtype)
 
 
 class _ColumnSums(torch.autograd.Function):
