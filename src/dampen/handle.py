@@ -109,13 +109,13 @@ class Regularization:
             for i in range(passes):
                 self.prefix.begin(i, passes)
                 outputs.append(forward())
-                for name, value in self.penalties().items():
+                for name, value in self._taken().items():
                     terms[name] = terms.get(name, 0.0) + value / passes
         if comparing:
             taken = [_logits(o, logits) for o in outputs]
             for r in comparing:
                 r.outputs(taken, valid)
-            terms |= self.penalties()
+            terms |= self._taken()
         task = sum((criterion(o) for o in outputs[1:]), start=criterion(outputs[0])) / len(outputs)
         return sum(terms.values(), start=task), {"task": task, **terms}
 
@@ -129,6 +129,15 @@ class Regularization:
     def penalties(self) -> dict[str, Tensor]:
         """Take the penalties of the forward just done, by method and term, summed over layers."""
         self._alive()
+        comparing = next((r for r in self.clones if r.passes > 1 and self._acts(r)), None)
+        if comparing is not None:
+            raise RuntimeError(
+                f"{type(comparing).__name__} compares {comparing.passes} passes, and one forward has no penalty of it. "
+                "Let the handle run them: loss, terms = reg.loss(lambda: model(x), criterion)."
+            )
+        return self._taken()
+
+    def _taken(self) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
         for r in self.clones:
             for name, value in r.take_penalties().items():

@@ -105,6 +105,18 @@ def test_one_pass_in_eval_and_while_disabled():
     assert len(calls) == 2
 
 
+def test_a_loop_of_ones_own_is_told_to_let_the_handle_run_the_passes():
+    """One forward has no divergence: asking for its penalty must not give zero in silence."""
+    model = vit()
+    reg = regularize(model, [DropKey(0.4), Consistency(1.0)])
+    model(X)
+    for ask in (reg.penalty, reg.penalties):
+        with pytest.raises(RuntimeError, match="reg.loss"):
+            ask()
+    model.eval()(X)
+    assert reg.penalty().item() == 0
+
+
 class Normed(nn.Module):
     """A vision model with batch norm before and after its blocks."""
 
