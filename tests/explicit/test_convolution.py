@@ -24,7 +24,7 @@ CONVOLUTIONS = {
     "2d, grouped, dilated, strided": (
         lambda: nn.Conv2d(4, 6, (2, 3), stride=(1, 2), padding=(1, 2), dilation=(2, 1), groups=2), (4, 4, 5),
     ),
-    "2d, reflect": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), (2, 3, 4)),
+    "2d, reflect": (lambda: nn.Conv2d(2, 2, (1, 3), padding=(0, 1), padding_mode="reflect"), (2, 3, 4)),
 }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_dropout_before_the_convolution():
     conv, x = build("2d, grouped, dilated, strided")
     image = x.detach()[0]
     with torch.no_grad():
-        mean, error = slow.sample_change(lambda drop: conv(drop(image.expand(40_000, *image.shape))), 0.3, draws=40_000)
+        mean, error = slow.sample_change(lambda drop: conv(drop(image.expand(20_000, *image.shape))), 0.3, draws=20_000)
     value = convolution_penalty(image[None], conv, 0.3, form="inverted", reduction="sum").item()
     assert abs(mean - value) < 4 * error
     assert error < 0.01 * value
