@@ -86,8 +86,8 @@ def accuracies(rows: Rows) -> dict[str, dict[str, float]]:
 def accuracy_table(content: dict[str, Any], reference: str, against: Mapping[str, str] | None = None) -> list[str]:
     """Published and ours side by side, with n, spread and the paired difference from the reference row."""
     rows, published = accuracies(content["rows"]), content.get("published", {})
-    lines = ["| row | published | ours, mean ± sd (n) | difference from its reference, 95 % interval | p (Holm) |"]
-    lines.append("|---|---|---|---|---|")
+    header = "| row | published | ours, mean ± sd (n) | difference from its reference, 95 % interval | p (Holm) |"
+    lines = [header + " training loss at the end |", "|---|---|---|---|---|---|"]
     references = {name: (against or {}).get(name, reference) for name in rows}
     compared: dict[str, Comparison] = {}
     for one in dict.fromkeys(references.values()):
@@ -101,9 +101,13 @@ def accuracy_table(content: dict[str, Any], reference: str, against: Mapping[str
             cells = ["reference", ""]
         else:
             c = compared[name]
-            cells = [f"{c.difference:+.1f} [{c.low:+.1f}, {c.high:+.1f}]", "" if c.p is None else f"{c.p:.3f}"]
-        ours = f"{s.mean:.1f} ± {s.sd:.1f} ({s.n})"
-        lines.append(f"| {name} | {'' if said is None else f'{said:.1f}'} | {ours} | {cells[0]} | {cells[1]} |")
+            interval = f" [{c.low:+.1f}, {c.high:+.1f}]" if c.n > 1 else ""
+            cells = [f"{c.difference:+.1f}{interval}", "" if c.p is None else f"{c.p:.3f}"]
+        spread = f" ± {s.sd:.1f}" if s.n > 1 else ""
+        losses = [t["train_loss"] for t in content["rows"][name] if "train_loss" in t]
+        cells.append(f"{statistics.fmean(losses):.2f}" if losses else "")
+        ours = f"{s.mean:.1f}{spread} ({s.n})"
+        lines.append(f"| {name} | {'' if said is None else f'{said:.1f}'} | {ours} | {' | '.join(cells)} |")
     return lines
 
 
