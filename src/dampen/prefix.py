@@ -3,9 +3,10 @@
 In the first pass each block that runs before anything is perturbed leaves its output; in the second it gives that
 output back, if it is asked for the same thing. So every reader of a lower block (the next block, a skip connection, a
 list of hidden states) gets in the second pass exactly what a second computation would have given, and the gradients of
-both passes meet in one graph. What cannot be shared is computed again, and `why` says why: a block that draws at random
-or keeps a state of its own, one that gets a cache or hands out something beside its output (an inner hook), or one
-whose input differs between the passes, because something random stands below it."""
+both passes meet in one graph. Of the first perturbed block the opening is shared: the norms and linear maps that read
+its input and nothing perturbed (`dampen.opening`). What cannot be shared is computed again, and `why` says why: a block
+that draws at random or keeps a state of its own, one that gets a cache or hands out something beside its output (an
+inner hook), or one whose input differs between the passes, because something random stands below it."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dampen.opening import Call, Opening, saved_tensors_are_hooked
 from dampen.randomness import own_randomness
 from dampen.regularizer import MODEL_STAGES, Regularizer
 from dampen.sites import LayerPlan
@@ -32,13 +34,15 @@ class Prefix:
         self.open = False  # nothing has been perturbed yet in this first pass
         self.gradients = True
         self.why = ""  # why two full passes are run, once that is known
+        self.note = ""  # why no whole block can be shared, where only the first one's opening can
         self.shared: list[str] = []  # blocks that were computed once in the last step
+        self.opened = 0  # norms and maps of the first perturbed block that were computed once in the last step
         self.sites: list[PrefixSite] = []
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around the passes of one step; nothing is kept afterwards."""
-        self.shared = []
+        self.shared, self.opened = [], 0
         try:
             yield
         finally:
@@ -55,15 +59,20 @@ class Prefix:
 
     def give_up(self, why: str) -> None:
         """Run two full passes from here on."""
-        self.mode, self.why, self.shared = "", why, []
+        self.mode, self.why, self.shared, self.opened = "", why, [], 0
 
     def describe(self) -> str:
         """One line for the report."""
         if self.why:
             return f"two full passes: {self.why}"
+        opened = f"; of the next, {self.opened} norms and maps of its input" if self.opened else ""
         if self.shared:
-            return f"{len(self.shared)} blocks are computed once for both passes, {self.shared[0]} to {self.shared[-1]}"
+            span = f"{self.shared[0]} to {self.shared[-1]}"
+            return f"{len(self.shared)} blocks are computed once for both passes, {span}{opened}"
         first = next((s for s in self.sites if s.perturbed), None)
+        if self.note:
+            done = f"{self.opened} norms and maps of its input are computed once" if self.opened else "no step yet"
+            return f"{self.note}; {done}"
         below = self.sites.index(first) if first else len(self.sites)
         return f"{below} blocks below the first perturbed one can be computed once; no step yet"
 
@@ -80,9 +89,11 @@ class PrefixSite:
 
     def forget(self) -> None:
         self.asked: list[Any] | None = None
+        self.arguments: tuple[Any, Any] = ((), {})
         self.output: Any = None
         self.versions: list[int] = []
         self.penalties: list[dict[str, Tensor]] = []
+        self.calls: list[Call] = []
 
     def record(self, block: nn.Module, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the block and keep what it gives, unless it cannot be shared."""
@@ -115,7 +126,41 @@ class PrefixSite:
             return self.output
         return base(block, *args, **kwargs)
 
+    def record_opening(self, block: nn.Module, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the first perturbed block and keep what its norms and maps make of its input."""
+        asked = pytree.tree_leaves((args, kwargs))
+        why = self._unfit_for_both(block, asked)
+        if not why and (block._forward_pre_hooks or saved_tensors_are_hooked()):
+            why = f"'{self.name}' is checkpointed or hooked"
+        if why:
+            if not any(site.asked is not None for site in self.prefix.sites):
+                self.prefix.give_up(why)
+            return base(block, *args, **kwargs)
+        self.asked, self.arguments, self.versions = asked, (args, kwargs), _versions(asked)
+        with Opening(self.calls, asked):
+            return base(block, *args, **kwargs)
+
+    def replay_opening(self, block: nn.Module, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the block on the first pass's input, if it is the same, and take what that pass made of it."""
+        if not _same(self.asked or [], pytree.tree_leaves((args, kwargs))):
+            self.prefix.give_up(f"the input of '{self.name}' differs between the passes: something random is below it")
+        elif _versions(self.asked) == self.versions:
+            args, kwargs = self.arguments
+            with Opening(self.calls) as opening:
+                output = base(block, *args, **kwargs)
+            self.prefix.opened = opening.taken
+            return output
+        return base(block, *args, **kwargs)
+
     def _unfit(self, block: nn.Module, asked: list[Any]) -> str:
+        if why := self._unfit_for_both(block, asked):
+            return why
+        hooked = next(
+            (m for m in block.modules() if m is not block and (m._forward_hooks or m._forward_pre_hooks)), None
+        )
+        return "" if hooked is None else f"a hook inside '{self.name}' ({type(hooked).__name__}) reads a lower state"
+
+    def _unfit_for_both(self, block: nn.Module, asked: list[Any]) -> str:
         if self.asked is not None:
             return f"'{self.name}' runs several times in one pass"
         if torch.is_grad_enabled() != self.prefix.gradients:
@@ -126,13 +171,11 @@ class PrefixSite:
         if strange is not None:
             kind = type(strange).__name__
             return f"'{self.name}' gets a {kind}, which may carry states upwards (transformers: use_cache=False)"
-        hooked = next(
-            (m for m in block.modules() if m is not block and (m._forward_hooks or m._forward_pre_hooks)), None
-        )
-        return "" if hooked is None else f"a hook inside '{self.name}' ({type(hooked).__name__}) reads a lower state"
+        return ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "asked": None, "output": None, "versions": [], "penalties": []}
+        clean = PrefixSite(self.prefix, self.name, self.clones, self.perturbed)
+        return clean.__dict__
 
 
 def prefix_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,8 +190,9 @@ def prefix_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             if not site.perturbed:
                 return site.record(self, base, args, kwargs)
             prefix.open = False
-        elif prefix.mode == "replay" and site.asked is not None:
-            return site.replay(self, base, args, kwargs)
+            return site.record_opening(self, base, args, kwargs)
+        if prefix.mode == "replay" and site.asked is not None:
+            return (site.replay_opening if site.perturbed else site.replay)(self, base, args, kwargs)
         return base(self, *args, **kwargs)
 
     return forward
@@ -171,10 +215,12 @@ def plan_prefix(
         found.append((plan.block, site))
         if site.perturbed and len(found) == 1:
             by = type(perturbing[0]).__name__ if perturbing else f"the model's own '{plan.name}.{inside[0]}'"
-            prefix.why = f"the first block, '{plan.name}', is perturbed already by {by}"
+            prefix.note = f"the first block, '{plan.name}', is perturbed already by {by}"
     random = [c for c in own if c.stochastic and "inputs" in c.stages]
     if random:
         prefix.why = f"{type(random[0]).__name__} perturbs the input"
+    if prefix.note:
+        found = found[:1]
     prefix.sites = [site for _, site in found]
     return prefix, [] if prefix.why else found
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from dampen.lab.errors import LabError
-from dampen.lab.report import make_report
+from dampen.lab.report import make_report, write_report
 from dampen.lab.report.advice import advise
 from dampen.lab.report.protocol import ProtocolMismatch
 from dampen.lab.trial import Trial
@@ -138,3 +138,36 @@ def test_rows_with_another_model_are_compared_among_themselves(tmp_path):
             edit(tmp_path / trial / "config.json", model={"name": "convmixer"})
     (table,) = make_report([tmp_path]).tables
     assert [e.reference for e in table.entries] == [None, "plain", "plain", None, "Explicit v", "Explicit v"]
+
+
+def test_packed_records_give_the_same_report_as_the_folders(tmp_path):
+    plan = write_study(tmp_path / "s")
+    (tmp_path / "s" / next(iter(plan.trials)) / "weights-1.pt").write_bytes(b"large")
+    write(tmp_path / "s" / list(plan.trials)[1] / "diagnose.json", {"version": 1})
+    damaged = tmp_path / "s" / list(plan.trials)[2] / "final.json"
+    damaged.write_text(damaged.read_text()[:20])
+    packed = tmp_path / "s.json"
+    write_report([tmp_path / "s"], packed, "pack")
+    assert b"large" not in packed.read_bytes()
+    again, before = make_report([packed]), make_report([tmp_path / "s"])
+    assert len(again.skipped) == 1
+    for format in ("md", "csv", "latex"):
+        assert again.render(format).replace("s/" + damaged.parent.name, damaged.parent.name) == before.render(format)
+    assert again.tables[0].study.runs()[0].lines() == before.tables[0].study.runs()[0].lines()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "damaged"),
+        ("[]", "no file of records"),
+        ('{"kind": "dampen records", "version": 9, "folders": {}}', "version 9"),
+        ('{"kind": "dampen records", "version": 1, "folders": {"../x": {}}}', "does not belong"),
+        ('{"kind": "dampen records", "version": 1, "folders": {"x": {"run.sh": ""}}}', "run.sh. does not belong"),
+    ],
+)
+def test_a_file_that_holds_no_records_is_refused(tmp_path, text, said):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(LabError, match=said):
+        make_report([tmp_path / "p.json"])
+    assert [p.name for p in tmp_path.iterdir()] == ["p.json"]

@@ -16,15 +16,20 @@ from dampen.cli.common import Json, command, print_json
 dampen report runs/demo --serve
 dampen report runs/table_1 runs/table_5 -o report.html
 dampen report runs/demo --format md
-dampen report runs/demo -o table.tex"""
+dampen report runs/demo -o table.tex
+dampen report runs/demo --format pack -o demo.json
+dampen report demo.json -o report.html"""
 )
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that dampen run, compare or demo wrote.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders that dampen run, compare or demo wrote, or packed records.")
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write; default: report.html, or the screen.")
     ] = None,
     format: Annotated[
-        str | None, typer.Option(help="html, md, csv, json or latex; default: by the name of the output.")
+        str | None,
+        typer.Option(help="html, md, csv, json, latex, or pack (the records in one file); default: by the name."),
     ] = None,
     split: Annotated[
         bool, typer.Option("--split", help="One table per protocol, where a folder holds several.")
@@ -39,8 +44,10 @@ def report(
     if serve:
         _serve(runs, port, split)
         return
-    from dampen.lab.report import make_report, write_report
+    from dampen.lab.report import PACK, make_report, write_report
 
+    if format == PACK and output is None:
+        raise typer.BadParameter("--format pack writes a file of records: say which, as in -o records.json")
     if output is None and format not in (None, "html"):
         text = make_report(runs, split).render(format)
         print(text, end="" if text.endswith("\n") else "\n")

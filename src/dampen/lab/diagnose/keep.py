@@ -10,7 +10,7 @@ from typing import Any
 
 from dampen.lab.diagnose.measure import SECTIONS, Settings
 from dampen.lab.record import Record, read_json, write_json
-from dampen.lab.report.read import MEASURED
+from dampen.lab.report.stored import MEASURED
 
 
 def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 FORMATS = {"html": ".html", "md": ".md", "csv": ".csv", "json": ".json", "latex": ".tex"}
 
 
+PACK = "pack"
+"""Not a report: the records themselves, in one file that `make_report` reads."""
+
+
 @dataclass
 class Report:
     """The tables of some run folders, and what was left out and why."""
@@ -71,11 +75,12 @@ def write_report(
 ) -> Report:
     """Make a report and write it to `output`, in the format said or the one that the name's ending says."""
     from dampen.lab.record import atomic_file
+    from dampen.lab.report.stored import pack, to_text
 
     output = Path(output)
     chosen = format or format_of(output)
     report = make_report(runs, split)
-    text = report.render(chosen)
+    text = to_text(pack(runs)) if chosen == PACK else report.render(chosen)
     with atomic_file(output) as file:
         file.write(text.encode())
     return report

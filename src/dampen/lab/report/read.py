@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,7 @@ from typing import Any
 from dampen.lab.errors import LabError
 from dampen.lab.plan import Plan
 from dampen.lab.record import Record, read_json
-
-MEASURED = "diagnose.json"
-"""What `dampen diagnose` leaves in a trial's folder; the report shows what it finds there."""
-
-ASIDE = ("tensorboard", "search")
-"""Folders inside a run that hold no trials of its table."""
+from dampen.lab.report.stored import MEASURED, folders_below, unpack
 
 
 @dataclass(frozen=True)
@@ -76,27 +72,36 @@ class Collection:
 
 
 def collect(paths: Sequence[Path | str]) -> Collection:
-    """Read every plan and trial below `paths`. A path that does not exist is an error; damaged content is listed."""
+    """Read every plan and trial below `paths`, or in files of records. A path that does not exist is an error; damaged
+    content is listed."""
     found = Collection()
-    for given in paths:
-        root = Path(given)
-        if not root.is_dir():
+    for root in map(Path, paths):
+        if root.is_file():
+            _read_packed(root, found)
+        elif root.is_dir():
+            _read_below(root, found)
+        else:
             raise LabError(f"There is no folder {root}. Give the folder that dampen run, compare or demo wrote.")
-        for folder in _folders(root):
-            _read_folder(folder, found, label(folder, root))
     return found
+
+
+def _read_below(root: Path, found: Collection) -> None:
+    for folder in folders_below(root):
+        _read_folder(folder, found, label(folder, root))
+
+
+def _read_packed(file: Path, found: Collection) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        unpack(file, Path(name))
+        _read_below(Path(name), found)
+        for run in found.runs.values():
+            run.lines()  # while the log is there
 
 
 def label(folder: Path, root: Path) -> str:
     """How a folder is called in lists: relative to what was given, or by its own name."""
     relative = folder.relative_to(root)
     return str(relative) if relative.parts else folder.resolve().name
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    for name, folders, _ in os.walk(root):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in ASIDE)
-        yield Path(name)
 
 
 def _read_folder(folder: Path, found: Collection, name: str) -> None:

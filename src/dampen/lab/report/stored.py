@@ -1,0 +1,86 @@
+"""Where records are stored: run folders, or one small file that holds what they hold, without weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dampen.lab.errors import LabError
+from dampen.lab.record import read_json
+
+MEASURED = "diagnose.json"
+"""What `dampen diagnose` leaves in a trial's folder; the report shows what it finds there."""
+
+ASIDE = ("tensorboard", "search")
+"""Folders inside a run that hold no trials of its table."""
+
+KIND = "dampen records"
+VERSION = 1
+KEPT = ("plan.json", "search.json", "config.json", "environment.json", "final.json", "log.jsonl", MEASURED)
+
+
+def folders_below(root: Path) -> Iterator[Path]:
+    """The folder and all below it that may hold records, in a fixed order."""
+    for name, folders, _ in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in ASIDE)
+        yield Path(name)
+
+
+def pack(paths: Sequence[Path | str]) -> dict[str, Any]:
+    """Every record below `paths` as one JSON document: by folder, by file."""
+    found: dict[str, dict[str, Any]] = {}
+    for given in map(Path, paths):
+        if not given.is_dir():
+            raise LabError(f"There is no folder {given}. Give the folder that dampen run, compare or demo wrote.")
+        for folder in folders_below(given):
+            files = {name: _read(folder / name) for name in KEPT if (folder / name).is_file()}
+            if files:
+                found[PurePosixPath(given.resolve().name, *folder.relative_to(given).parts).as_posix()] = files
+    if not found:
+        raise LabError(f"There are no records in {', '.join(map(str, paths))}.")
+    return {"kind": KIND, "version": VERSION, "folders": found}
+
+
+def to_text(packed: Mapping[str, Any]) -> str:
+    """The document with one folder per line, so that a version control system shows which trials came."""
+    folders = packed["folders"].items()
+    lines = [f"{json.dumps(name)}:{json.dumps(files, separators=(',', ':'))}" for name, files in folders]
+    head = f'"kind":{json.dumps(packed["kind"])},"version":{packed["version"]}'
+    return f'{{{head},"folders":{{\n' + ",\n".join(lines) + "\n}}\n"
+
+
+def unpack(path: Path, folder: Path) -> None:
+    """Write the records of a packed file below `folder`, as they were."""
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("kind") != KIND or not isinstance(content.get("folders"), dict):
+        raise LabError(f"{path} is no file of records; `dampen report RUNS -o FILE --format pack` writes one.")
+    if content.get("version") != VERSION:
+        raise LabError(
+            f"{path} has records of version {content.get('version')!r}, this dampen reads {VERSION}: update it."
+        )
+    for name, files in content["folders"].items():
+        place = (folder / name).resolve()
+        unknown = sorted(set(files) - set(KEPT)) if isinstance(files, dict) else [name]
+        if not place.is_relative_to(folder.resolve()) or unknown:
+            raise LabError(f"{path}: {', '.join(unknown) or name!r} does not belong in a file of records.")
+        place.mkdir(parents=True, exist_ok=True)
+        for file, value in files.items():
+            (place / file).write_text(value if isinstance(value, str) else _text(file, value), encoding="utf-8")
+
+
+def _read(path: Path) -> Any:
+    """Parsed, so that the packed file can be read; a damaged file stays the text it is."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+    except ValueError:
+        return text
+
+
+def _text(name: str, value: Any) -> str:
+    if name.endswith(".jsonl"):
+        return "".join(json.dumps(line) + "\n" for line in value)
+    return json.dumps(value)
