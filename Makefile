@@ -27,7 +27,7 @@ check: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: install
-	$(BIN)/python -m benchmarks.cost
+	$(BIN)/dampen bench --json benchmarks/records/bench.json
 
 docs: install
 	$(BIN)/mkdocs build --strict

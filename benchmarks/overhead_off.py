@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -65,10 +66,16 @@ def steps(batch: int, depth: int) -> dict[str, Callable[[], object]]:
 
 
 def inside(batch: int, depth: int) -> None:
-    """Run under valgrind: each step once to warm up, once counted, with a dump after each."""
+    """Run under valgrind: each step once to warm up, once counted, with a dump after each.
+
+    Python's garbage collector is off while instructions are counted: one pass over all objects of the process is 5 % of
+    a step, and in which step it falls is chance.
+    """
     torch.set_num_threads(1)
+    gc.disable()
     for name, step in steps(batch, depth).items():
         step()
+        gc.collect()
         torch._C._valgrind_toggle()
         step()
         torch._C._valgrind_toggle_and_dump_stats()

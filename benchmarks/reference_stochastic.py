@@ -1,5 +1,5 @@
 """The stochastic methods as their papers write them: plain, slow, on the matrix of scores. Oracles of the tests, and
-what `stochastic_cost.py` compares with."""
+what the memory benchmark compares with."""
 
 from __future__ import annotations
 

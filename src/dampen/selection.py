@@ -15,7 +15,7 @@ from dampen.regularizer import Call
 
 NETWORK_UP_TO = 64
 """The largest k for which the network is taken: on a CPU it has then two thirds of the time of `torch.topk` or less, at
-65 to 1024 keys (`benchmarks/stochastic_cost.py`). From 64 k keys on, `topk` keeps a short heap and is as fast."""
+65 to 1024 keys (`dampen bench`). From 64 k keys on, `topk` keeps a short heap and is as fast."""
 COMPILED_UP_TO = 8
 """The same in a compiled graph, where each comparator is a node."""
 

@@ -16,10 +16,12 @@ from dampen.cli import build
 from dampen.lab import timing
 from dampen.lab.bench import NOISY, Options, bench, find_variants, make_subject, papers, peak_memory
 from dampen.lab.bench.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention
-from dampen.lab.bench.output import chart_rows, remarks, save_chart
+from dampen.lab.bench.output import remarks, save_chart
 from dampen.lab.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.lab.bench.scaling import _too_much, scale_attention, scale_batch
 from dampen.lab.errors import ConfigError
+from dampen.lab.report import make_report, write_report
+from dampen.lab.report.costs import bench_rows
 from dampen.lab.timing import compare, summarize
 from dampen.registry import methods
 
@@ -396,13 +398,28 @@ def test_a_record_becomes_docs_remarks_and_a_chart(record, tmp_path):
         + ", ".join(f"{record['ratios']['drop_key'][k]:.2f}" for k in ("low", "high"))
         + "]"
     )
-    rows = chart_rows(record)
+    rows = bench_rows(record)
     assert {r["kind"] for r in rows} == {"dampen", "as published", "timm, torch.nn"}
     save_chart(record, tmp_path / "chart.svg")
     drawn = (tmp_path / "chart.svg").read_text()
     assert drawn.startswith("<svg")
     assert "drop_key block" in drawn
     assert any("Not benched: blurred_attention grid" in line for line in remarks(record))
+
+
+@pytest.mark.slow
+def test_a_record_becomes_a_page_alone_and_beside_runs(record, tmp_path):
+    from tests.lab.synthetic_runs import write_study
+
+    (tmp_path / "bench.json").write_text(json.dumps(record))
+    write_report([tmp_path / "bench.json"], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert '<h1 id="b1-title">What each method costs</h1>' in page
+    assert "drop_key block" in page
+    write_study(tmp_path / "runs")
+    report = make_report([tmp_path / "runs", tmp_path / "bench.json"])
+    assert '<h2 id="b1-title">What each method costs</h2>' in report.render()
+    assert f"| drop\\_key block | dampen | {record['ratios']['drop_key block']['median']:.3f}x |" in report.render("md")
 
 
 def test_noise_is_said():

@@ -18,11 +18,12 @@ dampen report runs/table_1 runs/table_5 -o report.html
 dampen report runs/demo --format md
 dampen report runs/demo -o table.tex
 dampen report runs/demo --format pack -o demo.json
-dampen report demo.json -o report.html"""
+dampen report demo.json bench.json -o report.html"""
 )
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders that dampen run, compare or demo wrote, or packed records.")
+        list[Path],
+        typer.Argument(help="Folders that dampen run, compare or demo wrote, packed records, or costs (bench)."),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write; default: report.html, or the screen.")

@@ -1,4 +1,4 @@
-"""A record of the bench for people: a table, a chart, and the rows that charts are drawn from."""
+"""A record of the bench for people: a table and a chart."""
 
 from __future__ import annotations
 
@@ -64,33 +64,9 @@ def scaling_table(record: Record) -> Table:
     return table
 
 
-def chart_rows(record: Record) -> list[dict[str, Any]]:
-    """One entry per bar: row, who made it, cost with its interval, memory."""
-    kinds = (("ratios", "dampen"), ("papers", "as published"), ("alternatives", "timm, torch.nn"))
-    return [
-        {"row": entry.get("ours", name), "name": name, "kind": kind, "memory": record["memory"][name]["ratio"]}
-        | {key: entry[key] for key in ("median", "low", "high")}
-        for group, kind in kinds
-        for name, entry in record[group].items()
-    ]
-
-
-def chart(record: Record) -> Any:
-    """Costs with their intervals on one axis, the papers' formulations beside ours (an altair chart)."""
-    import altair as alt
-
-    rows = chart_rows(record)
-    x = alt.X("median:Q", title="cost of a training step / best plain step", scale=alt.Scale(type="log", nice=False))
-    y = alt.Y("row:N", title=None, sort=None)
-    color = alt.Color("kind:N", title=None, sort=["dampen", "as published", "timm, torch.nn"])
-    base = alt.Chart(alt.Data(values=rows)).encode(y=y, color=color)
-    points = base.mark_point(filled=True, size=55).encode(x=x, tooltip=["name:N", "median:Q", "low:Q", "high:Q"])
-    spans = base.mark_rule(strokeWidth=2, opacity=0.6).encode(x="low:Q", x2="high:Q")
-    one = alt.Chart(alt.Data(values=[{"x": 1.0}])).mark_rule(strokeDash=[4, 4]).encode(x="x:Q")
-    return alt.layer(one, spans, points).properties(width=520, title=record["model"])
-
-
 def save_chart(record: Record, path: Path) -> None:
     """Write the chart as SVG, PNG, HTML or JSON, by the name of the file."""
+    from dampen.lab.report.costs import bench_chart
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    chart(record).save(str(path))
+    bench_chart(record).properties(width=520, title=record["model"], background="white").save(str(path))

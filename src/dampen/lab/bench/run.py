@@ -17,6 +17,7 @@ from dampen.lab.bench.memory import peak_memory
 from dampen.lab.bench.papers import PAPERS, attention_as, unfused
 from dampen.lab.bench.subject import Subject, make_subject
 from dampen.lab.bench.variants import Variant, find_variants
+from dampen.lab.report.stored import BENCH
 from dampen.lab.timing import Ratio, compare, machine
 
 NOISY = 0.03
@@ -172,6 +173,7 @@ def _record(
 
     targets = {v.name: v.target for v in variants if designed and v.target is not None and v.name in ratios}
     return {
+        "kind": BENCH,
         "command": options.command(),
         "model": subject.label,
         "what": "one training step without the optimizer (forward, backward) as a multiple of the best plain step",

@@ -6,9 +6,9 @@ read -> study (one protocol per table) -> table (statistics, verdicts) -> advice
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dampen.lab.errors import ConfigError, LabError
 
@@ -25,10 +25,11 @@ PACK = "pack"
 
 @dataclass
 class Report:
-    """The tables of some run folders, and what was left out and why."""
+    """The tables of some run folders, what was left out and why, and what `dampen bench` measured."""
 
     tables: list[Table]
     skipped: list[Skipped]
+    benches: list[dict[str, Any]] = field(default_factory=list)
 
     def render(self, format: str = "html", live: str = "") -> str:
         """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content."""
@@ -39,9 +40,9 @@ class Report:
         if format == "html":
             from dampen.lab.report.page import make_page
 
-            return make_page(self.tables, self.skipped, live)
+            return make_page(self.tables, self.skipped, live, self.benches)
         if format == "md":
-            return formats.to_markdown(self.tables, self.skipped)
+            return formats.to_markdown(self.tables, self.skipped, self.benches)
         if format == "csv":
             return formats.to_csv(self.tables)
         if format == "json":
@@ -59,15 +60,16 @@ def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
     from dampen.lab.report.study import make_studies
     from dampen.lab.report.table import make_table
 
-    studies, skipped = make_studies(collect(runs), split)
-    if not studies:
+    found = collect(runs)
+    studies, skipped = make_studies(found, split)
+    if not studies and not found.benches:
         reasons = "".join(f"\n  - {s.path}: {s.reason}" for s in skipped[:20])
-        found = reasons or "\n  - no plan.json and no trial folder (config.json) anywhere below"
+        seen = reasons or "\n  - no plan.json and no trial folder (config.json) anywhere below"
         raise LabError(
-            f"Nothing to report in {', '.join(map(str, runs))}:{found}\n"
+            f"Nothing to report in {', '.join(map(str, runs))}:{seen}\n"
             "Run something first, such as: dampen demo, or dampen run RECIPE."
         )
-    return Report([make_table(study) for study in studies], skipped)
+    return Report([make_table(study) for study in studies], skipped, found.benches)
 
 
 def write_report(

@@ -6,10 +6,12 @@ import csv
 import io
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from dampen.lab.report.advice import advise
+from dampen.lab.report.costs import bench_rows
 from dampen.lab.report.heatmap import Matrix, matrix
 from dampen.lab.report.names import MEASURED, label
 from dampen.lab.report.read import Skipped
@@ -20,8 +22,8 @@ from dampen.lab.stats import Summary
 QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
 
 
-def to_markdown(tables: list[Table], skipped: list[Skipped]) -> str:
-    """Tables for a README: answers first, then the rows, then the paper."""
+def to_markdown(tables: list[Table], skipped: list[Skipped], benches: Sequence[dict[str, Any]] = ()) -> str:
+    """Tables for a README: answers first, then the rows, then the paper, then what a bench measured."""
     parts = []
     for table in tables:
         advice = advise(table)
@@ -42,6 +44,13 @@ def to_markdown(tables: list[Table], skipped: list[Skipped]) -> str:
             said = "Departures from the paper" if table.study.header.get("paper") else "Keep in mind"
             parts += ["", f"{said}:", "", *(f"- {_md(d)}" for d in table.study.departures)]
         parts.append("")
+    for record in benches:
+        parts += ["## What each method costs", "", f"{_md(record['model'])}; {_md(record['command'])}", ""]
+        rows = [
+            [r["name"], r["kind"], f"{r['median']:.3f}x", f"{r['low']:.3f} to {r['high']:.3f}", f"{r['memory']:.2f}x"]
+            for r in bench_rows(record)
+        ]
+        parts += [*_md_table(["Row", "By", "Training step", "95 % interval", "Memory"], rows), ""]
     if skipped:
         parts += ["## Not in this report", "", *(f"- `{s.path}`: {_md(s.reason)}" for s in skipped), ""]
     return "\n".join(parts)

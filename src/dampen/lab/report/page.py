@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -13,6 +14,7 @@ from typing import Any
 
 from dampen.lab.report.charts import cost, results
 from dampen.lab.report.conditioning import conditioning_figure
+from dampen.lab.report.costs import bench_figures
 from dampen.lab.report.curves import curves
 from dampen.lab.report.diagnosis import measured_figures
 from dampen.lab.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
@@ -20,7 +22,7 @@ from dampen.lab.report.heatmap import grid
 from dampen.lab.report.read import Skipped
 from dampen.lab.report.searched import searched
 from dampen.lab.report.table import Table
-from dampen.lab.report.view import runs_view, study_view
+from dampen.lab.report.view import bench_view, runs_view, study_view
 
 HERE = Path(__file__).parent
 METHOD = (
@@ -32,8 +34,11 @@ METHOD = (
 )
 
 
-def make_page(tables: list[Table], skipped: list[Skipped], live: str = "") -> str:
-    """The whole page. `live` marks a page that a server shows, with the version of its content."""
+def make_page(
+    tables: list[Table], skipped: list[Skipped], live: str = "", benches: Sequence[dict[str, Any]] = ()
+) -> str:
+    """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server shows, with the
+    version of its content."""
     palette = Palette([e.row.name for t in tables for e in t.entries], _references(tables))
     for entry in (e for t in tables for e in t.entries):
         palette.same(entry.name, entry.row.name)
@@ -45,11 +50,18 @@ def make_page(tables: list[Table], skipped: list[Skipped], live: str = "") -> st
         for figure in figures:
             data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)  # type: ignore[index]
         data["runs"][key] = runs_view(table)  # type: ignore[index]
-    title = tables[0].study.title if len(tables) == 1 else f"Report: {len(tables)} tables"
+    costs = []
+    for i, record in enumerate(benches):
+        key, figures = f"b{i + 1}", bench_figures(record)
+        costs.append(bench_view(record, figures, key, dict(colors)))
+        for figure in figures:
+            data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)  # type: ignore[index]
+    title = f"Report: {len(tables)} tables" if len(tables) > 1 else (*studies, *costs)[0]["title"]
     scripts = {"early": asset("early.js"), "vega": vega_bundle(), "js": asset("report.js")}
     return _template().render(
         title=title,
         studies=studies,
+        benches=costs,
         skipped=skipped,
         data=_plain(data),
         css=asset("report.css"),

@@ -12,7 +12,7 @@ from typing import Any
 from dampen.lab.errors import LabError
 from dampen.lab.plan import Plan
 from dampen.lab.record import Record, read_json
-from dampen.lab.report.stored import MEASURED, folders_below, unpack
+from dampen.lab.report.stored import BENCH, MEASURED, folders_below, unpack
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,17 @@ class Collection:
     runs: dict[Path, Run] = field(default_factory=dict)
     plans: dict[Path, Plan] = field(default_factory=dict)  # by the folder of plan.json
     searches: dict[Path, dict[str, Any]] = field(default_factory=dict)  # search.json beside a plan
+    benches: list[dict[str, Any]] = field(default_factory=list)  # records of `dampen bench`
     skipped: list[Skipped] = field(default_factory=list)
 
 
 def collect(paths: Sequence[Path | str]) -> Collection:
-    """Read every plan and trial below `paths`, or in files of records. A path that does not exist is an error; damaged
-    content is listed."""
+    """Read every plan and trial below `paths`, or in files of records and of costs. A path that does not exist is an
+    error; damaged content is listed."""
     found = Collection()
     for root in map(Path, paths):
         if root.is_file():
-            _read_packed(root, found)
+            _read_file(root, found)
         elif root.is_dir():
             _read_below(root, found)
         else:
@@ -90,9 +91,13 @@ def _read_below(root: Path, found: Collection) -> None:
         _read_folder(folder, found, label(folder, root))
 
 
-def _read_packed(file: Path, found: Collection) -> None:
+def _read_file(file: Path, found: Collection) -> None:
+    content = read_json(file)
+    if isinstance(content, dict) and content.get("kind") == BENCH:
+        found.benches.append(content)
+        return
     with tempfile.TemporaryDirectory() as name:
-        unpack(file, Path(name))
+        unpack(file, content, Path(name))
         _read_below(Path(name), found)
         for run in found.runs.values():
             run.lines()  # while the log is there

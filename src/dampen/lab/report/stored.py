@@ -9,7 +9,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dampen.lab.errors import LabError
-from dampen.lab.record import read_json
 
 MEASURED = "diagnose.json"
 """What `dampen diagnose` leaves in a trial's folder; the report shows what it finds there."""
@@ -17,7 +16,8 @@ MEASURED = "diagnose.json"
 ASIDE = ("tensorboard", "search")
 """Folders inside a run that hold no trials of its table."""
 
-KIND = "dampen records"
+KIND, BENCH = "dampen records", "dampen bench"
+"""What a file says it is: packed records, or what `dampen bench` measured."""
 VERSION = 1
 KEPT = ("plan.json", "search.json", "config.json", "environment.json", "final.json", "log.jsonl", MEASURED)
 
@@ -52,11 +52,13 @@ def to_text(packed: Mapping[str, Any]) -> str:
     return f'{{{head},"folders":{{\n' + ",\n".join(lines) + "\n}}\n"
 
 
-def unpack(path: Path, folder: Path) -> None:
-    """Write the records of a packed file below `folder`, as they were."""
-    content = read_json(path)
+def unpack(path: Path, content: Any, folder: Path) -> None:
+    """Write the records of a packed file (its `path`, for messages, and its `content`) below `folder`, as they were."""
     if not isinstance(content, dict) or content.get("kind") != KIND or not isinstance(content.get("folders"), dict):
-        raise LabError(f"{path} is no file of records; `dampen report RUNS -o FILE --format pack` writes one.")
+        raise LabError(
+            f"{path} is no file of records; `dampen report RUNS -o FILE --format pack` writes one, "
+            "and `dampen bench --json FILE` one of costs."
+        )
     if content.get("version") != VERSION:
         raise LabError(
             f"{path} has records of version {content.get('version')!r}, this dampen reads {VERSION}: update it."

@@ -56,12 +56,28 @@ def study_view(table: Table, palette: Palette, figures: list[Figure], key: str, 
         "rows": rows,
         "show_all": study.show_all,
         "most": 12 if study.show_all else MOST,
-        "figures": [_figure_view(f, f"{key}-{f.key}", palette, dark) for f in figures],
+        "figures": [figure_view(f, f"{key}-{f.key}", palette, dark) for f in figures],
         "measured": _measured(table, palette, dark),
         "paper": _paper(table),
         "departures": study.departures,
         "protocol": sorted((k, v) for k, v in study.protocol.items() if v not in ("null", "false")),
         "machines": _machines(runs),
+    }
+
+
+def bench_view(record: dict[str, Any], figures: list[Figure], key: str, dark: dict[str, str]) -> dict[str, Any]:
+    """Everything the template needs for what `dampen bench` measured."""
+    machine = record["machine"]
+    where = f"{machine['cpu']}, {machine['threads']} thread(s), {machine['clock']} time, torch {machine['torch']}"
+    targets = record["targets"].values()
+    met = f"{sum(t['met'] for t in targets)} of {len(targets)} targets met" if targets else ""
+    return {
+        "key": key,
+        "title": "What each method costs",
+        "facts": [fact for fact in (record["model"], where, machine["date"], met) if fact],
+        "figures": [figure_view(f, f"{key}-{f.key}", Palette([]), dark) for f in figures],
+        "command": record["command"],
+        "skipped": record["skipped"],
     }
 
 
@@ -217,7 +233,8 @@ def _without(table: Table) -> list[Entry]:
     return [e for e in table.entries if not e.summary.n]
 
 
-def _figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str]) -> dict[str, Any]:
+def figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str]) -> dict[str, Any]:
+    """What the template needs for one figure."""
     groups: dict[str, list[dict[str, str]]] = {}
     for image in figure.images:
         groups.setdefault(image["group"], []).append(image)
