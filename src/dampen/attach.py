@@ -21,7 +21,8 @@ from dampen.regularizer import (
     Site,
 )
 from dampen.sites import LayerPlan, find_layers, is_cross
-from dampen.socket import AttentionSite, BlockSite, Layer, LinearSite, ModelSite, first_argument, model_input
+from dampen.socket import first_argument, model_input
+from dampen.state import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
 from dampen.swap import is_swapped, swap
 
 

@@ -16,7 +16,7 @@ from dampen.kernels import use_tuned_table
 from dampen.prefix import Prefix
 from dampen.regularizer import Regularizer
 from dampen.report import describe
-from dampen.socket import Layer, ModelSite
+from dampen.state import Layer, ModelSite
 from dampen.swap import is_covered, is_swapped, unswap
 
 

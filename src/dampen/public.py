@@ -2,7 +2,7 @@
 
 from dampen import methods as _methods
 from dampen import models
-from dampen.attention import attention
+from dampen.attend import attention
 from dampen.handle import Regularization, regularize
 from dampen.methods import *  # noqa: F403
 from dampen.regularizer import Call, LinearCall, Regularizer, Site

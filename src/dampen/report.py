@@ -8,7 +8,7 @@ from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, need
 
 if TYPE_CHECKING:
     from dampen.handle import Regularization
-    from dampen.socket import Layer
+    from dampen.state import Layer
 
 
 def describe(reg: Regularization) -> str:

@@ -18,69 +18,11 @@ from torch.utils import _pytree as pytree
 
 from dampen.adapters.residual import ResidualSocket, call_torch
 from dampen.adapters.torch_mha import mha_forward
-from dampen.attention import attend
+from dampen.attend import attend
 from dampen.prefix import prefix_forward
 from dampen.projections import is_conv1d, weight_of
-from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer, Site
-
-
-class Layer:
-    """What the sites of one layer share: the clones, and the state of the forward under way."""
-
-    def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
-        self.site = site
-        self.clones = list(clones)
-        self.enabled = True
-        self.sampling = False  # Monte-Carlo averaging: stochastic methods act in eval too
-        self.call: Call | None = None  # the attention under way
-        self.multiplying = False  # a linear site is running its own F.linear
-        self.valid: Tensor | None = None  # (B, N): the tokens of this forward that are not padding
-        self.sublayer = ""  # what has run since the last residual addition: "", "ffn" or "attention"
-        self.entered = "ffn"  # which kind of sublayer the next linear map belongs to
-        self.hits = 0  # linear maps seen since the block started
-        self.kernels: dict[str, str] = {}  # attention name -> what ran last, and why
-
-    def active(self, training: bool) -> list[Regularizer]:
-        """The clones at work in this forward."""
-        if not self.enabled:
-            return []
-        return [r for r in self.clones if training or r.in_eval or (self.sampling and r.stochastic)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "call": None, "valid": None, "multiplying": False}
-
-
-class AttentionSite:
-    """What is kept on an attention module."""
-
-    def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
-        self.layer, self.name, self.cross = layer, name, cross
-        self.linears = list(linears)  # linear sites inside, for projections that the module inlines
-
-
-class LinearSite:
-    """What is kept on a linear map."""
-
-    def __init__(self, layer: Layer, role: str) -> None:
-        self.layer, self.role = layer, role
-
-
-class BlockSite:
-    """What is kept on a block."""
-
-    def __init__(self, layer: Layer, first: bool, branches: int, wants_linear: bool, input_name: str) -> None:
-        self.layer, self.first, self.branches, self.wants_linear = layer, first, branches, wants_linear
-        self.input_name = input_name
-
-
-class ModelSite:
-    """What is kept on the model itself."""
-
-    def __init__(self, clones: Sequence[Regularizer], own: Sequence[Regularizer], model_input: tuple[str, int]) -> None:
-        self.clones = list(clones)  # all of them: their slots are emptied when the model's forward starts
-        self.own = list(own)  # those with a stage of the whole model
-        self.input_name, self.input_position = model_input
-        self.enabled = True
+from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
+from dampen.state import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
 
 
 class Socket(TorchFunctionMode):

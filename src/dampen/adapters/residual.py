@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from dampen.regularizer import BranchCall, Regularizer
 
 if TYPE_CHECKING:
-    from dampen.socket import Layer
+    from dampen.state import Layer
 
 _ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 _SAME_STREAM = set(

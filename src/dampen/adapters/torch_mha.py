@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dampen.regularizer import Call, LinearCall, Regularizer
 
 if TYPE_CHECKING:
-    from dampen.socket import AttentionSite
+    from dampen.state import AttentionSite
 
 
 def mha_forward(

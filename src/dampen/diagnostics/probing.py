@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from dampen.diagnostics.predictions import device_of, in_mode
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site
 from dampen.sites import LayerPlan, find_layers, is_cross
-from dampen.socket import AttentionSite, BlockSite, Layer, first_argument
+from dampen.socket import first_argument
+from dampen.state import AttentionSite, BlockSite, Layer
 from dampen.swap import swap
 
 

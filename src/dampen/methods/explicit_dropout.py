@@ -38,17 +38,15 @@ _LAYER = {"ffn_in": "ffn1", "ffn_out": "ffn2"}
 
 
 class ExplicitDropout(Regularizer):
-    """Dropout as a deterministic penalty on queries, keys, values, attended values and the feed-forward (arXiv
-    2604.20505).
+    """Dropout as a deterministic penalty on queries, keys, values, attended values and the feed-forward.
 
-    loss = task + sum over layers and terms of lambda * J. With `B = p^2 X^T X` (equations of the paper):
+    loss = task + sum over layers and terms of lambda * J. With `B = p^2 X^T X` (equations of arXiv 2604.20505):
 
         J_q = 1/2 Tr(B Wq^T Wk X^T X Wk^T Wq)      J_v  = 1/2 Tr(B Wv^T Wv)
         J_k = 1/2 Tr(B Wk^T Wq X^T X Wq^T Wk)      J_av = 1/2 p^2 Tr(X^T A^T A X Wv^T Wv)     J_ff = 1/2 Tr(B W^T W)
 
     The traces are squared norms of tensors that the forward pass already has, so no X^T X, no W^T W and no n x n
-    matrix is
-    built: J_q = J_k = p^2/2 ||Q K^T||^2, J_v = p^2/2 ||V||^2, J_av = p^2/2 ||A V||^2.
+    matrix is built: J_q = J_k = p^2/2 ||Q K^T||^2, J_v = p^2/2 ||V||^2, J_av = p^2/2 ||A V||^2.
 
     Departures: the paper's B keeps only the squared bias of dropout, `form="exact"` is the true expectation and
     `form="inverted"` that of `nn.Dropout` (docs/exactness.md); `query_key` masks queries and keys at once, for which
@@ -57,8 +55,7 @@ class ExplicitDropout(Regularizer):
 
     Args:
         query, key, value, attended_value, query_key, ffn: the lambdas; a number, a schedule or one value per layer.
-            The plain number 0
-            switches a term off at no cost.
+            The plain number 0 switches a term off at no cost.
         ffn1, ffn2: lambdas of the two feed-forward layers (gate and up of a gated one are layer 1), where they
             differ from `ffn`.
         rate: p of the dropout that the penalties stand for.

@@ -94,7 +94,7 @@ def _rows(variants: list[Variant], options: Options) -> tuple[dict[str, dict[str
 
 
 def _regularized(regularizers: list[Any]) -> Callable[..., Tensor]:
-    from dampen.attention import attention
+    from dampen.attend import attention
 
     return lambda q, k, v: attention(q, k, v, regularizers=regularizers)
 
