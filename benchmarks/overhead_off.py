@@ -31,6 +31,8 @@ METHODS = {  # by the kinds of sites that are swapped
     "linear maps (feed_forward_dropout)": ["FeedForwardDropout"],
     "every kind of site at once": ["DropKey", "FeedForwardDropout", "DropPath", "LayerDrop", "TokenGraying"],
 }
+HELD = contextlib.ExitStack()
+"""What is disabled stays so for the whole process: a context that nobody holds would end by itself."""
 
 
 def steps(batch: int, depth: int) -> dict[str, Callable[[], object]]:
@@ -45,7 +47,7 @@ def steps(batch: int, depth: int) -> dict[str, Callable[[], object]]:
         disabled: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if names:
             disabled = dampen.regularize(model, [getattr(dampen, name)() for name in names]).disable()
-        disabled.__enter__()  # for good
+        HELD.enter_context(disabled)
 
         def train() -> None:
             model.train()

@@ -458,3 +458,73 @@ def test_the_opening_of_other_libraries_models():
         return timm.create_model("vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=3, depth=2)
 
     opened(make, [DropKey(0.4), RDrop(1.0)], 2)
+
+
+# --- what a careful reader tried
+
+
+class Probing(nn.Module):
+    """A block that looks at its own opening without gradients before it uses it."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
+
+    def forward(self, x, keep=None):
+        with torch.no_grad():
+            self.attn.qkv(self.norm1(x)).std()
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class InnerCheckpoint(Probing):
+    def forward(self, x, keep=None):
+        x = x + checkpoint(self.attn, self.norm1(x), use_reentrant=False)
+        return x + self.mlp(self.norm2(x))
+
+
+class OwnDropout(Probing):
+    """Draws in a way that no attribute tells."""
+
+    def forward(self, x, keep=None):
+        x = x + F.dropout(self.attn(self.norm1(x)), 0.5, self.training)
+        return x + self.mlp(self.norm2(x))
+
+
+def rebuilt(cls):
+    model = vit()
+    model.blocks = nn.ModuleList(cls(block) for block in model.blocks)
+    return model
+
+
+@pytest.mark.parametrize("cls", [Probing, InnerCheckpoint])
+def test_gradients_through_a_probed_or_checkpointed_opening(cls):
+    results = []
+    for full in (False, True):
+        model = rebuilt(cls)
+        results.append(step(model, regularize(model, [DropKey(0.4), RDrop(1.0)]), full))
+    assert_same(*results)
+
+
+def test_a_blocks_own_draws_are_seen_beside_an_idle_method():
+    model = rebuilt(OwnDropout)
+    reg = regularize(model, [dampen.DropPath([0.0, 0.0, 0.0, 0.1]), RDrop(1.0)])
+    terms = step(model, reg)[1]
+    assert "draws at random" in reg.prefix.why
+    assert terms["r_drop"] > 0
+
+
+def test_two_passes_in_inference_mode_and_under_functional_transforms():
+    model = vit()
+    reg = regularize(model, [DropKey(0.4), RDrop(1.0)], UPPER)
+    with torch.inference_mode():
+        reg.loss(lambda: model(X), lambda out: F.cross_entropy(out, Y))
+    weights = dict(model.named_parameters())
+
+    def loss(w):
+        return reg.loss(lambda: torch.func.functional_call(model, w, (X,)), lambda out: F.cross_entropy(out, Y))[0]
+
+    gradients = torch.func.grad(loss)(weights)
+    assert all(g.isfinite().all() for g in gradients.values())
+    assert step(model, reg)[0] > 0
+    assert reg.prefix.shared == ["blocks.0", "blocks.1"]  # a plain step shares again

@@ -156,7 +156,8 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
         swap(linear.module, "linear", LinearSite(layer, linear.role))
         if linear.attention is not None:
             linear_sites[linear.attention].append(linear.module)
-    maps = roles & {"q", "k", "v"}
+    torch_maps = any(isinstance(m, nn.MultiheadAttention) for m in plan.attentions.values())  # it inlines its maps
+    maps = roles & ({"q", "k", "v", "out"} if torch_maps else {"q", "k", "v"})
     if stages & set(ATTENTION_STAGES) or maps or any(c.needs_valid for c in layer.clones):
         for name, module in plan.attentions.items():
             swap(module, "attention", AttentionSite(layer, name, is_cross(name, module), linear_sites[name]))

@@ -90,8 +90,9 @@ def _fill(
     call.is_causal, call.mask, call.bias = is_causal, visible(mask), None
     if mask is not None and call.mask is not None and mask.dtype != torch.bool:
         call.bias = mask.masked_fill(~call.mask, 0.0)  # hidden places hold no number that could spread
-    if not call.cross and need_valid:
-        call.valid = call.valid_keys
+    if need_valid:
+        call.seen = call.valid_keys
+        call.valid = call.valid if call.cross else call.seen
     return call
 
 

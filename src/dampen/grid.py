@@ -22,6 +22,10 @@ def grid_of(keys: int, grid: tuple[int, int] | None, prefix: int = 8) -> tuple[i
 
 def check_grid(grid: tuple[int, int]) -> tuple[int, int]:
     """A grid as a pair of positive integers."""
-    if len(grid) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in grid):
+    if (
+        not isinstance(grid, tuple | list)
+        or len(grid) != 2
+        or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in grid)
+    ):
         raise ValueError(f"grid is (rows, columns) of the patch grid, two positive integers, got {grid!r}.")
     return (grid[0], grid[1])

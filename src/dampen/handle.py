@@ -190,14 +190,14 @@ class Regularization:
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
         """Inside, the model trains as if it had no regularizers."""
-        before = [layer.enabled for layer in self.layers]
+        before, model = [layer.enabled for layer in self.layers], self._model_site.enabled
         self._set("enabled", False)
         try:
             yield
         finally:
             for layer, value in zip(self.layers, before, strict=True):
                 layer.enabled = value
-            self._model_site.enabled = True
+            self._model_site.enabled = model
 
     @contextlib.contextmanager
     def mc_mode(self) -> Iterator[None]:

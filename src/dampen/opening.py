@@ -18,11 +18,12 @@ SHARED = frozenset({F.linear, F.layer_norm, F.rms_norm, torch.layer_norm, torch.
 
 
 class Call:
-    """A call that was made: function, arguments, result, and the versions that all of them had."""
+    """A call that was made: function, arguments, result, the versions that all of them had, and the modes it was made
+    in."""
 
     def __init__(self, function: Any, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
         self.function, self.args, self.kwargs, self.output = function, args, kwargs, output
-        self.versions = self._versions()
+        self.versions, self.modes = self._versions(), _modes(output)
 
     def is_again(self, function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether this is the same question, of tensors that nobody has changed since."""
@@ -33,6 +34,7 @@ class Call:
             and all(_is(a, b) for a, b in zip(args, self.args, strict=True))
             and all(_is(v, self.kwargs[k]) for k, v in kwargs.items())
             and self._versions() == self.versions
+            and _modes(self.output) == self.modes
         )
 
     def _versions(self) -> list[int]:
@@ -50,7 +52,7 @@ class Opening(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func not in SHARED:
+        if func not in SHARED or saved_tensors_are_hooked():
             return func(*args, **kwargs)
         if not self.recording:
             for call in self.calls:
@@ -68,6 +70,13 @@ class Opening(TorchFunctionMode):
 def saved_tensors_are_hooked() -> bool:
     """Whether checkpointing or offloading counts the tensors that are saved here."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _modes(like: Tensor) -> tuple[Any, ...]:
+    """What else decides about the result of a call: whether gradients are recorded, and autocast."""
+    device = like.device.type
+    autocast = torch.is_autocast_enabled(device)
+    return torch.is_grad_enabled(), autocast, torch.get_autocast_dtype(device) if autocast else None
 
 
 def _is(first: Any, second: Any) -> bool:

@@ -52,6 +52,9 @@ class Prefix:
 
     def begin(self, index: int, passes: int) -> None:
         """Before pass `index` of a step of `passes`."""
+        if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            self.mode = ""  # no versions, no comparisons there: two full passes, this time
+            return
         if index and not self.why and not any(site.asked is not None for site in self.sites):
             self.why = "no block could be recorded in the first pass (torch.compile runs them inside a graph)"
         self.mode = "" if self.why or passes < 2 else "replay" if index else "record"
@@ -103,10 +106,17 @@ class PrefixSite:
             return base(block, *args, **kwargs)
         buffers = [(b, b._version) for b in block.buffers()]
         random = _random_state(asked)
-        output = base(block, *args, **kwargs)
+        idle = [c for c in self.clones if c.stochastic]  # their rate is 0, but they may draw all the same
+        for clone in idle:
+            clone.asleep = True
+        try:
+            output = base(block, *args, **kwargs)
+        finally:
+            for clone in idle:
+                clone.asleep = False
         if any(b._version != version for b, version in buffers):
             self.prefix.give_up(f"'{self.name}' updates a state of its own (batch norm), once per pass")
-        elif not any(c.stochastic for c in self.clones) and random != _random_state(asked):
+        elif random != _random_state(asked):
             self.prefix.give_up(f"'{self.name}' draws at random")
         else:
             self.asked, self.output, self.versions = asked, output, _versions(output)

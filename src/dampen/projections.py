@@ -50,12 +50,22 @@ def weight_of(module: nn.Module) -> Tensor:
 
 def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
     """The role of a linear map inside an attention module, by the last telling part of its name; "other" if none
-    tells."""
+    tells.
+
+    >>> attention_role("q_proj.base_layer", {}), attention_role("q_proj.lora_B.default", {})
+    ('q', 'lora_q')
+    """
     for part in reversed(name.split(".")):
         if part in ATTENTION_ROLES:
             role = ATTENTION_ROLES[part]
-            return "kv" if part == "c_attn" and "q_attn" in siblings else role  # GPT-2's cross-attention
+            role = "kv" if part == "c_attn" and "q_attn" in siblings else role  # GPT-2's cross-attention
+            return f"lora_{role}" if _is_adapter(name) else role
     return "other"
+
+
+def _is_adapter(name: str) -> bool:
+    """Whether a map is one of the two that LoRA puts beside another (peft: lora_A, lora_B)."""
+    return any(part.startswith("lora_") for part in name.split("."))
 
 
 def feed_forward_roles(maps: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -72,7 +82,7 @@ def feed_forward_roles(maps: Mapping[str, nn.Module]) -> dict[str, str]:
         known = {"ffn_in": _FFN_IN & set(parts), "ffn_out": _FFN_OUT & set(parts)}
         telling = [role for role, hits in known.items() if hits]
         if len(telling) == 1:
-            roles[name] = telling[0]
+            roles[name] = f"lora_{telling[0]}" if _is_adapter(name) else telling[0]
         elif not any(word in part.lower() for part in parts for word in _NOT_FFN):
             rest.append(name)
     if rest and "ffn_in" not in roles.values() and "ffn_out" not in roles.values() and len(rest) > 1:

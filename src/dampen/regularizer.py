@@ -97,6 +97,7 @@ class Call:
     device: torch.device | None = None
     rows: slice | None = None  # which queries this call stands for, when the queries come in chunks
     valid: Tensor | None = None  # (B, N) bool, False on padded queries; None when nothing is padded
+    seen: Tensor | None = None  # the valid keys of all queries, which a chunk's own mask does not tell
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
     memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
 
@@ -117,6 +118,8 @@ class Call:
     @property
     def valid_keys(self) -> Tensor | None:
         """(B or 1, M) bool: the keys that some query of some head may see; None when the model gave no mask."""
+        if self.seen is not None:
+            return self.seen
         return None if self.mask is None else self.mask.flatten(1, 2).any(1)
 
     def projection(self, role: str) -> LinearCall:
@@ -179,6 +182,7 @@ class Regularizer(nn.Module):
         self._penalties: dict[str, Tensor] = {}
         self.neighbors: list[nn.Module] = []  # the layer's own modules, to know whether anything here is being trained
         self.input_has_gradient = False  # whether the layer's last input did
+        self.asleep = False  # left out for a moment, though it is attached
 
     # --- the stages, in the order in which the data meets them
     # ------------------------------------------------------------

@@ -21,7 +21,7 @@ from dampen.adapters.torch_mha import mha_forward
 from dampen.attend import attend
 from dampen.prefix import prefix_forward
 from dampen.projections import is_conv1d, weight_of
-from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
+from dampen.regularizer import ATTENTION_STAGES, LINEAR_STAGES, Call, LinearCall, Regularizer
 from dampen.state import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
 
 
@@ -77,6 +77,12 @@ def socket_attention(
     )
     if not call.cross and any(r.needs_valid for r in regularizers):
         layer.valid = call.valid
+        if layer.early and layer.valid is not None:
+            raise RuntimeError(
+                f"The feed-forward of '{layer.site.name}' ({layer.early}) runs before its attention, whose mask says "
+                "which tokens are padding: its penalty would count padded tokens. Leave the feed-forward terms out, or "
+                "give batches without padding."
+            )
     layer.kernels[site.name] = str(kernel)
     return (o, weights) if need_weights else o
 
@@ -100,10 +106,12 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             if unfused:
                 self.fused_attn = True
             socket = Socket(site, active, call)
-            with socket:
-                out = base(self, *args, **kwargs)
-            if unfused:
-                self.fused_attn = False
+            try:
+                with socket:
+                    out = base(self, *args, **kwargs)
+            finally:
+                if unfused:
+                    self.fused_attn = False
             if not socket.seen:
                 raise_without_socket(self, site)
         layer.call = None
@@ -153,7 +161,12 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if not active:
             return base(self, input)
         weight = weight_of(self)
-        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, fit_valid(layer.valid, input))
+        valid = layer.valid
+        if valid is None and layer.early == "" and site.role.startswith("ffn") and any(r.needs_valid for r in active):
+            layer.early = site.role
+        elif valid is not None and layer.sequence_first and layer.call is None:
+            valid = valid.t()
+        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, fit_valid(valid, input))
 
         def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             if x is input and w is weight:
@@ -210,8 +223,9 @@ def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         site: BlockSite = self._dampen_block
         layer = site.layer
         active = layer.active(self.training)
-        layer.valid, layer.hits = None, 0
+        layer.valid, layer.hits, layer.early = None, 0, ""
         if not active:
+            layer.early = None
             return base(self, *args, **kwargs)
         x = args[0] if args else kwargs[site.input_name]
         if x.is_nested:
@@ -237,7 +251,8 @@ def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 socket.check(self, site.branches)
         else:
             out = base(self, *args, **kwargs)
-        if site.wants_linear and layer.hits == 0:
+        layer.early = None
+        if site.wants_linear and layer.hits == 0 and any(r.stages & set(LINEAR_STAGES) for r in active):
             raise RuntimeError(
                 f"{type(self).__name__} at '{layer.site.name}' ran without calling any of its linear modules, so the "
                 "regularizers "

@@ -21,6 +21,8 @@ class Layer:
         self.call: Call | None = None  # the attention under way
         self.multiplying = False  # a linear site is running its own F.linear
         self.valid: Tensor | None = None  # (B, N): the tokens of this forward that are not padding
+        self.sequence_first = False  # the feed-forward sees (N, B, D)
+        self.early: str | None = None  # inside a block: a feed-forward map that ran before padding was known
         self.sublayer = ""  # what has run since the last residual addition: "", "ffn" or "attention"
         self.entered = "ffn"  # which kind of sublayer the next linear map belongs to
         self.hits = 0  # linear maps seen since the block started
@@ -30,10 +32,10 @@ class Layer:
         """The clones at work in this forward."""
         if not self.enabled:
             return []
-        return [r for r in self.clones if training or r.in_eval or (self.sampling and r.stochastic)]
+        return [r for r in self.clones if (training or r.in_eval or (self.sampling and r.stochastic)) and not r.asleep]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "call": None, "valid": None, "multiplying": False}
+        return {**self.__dict__, "call": None, "valid": None, "multiplying": False, "early": None}
 
 
 class AttentionSite:

@@ -171,3 +171,21 @@ def test_a_file_that_holds_no_records_is_refused(tmp_path, text, said):
     with pytest.raises(LabError, match=said):
         make_report([tmp_path / "p.json"])
     assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_two_folders_of_one_name_stay_apart(tmp_path):
+    for day in ("monday", "tuesday"):
+        write_study(tmp_path / day / "digits")
+    folders = [tmp_path / day / "digits" for day in ("monday", "tuesday")]
+    write_report(folders, tmp_path / "p.json", "pack")
+    assert len(make_report([tmp_path / "p.json"]).tables) == len(make_report(folders).tables) == 2
+
+
+def test_damaged_costs_and_odd_results_are_listed(tmp_path):
+    plan = write_study(tmp_path / "s")
+    edit(tmp_path / "s" / next(iter(plan.trials)) / "final.json", primary=4)
+    (tmp_path / "bench.json").write_text('{"kind": "dampen bench"}')
+    report = make_report([tmp_path / "s", tmp_path / "bench.json"])
+    reasons = [s.reason for s in report.skipped]
+    assert any("primary is not what was expected" in r for r in reasons)
+    assert any("a record of costs without machine, ratios" in r for r in reasons)

@@ -201,3 +201,14 @@ def test_bad_weights():
         Consistency(-1.0)
     with pytest.raises(ValueError, match=">= 0"):
         RDrop(float("nan"))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_classes_that_a_mask_forbids(symmetric):
+    first = torch.randn(3, 4, requires_grad=True)
+    second, hidden = torch.randn(3, 4), torch.tensor([True, False, False, False])
+    masked = [t.masked_fill(hidden, float("-inf")) for t in (first, second)]
+    value = divergence(*masked, symmetric=symmetric)
+    torch.testing.assert_close(value, divergence(first[:, 1:], second[:, 1:], symmetric=symmetric))
+    value.backward()
+    assert first.grad.isfinite().all()

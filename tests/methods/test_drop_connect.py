@@ -88,3 +88,13 @@ def test_attention_targets_reach_a_fused_projection():
     model = vit()
     regularize(model, DropConnect(0.5, targets="attention"))
     assert not torch.allclose(model(X), model(X))
+
+
+def test_the_output_map_alone_of_torchs_own_attention():
+    """nn.MultiheadAttention reads out_proj.weight without calling the module."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train()
+    x = torch.randn(2, 4, 8)
+    plain = layer(x)
+    regularize(layer, DropConnect(0.5, targets="out"))
+    assert not torch.allclose(layer(x), plain)

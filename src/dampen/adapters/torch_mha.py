@@ -68,8 +68,7 @@ def mha_forward(
         site, regularizers, call, q, k, v, None if causal else mask, dropout, causal, need_weights=need_weights
     )
     o, weights = out if need_weights else (out, None)
-    if batched and not self.batch_first and site.layer.valid is not None:
-        site.layer.valid = site.layer.valid.t()  # the feed-forward beside sees (N, B, D)
+    site.layer.sequence_first = batched and not self.batch_first  # the feed-forward beside sees (N, B, D)
     o = self.out_proj(o.transpose(1, 2).flatten(-2))
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)

@@ -61,7 +61,8 @@ def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Ten
 
 
 def query_rows(call: Call, reduction: str, dtype: torch.dtype) -> Rows:
-    """The row weights of an attention's outputs: valid queries of samples that have any key to see."""
+    """The row weights of an attention's outputs, of all its queries: the valid ones of samples that have any key to
+    see."""
     batch, _, queries, _ = call.shape
     valid, keys = fit(call.valid, queries, call), call.valid_keys
     if keys is not None:
@@ -90,9 +91,9 @@ def as_one_head(q: HeadMap, k: HeadMap, call: Call) -> tuple[HeadMap, HeadMap]:
     return q.as_one_head(), k.as_one_head()
 
 
-def check_shared(call: Call, q: HeadMap, k: HeadMap) -> None:
+def check_shared(call: Call) -> None:
     """One mask on X feeds queries and keys only where both read the same X."""
-    if call.cross or q.x is not k.x:
+    if call.cross or call.projection("q").input is not call.projection("k").input:
         raise RuntimeError(
             f"shared_mask=True is one mask on the input of queries and keys, but in {type(call.module).__name__} at "
             f"'{_where(call)}' they read different inputs. Use shared_mask=False there, or regularize(..., "
@@ -123,7 +124,13 @@ def sequence_first(modules: Iterable[nn.Module]) -> bool:
 
 
 def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str) -> None:
-    """Raise where a layer lacks a linear map that a term reads."""
+    """Raise where a layer lacks a linear map that a term reads, or has one that an adapter changes beside it."""
+    adapted = next((role for role in sorted(wanted) if f"lora_{role}" in found), None)
+    if adapted is not None:
+        raise UnsupportedModel(
+            f"{who}: the map {adapted} at '{where}' is W + B A (LoRA), and the penalty would read W alone. Merge the "
+            "adapters into the weights, penalize other terms, or leave the layer out with sites=."
+        )
     names = ", ".join(sorted(found)) or "none"
     for role, layer in (("ffn_in", 1), ("ffn_out", 2)):
         if role in wanted and role not in found:

@@ -81,6 +81,8 @@ def _same_memory(call: Call, role: str, heads: Tensor, operand: Tensor, linear: 
     """Whether the operand of the attention is a view of exactly these heads. A view of others means another layout."""
     if heads.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
         return False
+    if operand.stride(1) == 0:  # one head of keys shown to all queries (multi-query attention)
+        return False
     if heads.data_ptr() == operand.data_ptr() and _layout(heads) == _layout(operand):
         return heads.requires_grad == operand.requires_grad
     raise RuntimeError(

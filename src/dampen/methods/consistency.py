@@ -70,7 +70,8 @@ def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None, symme
             "Give one bool per prediction, False on padding."
         )
     log_p, log_q = first.float().log_softmax(-1), second.float().log_softmax(-1)
-    difference = log_p - log_q
+    impossible = (log_p == -math.inf) & (log_q == -math.inf)  # classes that a mask forbids in both passes
+    difference = (log_p - log_q).masked_fill(impossible, 0.0)
     if symmetric:  # KL(P || Q) + KL(Q || P) = sum (P - Q) (log P - log Q)
         each = 0.5 * ((log_p.exp() - log_q.exp()) * difference).sum(-1)
     else:

@@ -212,7 +212,7 @@ class ExplicitDropout(Regularizer):
         for term in sorted(self.pair_terms):
             value = pair_penalty(term, self.form, rate, parts)
             if term == "query_key" and self.shared_mask:
-                check_shared(call, queries, keys)
+                check_shared(call)
                 if self.form != "paper":
                     weights = diagonal_weights(rows, visible_diagonal(call) if restricted else None)
                     value = value + shared_mask_excess(queries, keys, self.form, rate, weights)

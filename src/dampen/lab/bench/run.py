@@ -76,7 +76,7 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
         (FUSED, UNFUSED),
         rounds=options.rounds,
         seconds=options.seconds,
-        every=6,
+        every=3,
         enough=NOISY,
         clock=CLOCKS[options.clock],
         progress=lambda done: progress("rounds", done, options.rounds),

@@ -14,6 +14,8 @@ from dampen.lab.plan import Plan
 from dampen.lab.record import Record, read_json
 from dampen.lab.report.stored import BENCH, MEASURED, folders_below, unpack
 
+BENCH_KEYS = ("machine", "ratios", "papers", "alternatives", "memory", "targets", "skipped")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -94,7 +96,11 @@ def _read_below(root: Path, found: Collection) -> None:
 def _read_file(file: Path, found: Collection) -> None:
     content = read_json(file)
     if isinstance(content, dict) and content.get("kind") == BENCH:
-        found.benches.append(content)
+        missing = [key for key in BENCH_KEYS if not isinstance(content.get(key), dict)]
+        if missing:
+            found.skipped.append(Skipped(file.name, f"damaged: a record of costs without {', '.join(missing)}"))
+        else:
+            found.benches.append(content)
         return
     with tempfile.TemporaryDirectory() as name:
         unpack(file, content, Path(name))
@@ -169,6 +175,11 @@ def _check_final(final: dict[str, Any], id: str) -> None:
     missing = [k for k in needed if k not in final]
     if missing:
         raise LabError(f"final.json has no {', '.join(missing)}")
+    if final["status"] == "finished":
+        odd = [k for k in ("selection", "primary") if not isinstance(final[k], list) or len(final[k]) != 2]
+        odd += [k for k in ("test", "valid") if not isinstance(final[k], dict)]
+        if odd:
+            raise LabError(f"final.json: {', '.join(odd)} is not what was expected")
 
 
 def _told(error: BaseException, folder: Path) -> str:

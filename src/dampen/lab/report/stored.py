@@ -32,13 +32,17 @@ def folders_below(root: Path) -> Iterator[Path]:
 def pack(paths: Sequence[Path | str]) -> dict[str, Any]:
     """Every record below `paths` as one JSON document: by folder, by file."""
     found: dict[str, dict[str, Any]] = {}
+    tops: dict[str, int] = {}  # two folders of the same name stay apart
     for given in map(Path, paths):
         if not given.is_dir():
             raise LabError(f"There is no folder {given}. Give the folder that dampen run, compare or demo wrote.")
+        top = given.resolve().name
+        tops[top] = tops.get(top, 0) + 1
+        top = top if tops[top] == 1 else f"{top}-{tops[top]}"
         for folder in folders_below(given):
             files = {name: _read(folder / name) for name in KEPT if (folder / name).is_file()}
             if files:
-                found[PurePosixPath(given.resolve().name, *folder.relative_to(given).parts).as_posix()] = files
+                found[PurePosixPath(top, *folder.relative_to(given).parts).as_posix()] = files
     if not found:
         raise LabError(f"There are no records in {', '.join(map(str, paths))}.")
     return {"kind": KIND, "version": VERSION, "folders": found}
@@ -70,6 +74,8 @@ def unpack(path: Path, content: Any, folder: Path) -> None:
             raise LabError(f"{path}: {', '.join(unknown) or name!r} does not belong in a file of records.")
         place.mkdir(parents=True, exist_ok=True)
         for file, value in files.items():
+            if not isinstance(value, str | list if file.endswith(".jsonl") else str | dict | list):
+                raise LabError(f"{path}: {name}/{file} is not what such a file holds ({type(value).__name__}).")
             (place / file).write_text(value if isinstance(value, str) else _text(file, value), encoding="utf-8")
 
 
