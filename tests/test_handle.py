@@ -411,3 +411,30 @@ def test_registry_finds_the_nearest():
     assert find_method("drop_key") is DropKey
     with pytest.raises(ValueError, match="Did you mean 'drop_key'"):
         find_method("dropkeys")
+
+
+@pytest.mark.parametrize("methods", [None, "drop_key"])
+def test_methods_that_are_no_regularizers(methods):
+    with pytest.raises(TypeError, match=r"takes regularizers such as DropKey\(0.1\)"):
+        dampen.regularize(dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16), methods)
+
+
+def test_the_loss_takes_functions():
+    model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16)
+    reg = dampen.regularize(model, dampen.DropKey(0.1))
+    with pytest.raises(TypeError, match=r"reg.loss\(forward=...\) is a function, got Tensor"):
+        reg.loss(model(torch.randn(1, 3, 8, 8)), lambda out: out.sum())
+
+
+def test_a_disabled_handle_stays_disabled_inside_another():
+    model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16)
+    reg = dampen.regularize(model, dampen.TokenGraying("dct", eps=0.5))
+    x = torch.randn(2, 3, 8, 8)
+    grayed = model(x)
+    with reg.disable():
+        plain = model(x)
+        with reg.disable():
+            pass
+        assert torch.equal(model(x), plain)
+    assert torch.equal(model(x), grayed)
+    assert not torch.equal(plain, grayed)

@@ -44,6 +44,8 @@ def regularize(
     >>> loss, terms = reg.loss(lambda: model(torch.randn(4, 3, 8, 8)), lambda out: out.square().mean())
     >>> reg.remove()
     """
+    if methods is None or isinstance(methods, str):
+        raise TypeError(f"regularize takes regularizers such as DropKey(0.1), or a list of them, got {methods!r}.")
     chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
     check_model(model)
     use_tuned_table()
@@ -101,6 +103,12 @@ class Regularization:
             valid: bool, False on padded positions, for methods that compare the outputs of two passes.
         """
         self._alive()
+        for name, function in (("forward", forward), ("criterion", criterion)):
+            if not callable(function):
+                raise TypeError(
+                    f"reg.loss({name}=...) is a function, got {type(function).__name__}: write "
+                    "reg.loss(lambda: model(x), lambda out: F.cross_entropy(out, y))."
+                )
         outputs: list[Any] = []
         terms: dict[str, Tensor] = {}
         comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]

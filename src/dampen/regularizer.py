@@ -311,6 +311,11 @@ class Regularizer(nn.Module):
         return not learns and bool(self._schedules) and all(always_zero(s, depth) for s, _ in self._schedules.values())
 
     @property
+    def does_nothing(self) -> bool:
+        """Whether nothing was asked of a method that must be told what to act on, as with `ExplicitDropout()`."""
+        return False
+
+    @property
     def wants_gradient(self) -> bool:
         """Whether the clone's layer, or anything before it, is being trained; a frozen backbone is fine without
         gradient."""

@@ -285,3 +285,37 @@ def test_doctor_and_data(capsys, tmp_path):
     code, _, err = run(capsys, "data", "check", tmp_path / "nothing")
     assert code == 3
     assert "no such file" in err
+
+
+def test_missing_data_stops_every_trial_with_its_own_exit_code(capsys, tmp_path):
+    """Trials that were therefore never started are not 'interrupted'."""
+    arguments = ["--data", "cifar10", "--methods", "drop_key", "--seeds", "2", "--workers", "1"]
+    code, out, err = run(capsys, "compare", *arguments, "--data-dir", tmp_path / "none", "--out", tmp_path / "runs")
+    assert code == 3
+    assert "To resume" not in out + err
+    assert "Next" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("method", "example"),
+    [("explicit_dropout", "value=0.05"), ("arora_dropout", "value=0.05"), ("skip_ablation", "attention=True")],
+)
+def test_a_method_that_would_do_nothing_is_refused_with_an_example(capsys, tmp_path, method, example):
+    code, _, err = run(capsys, "compare", "--methods", method, "--out", tmp_path)
+    assert code == 2
+    assert "does nothing" in err
+    assert example in err
+    code, out, _ = run(capsys, "show", method)
+    assert code == 0
+    assert example in out.split("Next:")[1]
+
+
+def test_paths_that_cannot_be_used_are_told_in_a_line(capsys, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    code, _, err = run(capsys, "compare", "--methods", "drop_key", "--seeds", "1", "--out", tmp_path / "file")
+    assert code == 2
+    assert "cannot be used" in err
+    assert (tmp_path / "file").read_text() == "mine"
+    code, _, err = run(capsys, "bench", "--chart", tmp_path / "x.foo")
+    assert code == 2
+    assert ".svg, .png, .html" in err

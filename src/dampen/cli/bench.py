@@ -43,12 +43,14 @@ def bench(
 ) -> None:
     """Measure a training step with each method against the best plain step, beside the papers' own formulations."""
     from dampen.lab.bench import Options, bench
-    from dampen.lab.bench.output import remarks, results_table, save_chart, scaling_table
+    from dampen.lab.bench.output import CHARTS, remarks, results_table, save_chart, scaling_table
     from dampen.lab.errors import ConfigError
     from dampen.lab.record import write_json
 
     if clock not in ("wall", "cpu"):
         raise ConfigError("The bench", [f"--clock: got {clock!r}; use wall or cpu"])
+    if chart is not None and chart.suffix not in CHARTS:
+        raise ConfigError("The bench", [f"--chart: got {chart.name!r}; the name ends in {', '.join(CHARTS)}"])
     options = Options(model, batch, dtype, device, threads, methods, rounds, seconds, clock, long)
     printed = json_path is not None and str(json_path) == "-"
     with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dampen.cli.common import Json, command, print_json
+from dampen.lab.specs import EXAMPLES
 
 
 class What(StrEnum):
@@ -103,7 +104,8 @@ def _show_method(name: str, as_json: bool) -> None:
         console.print("Acts in eval mode too.")
     for paper in entry.papers:
         console.print(f"https://arxiv.org/abs/{paper}")
-    console.print(f'\nNext: dampen compare --data digits --methods "{entry.name}" --seeds 3')
+    written = EXAMPLES.get(entry.name, entry.name)
+    console.print(f'\nNext: dampen compare --data digits --methods "{written}" --seeds 3', markup=False)
 
 
 def _show_recipe(name: str, as_json: bool) -> None:

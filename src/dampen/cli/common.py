@@ -39,10 +39,10 @@ def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None
             except LabError as error:
                 fail(str(error), error.exit_code, as_json)
             except Exception as error:
-                code = _data_error(error)
+                message, code = _known(error)
                 if code is None:
                     raise
-                fail(str(error), code, as_json)
+                fail(message, code, as_json)
 
         guarded.examples = "Examples:\n\n" + "\n\n".join(examples.strip().splitlines())  # type: ignore[attr-defined]
         return guarded
@@ -50,10 +50,16 @@ def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None
     return decorate
 
 
-def _data_error(error: Exception) -> int | None:
-    """3 for the errors of data sets; None for what is nobody's expected error."""
+def _known(error: Exception) -> tuple[str, int | None]:
+    """Message and exit code of the errors of data sets (3) and of paths that cannot be used (2); no code for what is
+    nobody's expected error."""
     kinds = {"MissingData", "IncompleteData", "DamagedData"}
-    return 3 if any(c.__name__ in kinds and c.__module__.startswith("dampen.") for c in type(error).__mro__) else None
+    if any(c.__name__ in kinds and c.__module__.startswith("dampen.") for c in type(error).__mro__):
+        return str(error), 3
+    if isinstance(error, OSError) and error.filename is not None:
+        reason = (error.strerror or type(error).__name__).lower()
+        return f"{error.filename} cannot be used: {reason}. Give another path.", 2
+    return str(error), None
 
 
 def fail(message: str, code: int, as_json: bool = False) -> NoReturn:

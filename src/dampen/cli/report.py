@@ -68,7 +68,8 @@ def report(
         advice = advise(table)
         print(f"{table.study.title}\n  {advice.which.headline}. {' '.join(advice.which.details)}")
         print(f"  Cost: {advice.cost.headline}. Trust: {advice.trust.headline}.")
-    print(f"Written to {path}. Open it in any browser; it needs no network.")
+    html = (format or path.suffix.lstrip(".")) in ("html", "htm")
+    print(f"Written to {path}." + (" Open it in any browser; it needs no network." if html else ""))
 
 
 def _serve(runs: list[Path], port: int, split: bool) -> None:

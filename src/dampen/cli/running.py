@@ -55,6 +55,8 @@ def execute(
 
         write_report([folder], page)
         next_steps = [f"open {page}", *next_steps]
+    elif run.exit_code == 0:
+        next_steps = [f"dampen report {folder} -o report.html", *next_steps]
     if as_json:
         print_json({**run.to_dict(), "page": str(page) if page is not None and page.exists() else None})
     else:
@@ -63,7 +65,7 @@ def execute(
             console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
         if run.exit_code == 130:
             console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
-        elif next_steps:
+        elif run.exit_code == 0 and next_steps:
             console.print("Next: " + "\n      ".join(next_steps), soft_wrap=True, markup=False)
     raise typer.Exit(run.exit_code)
 

@@ -14,8 +14,8 @@ from dampen.lab.session import Execution
 from dampen.lab.summary import RowSummary, read_results, summarize_plan
 from dampen.lab.trial import Trial
 
-EXIT_CODES = {"interrupted": 130, "disk full": 6, "no data": 3, "failed": 1, "locked": 4, "diverged": 5}
-"""The worst outcome decides the exit code, in this order."""
+EXIT_CODES = {"disk full": 6, "no data": 3, "interrupted": 130, "failed": 1, "locked": 4, "diverged": 5}
+"""The worst outcome decides the exit code, in this order; a full disk or missing data also stops the other trials."""
 
 
 @dataclass

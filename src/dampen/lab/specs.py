@@ -31,6 +31,14 @@ def build_methods(specs: Sequence[Mapping[str, Any]]) -> list[Regularizer]:
     return [_build(spec) for spec in specs]
 
 
+EXAMPLES = {
+    "arora_dropout": "arora_dropout(value=0.05, ffn=0.05)",
+    "explicit_dropout": "explicit_dropout(value=0.05, ffn=0.05)",
+    "skip_ablation": "skip_ablation(attention=True)",
+}
+"""How the methods are written that must be told what to act on."""
+
+
 def check_methods(specs: Sequence[Mapping[str, Any]], path: str) -> list[str]:
     """Every problem of the specs: unknown methods, unknown arguments, values that the method refuses."""
     from dampen.registry import methods
@@ -46,9 +54,12 @@ def check_methods(specs: Sequence[Mapping[str, Any]], path: str) -> list[str]:
         problems += unknown
         if not unknown:
             try:
-                _build(spec)
+                built = _build(spec)
             except (TypeError, ValueError) as error:
                 problems.append(f"{where} {name}: {error}")
+            else:
+                if built.does_nothing:
+                    problems.append(f"{where} {name}: as written it does nothing; write for example {EXAMPLES[name]}")
     return problems
 
 

@@ -50,6 +50,10 @@ class AroraDropout(Regularizer):
         self.stages = frozenset(({"qkv"} if reads else set()) | ({"product"} if feeds or not reads else set()))
         self.needs_valid = bool(self.terms)  # type: ignore[misc]
 
+    @property
+    def does_nothing(self) -> bool:
+        return not self.terms
+
     def check_layer(self, roles: set[str], where: str) -> None:
         check_roles(type(self).__name__, self.roles, roles, where)
 

@@ -139,6 +139,10 @@ class ExplicitDropout(Regularizer):
         self.roles = frozenset(reads | fused | {role for role, term in _LAYER.items() if term in self.terms})
         self.needs_valid = bool(self.terms)  # type: ignore[misc]
 
+    @property
+    def does_nothing(self) -> bool:
+        return not self.terms
+
     def check_layer(self, roles: set[str], where: str) -> None:
         check_roles(type(self).__name__, self.roles, roles, where)
 

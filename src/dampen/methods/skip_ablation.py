@@ -47,6 +47,10 @@ class SkipAblation(Regularizer):
     def neutral(self) -> None:
         self.removed = dict.fromkeys(self.removed, False)
 
+    @property
+    def does_nothing(self) -> bool:
+        return not any(self.removed.values())
+
     def branch(self, b: Tensor, call: BranchCall) -> Tensor:
         if self.removed[call.role]:
             call.skip = False

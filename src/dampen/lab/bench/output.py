@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 Record = dict[str, Any]
+CHARTS = (".svg", ".png", ".html", ".json")
 
 
 def results_table(record: Record) -> Table:

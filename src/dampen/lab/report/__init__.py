@@ -34,7 +34,7 @@ class Report:
     def render(self, format: str = "html", live: str = "") -> str:
         """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content."""
         if format not in FORMATS:
-            raise ConfigError("--format", [f"unknown format {format!r}; known: {', '.join(FORMATS)}"])
+            raise ConfigError("--format", [f"unknown format {format!r}; known: {', '.join(FORMATS)}, pack"])
         from dampen.lab.report import formats
 
         if format == "html":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -94,7 +95,10 @@ def _read_below(root: Path, found: Collection) -> None:
 
 
 def _read_file(file: Path, found: Collection) -> None:
-    content = read_json(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LabError(f"{file} is damaged: {error}. Make or fetch the file again.") from error
     if isinstance(content, dict) and content.get("kind") == BENCH:
         missing = [key for key in BENCH_KEYS if not isinstance(content.get(key), dict)]
         if missing:

@@ -34,6 +34,8 @@ def pack(paths: Sequence[Path | str]) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     tops: dict[str, int] = {}  # two folders of the same name stay apart
     for given in map(Path, paths):
+        if given.is_file():
+            raise LabError(f"{given} is a file; only the folders of runs can be packed.")
         if not given.is_dir():
             raise LabError(f"There is no folder {given}. Give the folder that dampen run, compare or demo wrote.")
         top = given.resolve().name
