@@ -1,0 +1,49 @@
+"""docs/results.md and docs/real_data.md say what the committed records say."""
+
+import json
+
+import pytest
+
+from benchmarks import real_data, reproductions
+from dampen.lab.report import make_report
+
+STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
+
+
+def test_the_pages_are_up_to_date():
+    assert reproductions.main(["--check"]) == 0, "run `python -m benchmarks.reproductions`"
+    assert real_data.main(["--check"]) == 0, "run `python -m benchmarks.real_data`"
+
+
+def test_every_study_has_its_record():
+    assert list(reproductions.STUDIES) == STUDIES
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_records_are_whole(study):
+    """Every planned run is there, with enough seeds, and says where it ran; no path of a machine, no weights."""
+    path = reproductions.RECORDS / f"{study}.json"
+    report = make_report([path])
+    (table,) = report.tables
+    assert not report.skipped
+    assert sum(e.summary.n + e.diverged for e in table.entries) or table.study.show_all
+    runs = table.study.runs()
+    assert len(runs) == table.study.planned()
+    assert all(run.status in ("finished", "diverged") for run in runs)
+    seeds = {run.seed for run in runs}
+    assert len(seeds) >= (1 if table.study.show_all else 3)
+    assert all(run.sessions[-1]["cpu"] and run.sessions[-1]["packages"]["torch"] for run in runs)
+    text = path.read_text()
+    assert "/tmp/" not in text
+    assert "/work/" not in text
+    assert "/home/" not in text
+
+
+def test_real_runs_are_clearly_above_chance():
+    record = json.loads(real_data.RECORD.read_text())
+    assert list(record) == [name for name in real_data.SETS if name in record]
+    for name, entry in record.items():
+        chance = entry["chance"]["value"]
+        value = entry["run"]["test"][entry["metric"]]
+        above = value < 0.8 * chance if entry["mode"] == "min" else value > 2 * chance
+        assert above, f"{name}: {value} against {chance}"
