@@ -90,7 +90,7 @@ def chance(name: str, folder: str) -> dict[str, Any]:
     import sacrebleu
 
     source, target = ((Path(folder) / name / f"test_2016_flickr.{s}").read_text().splitlines() for s in ("en", "de"))
-    return {"value": sacrebleu.corpus_bleu(source, [target]).score / 100, "how": "the source sentence, untranslated"}
+    return {"value": sacrebleu.corpus_bleu(source, [target]).score, "how": "the source sentence, untranslated"}
 
 
 def page(record: dict[str, Any]) -> str:
@@ -98,7 +98,7 @@ def page(record: dict[str, Any]) -> str:
     lines = [HEAD, "| data | metric | test | chance | trained on | processor time |", "|---" * 6 + "|"]
     notes = []
     for name, entry in record.items():
-        times, run = 1 if entry["metric"] == "bpc" else 100, entry["run"]
+        times, run = 1 if entry["metric"] in ("bpc", "bleu") else 100, entry["run"]
         known = f"{entry['chance']['value'] * times:.2f} ({entry['chance']['how']})"
         sign = "↓" if entry["mode"] == "min" else "↑"
         lines.append(
