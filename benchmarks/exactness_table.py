@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dampen
+from benchmarks.pages import publish, renew
 from dampen import ExplicitDropout
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "exactness.md"
@@ -68,9 +69,9 @@ def table() -> str:
 
 
 def main() -> None:
-    head, rest = PAGE.read_text().split(START, 1)
-    PAGE.write_text(f"{head}{START}\n{table()}\n{END}{rest.split(END, 1)[1]}")
-    print(PAGE.read_text().split(START, 1)[1].split(END, 1)[0])
+    rows = table()
+    publish({PAGE: renew(PAGE.read_text(), START, END, rows, PAGE.name)}, check=False)
+    print(rows)
 
 
 if __name__ == "__main__":

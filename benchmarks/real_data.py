@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import publish
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "records" / "real_data.json", ROOT / "docs" / "real_data.md"
 SETS = ("cifar10", "thumos14", "gtzan", "fsdd", "multi30k", "tinyshakespeare")
@@ -125,11 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record = {n: record[n] for n in SETS if n in record}
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
             print(f"{name}: {record[name]['run']['test']}, chance {record[name]['chance']}", flush=True)
-    text = page(record)
-    if options.check:
-        return int(not PAGE.exists() or text != PAGE.read_text())
-    PAGE.write_text(text)
-    return 0
+    return publish({PAGE: page(record)}, options.check)
 
 
 if __name__ == "__main__":

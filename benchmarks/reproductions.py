@@ -15,6 +15,7 @@ import copy
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.pages import publish, renew
 from dampen.lab.plan import Plan
 from dampen.lab.report import Report, make_report, write_report
 from dampen.lab.report.advice import advise
@@ -81,8 +82,7 @@ def readme(found: dict[str, Report]) -> str:
         told = f"{len(claims)} gains: {same} in the same direction, {opposite} in the opposite, the rest not shown"
         said = f"`{name}`, {study.header['paper']}"
         lines.append(f"| {said} | {len(study.runs())} | {' '.join(words)} | {told if claims else 'see the page'} |")
-    head, rest = README.read_text().split(START, 1)
-    return head + START + "\n" + "\n".join(lines) + "\n" + END + rest.split(END, 1)[1]
+    return renew(README.read_text(), START, END, "\n".join(lines), README.name)
 
 
 def attack_table(table: Table) -> list[str]:
@@ -132,17 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.collect:
         collect(options.collect)
     found = reports()
-    text = page(found)
-    summary = readme(found)
-    if options.check:
-        return int(not PAGE.exists() or text != PAGE.read_text() or summary != README.read_text())
-    PAGE.write_text(text)
-    README.write_text(summary)
-    IMAGES.mkdir(exist_ok=True)
-    for name, file in PICTURES.items():
-        if name in found:
-            (IMAGES / file).write_text(picture(found[name].tables[0]))
-    return 0
+    pages = {PAGE: page(found), README: readme(found)}
+    if not options.check:  # pictures differ in their last digits between machines
+        pages |= {IMAGES / file: picture(found[name].tables[0]) for name, file in PICTURES.items() if name in found}
+    return publish(pages, options.check)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import publish, renew
 from dampen.lab.plan import Plan
 from dampen.lab.record import Record
 from dampen.lab.stats import Comparison, compare_all, summarize
@@ -192,11 +193,8 @@ def sections() -> dict[str, list[str]]:
 def page(text: str) -> str:
     """The page with its generated sections renewed."""
     for name, lines in sections().items():
-        start, end = START.format(name), END.format(name)
-        if start not in text or end not in text:
-            raise ValueError(f"{PAGE.name} has no place for '{name}': add the lines {start} and {end}.")
-        head, rest = text.split(start, 1)
-        text = head + start + "\n\n" + "\n".join(lines) + "\n\n" + end + rest.split(end, 1)[1]
+        content = "\n".join(["", *lines, ""])
+        text = renew(text, START.format(name), END.format(name), content, PAGE.name)
     return text
 
 
@@ -207,11 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.collect:
         collect(options.collect)
-    new = page(PAGE.read_text())
-    if options.check:
-        return int(new != PAGE.read_text())
-    PAGE.write_text(new)
-    return 0
+    return publish({PAGE: page(PAGE.read_text())}, options.check)
 
 
 if __name__ == "__main__":

@@ -528,3 +528,36 @@ def test_two_passes_in_inference_mode_and_under_functional_transforms():
     assert all(g.isfinite().all() for g in gradients.values())
     assert step(model, reg)[0] > 0
     assert reg.prefix.shared == ["blocks.0", "blocks.1"]  # a plain step shares again
+
+
+class TwoPrecisions(Probing):
+    """The same map on the same tensor, inside autocast and outside."""
+
+    def forward(self, x, keep=None):
+        h = self.norm1(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            self.attn.qkv(h)
+        x = x + self.attn(h)
+        return x + self.mlp(self.norm2(x))
+
+
+def test_autocast_is_part_of_what_is_remembered():
+    results = []
+    for full in (False, True):
+        model = rebuilt(TwoPrecisions)
+        results.append(step(model, regularize(model, [DropKey(0.4), RDrop(1.0)]), full))
+    assert_same(*results)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_per_sample_gradients():
+    model = vit()
+    reg = regularize(model, [DropKey(0.4), RDrop(1.0)], UPPER)
+
+    def loss(weights, x, y):
+        forward = lambda: torch.func.functional_call(model, weights, (x.unsqueeze(0),))  # noqa: E731
+        return reg.loss(forward, lambda out: F.cross_entropy(out, y.unsqueeze(0)))[0]
+
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0, 0), randomness="different")(weights, X, Y)
+    assert all(g.shape[0] == len(X) and g.isfinite().all() for g in found.values())

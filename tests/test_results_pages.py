@@ -1,6 +1,7 @@
 """docs/results.md and docs/real_data.md say what the committed records say."""
 
 import json
+import re
 
 import pytest
 
@@ -26,17 +27,13 @@ def test_records_are_whole(study):
     report = make_report([path])
     (table,) = report.tables
     assert not report.skipped
-    assert sum(e.summary.n + e.diverged for e in table.entries) or table.study.show_all
     runs = table.study.runs()
     assert len(runs) == table.study.planned()
     assert all(run.status in ("finished", "diverged") for run in runs)
     seeds = {run.seed for run in runs}
     assert len(seeds) >= (1 if table.study.show_all else 3)
     assert all(run.sessions[-1]["cpu"] and run.sessions[-1]["packages"]["torch"] for run in runs)
-    text = path.read_text()
-    assert "/tmp/" not in text
-    assert "/work/" not in text
-    assert "/home/" not in text
+    assert re.findall(r"(?<![\w.:/])/\w+/\w+", path.read_text()) == []  # no path of any machine
 
 
 def test_real_runs_are_clearly_above_chance():

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from dampen.lab.report import make_report
 from dampen.lab.session import Execution
 from dampen.lab.trial import Trial
+from tests.lab.synthetic_runs import write_study
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +40,17 @@ def small():
 def quick():
     """Runs on one thread of the CPU, saves nothing between epochs unless asked, reports every step."""
     return Execution(threads=1, accelerator="cpu", progress_seconds=0.0, checkpoint_seconds=1e9)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A folder of synthetic runs, to be read only."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    write_study(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def table(study):
+    """The table of `study`."""
+    return make_report([study]).tables[0]

@@ -10,18 +10,6 @@ from dampen.lab.report.advice import advise
 from tests.lab.synthetic_runs import ROWS, edit, write, write_study
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "one"
-    write_study(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def table(study):
-    return make_report([study]).tables[0]
-
-
 def test_rows_without_a_run_are_shown_as_such(tmp_path):
     plan = write_study(tmp_path)
     for trial in plan.rows[1].points[0].trials.values():

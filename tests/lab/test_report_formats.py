@@ -18,18 +18,6 @@ from tests.lab.synthetic_runs import ROWS, loose, recipe, write, write_study
 HOSTILE = """<script>alert(1)</script><img src=x onerror="alert(2)">'"&`|_*=\\{{7*7}}</script><!--"""
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "one"
-    write_study(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def table(study):
-    return make_report([study]).tables[0]
-
-
 def test_json_holds_everything_and_is_valid(study):
     content = json.loads(make_report([study]).render("json"), parse_constant=pytest.fail)
     (table,) = content["tables"]
