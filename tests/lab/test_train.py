@@ -107,6 +107,15 @@ def test_precisions_and_optimizers_learn(tmp_path, small, quick, options):
     assert result["test"]["accuracy"] > 0.15
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+def test_a_compiled_trial_ends_like_an_eager_one(tmp_path, small, quick):
+    methods = [{"name": "explicit_dropout", "value": 0.05, "ffn": 0.05}]
+    eager, compiled = (run_trial(small(methods, epochs=1, compile=c), tmp_path / str(c), quick) for c in (False, True))
+    assert compiled["train"] == pytest.approx(eager["train"], rel=1e-3)
+    assert compiled["test"]["nll"] == pytest.approx(eager["test"]["nll"], rel=1e-3)
+
+
 def test_the_moving_average_is_what_is_evaluated(tmp_path, small, quick):
     result = run_trial(small(epochs=3, ema=0.9), tmp_path, quick)
     assert result["last_weights"] != result["selected_weights"]
