@@ -65,6 +65,8 @@ def _trial(seed: int, final: dict[str, Any], lines: Iterable[Mapping[str, Any]])
     kept |= {"cpu_seconds": final["seconds"]["cpu"], "step_cpu_seconds": final.get("step_cpu_seconds")}
     if final["status"] == "finished":
         kept |= {"accuracy": final["test"]["accuracy"], "train_loss": final["train"]["task"]}
+    if "pretrain" in final:
+        kept["reconstruction"] = final["pretrain"]["valid"]["reconstruction"]
     measured = [m for line in lines for m in line.get("conditioning", [])]
     if measured:
         kept["ln_condition"] = {
@@ -144,15 +146,20 @@ def training_table(rows: Rows, kinds: Sequence[str] = ("tokens", "attention", "a
 
 
 def mae_table(content: dict[str, Any]) -> list[str]:
-    """Accuracy after fine-tuning, reconstruction loss, and ln kappa of what enters the first and last block."""
+    """Accuracy after fine-tuning, the autoencoder's error, and ln kappa of what enters the first and last block."""
     lines = accuracy_table(content, "plain")
-    lines += ["", "| row | reconstruction loss, last epoch | ln kappa into block 1 | ln kappa into the last block |"]
+    lines += [
+        "",
+        "| row | validation error on hidden patches | ln kappa into block 1 | ln kappa into the last |",
+    ]
     lines.append("|---|---|---|---|")
     for name, trials in content["rows"].items():
-        losses = [t["reconstruction"] for t in trials if "reconstruction" in t]
-        loss = f"{statistics.fmean(losses):.3f} ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else "none"
-        first, last = (statistics.fmean(t["ln_condition"][i]["tokens"] for t in trials) for i in (0, -1))
-        lines.append(f"| {name} | {loss} | {first:.1f} | {last:.1f} |")
+        errors = [t["reconstruction"] for t in trials if "reconstruction" in t]
+        spread = f" ± {statistics.stdev(errors):.3f}" if len(errors) > 1 else ""
+        error = f"{statistics.fmean(errors):.3f}{spread}" if errors else "not pretrained"
+        ends = [_at(t["ln_condition"], last=True) for t in trials if "ln_condition" in t]
+        first, last = (statistics.fmean(layers[i]["tokens"] for layers in ends) for i in (0, -1))
+        lines.append(f"| {name} | {error} | {first:.1f} | {last:.1f} |")
     return lines
 
 

@@ -49,6 +49,17 @@ def load_data(data: dict[str, Any], data_dir: str | None) -> Any:
     return _load(json.dumps(options, sort_keys=True), data_dir)
 
 
+def task_of(data: str, model: str) -> str:
+    """What a model is trained for on a data set: the set's own task, but a masked autoencoder reconstructs.
+
+    >>> task_of("digits", "vit"), task_of("digits", "mae")
+    ('image', 'reconstruction')
+    """
+    from dampen.lab.data import DATASETS
+
+    return "reconstruction" if model == "mae" else DATASETS[data].task
+
+
 def make_augment(chosen: Any, data: Any) -> Any:
     """The augmentations of a trial as a function of a batch and a generator, or None."""
     from dampen.lab.data import augment

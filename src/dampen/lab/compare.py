@@ -22,6 +22,7 @@ def comparison(data: str, model: str | None, methods: str, seeds: int) -> Recipe
     >>> recipe.base["model"]["depth"], recipe.base["model"]["width"]
     (2, 48)
     """
+    from dampen.lab.build import task_of
     from dampen.lab.data import DATASETS
     from dampen.lab.metrics import PRIMARY
 
@@ -43,7 +44,7 @@ def comparison(data: str, model: str | None, methods: str, seeds: int) -> Recipe
         cost="",
         command=f"dampen compare --data {data}",
         departures=[],
-        metric=PRIMARY[DATASETS[data].task][0],
+        metric=PRIMARY[task_of(data, base["model"]["name"])][0],
         base={**base, "seeds": list(range(seeds))},
         rows=[{"name": PLAIN, "methods": [], "baseline": True}, *({"name": n, "methods": m} for n, m in rows.items())],
         scales={"laptop": {}},

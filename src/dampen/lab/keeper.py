@@ -15,6 +15,7 @@ from dampen.lab.checkpoint import fingerprint, load_newest, save_state, saved_st
 from dampen.lab.distributed import all_ranks, is_sharded, load_model_state, whole_model_state
 from dampen.lab.errors import Interrupted, LabError
 from dampen.lab.losses import NotFinite
+from dampen.lab.metrics import SELECTION, judged_by
 from dampen.lab.optim import learning_rate
 from dampen.lab.record import Record
 from dampen.lab.session import Execution, Session
@@ -34,10 +35,8 @@ class Keeper:
     """What happens around the steps. Every rank has one, so that collective calls meet; only rank 0 writes."""
 
     def __init__(self, s: Session, record: Record, report: Callable[[Event], None], stop: Callable[[], bool]):
-        from dampen.lab.metrics import PRIMARY, SELECTION
-
         self.s, self.record, self.report, self.stop = s, record, report, stop
-        self.primary, self.selection = PRIMARY[s.data.task], SELECTION[s.data.task]
+        self.selection = SELECTION[s.data.task]
         self.writes = s.fabric.is_global_zero
         self.lines = 0
         self.saved_at = self.told_at = self.started = time.monotonic()
@@ -147,7 +146,7 @@ class Keeper:
         result = {
             "id": s.trial.id,
             "status": "finished",
-            **self._judged_by(),
+            **judged_by(s.data.task),
             "test": test,
             "valid": s.best["valid"],
             "train": lines[-1]["train"] if lines else {},
@@ -158,6 +157,8 @@ class Keeper:
             "selected_weights": fingerprint(s.best["weights"]),
             "data": s.data.info,
         }
+        if s.pretrained is not None:
+            result["pretrain"] = s.pretrained.facts
         if self.writes:
             if s.execution.keep_weights:
                 save_state(self.record.folder, "weights", s.step, {"model": s.best["weights"]}, keep=1)
@@ -182,7 +183,7 @@ class Keeper:
             reason += f" The weights are spoiled; the last good state is {kept[0].name}."
         reason += " Lower train.lr or that term's weight, set train.clip, or use precision fp32."
         result = {"id": s.trial.id, "status": "diverged", "reason": reason, "terms": bad.names, "step": bad.step}
-        result |= {**self._judged_by(), **self._cost(), "data": s.data.info}
+        result |= {**judged_by(s.data.task), **self._cost(), "data": s.data.info}
         self.record.finish(result)
         self.report({"kind": "finish", "status": "diverged", "reason": reason})
         return result
@@ -191,10 +192,6 @@ class Keeper:
         """Let go of the model and the board."""
         if self.board is not None:
             self.board.close()
-
-    def _judged_by(self) -> dict[str, Any]:
-        """The metric that judges the test and the one that chose the epoch, each with 'max' or 'min'."""
-        return {"task": self.s.data.task, "primary": list(self.primary), "selection": list(self.selection)}
 
     def _cost(self) -> dict[str, Any]:
         s = self.s

@@ -5,7 +5,8 @@
     metric = "accuracy"                     the test metric the table shows
     scale = "laptop"                        the scale that runs when none is said
     report = "best" | "all"                 choose the best grid point on validation, or show all of them
-    [base]                                  data, model, train, methods, sites, seeds of every row
+    [base]                                  data, model, train, methods, sites, seeds of every row; pretrain = { ... }:
+                                            what differs in a masked autoencoder's training that goes before
     [grid]                                  "train.lr" = [...] sets a value; lambda = [...] replaces "$lambda"
     [scales.laptop]                         what differs at that scale (also cost, departures, rows = [...] to run)
     [[rows]]                                name, methods and what else differs; published = { accuracy = [86.4, 0.4] };
@@ -26,9 +27,9 @@ from dampen.lab.check import check_fields, nearest, unknown_keys
 from dampen.lab.errors import ConfigError, LabError
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-SECTIONS = ("data", "model", "train", "methods", "sites", "seeds")
+SECTIONS = ("data", "model", "train", "methods", "sites", "pretrain", "seeds")
 SCALE_KEYS = (*SECTIONS, "grid", "rows", "cost", "departures", "unavailable")
-ROW_SECTIONS = ("data", "model", "train", "methods", "sites")
+ROW_SECTIONS = ("data", "model", "train", "methods", "sites", "pretrain")
 ROW_KEYS = (*ROW_SECTIONS, "name", "scales", "published", "published_grid", "baseline", "note")
 
 

@@ -5,6 +5,7 @@
     log.jsonl         one line per epoch
     final.json        the result; its presence says that the trial is done
     weights-*.pt      the selected state
+    pretrain/         the same of the training that went before, where there was one
     checkpoint-*.pt   only while unfinished: the two newest states to resume from
 
 JSON files are written to a temporary file, synced and renamed: a reader sees the old or the new one, never half.

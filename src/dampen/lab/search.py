@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.build import task_of
 from dampen.lab.checkpoint import saved_states
 from dampen.lab.environment import usable_cores
 from dampen.lab.errors import Diverged, Interrupted, LabError, Locked
@@ -74,7 +75,7 @@ def search(
     at = opened.at(scale)
     all_seeds = list(seeds) if seeds is not None else at.get("seeds", [0])
     url = storage or f"sqlite:///{(folder / 'search.db').resolve()}"
-    mode = SELECTION[_task(at["data"]["name"])][1]
+    mode = SELECTION[_task(at)][1]
     what = Search(opened, folder, axes, url, trials, execution, mode, scale, tuple(settings), all_seeds[0])
     what = replace(what, rows=[r["name"] for r in at["rows"]])
     for row in what.rows:  # names, ranges and storage are checked before any process starts
@@ -87,10 +88,8 @@ def search(
     return plan
 
 
-def _task(data: str) -> str:
-    from dampen.lab.data import DATASETS
-
-    return DATASETS[data].task
+def _task(at: dict[str, Any]) -> str:
+    return task_of(at["data"]["name"], at.get("model", {}).get("name", ""))
 
 
 def _study(what: Search, row: str, worker: int = 0) -> Any:
@@ -234,7 +233,7 @@ def run_one(what: Search, row: str, study: Any, trial: Any, stop: Callable[[], b
 def _metric(what: Search) -> str:
     from dampen.lab.metrics import SELECTION
 
-    return SELECTION[_task(what.recipe.at(what.scale)["data"]["name"])][0]
+    return SELECTION[_task(what.recipe.at(what.scale))][0]
 
 
 def _drop_checkpoints(folder: Path) -> None:

@@ -27,8 +27,10 @@ from dampen.lab.distributed import (
 from dampen.lab.errors import ConfigError
 from dampen.lab.losses import Meter, NotFinite, task_loss
 from dampen.lab.optim import MovingAverage, make_optimizer
+from dampen.lab.pretraining import Pretrained, without_labels
 from dampen.lab.specs import build_methods
 from dampen.lab.trial import Trial
+from dampen.models import MaskedAutoencoder
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,18 @@ class Execution:
 class Session:
     """A trial at work: model, regularizers, optimizer, data, and the position in training."""
 
-    def __init__(self, trial: Trial, execution: Execution):
+    def __init__(self, trial: Trial, execution: Execution, pretrained: Pretrained | None = None):
         self.trial, self.options, self.execution = trial, trial.train, execution
         self.fabric = make_fabric(self.options, execution.accelerator)
         self.device = self.fabric.device
         self.data = load_data(trial.data, execution.data_dir)
         seed_all(derive(trial.seed, "init"))  # the same weights at the start whatever the methods: runs pair by seed
         self.raw = make_model(trial.model, self.data.model_args)
+        self.pretrained = pretrained
+        if pretrained is not None:
+            pretrained.enter(self.raw)
+        if isinstance(self.raw, MaskedAutoencoder):
+            self.data = without_labels(self.data, self.raw)
         self.handle = None
         if trial.methods:
             from dampen import regularize
@@ -133,6 +140,8 @@ class Session:
         target, valid = batch["target"], batch.get("valid")
 
         def criterion(output: Any) -> Tensor:
+            if self.data.loss == "reconstruction":
+                return output.loss
             return task_loss(output, target, valid, self.data.loss, self.options.label_smoothing)
 
         if self.handle is None:
@@ -192,7 +201,10 @@ class Session:
                 rows = torch.arange(-(-len(indices) // world) * world)[rank::world].clamp(max=len(indices) - 1)
                 inputs = batch["inputs"] if world == 1 else tuple(x[rows] for x in batch["inputs"])
                 inputs = inputs if self.device.type == "cpu" else self.fabric.to_device(inputs)
-                logits = gather_rows(self.fabric, self.forward(inputs))[: len(indices)].cpu()
+                output = self.forward(inputs)
+                if self.data.loss == "reconstruction":  # one error per image: the mean of those evaluated together
+                    output = output.loss.expand(len(inputs[0]))
+                logits = gather_rows(self.fabric, output)[: len(indices)].cpu()
                 metrics.update(logits, batch["target"], batch.get("valid"), indices)
             if final:
                 metrics.finish(self.raw)

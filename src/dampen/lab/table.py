@@ -108,12 +108,15 @@ class LiveView:
         """Take one event of one trial."""
         kind = event["kind"]
         if kind == "start":
+            if trial in self.tasks:  # pretrained; now the training itself
+                self.each.remove_task(self.tasks.pop(trial))
             self.tasks[trial] = self.each.add_task(escape(self.labels[trial]), total=event["steps"], told="")
             if event["resumed"]:
                 self.console.print(f"  {escape(self.labels[trial])} goes on at step {event['step']}", highlight=False)
         elif kind == "progress" and trial in self.tasks:
             terms = "  ".join(f"{name} {value:.3g}" for name, value in event["terms"].items())
-            told = f"epoch {event['epoch']}/{event['epochs']}  {terms}  {event['eta']:.0f} s left"
+            phase = f"{event['phase']}, " if "phase" in event else ""
+            told = f"{phase}epoch {event['epoch']}/{event['epochs']}  {terms}  {event['eta']:.0f} s left"
             self.each.update(self.tasks[trial], completed=event["step"], told=escape(told))
         elif kind == "warning":
             self.console.print(f"[yellow]{escape(event['message'])}", highlight=False)

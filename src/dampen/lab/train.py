@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dampen.lab.errors import Diverged
 from dampen.lab.keeper import Event, Keeper, set_threads
 from dampen.lab.losses import NotFinite
 from dampen.lab.optim import learning_rate, set_learning_rate
+from dampen.lab.pretraining import FOLDER, close_with_pretraining, load_pretrained, told_as_pretraining
 from dampen.lab.ranks import launch
 from dampen.lab.record import Record, clean_folder, locked
 from dampen.lab.session import Execution, Session
@@ -41,7 +43,7 @@ def run_trial(
         if result is None:
             clean_folder(folder)
             run = train if trial.train.devices == 1 else _train_on_ranks
-            result = run(trial, folder, execution, report, stop)
+            result = _pretrain(trial, folder, execution, report, stop) or run(trial, folder, execution, report, stop)
         if result["status"] == "diverged":
             raise Diverged(result["reason"])
         return result
@@ -53,7 +55,7 @@ def train(
     """The whole of training, in this process (each rank runs it; rank 0 writes)."""
     options, record = trial.train, Record(folder)
     set_threads(execution, record)
-    s = Session(trial, execution)
+    s = Session(trial, execution, load_pretrained(folder) if trial.pretrain else None)
     keeper = Keeper(s, record, report, stop)
     keeper.start()
     s.model.train()
@@ -85,6 +87,21 @@ def train(
         return keeper.diverged(bad)
     finally:
         keeper.close()
+
+
+def _pretrain(
+    trial: Trial, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+) -> dict[str, Any] | None:
+    """Run the trial that goes before this one, if there is one. If it diverges, so did this one: that is its result."""
+    first = trial.pretraining()
+    if first is None:
+        return None
+    kept = replace(execution, keep_weights=True)
+    try:
+        run_trial(first, folder / FOLDER, kept, told_as_pretraining(report), stop)
+    except Diverged:
+        return close_with_pretraining(trial, folder)
+    return None
 
 
 def _train_on_ranks(

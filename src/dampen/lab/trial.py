@@ -13,6 +13,10 @@ from dampen.lab.errors import ConfigError
 
 FORMAT = 1
 """Part of every hash: raise it when a default changes its meaning."""
+PRETRAIN = ("data", "model", "train", "methods", "sites")
+"""What a pretraining may have of its own."""
+ENCODER = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp")
+"""The arguments that a ViT and the masked autoencoder around it share."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Trial:
     train: TrainOptions = field(default_factory=TrainOptions)
     seed: int = 0
     sites: str = "*"
+    pretrain: dict[str, Any] | None = None  # what differs in the pretraining that goes before; None: there is none
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], what: str = "The trial") -> Trial:
@@ -136,10 +141,28 @@ class Trial:
                 coerce(mapping.get(key, hint()), hint)
             except TypeError as error:
                 problems.append(f"{path}{key}: {error}")
+        pretrain = mapping.get("pretrain") or None  # false in a row switches off what the base says
+        if pretrain is not None:
+            problems += _check_pretrain(pretrain, mapping.get("model"), f"{path}pretrain")
         if problems:
             return None, problems
-        plain = json.loads(json.dumps({"data": mapping["data"], "model": mapping["model"]}))
-        return cls(plain["data"], plain["model"], methods, train, mapping.get("seed", 0), mapping.get("sites", "*")), []
+        plain = json.loads(json.dumps({"data": mapping["data"], "model": mapping["model"], "pretrain": pretrain}))
+        names = {"seed": mapping.get("seed", 0), "sites": mapping.get("sites", "*"), "pretrain": plain["pretrain"]}
+        trial = cls(plain["data"], plain["model"], methods, train, **names)
+        return (trial, []) if pretrain is None else (trial, _parse_pretraining(trial, f"{path}pretrain."))
+
+    def pretraining(self) -> Trial | None:
+        """The trial that goes before this one: a masked autoencoder around the same encoder, on the same images.
+
+        What `pretrain` does not say is as in this trial, the methods too; condition numbers are measured only there.
+
+        >>> trial = Trial.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2},
+        ...                          "pretrain": {"train": {"epochs": 3}, "model": {"hide": 0.5}}})
+        >>> first = trial.pretraining()
+        >>> first.model, first.train.epochs, first.pretraining()
+        ({'name': 'mae', 'depth': 2, 'hide': 0.5}, 3, None)
+        """
+        return None if self.pretrain is None else Trial.from_dict(_before(self), "The pretraining")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data with every default written out."""
@@ -157,6 +180,7 @@ class Trial:
             "train": train,
             "seed": self.seed,
             "sites": self.sites,
+            **({"pretrain": self.pretrain} if self.pretrain else {}),
         }
         return _plain_numbers({"format": FORMAT, **parts})
 
@@ -165,6 +189,39 @@ class Trial:
         """The content hash that names the trial's folder."""
         text = json.dumps(self.canonical(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check_pretrain(pretrain: Any, model: Any, path: str) -> list[str]:
+    """Problems of the section's shape; its content is checked as the trial it makes."""
+    if not isinstance(pretrain, Mapping):
+        return [f"{path}: expected a table such as {{ train = {{ epochs = 4 }} }}, or false, got {pretrain!r}"]
+    problems = unknown_keys(pretrain, PRETRAIN, f"{path}.")
+    problems += [
+        f"{path}.{key}: expected a table, got {pretrain[key]!r}"
+        for key in ("data", "model", "train")
+        if not isinstance(pretrain.get(key, {}), Mapping)
+    ]
+    if isinstance(model, Mapping) and model.get("name") != "vit":
+        problems.append(f"{path}: a masked autoencoder pretrains model 'vit', not {model.get('name')!r}")
+    return problems
+
+
+def _parse_pretraining(trial: Trial, path: str) -> list[str]:
+    """Problems of the values, with the paths under which the user wrote them."""
+    return Trial.parse(_before(trial), path)[1]
+
+
+def _before(trial: Trial) -> dict[str, Any]:
+    own, over = trial.to_dict(), trial.pretrain or {}
+    encoder = {k: v for k, v in trial.model.items() if k in ENCODER}
+    return {
+        "data": own["data"] | over.get("data", {}),
+        "model": {"name": "mae"} | encoder | over.get("model", {}),
+        "methods": over.get("methods", own["methods"]),
+        "train": own["train"] | {"condition_every": None} | over.get("train", {}),
+        "seed": trial.seed,
+        "sites": over.get("sites", trial.sites),
+    }
 
 
 def parse_methods(methods: Any, path: str) -> tuple[tuple[dict[str, Any], ...], list[str]]:

@@ -15,11 +15,23 @@ COMMON_DATA = ("name", "partial", "split_seed", "train_fraction", "limit", "augm
 
 def check_trial(trial: Trial, path: str = "") -> list[str]:
     """Every problem with the names of a trial, each with the nearest known one."""
-    return [
+    problems = [
         *check_data(trial.data, f"{path}data."),
         *check_model(trial.model, f"{path}model."),
         *check_methods(trial.methods, f"{path}methods"),
     ]
+    if trial.model["name"] == "mae":
+        problems += _check_images(trial.data["name"], path)
+    first = trial.pretraining()
+    return problems + (check_trial(first, f"{path}pretrain.") if first is not None and not problems else [])
+
+
+def _check_images(name: str, path: str) -> list[str]:
+    from dampen.lab.data import DATASETS
+
+    if name not in DATASETS or DATASETS[name].task == "image":
+        return []
+    return [f"{path}model.name: 'mae' guesses images; {name!r} is a data set for {DATASETS[name].task}"]
 
 
 def check_data(data: dict[str, Any], path: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -115,8 +116,7 @@ class MaskedAutoencoder(nn.Module):
     def to_classifier(self, classes: int, pool: str = "cls") -> ViT:
         """A new `ViT` with this encoder's weights (copied) and a fresh head."""
         model = ViT(classes=classes, pool=pool, **self.encoder_arguments)  # type: ignore[arg-type]
-        fresh = {k: v for k, v in model.state_dict().items() if k.startswith("head.")}
-        model.load_state_dict({**self.encoder.state_dict(), **fresh})
+        load_encoder(model, self.state_dict())
         return model.to(self.mask_token.device)
 
     def _decode(self, x: Tensor, rank: Tensor) -> Tensor:
@@ -128,6 +128,13 @@ class MaskedAutoencoder(nn.Module):
         for block in self.decoder:
             x = block(x)
         return self.pixels(self.decoder_norm(x[:, 1:]))
+
+
+def load_encoder(classifier: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy the encoder out of an autoencoder's state into a `ViT` of the same shape; its head stays as it is."""
+    encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
+    fresh = {k: v for k, v in classifier.state_dict().items() if k.startswith("head.")}
+    classifier.load_state_dict({**encoder, **fresh})
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from dampen.diagnostics.pixels import Pixels
 from dampen.lab.build import derive, load_data, make_model, seed_all
 from dampen.lab.checkpoint import load_newest, rng_state, set_rng_state
 from dampen.lab.errors import ConfigError, LabError
+from dampen.lab.pretraining import FOLDER as PRETRAIN
+from dampen.lab.pretraining import load_pretrained
 from dampen.lab.record import Record
 from dampen.lab.specs import build_methods
 
@@ -78,7 +80,8 @@ def find_trials(folder: Path) -> list[Path]:
     """The finished trials in `folder`: itself, or those below it."""
     if not folder.is_dir():
         raise LabError(f"There is no folder {folder}. Give the folder that dampen run, compare or demo wrote.")
-    found = [folder] if (folder / "config.json").exists() else sorted(p.parent for p in folder.rglob("config.json"))
+    below = (p.parent for p in folder.rglob("config.json") if p.parent.name != PRETRAIN)
+    found = [folder] if (folder / "config.json").exists() else sorted(below)
     finished = [p for p in found if (final := Record(p).final()) is not None and final["status"] == "finished"]
     if not finished:
         told = f"{len(found)} trials, none of them finished" if found else "no trial"
@@ -94,11 +97,15 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
     if state is None:
         why = damage[0] if damage else "it holds no weights: it is not finished, or they were not kept"
         raise LabError(f"{folder} cannot be diagnosed: {why}. Run the trial again to have them.")
+    if trial.model["name"] == "mae":
+        raise LabError(f"{folder} is a masked autoencoder's training; diagnose the classifier above it.")
     data = load_data(trial.data, data_dir)
     before = rng_state(torch.device("cpu"))
     seed_all(derive(trial.seed, "init"))  # as Session does: the weights from which this trial started
     model = make_model(trial.model, data.model_args)
     set_rng_state(before, torch.device("cpu"))
+    if trial.pretrain:
+        load_pretrained(folder).enter(model)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_state_dict(state["model"])
     handle = None

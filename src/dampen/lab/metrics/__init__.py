@@ -12,11 +12,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dampen.lab.data.dataset import Dataset, Split
 from dampen.lab.metrics.base import Metrics
 from dampen.lab.metrics.classification import ClassificationMetrics
 from dampen.lab.metrics.detection import DetectionMetrics
 from dampen.lab.metrics.language import LanguageMetrics
+from dampen.lab.metrics.reconstruction import ReconstructionMetrics
 from dampen.lab.metrics.translation import TranslationMetrics
 
 __all__ = [
@@ -26,7 +29,9 @@ __all__ = [
     "DetectionMetrics",
     "LanguageMetrics",
     "Metrics",
+    "ReconstructionMetrics",
     "TranslationMetrics",
+    "judged_by",
     "make_metrics",
 ]
 
@@ -36,11 +41,17 @@ PRIMARY: dict[str, tuple[str, str]] = {
     "detection": ("frame_map", "max"),
     "translation": ("bleu", "max"),
     "language": ("bpc", "min"),
+    "reconstruction": ("reconstruction", "min"),
 }
 """The metric a task is judged by, and whether more or less of it is better."""
 
 SELECTION: dict[str, tuple[str, str]] = PRIMARY | {"translation": ("nll", "min")}
 """The metric that chooses the best epoch: the primary one, except where that needs a search (BLEU)."""
+
+
+def judged_by(task: str) -> dict[str, Any]:
+    """The metric that judges the test and the one that chose the epoch, each with 'max' or 'min'."""
+    return {"task": task, "primary": list(PRIMARY[task]), "selection": list(SELECTION[task])}
 
 
 def make_metrics(dataset: Dataset, split: Split) -> Metrics:
@@ -54,6 +65,8 @@ def make_metrics(dataset: Dataset, split: Split) -> Metrics:
         return ClassificationMetrics(len(dataset.classes))
     if dataset.task == "detection":
         return DetectionMetrics(split, len(dataset.classes), background=dataset.extras["background"])
+    if dataset.task == "reconstruction":
+        return ReconstructionMetrics()
     if dataset.task == "translation":
         return TranslationMetrics(split, dataset.extras["target_bpe"], dataset.extras["max_tokens"])
     return LanguageMetrics(dataset.extras["characters"])

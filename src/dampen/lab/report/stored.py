@@ -13,7 +13,7 @@ from dampen.lab.errors import LabError
 MEASURED = "diagnose.json"
 """What `dampen diagnose` leaves in a trial's folder; the report shows what it finds there."""
 
-ASIDE = ("tensorboard", "search")
+ASIDE = ("tensorboard", "search", "pretrain")
 """Folders inside a run that hold no trials of its table."""
 
 KIND, BENCH = "dampen records", "dampen bench"
