@@ -93,6 +93,26 @@ def test_rounds_end_when_all_intervals_are_narrow():
     assert compare(noisy.variants(), "plain", rounds=20, enough=0.03, clock=noisy.clock)["other"].rounds == 20
 
 
+def test_rounds_go_to_the_variants_of_which_least_is_known():
+    restless = iter(range(10**6))
+    machine = Machine({"plain": 1.0, "steady": 1.1, "restless": 1.2})
+    steady = machine.run
+    machine.run = lambda name: (
+        steady(name)
+        or setattr(machine, "now", machine.now + (0.5 * (next(restless) % 2) if name == "restless" else 0.0))
+    )
+    found = compare(machine.variants(), "plain", rounds=30, least=7, enough=0.03, clock=machine.clock)
+    assert (found["steady"].rounds, found["restless"].rounds) == (7, 30)
+    assert found["steady"].median == pytest.approx(1.1)
+
+
+def test_a_reference_that_is_surely_slower_is_not_timed_to_the_end():
+    machine = Machine({"fused": 1.0, "unfused": 2.0, "other": 3.0})
+    found = compare(machine.variants(), ("unfused", "fused"), rounds=20, clock=machine.clock)
+    assert (found["unfused"].rounds, found["fused"].rounds, found["other"].rounds) == (5, 20, 20)
+    assert {name: r.median for name, r in found.items()} == {"fused": 1.0, "unfused": 2.0, "other": 3.0}
+
+
 def test_time_limit_and_least_rounds():
     machine = Machine({"plain": 1.0, "other": 1.1}, drift=lambda now: 1 + (now * 7.3 % 1))
     assert compare(machine.variants(), "plain", rounds=50, seconds=0.0, clock=machine.clock)["other"].rounds == 5

@@ -56,7 +56,8 @@ def compare(
         least: how many rounds at least, whatever the time.
         every: with many variants a round takes long, and the machine changes meanwhile; the reference is then timed
             again among every so many variants, which are paired with that one.
-        enough: stop as soon as no interval is wider than this, as a fraction of its median.
+        enough: a variant whose interval is no wider than this, as a fraction of its median, is timed no more: the
+            rounds that are left go to those of which less is known.
         clock: `time.process_time` where neighbors disturb the wall clock, with a single thread.
         progress: called with the number of rounds done.
 
@@ -69,8 +70,9 @@ def compare(
         run()
     pairs: dict[str, list[Pair]] = {name: [] for name in variants}
     start, shuffle, results = time.perf_counter(), random.Random(0), {}
-    for done in range(rounds):
-        for group in _groups([name for name in variants if name not in references], every, shuffle):
+    waiting = [name for name in variants if name not in references]
+    for done in range(1, rounds + 1):
+        for group in _groups(waiting, every, shuffle):
             order = [*references, *group]
             shuffle.shuffle(order)
             times = {}
@@ -82,9 +84,15 @@ def compare(
                 pairs[name].append((times[name], {r: times[r] for r in references}))
         results = summarize(pairs, references)
         if progress is not None:
-            progress(done + 1)
-        narrow = enough is not None and all(ratio.width <= enough for ratio in results.values())
-        if done + 1 >= least and (narrow or time.perf_counter() - start > seconds):
+            progress(done)
+        if done < least:
+            continue
+        references = tuple(
+            r for r in references if results[r].low <= 1
+        )  # one that is surely not the best has had its say
+        if enough is not None:
+            waiting = [name for name in waiting if results[name].width > enough]
+        if time.perf_counter() - start > seconds or (enough is not None and not waiting):
             break
     return results
 
