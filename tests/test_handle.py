@@ -174,7 +174,8 @@ def test_inlined_linear_maps_are_an_error():
 
 
 @pytest.mark.parametrize(
-    ("value", "error"), [(1.5, ValueError), (-0.1, ValueError), ("half", TypeError), (True, TypeError)]
+    ("value", "error"),
+    [(1.5, ValueError), (-0.1, ValueError), (float("nan"), ValueError), ("half", TypeError), (True, TypeError)],
 )
 def test_bad_progress(value, error):
     reg = dampen.regularize(vit(), DropKey(0.1))

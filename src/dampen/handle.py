@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,9 +77,9 @@ class Regularization:
     def progress(self, t: float) -> None:
         """Tell the schedules how far training is, in [0, 1]. Call it between steps."""
         self._alive()
-        if isinstance(t, bool) or not isinstance(t, int | float) or math.isnan(t):
+        if isinstance(t, bool) or not isinstance(t, int | float):
             raise TypeError(f"progress takes a number in [0, 1], got {t!r}.")
-        if not 0 <= t <= 1:
+        if not 0 <= t <= 1:  # NaN too
             raise ValueError(f"progress is the fraction of training done, in [0, 1], got {t}. Give step / steps.")
         self._progress = float(t)
         for r in self.clones:

@@ -531,3 +531,8 @@ def test_command_explains_what_is_wrong():
         done = CliRunner().invoke(build("bench"), ["bench", *arguments])
         assert done.exit_code == 2
         assert told in done.output
+
+
+def test_a_device_that_is_not_there_is_refused_in_words():
+    with pytest.raises(ConfigError, match="--device: cannot use 'cuda:7' here: .*; use cpu"):
+        make_subject(TINY, 2, device="cuda:7")

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from dampen.cli import COMMANDS, available, main
 
@@ -209,6 +211,33 @@ def test_compare_says_plain_words(capsys, tmp_path):
     assert "finished" in err  # progress goes to standard error
     code, out, _ = run(capsys, "compare", "--data", "digits", "--methods", "drop_kye", "--out", tmp_path)
     assert code == 2
+
+
+@pytest.mark.slow
+def test_a_second_comparison_keeps_what_the_first_recorded(capsys, tmp_path):
+    common = ["--out", tmp_path, "--set", "train.max_steps=2", "--json"]
+    code, out, _ = run(capsys, "compare", "--methods", "drop_key", "--seeds", "2", *common)
+    assert code == 0
+    code, out, _ = run(capsys, "compare", "--methods", "drop_path(rate=0.1)", "--seeds", "1", *common)
+    result = json.loads(out)
+    assert (code, result["trials"]) == (0, {"finished": 2})  # what was asked for now: plain and drop_path
+    assert {row["name"]: row["n"] for row in result["rows"]} == {"plain": 2, "drop_path(rate=0.1)": 1, "drop_key": 2}
+    plan = json.loads((Path(result["folder"]) / "plan.json").read_text())
+    first, second = plan["header"]["command"].split(" && ")
+    assert first == "dampen compare --data digits --methods drop_key --seeds 2 --set train.max_steps=2"
+    assert "'drop_path(rate=0.1)' --seeds 1" in second
+    run(capsys, "compare", "--methods", "drop_path(rate=0.1)", "--seeds", "1", *common)  # the same again adds nothing
+    assert json.loads((Path(result["folder"]) / "plan.json").read_text())["header"] == plan["header"]
+
+
+@pytest.mark.parametrize(("accelerator", "words"), [("gpu", "got 'gpu'"), ("cuda", "no cuda device here; use cpu")])
+def test_a_bad_accelerator_is_found_before_anything_runs(capsys, tmp_path, accelerator, words):
+    if accelerator == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    code, _, err = run(capsys, "compare", "--accelerator", accelerator, "--out", tmp_path / "runs")
+    assert code == 2
+    assert words in err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

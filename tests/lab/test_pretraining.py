@@ -12,8 +12,8 @@ from dampen.lab.compare import comparison
 from dampen.lab.diagnose import find_trials, from_run
 from dampen.lab.errors import ConfigError, Diverged, Interrupted, LabError
 from dampen.lab.plan import make_plan
-from dampen.lab.pretraining import FOLDER, load_pretrained, without_labels
-from dampen.lab.record import Record
+from dampen.lab.pretraining import load_pretrained, without_labels
+from dampen.lab.record import PRETRAIN, Record
 from dampen.lab.report import make_report
 from dampen.lab.session import Session
 from dampen.lab.train import run_trial
@@ -60,13 +60,13 @@ def test_a_trial_without_pretraining_keeps_its_name(small, pretrained):
 def test_the_encoder_enters_and_the_record_tells(tmp_path, pretrained, quick):
     trial = pretrained([GRAY])
     result = run_trial(trial, tmp_path, replace(quick, keep_weights=False))
-    first = Record(tmp_path / FOLDER).final()
+    first = Record(tmp_path / PRETRAIN).final()
     assert first["primary"] == ["reconstruction", "min"]
     assert result["pretrain"]["valid"] == first["valid"]
     assert result["primary"] == ["accuracy", "max"]
     start = Session(trial, quick, load_pretrained(tmp_path)).raw.state_dict()
     fresh = Session(replace(trial, pretrain=None), quick).raw.state_dict()
-    weights = load_newest(tmp_path / FOLDER, "weights")[0]["model"]
+    weights = load_newest(tmp_path / PRETRAIN, "weights")[0]["model"]
     for name, value in start.items():
         expected = fresh[name] if name.startswith("head.") else weights[f"encoder.{name}"]
         assert torch.equal(value, expected), name
@@ -93,15 +93,15 @@ def test_cut_off_while_pretraining_it_ends_as_if_nothing_had_happened(tmp_path, 
     whole = run_trial(trial, tmp_path / "whole", quick)
     for at in stops:
         report, stop = interrupt_at({at})
-        with pytest.raises(Interrupted, match=f"{FOLDER} resumes it"):
+        with pytest.raises(Interrupted, match=f"{PRETRAIN} resumes it"):
             run_trial(trial, tmp_path / "cut", quick, report, stop)
     result = run_trial(trial, tmp_path / "cut", quick)
-    first = Record(tmp_path / "cut" / FOLDER).final()
+    first = Record(tmp_path / "cut" / PRETRAIN).final()
     assert first["resumed"] == len(stops)
     drop_times = {"pretrain": {k: v for k, v in result["pretrain"].items() if k != "seconds"}}
     assert same(result | drop_times, whole | {"pretrain": drop_times["pretrain"]})
-    assert same(first, Record(tmp_path / "whole" / FOLDER).final())
-    for folder in (".", FOLDER):
+    assert same(first, Record(tmp_path / "whole" / PRETRAIN).final())
+    for folder in (".", PRETRAIN):
         assert log_without_times(tmp_path / "cut" / folder) == log_without_times(tmp_path / "whole" / folder)
 
 
@@ -120,7 +120,7 @@ def test_cut_off_while_fine_tuning_the_pretraining_is_not_run_again(tmp_path, pr
     result = run_trial(trial, tmp_path / "cut", quick, events.append)
     assert not any("phase" in e for e in events)
     assert result["last_weights"] == whole["last_weights"]
-    assert len(Record(tmp_path / "cut" / FOLDER).sessions()) == 1
+    assert len(Record(tmp_path / "cut" / PRETRAIN).sessions()) == 1
 
 
 def test_a_pretraining_that_diverges_closes_the_trial(tmp_path, pretrained, quick):
@@ -131,12 +131,14 @@ def test_a_pretraining_that_diverges_closes_the_trial(tmp_path, pretrained, quic
     final = Record(tmp_path).final()
     assert (final["id"], final["status"], final["primary"]) == (trial.id, "diverged", ["accuracy", "max"])
     assert Record(tmp_path).trial() == trial
+    Record(tmp_path).reopen()  # dampen run --retry
+    assert Record(tmp_path).final() is Record(tmp_path / PRETRAIN).final() is None
 
 
 def test_damaged_pretrained_weights_are_not_used(tmp_path, pretrained, quick):
     trial = pretrained(pretrain={"model": DECODER, "train": {"epochs": 1}})
-    run_trial(trial.pretraining(), tmp_path / FOLDER, quick)
-    (path,) = (tmp_path / FOLDER).glob("weights-*.pt")
+    run_trial(trial.pretraining(), tmp_path / PRETRAIN, quick)
+    (path,) = (tmp_path / PRETRAIN).glob("weights-*.pt")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(LabError, match=r"no pretrained weights: .* is damaged.* Delete .* to run the trial again"):
         run_trial(trial, tmp_path, quick)
@@ -150,7 +152,7 @@ def test_diagnosis_and_report_see_the_classifier(tmp_path, pretrained, quick):
     weights = load_pretrained(tmp_path / trial.id).weights
     assert torch.equal(trained.initial["pos_embed"], weights["encoder.pos_embed"])
     with pytest.raises(LabError, match="a masked autoencoder's training; diagnose the classifier above it"):
-        from_run(tmp_path / trial.id / FOLDER)
+        from_run(tmp_path / trial.id / PRETRAIN)
     assert [e.summary.n for table in make_report([tmp_path]).tables for e in table.entries] == [1]
 
 

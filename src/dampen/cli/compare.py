@@ -50,14 +50,15 @@ def compare(
     """Train the plain model and each method with the same seeds, data and options; say which is better."""
     from dampen.cli.running import execute
     from dampen.lab.compare import comparison
-    from dampen.lab.plan import make_plan
+    from dampen.lab.plan import Plan, make_plan
     from dampen.lab.processes import warm_up
+    from dampen.lab.record import Record
 
     warm_up()
     check_search(search)
     options = engine_options(engine, workers, address)
     changes = [*(settings or []), *(["data.partial=true"] if partial else [])]
-    recipe = comparison(data, model, methods, seeds)
+    recipe = comparison(data, model, methods, seeds, changes)
     plan = make_plan(recipe, settings=changes)
     kind = {k: v for k, v in next(iter(plan.trials.values())).canonical().items() if k not in ("seed", "methods")}
     mark = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:8]  # same conditions, same folder
@@ -67,4 +68,8 @@ def compare(
     if search:
         folder = folder.with_name(f"{folder.name}-search")
         plan = searched(recipe, folder, execution, search_trials, storage, workers, settings=changes)
-    execute(plan, folder, plan.chosen(), as_json, execution, steps, **options)
+    trials = plan.chosen()
+    if not search and (folder / "plan.json").exists():
+        earlier = Plan.load(folder)
+        plan = plan.joined(earlier, {i for i in earlier.trials if Record(folder / i).final() is not None})
+    execute(plan, folder, trials, as_json, execution, steps, **options)

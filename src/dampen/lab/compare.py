@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from dampen.lab.check import nearest
@@ -13,8 +15,10 @@ from dampen.lab.specs import parse_rows
 PLAIN = "plain"
 
 
-def comparison(data: str, model: str | None, methods: str, seeds: int) -> Recipe:
-    """A recipe that compares methods with the plain model; `methods` and `model` are written as on the command line.
+def comparison(data: str, model: str | None, methods: str, seeds: int, settings: Sequence[str] = ()) -> Recipe:
+    """A recipe that compares methods with the plain model; all is written as on the command line.
+
+    `settings` are only noted in the command that repeats it; `make_plan` applies them.
 
     >>> recipe = comparison("digits", "vit(depth=2)", "drop_key(rate=0.3), drop_attention + drop_key", 5)
     >>> [row["name"] for row in recipe.rows]
@@ -35,6 +39,8 @@ def comparison(data: str, model: str | None, methods: str, seeds: int) -> Recipe
     base: dict[str, Any] = merge({"data": {"name": data}}, preset(data))
     if model is not None:
         base = merge(base, {"model": _model(model)})
+    command = ["dampen", "compare", "--data", data, *(["--model", model] if model is not None else [])]
+    command += ["--methods", methods, "--seeds", str(seeds), *(part for s in settings for part in ("--set", s))]
     title = f"{data}: {base['model']['name']}, {seeds} seeds"
     return Recipe(
         name=f"compare-{data}-{base['model']['name'].replace('/', '-')}",
@@ -42,7 +48,7 @@ def comparison(data: str, model: str | None, methods: str, seeds: int) -> Recipe
         paper="",
         table="",
         cost="",
-        command=f"dampen compare --data {data}",
+        command=shlex.join(command),
         departures=[],
         metric=PRIMARY[task_of(data, base["model"]["name"])][0],
         base={**base, "seeds": list(range(seeds))},

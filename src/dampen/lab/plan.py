@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,27 @@ class Plan:
         rows = [Row(**{**r, "points": [Point(**p) for p in r["points"]]}) for r in content["rows"]]
         trials = {i: Trial.from_dict(t, f"trial {i} in {folder / 'plan.json'}") for i, t in content["trials"].items()}
         return cls(**{**content, "rows": rows, "trials": trials})
+
+    def joined(self, earlier: Plan, recorded: Container[str]) -> Plan:
+        """This plan, with the rows and seeds that an earlier one under the same conditions has recorded: they stay."""
+        own = {row.name: copy.deepcopy(row) for row in self.rows}
+        trials = dict(self.trials)
+        for row in earlier.rows:
+            kept = [replace(p, trials={s: i for s, i in p.trials.items() if i in recorded}) for p in row.points]
+            if not any(point.trials for point in kept):
+                continue
+            trials |= {i: earlier.trials[i] for point in kept for i in point.trials.values()}
+            here = own.setdefault(row.name, replace(row, points=[]))
+            for point in kept:
+                same = next((p for p in here.points if p.grid == point.grid), None)
+                if same is None:
+                    here.points.append(point)
+                else:
+                    same.trials = point.trials | same.trials
+        seeds = sorted({*self.seeds, *(int(s) for row in own.values() for p in row.points for s in p.trials)})
+        commands = dict.fromkeys([*earlier.header["command"].split(" && "), self.header["command"]])
+        header = {**self.header, "command": " && ".join(commands)}
+        return replace(self, rows=list(own.values()), trials=trials, seeds=seeds, header=header)
 
     def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Trial]:
         """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows fill up evenly."""

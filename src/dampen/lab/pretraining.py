@@ -19,12 +19,11 @@ from dampen.lab.checkpoint import load_newest
 from dampen.lab.data.dataset import Batch, Dataset, Split
 from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.metrics import judged_by
-from dampen.lab.record import Record
+from dampen.lab.record import PRETRAIN, Record
 from dampen.lab.trial import Trial
 from dampen.models import MaskedAutoencoder
 from dampen.models.mae import load_encoder
 
-FOLDER = "pretrain"
 FACTS = ("valid", "train", "selected_epoch", "epochs", "steps", "seconds", "parameters")
 
 
@@ -42,19 +41,19 @@ class Pretrained:
 
 def load_pretrained(folder: Path) -> Pretrained:
     """The selected state of the pretraining in a trial's folder."""
-    final = Record(folder / FOLDER).final()
-    state, damage = load_newest(folder / FOLDER, "weights")
+    final = Record(folder / PRETRAIN).final()
+    state, damage = load_newest(folder / PRETRAIN, "weights")
     if state is None or final is None:
         why = damage[0] if damage else "there are none"
-        raise LabError(f"{folder / FOLDER} has no pretrained weights: {why}. Delete {folder} to run the trial again.")
+        raise LabError(f"{folder / PRETRAIN} has no pretrained weights: {why}. Delete {folder} to run the trial again.")
     return Pretrained(state["model"], {key: final[key] for key in FACTS if key in final})
 
 
 def close_with_pretraining(trial: Trial, folder: Path) -> dict[str, Any]:
     """Write the result of a trial whose pretraining diverged: it diverged before its first step."""
-    record, first = Record(folder), Record(folder / FOLDER)
+    record, first = Record(folder), Record(folder / PRETRAIN)
     result = {**(first.final() or {}), "id": trial.id, **judged_by("image")}
-    result["reason"] = f"In the pretraining ({FOLDER}/): {result['reason']}"
+    result["reason"] = f"In the pretraining ({PRETRAIN}/): {result['reason']}"
     record.start(trial, first.sessions()[-1])
     record.finish(result)
     return result

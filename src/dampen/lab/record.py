@@ -25,6 +25,9 @@ from typing import IO, Any
 from dampen.lab.errors import LabError, Locked, clear_disk_errors
 from dampen.lab.trial import Trial
 
+PRETRAIN = "pretrain"
+"""The folder, inside a trial's, of the training that went before it."""
+
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that the file is there whole, or as it was."""
@@ -142,6 +145,12 @@ class Record:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result: from now on the trial is done."""
         write_json(self.folder / "final.json", dict(result))
+
+    def reopen(self) -> None:
+        """Forget that the trial diverged, or its pretraining, so that it runs again."""
+        for path in (self.folder / "final.json", self.folder / PRETRAIN / "final.json"):
+            if path.exists() and read_json(path)["status"] == "diverged":
+                path.unlink()
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line and sync it."""

@@ -65,13 +65,15 @@ def run_plan(
     **engine_options: Any,
 ) -> Run:
     """Run the trials of a plan in `folder`, one subfolder each."""
+    if engine == "local":
+        execution.check_here()
     plan.save(folder)
     outcomes, jobs = {}, []
     for trial in trials:
         record = Record(folder / trial.id)
         final = record.final()
         if final is not None and final["status"] == "diverged" and retry:
-            (record.folder / "final.json").unlink()
+            record.reopen()
             final = None
         if final is None:
             jobs.append(Job(trial, record.folder))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.lab.build import derive, load_data, make_augment, make_model, seed_all
+from dampen.lab.check import nearest
 from dampen.lab.checkpoint import rng_state, set_rng_state
 from dampen.lab.distributed import (
     all_ranks,
@@ -32,6 +33,8 @@ from dampen.lab.specs import build_methods
 from dampen.lab.trial import Trial
 from dampen.models import MaskedAutoencoder
 
+ACCELERATORS = ("auto", "cpu", "cuda", "mps")
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -45,6 +48,18 @@ class Execution:
     tensorboard: bool = False
     keep_weights: bool = True
     progress_seconds: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.accelerator not in ACCELERATORS:
+            problem = f"--accelerator: got {self.accelerator!r}{nearest(self.accelerator, ACCELERATORS)}"
+            raise ConfigError("How to run", [problem])
+
+    def check_here(self) -> None:
+        """Refuse a device that this machine does not have (another machine of a cluster may)."""
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        if not there.get(self.accelerator, True):
+            problem = f"--accelerator: torch finds no {self.accelerator} device here; use cpu or auto"
+            raise ConfigError("How to run", [problem])
 
 
 class Session:

@@ -17,9 +17,9 @@ from dampen.lab.errors import Diverged
 from dampen.lab.keeper import Event, Keeper, set_threads
 from dampen.lab.losses import NotFinite
 from dampen.lab.optim import learning_rate, set_learning_rate
-from dampen.lab.pretraining import FOLDER, close_with_pretraining, load_pretrained, told_as_pretraining
+from dampen.lab.pretraining import close_with_pretraining, load_pretrained, told_as_pretraining
 from dampen.lab.ranks import launch
-from dampen.lab.record import Record, clean_folder, locked
+from dampen.lab.record import PRETRAIN, Record, clean_folder, locked
 from dampen.lab.session import Execution, Session
 from dampen.lab.trial import Trial
 
@@ -98,7 +98,7 @@ def _pretrain(
         return None
     kept = replace(execution, keep_weights=True)
     try:
-        run_trial(first, folder / FOLDER, kept, told_as_pretraining(report), stop)
+        run_trial(first, folder / PRETRAIN, kept, told_as_pretraining(report), stop)
     except Diverged:
         return close_with_pretraining(trial, folder)
     return None

@@ -82,6 +82,7 @@ def make_subject(
         raise ConfigError("The bench", [f"--dtype: got {dtype!r}; use {', '.join(DTYPES)}"])
     if batch < 1:
         raise ConfigError("The bench", [f"--batch: must be 1 or more, got {batch}"])
+    _check_device(device)
     spec = parse_model(model)
     torch.manual_seed(seed)
     try:
@@ -93,6 +94,14 @@ def make_subject(
     shape = "ViT 7 x 384, 12 heads, 65 tokens" if model == "vit" else model
     label = f"{shape}, batch {batch}, {precision}, synthetic data"
     return Subject(label, built, tuple(x.to(device) for x in inputs), target.to(device), device, DTYPES[dtype])
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError("The bench", [f"--device: cannot use {device!r} here: {why}; use cpu"]) from error
 
 
 def parse_model(text: str) -> dict[str, Any]:

@@ -52,9 +52,12 @@ def layers_table(result: dict[str, Any]) -> Table | None:
 
 def _settings(result: dict[str, Any]) -> str:
     s = result["settings"]
+    told = f"{result['data']['name']}: {s['examples']} test examples at most"
+    if "robustness" not in result:
+        return told
     largest = f"{max(s['eps']):g}/255" if s["eps"] else "-"
     attacks = f"attacks in the maximum norm with eps {largest}, PGD {s['steps']} steps of eps / 4"
-    return f"{result['data']['name']}: {s['examples']} test examples at most; {attacks} on {s['attack_examples']}"
+    return f"{told}; {attacks} on {s['attack_examples']}"
 
 
 def _cell(get: Any, result: dict[str, Any]) -> str:

@@ -16,9 +16,8 @@ from dampen.diagnostics.pixels import Pixels
 from dampen.lab.build import derive, load_data, make_model, seed_all
 from dampen.lab.checkpoint import load_newest, rng_state, set_rng_state
 from dampen.lab.errors import ConfigError, LabError
-from dampen.lab.pretraining import FOLDER as PRETRAIN
 from dampen.lab.pretraining import load_pretrained
-from dampen.lab.record import Record
+from dampen.lab.record import PRETRAIN, Record
 from dampen.lab.specs import build_methods
 
 

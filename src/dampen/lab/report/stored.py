@@ -9,11 +9,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dampen.lab.errors import LabError
+from dampen.lab.record import PRETRAIN
 
 MEASURED = "diagnose.json"
 """What `dampen diagnose` leaves in a trial's folder; the report shows what it finds there."""
 
-ASIDE = ("tensorboard", "search", "pretrain")
+ASIDE = ("tensorboard", "search", PRETRAIN)
 """Folders inside a run that hold no trials of its table."""
 
 KIND, BENCH = "dampen records", "dampen bench"
