@@ -1,4 +1,5 @@
-"""Peak memory of attention alone at 4096 tokens and 8 heads, forward and backward, for each method against plain SDPA.
+"""Peak memory of attention alone at 4096 tokens and 8 heads, forward and backward: each method inside it
+against plain SDPA.
 
     python -m benchmarks.stochastic_memory [--tokens 4096] [--json benchmarks/records/stochastic_memory.json]
 
@@ -48,6 +49,12 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT * q.shape[-1] ** -0.5
 
 
+def drop_key_as_published(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Hide keys in the matrix of scores, as the paper's pseudocode does."""
+    s = scores(q, k)
+    return (s + torch.bernoulli(torch.full_like(s, 0.1)) * -1e12).softmax(-1) @ v
+
+
 VARIANTS: dict[str, Callable[[], Attention]] = {
     "plain": lambda: F.scaled_dot_product_attention,
     "HardMasking": lambda: ours(dampen.HardMasking()),
@@ -57,10 +64,19 @@ VARIANTS: dict[str, Callable[[], Attention]] = {
     "BlurredAttention": lambda: ours(dampen.BlurredAttention()),
     "BlurredAttention grid": lambda: ours(dampen.BlurredAttention(grid=(64, 64))),
     "BlurredAttention learned": lambda: ours(dampen.BlurredAttention(learn=True, heads=8)),
+    "DropKey": lambda: ours(dampen.DropKey()),
+    "DropKey column": lambda: ours(dampen.DropKey(unit="column")),
+    "DropKey block": lambda: ours(dampen.DropKey(unit="block")),
+    "DropKey cross": lambda: ours(dampen.DropKey(unit="cross")),
+    "DropKey causal": lambda: ours(dampen.DropKey(), causal=True),
+    "DropAttention": lambda: ours(dampen.DropAttention()),
+    "DropAttention column": lambda: ours(dampen.DropAttention(unit="column")),
+    "DropAttention unnormalized": lambda: ours(dampen.DropAttention(normalized=False)),
     "DropHead": lambda: ours(dampen.DropHead()),
     "AttentionEntropy": lambda: ours(dampen.AttentionEntropy()),
     "HeadDiversity": lambda: ours(dampen.HeadDiversity()),
     "paper's hard masking": lambda: lambda q, k, v: reference_stochastic.hard_masking(scores(q, k), v, 0.2, 410),
+    "paper's drop key": lambda: drop_key_as_published,
     "paper's blur": lambda: lambda q, k, v: reference_stochastic.blurred_attention(scores(q, k), v, 0.5, 5),
 }
 

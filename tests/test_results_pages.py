@@ -1,11 +1,11 @@
-"""docs/results.md and docs/real_data.md say what the committed records say."""
+"""docs/results.md, docs/real_data.md and docs/costs.md say what the committed records say."""
 
 import json
 import re
 
 import pytest
 
-from benchmarks import real_data, reproductions
+from benchmarks import costs_page, real_data, reproductions
 from dampen.lab.report import make_report
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
@@ -14,6 +14,7 @@ STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"
 def test_the_pages_are_up_to_date():
     assert reproductions.main(["--check"]) == 0, "run `python -m benchmarks.reproductions`"
     assert real_data.main(["--check"]) == 0, "run `python -m benchmarks.real_data`"
+    assert costs_page.main(["--check"]) == 0, "run `python -m benchmarks.costs_page`"
 
 
 def test_every_study_has_its_record():
