@@ -68,6 +68,15 @@ def test_rows_are_compared_seed_by_seed_and_cost_by_processor_time():
     assert "NaN" in c.problems[0]
 
 
+def test_costs_with_different_threads_are_not_compared():
+    plan = plan_of(row("plain", {}, baseline=True), row("a", {}))
+    results = {f"plain0{i}": result(0.8, 0.5) | {"threads": 1} for i in range(3)}
+    results |= {f"a0{i}": result(0.8, 0.6, seconds=0.03) | {"threads": 2} for i in range(3)}
+    assert summarize_plan(plan, results)[1].cost is None
+    results["a01"] = result(0.8, 0.6, seconds=0.015) | {"threads": 1}
+    assert summarize_plan(plan, results)[1].cost == pytest.approx(1.5)
+
+
 def test_every_point_is_a_row_where_the_recipe_reports_all():
     plan = plan_of(row("a", {"lr": 1}, {"lr": 2}), report="all")
     rows = summarize_plan(plan, {"a00": result(0.5, 0.5)})

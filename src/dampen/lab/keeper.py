@@ -203,6 +203,7 @@ class Keeper:
             "step_seconds": statistics.median(wall for wall, _ in s.step_times) if s.step_times else None,
             "step_cpu_seconds": statistics.median(cpu for _, cpu in s.step_times) if s.step_times else None,
             "device": s.device.type,
+            "threads": torch.get_num_threads(),
             "resumed": s.resumed,
         }
 
