@@ -1,9 +1,11 @@
 """Learned rates, counts and widths: soft forms that become the hard ones, gradients, and no collapse."""
 
 import copy
+import re
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
@@ -105,6 +107,32 @@ def test_they_do_not_collapse_although_the_noise_only_hurts(method, fitted):
         reg.remove()
     assert (lowest[1.0] > 2.0).all()  # came back towards the prior
     assert (lowest[0.0] < lowest[1.0] - 1.0).all()  # and would not have without it
+
+
+def test_by_default_they_move_but_do_not_collapse_while_a_model_learns_digits():
+    """Training all of a small ViT with a fast rate for the learned values: they fall, and stay well above zero."""
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    torch.manual_seed(0)
+    model = dampen.models.ViT(image_size=8, patch_size=2, channels=1, width=32, depth=2, heads=4, mlp=32)
+    methods = [HardMasking(0.3, top=0.3, learn=["rate", "top"]), BlurredAttention(sigma=1.0, learn=True)]
+    reg = regularize(model, methods)
+    learned = {id(p) for p in reg.parameters()}
+    own = [p for p in model.parameters() if id(p) not in learned]
+    optimizer = torch.optim.Adam([{"params": own, "lr": 2e-3}, {"params": reg.parameters(), "lr": 5e-2}])
+    for _ in range(200):
+        batch = torch.randint(0, len(x), (64,))
+        loss, terms = reg.loss(lambda: model(x[batch]), lambda out: F.cross_entropy(out, y[batch]))  # noqa: B023
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert terms["task"] < 1.0
+    rates = [c.log_odds["rate"].sigmoid() for c in reg.clones if isinstance(c, HardMasking)]
+    sigmas = [c.log_sigma.exp() for c in reg.clones if isinstance(c, BlurredAttention)]
+    assert min(r.min() for r in rates) > 0.1
+    assert min(s.min() for s in sigmas) > 0.4
+    assert min(r.min() for r in rates) < 0.25  # they did learn
+    assert re.search(r"HardMasking\(rate=0\.\d+\.\.0\.\d+, top=0\.\d+\.\.0\.\d+", str(reg))  # and that is shown
 
 
 def test_soft_top_becomes_the_hard_top():

@@ -60,7 +60,6 @@ def attach(
     """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is
     wrong."""
     _check_methods(methods)
-    _check_passes(methods, model)
     plans = find_layers(model, sites, attention, projections)
     layered = [m for m in methods if m.stages - set(MODEL_STAGES)]
     whole = [m for m in methods if m.stages & set(MODEL_STAGES)]
@@ -70,6 +69,7 @@ def attach(
     clones = [c for layer in layers for c in layer.clones] + own
     for clone in clones:
         clone.prepare(model)
+    _check_passes(methods, clones, model)
     comparing = any(m.passes > 1 for m in methods)
     everywhere = find_layers(model, projections=projections) if comparing else []
     prefix, blocks = plan_prefix(everywhere, {layer.site.name: layer.clones for layer in layers}, own)
@@ -102,14 +102,15 @@ def _check_methods(methods: Sequence[Any]) -> None:
             raise ValueError(f"{type(m).__name__} overrides no stage, so it would do nothing.")
 
 
-def _check_passes(methods: Sequence[Regularizer], model: nn.Module) -> None:
+def _check_passes(methods: Sequence[Regularizer], clones: Sequence[Regularizer], model: nn.Module) -> None:
     comparing = [m for m in methods if m.passes > 1]
-    random = any(m.stochastic and m.passes == 1 for m in methods) or own_randomness(model.named_modules())
-    if comparing and not random:
+    drawing = [c for c in clones if c.stochastic and c.passes == 1]
+    if comparing and all(c.always_idle for c in drawing) and not own_randomness(model.named_modules()):
         name = type(comparing[0]).__name__
+        beside = f"{drawing[0]} never drops anything" if drawing else "no stochastic method stands beside it"
         raise ValueError(
-            f"{name} compares {comparing[0].passes} passes, but nothing is random in them: no stochastic method "
-            f"stands beside it and {type(model).__name__} has no dropout, so it would always be zero. Add one: "
+            f"{name} compares {comparing[0].passes} passes, but nothing is random in them: {beside} and "
+            f"{type(model).__name__} has no dropout, so it would always be zero. Add one: "
             f"regularize(model, [DropKey(0.1), {name}(...)])."
         )
 

@@ -11,12 +11,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dampen.grid import grid_of
+from dampen.grid import MAX_PREFIX, grid_of
 from dampen.regularizer import Call
 
 DENSE_UP_TO = 256
 """Keys up to which the kernel is a banded (M, M) matrix: one matmul. Above, one weighted sum over shifted keys."""
-MAX_PREFIX = 8
 Edge = Literal["renormalize", "zero"]
 
 
@@ -37,9 +36,11 @@ def on_line(keys: int, width: int, device: torch.device) -> Neighbors:
     return Neighbors(index.clamp(0, keys - 1), exists, ~exists, offset.square())
 
 
-def on_grid(keys: int, grid: tuple[int, int], width: int, device: torch.device) -> Neighbors:
+def on_grid(
+    keys: int, grid: tuple[int, int], width: int, device: torch.device, patches: tuple[int, int] | None = None
+) -> Neighbors:
     """Keys on a patch grid, row by row, after the prefix tokens, which have no neighbors but themselves."""
-    rows, columns = grid_of(keys, grid)
+    rows, columns = grid_of(keys, grid, patches=patches)
     prefix = keys - rows * columns
     if prefix > MAX_PREFIX:
         raise ValueError(

@@ -58,6 +58,19 @@ def per_head(values: Tensor, heads: int, name: str, grouped: bool = False) -> Te
     return values.float()[:, None, None]
 
 
+def spread(values: Tensor, stated: str) -> str:
+    """The learned values of all heads in short, for a person to read; `stated` where this process holds none of them.
+
+    >>> spread(torch.tensor([0.2, 0.2]), "0.3"), spread(torch.tensor([0.11, 0.24]), "0.3")
+    ('0.2', '0.11..0.24')
+    """
+    here = getattr(values, "to_local", lambda: values)()  # a sharded parameter: no talking to other ranks to be printed
+    if here.numel() == 0 or here.is_meta:
+        return stated
+    low, high = (f"{v.item():.3g}" for v in here.detach().float().aminmax())
+    return low if low == high else f"{low}..{high}"
+
+
 def soft_bernoulli(log_odds: Tensor, shape: Any, temperature: float) -> Tensor:
     """A relaxed Bernoulli draw in (0, 1), differentiable in its log-odds: the concrete distribution (arXiv 1705.07832).
 

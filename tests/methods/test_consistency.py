@@ -82,7 +82,7 @@ def test_draws_that_are_one_per_forward_differ_between_the_passes():
 
 def test_penalties_of_other_methods_are_averaged_over_the_passes():
     model = vit()
-    reg = regularize(model, [DropKey(0.0), dampen.HeadDiversity(1.0), Consistency(1.0)])
+    reg = regularize(model, [DropKey(dampen.warmup(0.1)), dampen.HeadDiversity(1.0), Consistency(1.0)])
     two = reg.loss(lambda: model(X), criterion)[1]["head_diversity"]
     reg.remove()
     one = regularize(model, dampen.HeadDiversity(1.0)).loss(lambda: model(X), criterion)[1]["head_diversity"]
@@ -168,7 +168,17 @@ def test_a_models_own_dropout_counts_as_random():
 
 
 @pytest.mark.parametrize("method", [Consistency(1.0), RDrop(1.0)])
-@pytest.mark.parametrize("beside", [[], [dampen.SkipAblation()]])
+@pytest.mark.parametrize(
+    "beside",
+    [
+        [],
+        [dampen.SkipAblation()],
+        [DropKey(0.0)],
+        [dampen.DropPath(dampen.linear(0.0, 0.0))],
+        [BlurredAttention(sigma=0.0)],
+        [BlurredAttention(width=1)],
+    ],
+)
 def test_without_anything_random_it_raises_and_leaves_the_model_alone(method, beside):
     model = vit()
     kinds = [type(m) for m in model.modules()]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dampen.blur import Edge, apply_kernel, kernel_weights, on_grid, on_line, seen_together
-from dampen.grid import check_grid
-from dampen.learnable import count_heads, device_of, per_head, scale_divergence
+from dampen.grid import check_grid, model_grid
+from dampen.learnable import count_heads, device_of, per_head, scale_divergence, spread
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
@@ -64,7 +64,7 @@ class BlurredAttention(Regularizer):
         draw: Literal["forward", "head"] = "forward",
         learn: bool = False,
         heads: int | None = None,
-        prior_weight: Value = 0.01,
+        prior_weight: Value = 0.3,
     ) -> None:
         super().__init__()
         if isinstance(width, bool) or not isinstance(width, int) or width < 1 or width % 2 == 0:
@@ -79,6 +79,7 @@ class BlurredAttention(Regularizer):
             raise ValueError(f"BlurredAttention: draw must be 'forward' or 'head', got {draw!r}.")
         self.scheduled("sigma", sigma, high=math.inf)
         self.width, self.grid = width, None if grid is None else check_grid(grid)
+        self.patches: tuple[int, int] | None = None  # the grid that the model makes, if it tells
         self.edge, self.draw, self.learn = edge, draw, learn
         self.log_sigma: nn.Parameter | None = None
         if learn:
@@ -87,6 +88,7 @@ class BlurredAttention(Regularizer):
                 self._make_parameter(heads, torch.device("cpu"))
 
     def prepare(self, model: nn.Module) -> None:
+        self.patches = model_grid(model)
         if self.learn and self.log_sigma is None:
             self._make_parameter(count_heads(self, key_heads=True), device_of(model))
 
@@ -96,7 +98,10 @@ class BlurredAttention(Regularizer):
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         keys, device = k.shape[2], k.device
-        near = on_line(keys, self.width, device) if self.grid is None else on_grid(keys, self.grid, self.width, device)
+        if self.grid is None:
+            near = on_line(keys, self.width, device)
+        else:
+            near = on_grid(keys, self.grid, self.width, device, self.patches)
         shape = (k.shape[1], 1, 1) if self.draw == "head" else ()
         sigma = torch.rand(shape, device=device) * self._largest(k.shape[1])
         weights = kernel_weights(near, seen_together(near, call), sigma, self.edge)
@@ -111,6 +116,10 @@ class BlurredAttention(Regularizer):
         self.penalize(self.prior_weight * scale_divergence(self.sigma, self.log_sigma), "prior")
         return per_head(self.log_sigma, heads, "BlurredAttention", grouped=True).exp()
 
+    @property
+    def always_idle(self) -> bool:
+        return self.width == 1 or super().always_idle
+
     def neutral(self) -> None:
         self.learn = False
         super().neutral()
@@ -119,4 +128,6 @@ class BlurredAttention(Regularizer):
         more = {"grid": self.grid, "edge": self.edge, "draw": self.draw, "learn": self.learn}
         usual = {"grid": None, "edge": "renormalize", "draw": "forward", "learn": False}
         said = [f"{k}={v}" for k, v in more.items() if v != usual[k]]
-        return ", ".join([f"sigma={self.sigma.item():.3g}", f"width={self.width}", *said])
+        sigma = f"{self.sigma.item():.3g}"
+        sigma = sigma if self.log_sigma is None else spread(self.log_sigma.exp(), sigma)
+        return ", ".join([f"sigma={sigma}", f"width={self.width}", *said])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dampen.grid import check_grid, grid_of
+from dampen.grid import check_grid, grid_of, model_grid
 from dampen.masks import bernoulli, dilate, seed_rate
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
@@ -57,8 +57,12 @@ class DropKey(Regularizer):
             raise ValueError(f"DropKey: window={window} needs unit='block' or 'cross', got unit={unit!r}.")
         self.scheduled("rate", rate)
         self.unit, self.window, self.grid = unit, window, None if grid is None else check_grid(grid)
+        self.patches: tuple[int, int] | None = None  # the grid that the model makes, if it tells
         self.per_query = unit != "column"
         self.stages = frozenset({"mask"} if self.per_query else {"qkv", "mask"})
+
+    def prepare(self, model: nn.Module) -> None:
+        self.patches = model_grid(model)
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         call.memory[self.serial] = bernoulli((*q.shape[:2], 1, k.shape[2]), self.rate, q.device)
@@ -70,7 +74,7 @@ class DropKey(Regularizer):
             return bernoulli((batch, heads, queries, keys), self.rate, q.device)
         if self.unit == "column":
             return call.memory[self.serial]
-        rows, columns = grid_of(keys, self.grid)
+        rows, columns = grid_of(keys, self.grid, patches=self.patches)
         places = (batch, heads, queries, rows, columns)
         on_grid = block_mask if self.unit == "block" else cross_mask
         hidden = on_grid(places, self.rate, self.window, q.device).flatten(-2)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.learnable import count_heads, device_of, logit, per_head, rate_divergence, soft_bernoulli, soft_top
+from dampen.learnable import count_heads, device_of, logit, per_head, rate_divergence, soft_bernoulli, soft_top, spread
 from dampen.masks import bernoulli
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
@@ -36,7 +36,8 @@ class HardMasking(Regularizer):
     (`reg.parameters()`) that start at `rate` and `top`. Decisions become soft, at `temperature`: a key belongs to the
     top by its rank and is dropped by a relaxed draw d in (0, 1), as log(1 - d) on its score (fill "-inf") or as the
     factor 1 - d (fill "zero"); that needs the matrix of scores. The task alone would learn to drop nothing, so
-    `prior_weight` times KL(Bernoulli(rate) || Bernoulli(p)), and likewise for the fraction, is added to the loss.
+    `prior_weight` times KL(Bernoulli(rate) || Bernoulli(p)), and likewise for the fraction, is added to the loss. Give
+    them to the optimizer without weight decay, which would pull p towards 1/2.
 
     Args:
         rate: p, the probability to drop a top key.
@@ -65,7 +66,7 @@ class HardMasking(Regularizer):
         learn: str | Sequence[str] = (),
         heads: int | None = None,
         temperature: float = 0.3,
-        prior_weight: Value = 0.01,
+        prior_weight: Value = 0.3,
     ) -> None:
         super().__init__()
         if fill not in ("-inf", "zero"):
@@ -147,7 +148,9 @@ class HardMasking(Regularizer):
 
     def extra_repr(self) -> str:
         learn = f", learn={' '.join(sorted(self.learn))}" if self.learn else ""
-        return f"rate={self.rate.item():.3g}, top={self.top}, fill={self.fill}{learn}"
+        said = {"rate": f"{self.rate.item():.3g}", "top": str(self.top)}
+        said |= {name: spread(odds.sigmoid(), said[name]) for name, odds in self.log_odds.items()}
+        return f"rate={said['rate']}, top={said['top']}, fill={self.fill}{learn}"
 
 
 def check_learn(learn: str | Sequence[str], top: float) -> frozenset[str]:
