@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -400,3 +401,31 @@ def test_wrong_arguments():
         ConditionProbe(every=0)
     with pytest.raises(ValueError, match="no attention"):
         measure_conditioning(dampen.models.ConvMixer(width=8, depth=1, kernel=3), images(1, 32))
+
+
+def test_numbers_at_the_ceiling_are_marked():
+    """Tokens behind a fresh LayerNorm have mean zero: with as many tokens as channels their matrix is singular."""
+    torch.manual_seed(0)
+    model = dampen.models.ViT(image_size=16, patch_size=4, width=16, depth=1, heads=2, mlp=16)
+    found = measure_conditioning(model, torch.randn(3, 3, 16, 16), bound=True)
+    (layer,) = found.layers
+    assert layer.conditions["linear_attention"].capped == layer.conditions["bound"].capped == 3
+    assert layer.conditions["attention+skip"].capped == 0
+    assert found.to_json()[0]["bound"]["capped"] == 3
+    assert "capped" not in found.to_json()[0]["tokens"]
+    assert re.search(r">\d+\.\d+ +>\d+\.\d+\n> at least: .* singular", str(found))
+    assert condition_of(torch.ones(2, 4, 4)).capped == 2
+
+
+def test_where_there_is_no_bound_it_says_why():
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(16, 2, 16, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    found = measure_conditioning(layer, (x, x), bound=True)
+    assert re.fullmatch(r"no bound for .*: it is for self-attention .*no cross-attention\)", found.notes[0])
+    assert found.notes[0] in str(found)
+    assert measure_conditioning(layer, (x, x)).notes == ()
+    encoder = dampen.models.FeatureEncoder(features=4, width=16, depth=1, heads=2, mlp=16, classes=2)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padded = measure_conditioning(encoder, (torch.randn(2, 6, 4), padding), bound=True, valid=~padding)
+    assert padded.notes == ("no bound: it is for batches without padding",)

@@ -231,6 +231,34 @@ def test_any_other_block_raises():
                 model.train(training)(torch.randn(2, 5, 16))
 
 
+class SideBySide(nn.Module):
+    """x + attention + feed-forward, both of one norm: one skip around both."""
+
+    def __init__(self):
+        super().__init__()
+        own = Block(16, 2, 16)
+        self.norm, self.attn, self.mlp = own.norm1, own.attn, own.mlp
+
+    def forward(self, x):
+        h = self.norm(x)
+        assert x.shape == h.shape  # to ask for a shape is not to read
+        return x + self.attn(h) + self.mlp(h)
+
+
+@pytest.mark.parametrize(("attention", "ffn"), CASES[:3])
+def test_one_skip_around_both_branches_cannot_be_taken_from_one(attention, ffn):
+    torch.manual_seed(0)
+    block, x = SideBySide(), torch.randn(2, 5, 16)
+    expected = block(x)
+    reg = dampen.regularize(block, dampen.SkipAblation(attention, ffn))
+    with pytest.raises(RuntimeError, match="adds attention and ffn to the same input, side by side"):
+        block(x)
+    reg.remove()
+    with_paths = dampen.regularize(block, dampen.DropPath(0.0))  # the branches themselves are known
+    torch.testing.assert_close(block(x), expected)
+    with_paths.remove()
+
+
 def test_autocast_keeps_the_dtype_of_the_stream():
     model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=24)
     seen = []

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dampen.state import Layer
 
 _ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+_LOOKS = {"__get__", "size", "dim", "stride", "numel"}  # ask a tensor for its form, not for its values
 _SAME_STREAM = set(
     "layer_norm rms_norm group_norm reshape view flatten unflatten permute transpose movedim contiguous to type float "
     "half bfloat16 squeeze unsqueeze clone type_as".split()
@@ -45,6 +46,8 @@ class ResidualSocket(TorchFunctionMode):
         self.stream = [stream]  # tensors that are the residual stream, possibly normed or reshaped
         layer.sublayer, layer.entered = "", "ffn"
         self.found: list[str] = []
+        self.read = False  # whether anything was computed from the sum since the last addition
+        self.removed = False  # whether a skip was left out
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,6 +62,7 @@ class ResidualSocket(TorchFunctionMode):
             left, right = (self._is_stream(arg) for arg in args)
             if left != right:
                 return self._add(*args) if left else self._add(args[1], args[0])
+        self.read = self.read or (name not in _LOOKS and any(self._is_stream(arg) for arg in args))
         out = call_torch(func, args, kwargs)
         if name in _SAME_STREAM and args and self._is_stream(args[0]):
             self.stream.append(out)
@@ -71,12 +75,19 @@ class ResidualSocket(TorchFunctionMode):
         call = BranchCall(self.layer.sublayer, residual, self.layer.site)
         for r in self.regularizers:
             branch = r.branch(branch, call)
+        self.removed = self.removed or not call.skip
+        if self.removed and self.found and not self.read:
+            raise RuntimeError(
+                f"The block at '{self.layer.site.name}' adds {self.found[-1]} and {self.layer.sublayer} to the same "
+                "input, side by side: one skip goes around both, and to take it from one would lose the other. "
+                "Leave the block out with sites=."
+            )
         if call.skip:
             out = torch.add(residual, branch)
         else:  # in the dtype and shape that the sum would have had
             out = branch.to(torch.promote_types(residual.dtype, branch.dtype)).expand_as(residual)
         self.found.append(self.layer.sublayer)
-        self.stream = [out]
+        self.stream, self.read = [out], False
         self.layer.sublayer, self.layer.entered = "", "ffn"
         return out
 

@@ -33,6 +33,12 @@ class Condition:
 
     numbers: tuple[float, ...]
     spectrum: Tensor | None = None  # (B, min(N, D)) singular values, largest first, on request
+    ceiling: float = math.inf  # where float64 cannot tell the matrix from a singular one
+
+    @property
+    def capped(self) -> int:
+        """How many of the samples are at the ceiling: their kappa is at least this, perhaps infinite."""
+        return sum(number > 0.999 * self.ceiling for number in self.numbers)
 
     @property
     def log_mean(self) -> float:
@@ -58,6 +64,8 @@ class Condition:
             "median": self.median,
             "largest": max(self.numbers),
         }
+        if self.capped:
+            plain["capped"] = self.capped
         if self.spectrum is not None:
             plain["spectrum"] = self.spectrum.mean(0).tolist()
         return plain
@@ -76,9 +84,13 @@ class LayerConditions:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Condition numbers by layer. Print it for a table of mean ln kappa."""
+    """Condition numbers by layer. Print it for a table of mean ln kappa.
+
+    `notes` say what was asked for and could not be measured, and why.
+    """
 
     layers: tuple[LayerConditions, ...]
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> list[dict[str, Any]]:
         """Plain data for records: one entry per layer."""
@@ -89,13 +101,19 @@ class Conditioning:
     def __str__(self) -> str:
         kinds = list(dict.fromkeys(kind for layer in self.layers for kind in layer.conditions))
         width = max(len("mean ln kappa"), *(len(layer.name) for layer in self.layers))
-        lines = [f"{'mean ln kappa':<{width}}" + "".join(f"  {kind:>14}" for kind in kinds)]
+        lines = [f"{'mean ln kappa':<{width}}" + "".join(f"  {kind:>16}" for kind in kinds)]
         for layer in self.layers:
             cells = (layer.conditions.get(kind) for kind in kinds)
-            lines.append(
-                f"{layer.name:<{width}}" + "".join(f"  {'-' if c is None else f'{c.log_mean:.2f}':>14}" for c in cells)
-            )
-        return "\n".join(lines)
+            lines.append(f"{layer.name:<{width}}" + "".join(f"  {_cell(c):>16}" for c in cells))
+        if any(c.capped for layer in self.layers for c in layer.conditions.values()):
+            lines.append("> at least: in some samples the matrix is singular as far as float64 can tell")
+        return "\n".join([*lines, *self.notes])
+
+
+def _cell(condition: Condition | None) -> str:
+    if condition is None:
+        return "-"
+    return f"{'>' if condition.capped else ''}{condition.log_mean:.2f}"
 
 
 def singular_values(x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -127,7 +145,7 @@ def condition_of(x: Tensor, valid: Tensor | None = None, spectrum: bool = False)
     smallest = s.gather(1, (rank - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     floor = torch.finfo(torch.float64).eps * max(x.shape[-1], x.flatten(1, -2).shape[1])
     kappa = torch.where(largest > 0, largest / torch.maximum(smallest, floor * largest), 1 / floor)
-    return Condition(tuple(kappa.tolist()), s if spectrum else None)
+    return Condition(tuple(kappa.tolist()), s if spectrum else None, 1 / floor)
 
 
 class _BranchProbe(Probe):
@@ -178,7 +196,9 @@ def measure_conditioning(
             padding).
         samples: only that many of the batch.
         spectrum: keep all singular values.
-        bound: also kappa of the layer's attention without softmax, and the bound of proposition 4.1 on it.
+        bound: also kappa of the layer's attention without softmax, and the bound of proposition 4.1 on it. Where the
+            tokens are singular, as behind a fresh LayerNorm with as many tokens as channels, it says nothing, and the
+            numbers are marked as capped.
         double: run a copy of the model in float64, for condition numbers beyond 1e7.
         valid: (B, N) bool, False on padding, where the inputs do not tell.
 
@@ -206,10 +226,19 @@ def measure_conditioning(
         for i, run in enumerate(probe.runs):
             name = plan.name if len(probe.runs) == 1 else f"{plan.name} (run {i + 1})"
             extra = {k: condition for k, found in linear.get(plan.name, {}).items() for condition in found[i : i + 1]}
-            layers.append(LayerConditions(name, {**run, **{k: Condition(v) for k, v in extra.items()}}))
+            layers.append(LayerConditions(name, {**run, **{k: Condition(*v) for k, v in extra.items()}}))
     if not layers:
         raise RuntimeError(f"{type(model).__name__} ran without running any of its {len(probes)} layers.")
-    return Conditioning(tuple(layers))
+    return Conditioning(tuple(layers), tuple(_without_bound(probes, linear, valid)) if bound else ())
+
+
+def _without_bound(probes: Any, linear: dict[str, Any], valid: Tensor | None) -> list[str]:
+    """Which layers have no bound, and why."""
+    if valid is not None:
+        return ["no bound: it is for batches without padding"]
+    why = "it is for self-attention of a sequence with three square maps (no grouped queries, no cross-attention)"
+    missing = [plan.name for plan, _ in probes if plan.name not in linear]
+    return [f"no bound for {', '.join(missing)}: {why}"] if missing else []
 
 
 class ConditionProbe:

@@ -36,13 +36,14 @@ def linear_attention_bound(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Ten
 @contextmanager
 def linear_conditions(
     plans: Sequence[LayerPlan], valid: Tensor | None, enabled: bool = True
-) -> Iterator[dict[str, dict[str, list[tuple[float, ...]]]]]:
-    """While the body runs the model: kappa of each layer's attention without softmax, and its bound, per sample.
+) -> Iterator[dict[str, dict[str, list[tuple[tuple[float, ...], None, float]]]]]:
+    """While the body runs the model: kappa of each layer's attention without softmax, and its bound, per sample, each
+    with the ceiling up to which float64 can tell.
 
     All heads count as one, without biases. Layers whose maps are not three square ones (grouped queries,
     cross-attention), and padded batches, are left out.
     """
-    found: dict[str, dict[str, list[tuple[float, ...]]]] = {}
+    found: dict[str, dict[str, list[tuple[tuple[float, ...], None, float]]]] = {}
     hooks = []
     for plan in plans if enabled and valid is None else []:
         for name, module in plan.attentions.items():
@@ -64,8 +65,9 @@ def _hook(plan: LayerPlan, weights: tuple[Tensor, Tensor, Tensor], found: dict[s
         if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
             x = x.transpose(0, 1)
         here = found.setdefault(plan.name, {"linear_attention": [], "bound": []})
-        here["linear_attention"].append(tuple(linear_attention_condition(x, *weights).tolist()))
-        here["bound"].append(tuple(linear_attention_bound(x, *weights).tolist()))
+        ceiling = 1 / (torch.finfo(torch.float64).eps * max(x.shape[-2:]))
+        for kind, measure in (("linear_attention", linear_attention_condition), ("bound", linear_attention_bound)):
+            here[kind].append((tuple(measure(x, *weights).tolist()), None, ceiling))
 
     return look
 
