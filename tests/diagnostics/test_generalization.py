@@ -115,6 +115,8 @@ def test_bound_holds_on_fresh_data_and_tightens_with_more():
     assert few.bound > few.noisy_error
     wider = pac_bayes_bound(model, [halfspace(200)], 0.3, prior_sigma=1.0, draws=40, choices=10)
     assert wider.bound > few.bound
+    assert wider.noisy_error == few.noisy_error
+    assert wider.noisy_error_bound == binary_kl_inverse(few.noisy_error, math.log(10 / 0.01) / 40)  # both parts pay
 
 
 def test_prior_at_the_weights_leaves_no_kl():

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
@@ -134,6 +135,8 @@ def test_attention_maps_are_pictures(result, plain):
         assert (len(e["map"]), len(e["map"][0])) == (4, 4)
         assert e["predicted"] in {str(d) for d in range(10)}
     assert (plain / result["attention_maps"]["file"]).read_bytes()[:4] == b"\x89PNG"
+    with Image.open(plain / result["attention_maps"]["heads_file"]) as heads:
+        assert heads.size[0] // 64 == heads.size[1] // 64 == 2  # a column per head, a row per layer
 
 
 def test_generalization_has_a_bound_from_the_initial_weights(result, plain):
@@ -143,7 +146,7 @@ def test_generalization_has_a_bound_from_the_initial_weights(result, plain):
     assert bound["noisy_error_bound"] <= bound["bound"] <= 1
     assert bound["kl"] > 0
     assert bound["choices"] == len(QUICK.sigmas)
-    assert bound["prior"] == "the weights before training"
+    assert bound["prior"] == "the initial weights, before any training"
     t = from_run(plain)
     seed_all(derive(0, "init"))
     fresh = make_model(trial().model, t.data.model_args)
@@ -173,8 +176,14 @@ def test_what_was_measured_is_not_measured_again(plain, result):
     again = keep(plain, diagnose(from_run(plain), QUICK, only=["attention"]))  # the other sections stay
     assert set(SECTIONS) <= set(again)
     assert set(again["seconds"]) == set(SECTIONS)
-    other = keep(plain, diagnose(from_run(plain), Settings(samples=2), only=["attention"]))  # not with other settings
-    assert "calibration" not in other
+    other = keep(plain, diagnose(from_run(plain), Settings(samples=2), only=["attention"]))  # nor do others cost them
+    assert {name: other[name] for name in ("calibration", "robustness")} == {
+        name: written[name] for name in ("calibration", "robustness")
+    }
+    assert other["measured_with"]["attention"]["samples"] == 2
+    assert other["measured_with"]["calibration"]["samples"] == QUICK.samples
+    assert kept(plain, QUICK) is None  # its attention was measured in another way
+    assert kept(plain, QUICK, ["calibration"]) == kept(plain, Settings(samples=2), ["attention"]) == other
     (plain / "diagnose.json").unlink()
 
 
@@ -261,6 +270,12 @@ def test_several_classes_at_once_have_no_calibration():
     assert len(found["conditioning"]) == 2
 
 
+@pytest.mark.parametrize("bad", [{"eps": (0.0,)}, {"eps": ()}, {"steps": 0}, {"sigmas": (-1.0,)}, {"draws": 0}])
+def test_settings_that_measure_nothing_are_errors(bad):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+        Settings(**bad)
+
+
 def test_unknown_sections_are_errors(plain):
     with pytest.raises(ValueError, match="no section 'colour'"):
         diagnose(from_run(plain), QUICK, only=["colour"])
@@ -323,6 +338,10 @@ def test_a_function_that_returns_a_model(tmp_path, monkeypatch):
     assert (
         diagnose(found, QUICK, only=["attention", "generalization"])["generalization"]["pac_bayes"]["prior"] == "zeros"
     )
+    found.picture = tmp_path / "mine.png"
+    maps = diagnose(found, QUICK, only=["attention_maps"])["attention_maps"]
+    assert (maps["file"], maps["heads_file"]) == ("mine.png", "mine-heads.png")
+    assert (tmp_path / "mine-heads.png").is_file()
     for place, told in (
         ("my_models:large", "cannot be imported"),
         ("my_models:number", "gave a int"),
@@ -355,6 +374,7 @@ def test_command_explains_what_is_wrong(plain):
     for arguments, told in (
         ([str(plain), "--only", "colour"], "there is no section 'colour'"),
         ([str(plain), "--eps", "big"], "expected numbers"),
+        ([str(plain), "--eps", "2,-3"], "are positive, in 1/255 of the pixels' range, got 2,-3"),
         (["nowhere"], "neither a folder of runs"),
         (["my_models:small"], "--data: missing"),
     ):

@@ -31,13 +31,17 @@ def diagnose(
     steps: Annotated[int, typer.Option(min=1, help="Steps of PGD, each of eps / 4.")] = 10,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the diagnosis of a single model here too.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the diagnosis here too; a model's attention maps go beside it as PNG."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy, calibration, robustness, gradients, attention, conditioning and generalization.
 
-    A trial's diagnosis is kept in its folder as diagnose.json, where `dampen report` finds it."""
+    A trial's diagnosis is kept in its folder as diagnose.json, where `dampen report` finds it, with its attention maps
+    as pictures; sections that were measured before stay."""
     from dampen.lab.diagnose import SECTIONS, Settings
     from dampen.lab.errors import ConfigError
     from dampen.lab.record import write_json
@@ -50,10 +54,14 @@ def diagnose(
         sizes = tuple(float(e) for e in eps.split(","))
     except ValueError:
         problems.append(f"--eps: expected numbers separated by commas, got {eps!r}")
+    else:
+        if not all(0 < e < float("inf") for e in sizes):
+            problems.append(f"--eps: sizes of attacks are positive, in 1/255 of the pixels' range, got {eps}")
     if problems:
         raise ConfigError("dampen diagnose", problems)
     settings = Settings(examples=examples, attack_examples=attack_examples, eps=sizes, steps=steps)
-    results = _results(what, settings, chosen, data, model, data_dir, partial, fresh)
+    picture = None if output is None else output.with_suffix(".png")
+    results = _results(what, settings, chosen, data, model, data_dir, partial, fresh, picture)
     if output is not None:
         write_json(output, results[0] if len(results) == 1 else results)
     if as_json:
@@ -71,6 +79,7 @@ def _results(
     data_dir: str | None,
     partial: bool,
     fresh: bool,
+    picture: Path | None,
 ) -> list[dict[str, Any]]:
     from dampen.lab.diagnose import diagnose, find_trials, from_model, from_run
     from dampen.lab.diagnose.keep import keep, kept
@@ -92,6 +101,7 @@ def _results(
             results.append(found)
         if not folders:
             trained = from_model(what, data, model, data_dir, partial)
+            trained.picture = picture
             results.append(
                 diagnose(trained, settings, only, lambda s, d, n: bar.update(task, description=s, completed=d, total=n))
             )

@@ -120,8 +120,9 @@ def pac_bayes_bound(
 
     `prior` holds w0 by parameter name, e.g. a copy of the initial weights; None means zeros. It and `prior_sigma`
     (default: sigma) must not depend on the training data; whoever tries several values on the data and keeps the best
-    says how many with `choices` (union bound). Frozen parameters get no noise and count as fixed in advance.
-    BatchNorm's running statistics come from the data and no KL accounts for them, so such models are refused.
+    says how many with `choices`: delta and delta_mc are then shared out among them (union bound). Frozen parameters get
+    no noise and count as fixed in advance. BatchNorm's running statistics come from the data and no KL accounts for
+    them, so such models are refused.
 
     The KL here is that of the whole weight vector. AttentionDrop (arXiv 2504.12088) prints a KL per logit which is
     negative for sigma > 0.242 and must not be used as printed: a KL divergence is never negative, and a negative one
@@ -157,7 +158,7 @@ def pac_bayes_bound(
                     p.copy_(w + sigma * noise.to(w))
             total += _error(model, train)[0]
     noisy = total / draws
-    noisy_bound = binary_kl_inverse(noisy, math.log(1 / delta_mc) / draws)
+    noisy_bound = binary_kl_inverse(noisy, math.log(choices / delta_mc) / draws)
     bound = binary_kl_inverse(noisy_bound, (kl + math.log(2 * math.sqrt(n) * choices / delta)) / n)
     return PacBayesBound(
         bound, noisy, noisy_bound, error, kl, n, parameters, sigma, prior_sigma, draws, delta, delta_mc, choices, seed

@@ -14,16 +14,19 @@ from dampen.lab.report.stored import MEASURED
 
 
 def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the diagnosis where `dampen report` looks for it; sections measured before with the same settings stay."""
+    """Write the diagnosis where `dampen report` looks for it; sections of this trial that were measured before stay,
+    with the settings they were measured with."""
     import torch
 
     from dampen.lab.environment import describe
 
     before = _read(folder)
-    old = before if before.get("settings") == _plain(result["settings"]) else {}
+    old = before if before.get("trial") == result["trial"] else {}
     merged = {k: v for k, v in {**old, **result}.items() if k not in result["skipped"]}
     skipped = {**old.get("skipped", {}), **result["skipped"]}
     merged["skipped"] = {name: why for name, why in skipped.items() if name not in merged}
+    now = dict.fromkeys(result["seconds"], result["settings"])
+    merged["measured_with"] = {**_measured_with(old), **now}
     merged["seconds"] = {**old.get("seconds", {}), **result["seconds"]}
     merged["environment"] = describe(torch.get_num_threads(), "cpu")
     plain = _plain(merged)
@@ -35,8 +38,15 @@ def kept(folder: Path, settings: Settings, only: Sequence[str] = ()) -> dict[str
     """What was measured before, if it is of this trial, with these settings, and has all that is asked for."""
     found = _read(folder)
     wanted = [name for name in SECTIONS if not only or name in only]
-    same = found.get("trial") == Record(folder).trial().id and found.get("settings") == _plain(asdict(settings))
-    return found if same and all(n in found or n in found["skipped"] for n in wanted) else None
+    if found.get("trial") != Record(folder).trial().id:
+        return None
+    used, asked = _measured_with(found), _plain(asdict(settings))
+    return found if all(used.get(name) == asked for name in wanted) else None
+
+
+def _measured_with(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of each section; records of the first kind had the same for all."""
+    return found.get("measured_with") or dict.fromkeys(found.get("seconds", {}), found.get("settings"))
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from dampen.lab.diagnose.trained import Trained, inputs_of
 from dampen.lab.losses import task_loss
 
+COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps", "draws")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -30,6 +32,17 @@ class Settings:
     sigmas: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
     draws: int = 25
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be 1 or more: got {getattr(self, name)}" for name in COUNTS if getattr(self, name) < 1
+        ]
+        for name in ("eps", "sigmas"):
+            values = getattr(self, name)
+            if not values or not all(0 < v < math.inf for v in values):
+                problems.append(f"{name} must be positive numbers: got {', '.join(map(str, values)) or 'none'}")
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
 
 
 def diagnose(
@@ -174,7 +187,7 @@ def _bound(t: Trained, s: Settings) -> dict[str, Any]:
         best = found if best is None or found.bound < best.bound else best
     if best is None:
         raise ValueError("the bound needs at least one sigma: got none.")
-    return {**asdict(best), "prior": "the weights before training" if t.initial else "zeros"}
+    return {**asdict(best), "prior": "the initial weights, before any training" if t.initial else "zeros"}
 
 
 def _some_inputs(t: Trained, count: int) -> Any:

@@ -1,7 +1,9 @@
-"""Where a model looks: attention rollout of a few test images, as the report draws it and as a PNG."""
+"""Where a model looks: attention rollout of a few test images, as the report draws it and as a PNG; another PNG for
+every head of every layer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ def attention_pictures(t: Trained, count: int) -> dict[str, Any]:
     images = pixels.from_data(inputs)
     with torch.no_grad(), in_mode(t.model):
         predicted = run(t.model, inputs).argmax(-1)
-    relevance = rollout(attention_weights(t.model, inputs))
+    weights = attention_weights(t.model, inputs)
+    relevance = rollout(weights)
     rows, columns = grid_of(relevance.shape[-1], None)
     if rows * columns == relevance.shape[-1]:  # no class token: what all patches look at
         relevance = relevance.mean(1, keepdim=True).expand_as(relevance)
@@ -37,12 +40,26 @@ def attention_pictures(t: Trained, count: int) -> dict[str, Any]:
         for label, said, image, found in zip(target.tolist(), predicted.tolist(), images, maps, strict=True)
     ]
     result: dict[str, Any] = {"what": "attention rollout, what the class token looks at", "examples": examples}
-    if t.folder is not None:
+    if t.picture is not None:
         size = (max(64, images.shape[-2]), max(64, images.shape[-1]))
         large = F.interpolate(images, size=size, mode="nearest").expand(-1, 3, -1, -1)
         strip = torch.cat([large, overlay(large, token_map(relevance, size=size))], dim=-2)
-        result["file"] = save_images(strip, t.folder / "attention.png").name
+        result["file"] = save_images(strip, t.picture).name
+        heads = head_maps(weights, large[0], size)
+        result["heads_file"] = save_images(heads, t.picture.with_stem(f"{t.picture.stem}-heads")).name
     return result
+
+
+def head_maps(weights: Mapping[str, Tensor], image: Tensor, size: tuple[int, int]) -> Tensor:
+    """What each head of each layer looks at in the first image: (heads, 3, layers * height, width), a layer per row."""
+    from dampen.diagnostics import overlay, token_map
+
+    rows = []
+    most = max(a.shape[1] for a in weights.values())
+    for a in weights.values():
+        seen = overlay(image.expand(a.shape[1], -1, -1, -1), token_map(a[0], size=size))
+        rows.append(F.pad(seen, (0, 0, 0, 0, 0, 0, 0, most - a.shape[1]), value=1.0))
+    return torch.cat(rows, dim=-2)
 
 
 def _of_different_classes(split: Any, count: int) -> Tensor:

@@ -16,14 +16,16 @@ from dampen.diagnostics.pixels import Pixels
 from dampen.lab.build import derive, load_data, make_model, seed_all
 from dampen.lab.checkpoint import load_newest, rng_state, set_rng_state
 from dampen.lab.errors import ConfigError, LabError
-from dampen.lab.pretraining import load_pretrained
 from dampen.lab.record import PRETRAIN, Record
 from dampen.lab.specs import build_methods
+
+PICTURE = "attention.png"
 
 
 @dataclass
 class Trained:
-    """What is diagnosed. `initial` holds the weights before training, where they are known."""
+    """What is diagnosed. `initial` holds random weights that no data has touched, where they are known: those before
+    training, also where a pretraining went before. Pictures go to `picture`, and beside it."""
 
     name: str
     model: nn.Module
@@ -33,7 +35,7 @@ class Trained:
     batch_size: int = 64
     label_smoothing: float = 0.0
     trial: str | None = None
-    folder: Path | None = None
+    picture: Path | None = None
 
     def batches(self, split: str, examples: int, size: int | None = None) -> Batches:
         """Batches (inputs, labels) of the first `examples` of a split; labels that do not count are -100."""
@@ -100,11 +102,9 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
         raise LabError(f"{folder} is a masked autoencoder's training; diagnose the classifier above it.")
     data = load_data(trial.data, data_dir)
     before = rng_state(torch.device("cpu"))
-    seed_all(derive(trial.seed, "init"))  # as Session does: the weights from which this trial started
+    seed_all(derive(trial.seed, "init"))  # as Session does: the same initial weights
     model = make_model(trial.model, data.model_args)
     set_rng_state(before, torch.device("cpu"))
-    if trial.pretrain:
-        load_pretrained(folder).enter(model)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_state_dict(state["model"])
     handle = None
@@ -116,7 +116,9 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
     name = " + ".join(m["name"] for m in trial.methods) or "plain"
     smoothing = trial.train.label_smoothing
     size = min(trial.train.batch_size, len(data.train))
-    return Trained(f"{name}, seed {trial.seed}", model, data, handle, initial, size, smoothing, trial.id, folder)
+    return Trained(
+        f"{name}, seed {trial.seed}", model, data, handle, initial, size, smoothing, trial.id, folder / PICTURE
+    )
 
 
 def from_model(
