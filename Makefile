@@ -27,7 +27,7 @@ check: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: install
-	$(BIN)/dampen bench --json benchmarks/records/bench.json
+	$(BIN)/dampen bench -o benchmarks/records/bench.json
 
 docs: install
 	$(BIN)/mkdocs build --strict

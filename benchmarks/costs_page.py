@@ -2,8 +2,8 @@
 
 python -m benchmarks.costs_page [--check]
 
-benchmarks/records/bench.json              dampen bench --json
-benchmarks/records/bench_long.json         dampen bench --long --json: over the length and over the batch
+benchmarks/records/bench.json              dampen bench -o
+benchmarks/records/bench_long.json         dampen bench --long -o: over the length and over the batch
 benchmarks/records/stochastic_memory.json  python -m benchmarks.stochastic_memory
 benchmarks/records/overhead_off.json       python -m benchmarks.overhead_off
 """
@@ -28,13 +28,16 @@ Record = dict[str, Any]
 def steps_table(record: Record) -> list[str]:
     """Ours beside its target and beside the paper's own formulation."""
     published = {entry["ours"]: (name, entry) for name, entry in record["papers"].items()}
-    lines = ["| | a step with it, 95 % interval | n | target | as published | memory | as published |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = [
+        "| | a step with it, 95 % interval | n | target | as published | ours / published | memory | as published |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for name, entry in record["ratios"].items():
         goal = record["targets"].get(name)
         target = f"≤ {goal['target']:.2f}: {'met' if goal['met'] else '**not met**'}" if goal else ""
         paper, theirs = published.get(name, ("", None))
         cells = [ratio(entry), str(entry["rounds"]), target, ratio(theirs) if theirs else ""]
+        cells.append(ratio(theirs["ours_over_it"]) if theirs else "")
         cells.append(f"{record['memory'][name]['ratio']:.2f}x")
         cells.append(f"{record['memory'][paper]['ratio']:.2f}x" if theirs else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -43,11 +46,15 @@ def steps_table(record: Record) -> list[str]:
 
 def instead_table(record: Record) -> list[str]:
     """What a user would pick instead."""
-    lines = ["| instead | a step with it, 95 % interval | n | memory |", "|---|---|---|---|"]
+    lines = [
+        "| instead | a step with it, 95 % interval | n | our drop_attention / it | memory |",
+        "|---|---|---|---|---|",
+    ]
     rows = {n: e for n, e in record["plain"].items() if n != "best"} | record["alternatives"]
     for name, entry in rows.items():
         memory = f"{record['memory'][name]['ratio']:.2f}x"
-        lines.append(f"| {name} | {ratio(entry)} | {entry['rounds']} | {memory} |")
+        over = ratio(entry["ours_over_it"]) if "ours_over_it" in entry else ""
+        lines.append(f"| {name} | {ratio(entry)} | {entry['rounds']} | {over} | {memory} |")
     return lines
 
 

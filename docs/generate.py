@@ -2,7 +2,7 @@
 
     python -m docs.generate [--check]
 
-The costs come from the committed record `benchmarks/records/bench.json`, which `dampen bench --json` regenerates; a
+The costs come from the committed record `benchmarks/records/bench.json`, which `dampen bench -o` regenerates; a
 method without a measurement says so. With `--check` nothing is written, and the exit code says whether anything is
 out of date.
 """

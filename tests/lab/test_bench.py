@@ -73,6 +73,13 @@ def test_the_best_reference_counts():
     assert {name: r.median for name, r in found.items()} == {"fused": 2.0, "unfused": 1.0, "other": 3.0}
 
 
+def test_two_variants_are_compared_round_by_round_whatever_the_machine_does_between():
+    machine = Machine({"plain": 1.0, "ours": 1.2, "theirs": 2.4}, drift=lambda now: 1 + now / 50)
+    timings = timing.time_rounds(machine.variants(), "plain", rounds=21, every=1, clock=machine.clock)
+    assert timings.between("ours", "theirs").median == pytest.approx(0.5, rel=0.02)
+    assert timings.between("theirs", "plain").median == timings.ratios()["theirs"].median
+
+
 def test_a_long_round_times_the_reference_among_every_few_variants():
     machine = Machine({"plain": 1.0, **{f"v{i}": 1.0 + i for i in range(10)}})
     found = compare(machine.variants(), "plain", rounds=7, every=3, clock=machine.clock)
@@ -513,13 +520,16 @@ def test_steps_over_the_batch():
 def test_command_prints_a_table_and_writes_the_record(tmp_path):
     path = tmp_path / "bench.json"
     arguments = ["bench", "--model", TINY, "--batch", "2", "--rounds", "1", "--methods", "drop_path, drop_key"]
-    done = CliRunner().invoke(build("bench"), [*arguments, "--json", str(path)])
+    done = CliRunner().invoke(build("bench"), [*arguments, "-o", str(path)])
     assert done.exit_code == 0, done.output
     assert "drop_key cross" in done.output
     found = json.loads(path.read_text())
     assert set(found["ratios"]) == {"drop_path", "drop_key", "drop_key column", "drop_key block", "drop_key cross"}
     assert list(found["papers"]) == ["DropKey, algorithm 1"]
     assert statistics.median([found["ratios"]["drop_key"]["median"]]) > 0
+    assert found["papers"]["DropKey, algorithm 1"]["ours_over_it"]["median"] > 0
+    printed = CliRunner().invoke(build("bench"), [*arguments, "--json"])
+    assert set(json.loads(printed.stdout)["ratios"]) == set(found["ratios"])
 
 
 def test_command_explains_what_is_wrong():

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from dampen.cli.common import command, print_json
+from dampen.cli.common import Json, command, print_json
 
 
 @command(
@@ -17,7 +17,7 @@ from dampen.cli.common import command, print_json
 dampen bench --batch 16 --methods drop_key,explicit_dropout
 dampen bench --methods "drop_key(rate=0.3), drop_path + drop_head" --rounds 9
 dampen bench --model timm/vit_tiny_patch16_224 --batch 8 --dtype bfloat16 --seconds 300
-dampen bench --long --json bench.json --chart bench.svg"""
+dampen bench --long -o bench.json --chart bench.svg"""
 )
 def bench(
     model: Annotated[str, typer.Option(help="vit, 'vit(depth=4)', encoder, language, seq2seq, or timm/NAME.")] = "vit",
@@ -36,10 +36,9 @@ def bench(
     long: Annotated[
         bool, typer.Option("--long", help="Also attention alone over its length, and steps over the batch.")
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the record here; - prints it instead of the table.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the record here, as JSON.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a chart here: .svg, .png or .html.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure a training step with each method against the best plain step, beside the papers' own formulations."""
     from dampen.lab.bench import Options, bench
@@ -52,7 +51,6 @@ def bench(
     if chart is not None and chart.suffix not in CHARTS:
         raise ConfigError("The bench", [f"--chart: got {chart.name!r}; the name ends in {', '.join(CHARTS)}"])
     options = Options(model, batch, dtype, device, threads, methods, rounds, seconds, clock, long)
-    printed = json_path is not None and str(json_path) == "-"
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
         record = bench(
@@ -60,9 +58,9 @@ def bench(
         )
     if chart is not None:
         save_chart(record, chart)
-    if json_path is not None and not printed:
-        write_json(json_path, record)
-    if printed:
+    if output is not None:
+        write_json(output, record)
+    if as_json:
         print_json(record)
         return
     console = Console(highlight=False)

@@ -34,7 +34,47 @@ class Ratio:
         return f"{self.median:.3f}x [{self.low:.3f}, {self.high:.3f}], n={self.rounds}"
 
 
+Pair = tuple[float, dict[str, float]]
+"""One timing, and what each reference took beside it."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Everything that was timed: per variant one pair for each round it took part in."""
+
+    pairs: dict[str, list[Pair]]
+    references: tuple[str, ...]
+
+    def ratios(self) -> dict[str, Ratio]:
+        """Every variant against the best reference."""
+        return summarize(self.pairs, self.references)
+
+    def between(self, ours: str, theirs: str) -> Ratio:
+        """One variant against another, round by round, each first against the reference beside it.
+
+        >>> timings = Timings({"plain": [(1.0, {"plain": 1.0})] * 5, "a": [(3.0, {"plain": 1.0})] * 5,
+        ...                    "b": [(4.0, {"plain": 2.0})] * 5}, ("plain",))
+        >>> timings.between("a", "b").median
+        1.5
+        """
+        best = best_of(self.pairs, self.references)
+        found = [[t / beside[best] for t, beside in self.pairs[name]] for name in (ours, theirs)]
+        return _ratio(list(zip(*found, strict=False)))
+
+
 def compare(
+    variants: Mapping[str, Callable[[], Any]], reference: str | tuple[str, ...], **options: Any
+) -> dict[str, Ratio]:
+    """Time every variant against the reference; the options are those of `time_rounds`.
+
+    >>> results = compare({"a": lambda: sum(range(2000)), "b": lambda: sum(range(8000))}, "a", rounds=9)
+    >>> results["a"].median, results["b"].median > 1.5
+    (1.0, True)
+    """
+    return time_rounds(variants, reference, **options).ratios()
+
+
+def time_rounds(
     variants: Mapping[str, Callable[[], Any]],
     reference: str | tuple[str, ...],
     *,
@@ -45,7 +85,7 @@ def compare(
     enough: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Ratio]:
+) -> Timings:
     """Time every variant once per round, in an order drawn anew each round, against the reference of the same round.
 
     Args:
@@ -60,16 +100,12 @@ def compare(
             rounds that are left go to those of which less is known.
         clock: `time.process_time` where neighbors disturb the wall clock, with a single thread.
         progress: called with the number of rounds done.
-
-    >>> results = compare({"a": lambda: sum(range(2000)), "b": lambda: sum(range(8000))}, "a", rounds=9)
-    >>> results["a"].median, results["b"].median > 1.5
-    (1.0, True)
     """
     references = (reference,) if isinstance(reference, str) else reference
     for run in variants.values():
         run()
     pairs: dict[str, list[Pair]] = {name: [] for name in variants}
-    start, shuffle, results = time.perf_counter(), random.Random(0), {}
+    start, shuffle = time.perf_counter(), random.Random(0)
     waiting = [name for name in variants if name not in references]
     for done in range(1, rounds + 1):
         for group in _groups(waiting, every, shuffle):
@@ -94,11 +130,7 @@ def compare(
             waiting = [name for name in waiting if results[name].width > enough]
         if time.perf_counter() - start > seconds or (enough is not None and not waiting):
             break
-    return results
-
-
-Pair = tuple[float, dict[str, float]]
-"""One timing, and what each reference took beside it."""
+    return Timings(pairs, references)
 
 
 def summarize(pairs: Mapping[str, list[Pair]], references: Sequence[str]) -> dict[str, Ratio]:
@@ -108,8 +140,13 @@ def summarize(pairs: Mapping[str, list[Pair]], references: Sequence[str]) -> dic
     >>> print(summarize(pairs, ["plain"])["twice"])
     2.000x [2.000, 2.000], n=5
     """
-    best = min(references, key=lambda name: statistics.median(t for t, _ in pairs[name]))
+    best = best_of(pairs, references)
     return {name: _ratio([(t, beside[best]) for t, beside in found]) for name, found in pairs.items()}
+
+
+def best_of(pairs: Mapping[str, list[Pair]], references: Sequence[str]) -> str:
+    """The reference that is best in the median."""
+    return min(references, key=lambda name: statistics.median(t for t, _ in pairs[name]))
 
 
 def _groups(names: list[str], size: int | None, shuffle: random.Random) -> list[list[str]]:

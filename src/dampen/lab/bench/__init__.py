@@ -1,7 +1,7 @@
 """What each method costs: training steps against the best plain step, beside the papers' own formulations and what one
 would pick instead, in one process with interleaved rounds.
 
-    dampen bench --json benchmarks/records/bench.json
+    dampen bench -o benchmarks/records/bench.json
 """
 
 from dampen.lab.bench.memory import peak_memory

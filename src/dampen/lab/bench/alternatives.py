@@ -79,6 +79,8 @@ def _is_plain(module: Any) -> bool:
     )
 
 
+INSTEAD_OF = "drop_attention"
+"""What of ours does what the alternatives do."""
 ALTERNATIVES: dict[str, Callable[[Subject], Callable[[], None]]] = {
     "timm attn_drop, fused": replaced(lambda m: TimmAttention(m, 0.1, fused=True)),
     "timm attn_drop, unfused": replaced(lambda m: TimmAttention(m, 0.1, fused=False)),

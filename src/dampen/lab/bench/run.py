@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.lab.bench.alternatives import ALTERNATIVES
+from dampen.lab.bench.alternatives import ALTERNATIVES, INSTEAD_OF
 from dampen.lab.bench.memory import peak_memory
 from dampen.lab.bench.papers import PAPERS, attention_as, unfused
 from dampen.lab.bench.subject import Subject, make_subject
 from dampen.lab.bench.variants import Variant, find_variants
 from dampen.lab.report.stored import BENCH
-from dampen.lab.timing import Ratio, compare, machine
+from dampen.lab.timing import Timings, machine, time_rounds
 
 NOISY = 0.03
 """An interval wider than this, as a fraction of its median, cannot tell small costs apart."""
@@ -71,7 +71,7 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
     papers = _built({n: partial(b, subject) for n, b in published.items()}, skipped, "papers", progress)
     others = _built({n: partial(b, subject) for n, b in instead.items()}, skipped, "alternatives", progress)
     steps = {**plain, **ours, **papers, **others}
-    ratios = compare(
+    timings = time_rounds(
         steps,
         (FUSED, UNFUSED),
         rounds=options.rounds,
@@ -82,7 +82,7 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
         progress=lambda done: progress("rounds", done, options.rounds),
     )
     memory = _memory(steps, options.device, progress)
-    record = _record(options, subject, variants, ratios, memory, {"ours": ours, "papers": papers, "others": others})
+    record = _record(options, subject, variants, timings, memory, {"ours": ours, "papers": papers, "others": others})
     record["skipped"] = skipped
     if options.long:
         from dampen.lab.bench.scaling import scale_attention, scale_batch
@@ -159,10 +159,11 @@ def _record(
     options: Options,
     subject: Subject,
     variants: list[Variant],
-    ratios: Mapping[str, Ratio],
+    timings: Timings,
     memory: Mapping[str, int],
     groups: Mapping[str, Mapping[str, Step]],
 ) -> dict[str, Any]:
+    ratios = timings.ratios()
     best = next(n for n in (FUSED, UNFUSED) if ratios[n].low == ratios[n].high == 1.0)  # the one all others are over
     least = memory[best]
     designed = options.model == "vit" and options.dtype == "float32"  # the targets are for this model alone
@@ -170,6 +171,11 @@ def _record(
     def entry(name: str) -> dict[str, Any]:
         fastest = ratios[name].seconds / ratios[best].seconds  # of the least times seen: what noise disturbs least
         return {**asdict(ratios[name]), "fastest": fastest, "noisy": ratios[name].width > NOISY}
+
+    def rival(name: str, ours: str) -> dict[str, Any]:
+        """The other's cost against the plain step, and ours against the other's."""
+        found = {"ours": ours, **entry(name)}
+        return found if ours not in groups["ours"] else {**found, "ours_over_it": asdict(timings.between(ours, name))}
 
     targets = {v.name: v.target for v in variants if designed and v.target is not None and v.name in ratios}
     return {
@@ -181,8 +187,8 @@ def _record(
         "plain": {"best": best, **{name: entry(name) for name in (FUSED, UNFUSED)}},
         "ratios": {name: entry(name) for name in groups["ours"]},
         "targets": {n: {"target": t, "met": ratios[n].median <= t} for n, t in targets.items()},
-        "papers": {name: {"ours": PAPERS[name][0], **entry(name)} for name in groups["papers"]},
-        "alternatives": {name: entry(name) for name in groups["others"]},
+        "papers": {name: rival(name, PAPERS[name][0]) for name in groups["papers"]},
+        "alternatives": {name: rival(name, INSTEAD_OF) for name in groups["others"]},
         "memory": {name: {"bytes": b, "ratio": b / least} for name, b in memory.items()},
         "variants": {v.name: v.text + (", upper half of the layers" if v.upper else "") for v in variants},
         "noisy": [name for name, ratio in ratios.items() if ratio.width > NOISY],

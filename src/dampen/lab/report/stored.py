@@ -64,7 +64,7 @@ def unpack(path: Path, content: Any, folder: Path) -> None:
     if not isinstance(content, dict) or content.get("kind") != KIND or not isinstance(content.get("folders"), dict):
         raise LabError(
             f"{path} is no file of records; `dampen report RUNS -o FILE --format pack` writes one, "
-            "and `dampen bench --json FILE` one of costs."
+            "and `dampen bench -o FILE` one of costs."
         )
     if content.get("version") != VERSION:
         raise LabError(
