@@ -105,13 +105,17 @@ def accuracy_table(content: dict[str, Any], reference: str, against: Mapping[str
         else:
             c = compared[name]
             interval = f" [{c.low:+.1f}, {c.high:+.1f}]" if c.n > 1 else ""
-            cells = [f"{c.difference:+.1f}{interval}", "" if c.p is None else f"{c.p:.3f}"]
+            cells = [f"{c.difference:+.1f}{interval}", _chance(c.corrected)]
         spread = f" ± {s.sd:.1f}" if s.n > 1 else ""
         losses = [t["train_loss"] for t in content["rows"][name] if "train_loss" in t]
         cells.append(f"{statistics.fmean(losses):.2f}" if losses else "")
         ours = f"{s.mean:.1f}{spread} ({s.n})"
         lines.append(f"| {name} | {'' if said is None else f'{said:.1f}'} | {ours} | {' | '.join(cells)} |")
     return lines
+
+
+def _chance(p: float | None) -> str:
+    return "" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 def layer_table(rows: Rows, names: Sequence[str], last: bool = True) -> list[str]:
