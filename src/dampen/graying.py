@@ -38,10 +38,15 @@ def gray_svd(x: Tensor, eps: float = 0.7, restore_scale: bool = True) -> Tensor:
         return x
     wide = x.shape[-2] < x.shape[-1]
     tall = (x.mT if wide else x).double()
-    if tall.requires_grad and torch.is_grad_enabled():
-        y = cast(Tensor, _GraySvd.apply(tall, eps, restore_scale))
-    else:
-        y = _gray_tall(tall, eps, restore_scale)[0]
+    try:
+        if tall.requires_grad and torch.is_grad_enabled():
+            y = cast(Tensor, _GraySvd.apply(tall, eps, restore_scale))
+        else:
+            y = _gray_tall(tall, eps, restore_scale)[0]
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(
+            "Token Graying by SVD found no eigenvalues: the tokens hold NaN or infinity. Look at the images that go in."
+        ) from error
     return (y.mT if wide else y).to(x.dtype)
 
 

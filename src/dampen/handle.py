@@ -291,5 +291,5 @@ def _logits(output: Any, take: Callable[[Any], Tensor] | None) -> Tensor:
         return value.logits
     raise TypeError(
         f"the model's output is a {type(value).__name__}, neither a tensor nor an object with .logits. "
-        "Say where the logits are: reg.loss(forward, criterion, logits=lambda out: out['scores'])."
+        "Say where the logits are: reg.loss(forward, criterion, logits=lambda out: out['scores']), or out[0]."
     )

@@ -341,3 +341,11 @@ def test_wrong_inputs():
         gray_images(torch.zeros(3, 9, 9), 4)
     with pytest.raises(RuntimeError, match="patch size"):
         dampen.TokenGraying().inputs(torch.zeros(1, 3, 8, 8))
+
+
+def test_images_that_are_not_finite_are_refused_in_words():
+    images = torch.full((2, 3, 8, 8), float("nan"))
+    model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16)
+    dampen.regularize(model, dampen.TokenGraying("svd"))
+    with pytest.raises(ValueError, match="the tokens hold NaN or infinity. Look at the images"):
+        model(images)

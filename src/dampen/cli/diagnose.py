@@ -109,7 +109,7 @@ def _results(
 
 
 def _print(results: list[dict[str, Any]], what: str) -> None:
-    from dampen.lab.diagnose.output import diagnosis_table, layers_table
+    from dampen.lab.diagnose.output import FEW, diagnosis_table, layers_table
 
     console = Console(highlight=False)
     console.print(diagnosis_table(results))
@@ -120,5 +120,7 @@ def _print(results: list[dict[str, Any]], what: str) -> None:
     said = {f"{section}: {reason}" for r in results for section, reason in r["skipped"].items()}
     for line in sorted(said):
         console.print(f"Not measured: {line}", soft_wrap=True, markup=False)
+    if len(results) > FEW:
+        console.print("All numbers of every model: --json, or the report.", soft_wrap=True)
     if Path(what).is_dir():
         console.print(f"Next: dampen report {what}", soft_wrap=True, markup=False)

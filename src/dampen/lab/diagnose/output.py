@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.table import Table
 
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "accuracy": lambda r: f"{100 * r['calibration']['accuracy']:.1f} %",
+    "95 % interval": lambda r: _interval(r["calibration"]),
+    "NLL": lambda r: f"{r['calibration']['nll']:.3f}",
+    "Brier": lambda r: f"{r['calibration']['brier']:.3f}",
+    "ECE": lambda r: f"{r['calibration']['ece']:.3f}",
+    "adaptive ECE": lambda r: f"{r['calibration']['adaptive_ece']:.3f}",
+    "FGSM": lambda r: _attack(r, "fgsm"),
+    "PGD": lambda r: _attack(r, "pgd"),
+    "corrupted": lambda r: f"{100 * r['corruptions']['mean_accuracy']:.1f} %",
+    "gradient variance": lambda r: f"{r['gradient_variance']['normalized']:.3f}",
+    "gap": lambda r: f"{100 * r['generalization']['accuracy_gap']:.1f} %",
+    "PAC-Bayes bound": lambda r: f"{r['generalization']['pac_bayes']['bound']:.3f}",
+}
+SHORT = ("accuracy", "NLL", "ECE", "PGD", "corrupted", "gap")
+"""What fits into a line of 80 characters; the rest is in the record and in the report."""
+FEW = 3
+
 
 def diagnosis_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Accuracy, calibration, robustness, gradients and generalization, one model per line."""
+    """Accuracy, calibration, robustness, gradients and generalization: a few models side by side with everything, many
+    models in a line each."""
     table = Table(box=None, pad_edge=False, title=_settings(results[0]), title_justify="left")
-    columns: dict[str, Any] = {
-        "accuracy (95 %)": lambda r: _interval(r["calibration"]),
-        "NLL": lambda r: f"{r['calibration']['nll']:.3f}",
-        "Brier": lambda r: f"{r['calibration']['brier']:.3f}",
-        "ECE": lambda r: f"{r['calibration']['ece']:.3f}",
-        "adaptive ECE": lambda r: f"{r['calibration']['adaptive_ece']:.3f}",
-        "FGSM": lambda r: _attack(r, "fgsm"),
-        "PGD": lambda r: _attack(r, "pgd"),
-        "corrupted": lambda r: f"{100 * r['corruptions']['mean_accuracy']:.1f} %",
-        "gradient variance": lambda r: f"{r['gradient_variance']['normalized']:.3f}",
-        "gap": lambda r: f"{100 * r['generalization']['accuracy_gap']:.1f} %",
-        "PAC-Bayes bound": lambda r: f"{r['generalization']['pac_bayes']['bound']:.3f}",
-    }
-    shown = {title: get for title, get in columns.items() if any(_cell(get, r) != "-" for r in results)}
+    shown = {title: get for title, get in COLUMNS.items() if any(_cell(get, r) != "-" for r in results)}
     table.add_column("")
+    if len(results) <= FEW:
+        for result in results:
+            table.add_column(result["name"], justify="right", overflow="fold")
+        for title, get in shown.items():
+            table.add_row(title, *(_cell(get, r) for r in results))
+        return table
+    shown = {title: get for title, get in shown.items() if title in SHORT}
     for title in shown:
-        table.add_column(title, justify="right", overflow="fold")
+        table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         table.add_row(result["name"], *(_cell(get, result) for get in shown.values()))
     return table
@@ -68,7 +81,7 @@ def _cell(get: Any, result: dict[str, Any]) -> str:
 
 
 def _interval(c: dict[str, Any]) -> str:
-    return f"{100 * c['accuracy']:.1f} % ({100 * c['accuracy_low']:.1f} to {100 * c['accuracy_high']:.1f})"
+    return f"{100 * c['accuracy_low']:.1f} to {100 * c['accuracy_high']:.1f} %"
 
 
 def _attack(result: dict[str, Any], name: str) -> str:
