@@ -21,9 +21,10 @@ def grid_of(
     `patches` is the grid that the model itself makes, where that is known: an attention over all of its patches must
     be told that one (windows have grids of their own).
     """
-    whole = patches is not None and 0 <= keys - patches[0] * patches[1] <= prefix
-    if grid is None and whole:
-        return patches  # type: ignore[return-value]
+    if patches is not None and not 0 <= keys - patches[0] * patches[1] <= prefix:
+        patches = None  # this attention sees something else
+    if grid is None and patches is not None:
+        return patches
     if grid is None:
         side = math.isqrt(keys)
         grid = (side, side)
@@ -33,7 +34,7 @@ def grid_of(
             )
     if grid[0] * grid[1] > keys:
         raise ValueError(f"grid {grid} has {grid[0] * grid[1]} patches, but there are only {keys} keys.")
-    if whole and grid != patches:
+    if patches is not None and grid != patches:
         raise ValueError(f"grid {grid} does not match the model: its patches lie on {patches}. Give grid={patches}.")
     return grid
 

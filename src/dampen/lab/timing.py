@@ -123,9 +123,7 @@ def time_rounds(
             progress(done)
         if done < least:
             continue
-        references = tuple(
-            r for r in references if results[r].low <= 1
-        )  # one that is surely not the best has had its say
+        references = tuple(r for r in references if results[r].low <= 1)  # what is surely not the best had its say
         if enough is not None:
             waiting = [name for name in waiting if results[name].width > enough]
         if time.perf_counter() - start > seconds or (enough is not None and not waiting):

@@ -149,7 +149,9 @@ class Trial:
         plain = json.loads(json.dumps({"data": mapping["data"], "model": mapping["model"], "pretrain": pretrain}))
         names = {"seed": mapping.get("seed", 0), "sites": mapping.get("sites", "*"), "pretrain": plain["pretrain"]}
         trial = cls(plain["data"], plain["model"], methods, train, **names)
-        return (trial, []) if pretrain is None else (trial, _parse_pretraining(trial, f"{path}pretrain."))
+        if pretrain is not None:
+            problems = cls.parse(_before(trial), f"{path}pretrain.")[1]
+        return (None if problems else trial), problems
 
     def pretraining(self) -> Trial | None:
         """The trial that goes before this one: a masked autoencoder around the same encoder, on the same images.
@@ -206,12 +208,8 @@ def _check_pretrain(pretrain: Any, model: Any, path: str) -> list[str]:
     return problems
 
 
-def _parse_pretraining(trial: Trial, path: str) -> list[str]:
-    """Problems of the values, with the paths under which the user wrote them."""
-    return Trial.parse(_before(trial), path)[1]
-
-
 def _before(trial: Trial) -> dict[str, Any]:
+    """The plain data of the trial that goes before."""
     own, over = trial.to_dict(), trial.pretrain or {}
     encoder = {k: v for k, v in trial.model.items() if k in ENCODER}
     return {
