@@ -171,7 +171,7 @@ def test_bad_input_is_told_where_it_was_written(pretrained, change, words):
         Trial.from_dict({**pretrained().to_dict(), **change})
 
 
-def test_a_recipe_tells_the_problems_of_its_pretraining_with_the_others(tmp_path):
+def test_a_recipe_tells_the_problems_of_its_pretraining_with_the_others():
     recipe = comparison("digits", None, "drop_key", 1)
     recipe.base["pretrain"] = {"train": {"epochs": 0}}
     with pytest.raises(ConfigError, match=r"plain: pretrain\.train\.epochs: must be 1 or more, got 0"):
