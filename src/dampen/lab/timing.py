@@ -83,6 +83,7 @@ def time_rounds(
     least: int = 5,
     every: int | None = None,
     enough: float | None = None,
+    sure: int = 20,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int], None] | None = None,
 ) -> Timings:
@@ -97,7 +98,9 @@ def time_rounds(
         every: with many variants a round takes long, and the machine changes meanwhile; the reference is then timed
             again among every so many variants, which are paired with that one.
         enough: a variant whose interval is no wider than this, as a fraction of its median, is timed no more: the
-            rounds that are left go to those of which less is known.
+            rounds that are left go to those of which less is known. Not before `sure` rounds: a few values lie close
+            together by chance.
+        sure: see `enough`.
         clock: `time.process_time` where neighbors disturb the wall clock, with a single thread.
         progress: called with the number of rounds done.
     """
@@ -124,7 +127,7 @@ def time_rounds(
         if done < least:
             continue
         references = tuple(r for r in references if results[r].low <= 1)  # what is surely not the best had its say
-        if enough is not None:
+        if enough is not None and done >= sure:
             waiting = [name for name in waiting if results[name].width > enough]
         if time.perf_counter() - start > seconds or (enough is not None and not waiting):
             break
