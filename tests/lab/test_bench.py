@@ -514,6 +514,14 @@ def test_steps_over_the_batch():
     assert "ends before batch 2" in ended["stopped"]
 
 
+def test_a_row_that_cannot_run_at_a_length_is_left_out_there_and_nothing_is_lost():
+    options = Options(model=TINY, seconds=60.0)
+    found = scale_attention(find_variants("blurred_attention"), options, lambda *a: None, lengths=(64, 100))
+    assert [p["n"] for p in found["points"] if p["row"] == "blurred_attention"] == [64, 100]
+    assert [p["n"] for p in found["points"] if p["row"] == "blurred_attention grid"] == [64]
+    assert found["stopped"]["blurred_attention grid"].startswith("left out: n = 100 (grid (8, 8) has 64 patches")
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 

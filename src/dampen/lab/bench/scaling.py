@@ -28,7 +28,7 @@ LENGTHS = tuple(2**i for i in range(6, 15))  # 64 to 16384
 BATCHES = (1, 4, 16, 64)
 HEADS, SIZE = 8, 64
 ATTENTION, BLOCK = "plain SDPA", "plain block"
-CALLS = 5  # of each row at a length, at least: to warm up, to time, to count memory
+CALLS = 6  # of each row at a length, at least: to try, to warm up, to time, to count memory
 
 Row = Callable[[int], Callable[[], Any]]
 """From a length to something to call."""
@@ -45,6 +45,7 @@ def scale_attention(
     """
     families, stopped = _rows(variants, options)
     found: dict[str, list[Point]] = {name: [] for rows in families.values() for name in rows}
+    left_out: dict[str, str] = {}
     start = time.perf_counter()
     for i, n in enumerate(lengths):
         progress("attention over its length", i, len(lengths))
@@ -52,7 +53,7 @@ def scale_attention(
         for name, reason in _too_much(found, stopped, n, left).items():
             stopped[name] = reason
         for reference, rows in families.items():
-            runs = {name: make(n) for name, make in rows.items() if name not in stopped}
+            runs = _runnable({name: make for name, make in rows.items() if name not in stopped}, n, left_out)
             if reference not in runs or len(runs) < 2:
                 continue
             ratios = compare(runs, reference, rounds=9, seconds=3.0, least=3)
@@ -63,7 +64,21 @@ def scale_attention(
                 found[name].append({**point, "bytes": memory[name], "memory_ratio": share})
     shape = f"batch 1, {HEADS} heads of {SIZE}, {options.dtype}, forward and backward"
     points = [point for series in found.values() for point in series]
-    return {"what": f"{shape}; memory allocated inside the call", "points": points, "stopped": stopped}
+    return {"what": f"{shape}; memory allocated inside the call", "points": points, "stopped": {**left_out, **stopped}}
+
+
+def _runnable(rows: Mapping[str, Row], n: int, left_out: dict[str, str]) -> dict[str, Callable[[], Any]]:
+    """The rows that can run at length n, and in `left_out` why the others cannot: not every n is a grid of patches."""
+    runs: dict[str, Callable[[], Any]] = {}
+    for name, make in rows.items():
+        try:
+            runs[name] = make(n)
+            runs[name]()
+        except (ValueError, RuntimeError) as error:
+            runs.pop(name, None)
+            before = f"{left_out[name]}; " if name in left_out else "left out: "
+            left_out[name] = f"{before}n = {n} ({str(error).splitlines()[0].split('. ')[0]})"
+    return runs
 
 
 def _rows(variants: list[Variant], options: Options) -> tuple[dict[str, dict[str, Row]], dict[str, str]]:
