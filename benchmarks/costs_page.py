@@ -9,6 +9,7 @@ The records, in benchmarks/records, and what writes them:
     bench_explicit, bench_stochastic
                            dampen bench --threads 1 --clock cpu --methods ... -o
     bench_long             dampen bench --long -o (over the length and over the batch)
+    bench_16384            the same with few methods, which leaves time for 16,384 tokens
     stochastic_memory      python -m benchmarks.stochastic_memory --json
     overhead_off           python -m benchmarks.overhead_off --json
 """
@@ -100,14 +101,14 @@ def length_table(record: Record) -> list[str]:
         own = {p["n"]: f"{p['median']:.2f}x, {p['memory_ratio']:.2f}x" for p in points if p["row"] == row}
         lines.append(f"| {row} | {' | '.join(own.get(n, '-') for n in lengths)} |")
     what = record["scaling"]["what"]
-    lines += ["", f"{what[0].upper()}{what[1:]}."]
-    ended = [
-        f"- {name}: {why}." for name, why in record["scaling"]["stopped"].items() if why.startswith(("ends", "left"))
-    ]
+    lines += ["", f"{what[0].upper()}{what[1:]}. `{record['command']}`"]
+    ends: dict[str, list[str]] = {}
+    for name, why in record["scaling"]["stopped"].items():
+        if why.startswith("ends"):
+            ends.setdefault(why.split(":")[0].removeprefix("ends "), []).append(name)
+    told = [f"{place}: {' · '.join(names)}" for place, names in ends.items()]
     return (
-        [*lines, "", "A series ends where the next point would take too much time or memory:", "", *ended]
-        if ended
-        else lines
+        [*lines, "", f"A series ends where the next point would take too long. {'; '.join(told).capitalize()}."] if told else lines
     )
 
 
@@ -167,6 +168,8 @@ def sections() -> dict[str, list[str]]:
         found["memory"] = memory_table(memory)
     if (long := load("bench_long")) is not None:
         found |= {"lengths": length_table(long), "batches": batch_table(long)}
+    if (longest := load("bench_16384")) is not None:
+        found["longest"] = length_table(longest)
     if (off := load("overhead_off")) is not None:
         found["off"] = off_table(off)
     return found

@@ -71,7 +71,7 @@ def _lengths(record: dict[str, Any]) -> Figure:
     panels = []
     for key, title in (("median", "time / plain"), ("memory_ratio", "memory / plain")):
         x = alt.X("n:Q", title="tokens", scale=alt.Scale(type="log", base=2))
-        y = alt.Y(f"{key}:Q", title=title, scale=alt.Scale(type="log"))
+        y = alt.Y(f"{key}:Q", title=title, scale=alt.Scale(type="log", nice=False))
         look = {"color": palette.color(names, lines=True), "strokeDash": palette.dash(names)}
         chart = alt.Chart(alt.Data(values=points)).mark_line(point=True).encode(x=x, y=y, **look)
         panels.append(Panel(title, finish(chart.encode(tooltip=[tip("row:N", "row"), tip(f"{key}:Q", title)]), 300)))
