@@ -108,7 +108,9 @@ def length_table(record: Record) -> list[str]:
             ends.setdefault(why.split(":")[0].removeprefix("ends "), []).append(name)
     told = [f"{place}: {' · '.join(names)}" for place, names in ends.items()]
     return (
-        [*lines, "", f"A series ends where the next point would take too long. {'; '.join(told).capitalize()}."] if told else lines
+        [*lines, "", f"A series ends where the next point would take too long. {'; '.join(told).capitalize()}."]
+        if told
+        else lines
     )
 
 
