@@ -140,6 +140,20 @@ def test_rows_with_another_model_are_compared_among_themselves(tmp_path):
     assert [e.reference for e in table.entries] == [None, "plain", "plain", None, "Explicit v", "Explicit v"]
 
 
+def test_rows_of_a_plan_may_differ_in_their_pretraining_and_older_runs_know_none(tmp_path):
+    plan = write_study(tmp_path)
+    first, second, *_ = plan.rows
+    for trial in first.points[0].trials.values():
+        edit(tmp_path / trial / "config.json", pretrain={"train": {"epochs": 4}})
+    one = next(iter(second.points[0].trials.values()))
+    edit(tmp_path / one / "config.json", pretrain=None)  # as a newer version writes it, beside runs of an older one
+    (table,) = make_report([tmp_path]).tables
+    assert len(table.entries) == len(plan.rows)
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(ProtocolMismatch, match=r"pretrain\.train\.epochs: not set in 25 runs, 4 in 5 runs"):
+        make_report([tmp_path])
+
+
 def test_packed_records_give_the_same_report_as_the_folders(tmp_path):
     plan = write_study(tmp_path / "s")
     (tmp_path / "s" / next(iter(plan.trials)) / "weights-1.pt").write_bytes(b"large")

@@ -13,7 +13,7 @@ from dampen.lab.report.read import Run
 FREE = ("seed", "methods", "id", "sites")
 """What rows may differ in, beside the learning rate and the axes of the grid."""
 
-DECLARED = ("model.", "train.", "data.augment")
+DECLARED = ("model.", "train.", "data.augment", "pretrain")
 """What the rows of a plan may differ in as well, because the plan says so."""
 
 FACTS = ("examples.", "judged by")
@@ -28,7 +28,8 @@ class ProtocolMismatch(LabError):
 
 def protocol_of(run: Run, free: Iterable[str] = ()) -> dict[str, str]:
     """What must be equal for runs to be compared, flat, as text: data, model, training, size of the splits."""
-    flat = _flatten({k: v for k, v in run.config.items() if k not in FREE})
+    said = {k: v for k, v in run.config.items() if k not in FREE and v is not None}  # older runs know no pretraining
+    flat = _flatten(said)
     if run.final:
         counts = run.final.get("data", {}).get("examples", {})
         flat |= {f"examples.{k}": str(v) for k, v in counts.items()}
