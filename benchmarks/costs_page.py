@@ -129,7 +129,8 @@ def off_table(record: Record) -> list[str]:
     for name in dict.fromkeys(key.rsplit(", ", 1)[0] for key in record["ratios"]):
         cells = (f"{record['ratios'][f'{name}, {mode}']:.4f}x" for mode in ("train", "eval"))
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return [*lines, "", f"{record['model']}; {record['what']}. `{record['command']}`"]
+    note = f" ({record['note']})" if "note" in record else ""
+    return [*lines, "", f"{record['model']}; {record['what']}{note}. `{record['command']}`"]
 
 
 def ratio(entry: Mapping[str, float], digits: int = 2) -> str:
