@@ -62,7 +62,7 @@ class ResidualSocket(TorchFunctionMode):
             left, right = (self._is_stream(arg) for arg in args)
             if left != right:
                 return self._add(*args) if left else self._add(args[1], args[0])
-        self.read = self.read or (name not in _LOOKS and any(self._is_stream(arg) for arg in args))
+        self.read = self.read or (name not in _LOOKS and any(map(self._is_stream, (*args, *kwargs.values()))))
         out = call_torch(func, args, kwargs)
         if name in _SAME_STREAM and args and self._is_stream(args[0]):
             self.stream.append(out)
