@@ -95,6 +95,19 @@ def test_several_masks_merge():
     assert keep.flatten().tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize("keys", [1, 3, 7, 8, 9, 16, 65])
+@pytest.mark.parametrize("lay", ["contiguous", "expanded", "transposed"])
+def test_only_rows_without_any_key_get_one_back(keys, lay):
+    torch.manual_seed(0)
+    row = {"contiguous": (3, 2, 40, keys), "expanded": (3, 2, 40, 1), "transposed": (3, 2, keys, 40)}[lay]
+    keep = torch.rand(row) < 1.5 / keys  # some rows empty, some with one key, wherever it lies
+    keep = keep.transpose(-1, -2) if lay == "transposed" else keep.expand(3, 2, 40, keys)
+    back = give_back_one(keep, None)
+    empty = ~keep.any(-1, keepdim=True)
+    assert empty.any() or keys == 1
+    assert torch.equal(back & ~empty, keep) and (back.sum(-1, keepdim=True)[empty] == 1).all()
+
+
 def test_give_back_without_keys():
     assert give_back_one(torch.zeros(2, 3, 4, 0, dtype=torch.bool), None).shape == (2, 3, 4, 0)
 

@@ -30,7 +30,15 @@ def bernoulli(shape: Sequence[int], rate: Tensor, device: torch.device | None = 
 
 def drop(x: Tensor, rate: Tensor) -> Tensor:
     """Inverted dropout with a tensor as its rate: zero with probability `rate`, else divided by 1 - rate."""
-    return x.masked_fill(bernoulli(x.shape, rate, x.device), 0) * (1 / (1 - rate))
+    return zero_and_rescale(x, bernoulli(x.shape, rate, x.device), rate)
+
+
+def zero_and_rescale(x: Tensor, dropped: Tensor, rate: Tensor) -> Tensor:
+    """Zero what was dropped and divide the rest by 1 - rate.
+
+    One product with a factor of 0 or 1 / (1 - rate): on a CPU half the time of `masked_fill` and a product, forward
+    and backward, for a factor kept until the backward pass (as in `F.dropout`) instead of a bool."""
+    return x * (~dropped * (1 / (1 - rate)).to(x.dtype))
 
 
 def seed_rate(rate: Tensor, covered: int) -> Tensor:
@@ -86,7 +94,7 @@ def give_back_one(keep: Tensor, allowed: Tensor | None) -> Tensor:
     """Where a row of `keep` is all False, make one random key of those `allowed` True again."""
     if keep.shape[-1] == 0:
         return keep
-    empty = keep.view(torch.uint8).amax(-1, keepdim=True) == 0  # `any` on bool is four times as slow on a CPU
+    empty = _nothing_in_row(keep)
     draw = torch.rand(empty.shape, device=keep.device)
     if allowed is None:
         key = (draw * keep.shape[-1]).long().clamp(max=keep.shape[-1] - 1)
@@ -98,3 +106,9 @@ def give_back_one(keep: Tensor, allowed: Tensor | None) -> Tensor:
         key = by_visibility.expand(*keep.shape[:-1], -1).gather(-1, rank)
         back = empty & (count > 0)
     return keep.scatter(-1, key, keep.gather(-1, key) | back)
+
+
+def _nothing_in_row(keep: Tensor) -> Tensor:
+    """Which rows are all False, as (..., 1); eight entries at a time, because `any` over bools is slow on a CPU."""
+    words = F.pad(keep, (0, -keep.shape[-1] % 8)).contiguous().view(torch.int64)
+    return words.amax(-1, keepdim=True) == 0

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dampen.masks import bernoulli, dilate, seed_rate
+from dampen.masks import bernoulli, dilate, seed_rate, zero_and_rescale
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
@@ -61,7 +61,7 @@ class DropAttention(Regularizer):
         return self._dropped((*q.shape[:3], k.shape[2]), q.device, call)
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
-        return a.masked_fill(self._dropped(tuple(a.shape), a.device, call), 0) * (1 / (1 - self.rate))
+        return zero_and_rescale(a, self._dropped(tuple(a.shape), a.device, call), self.rate)
 
     def _dropped(self, shape: tuple[int, ...], device: torch.device, call: Call) -> Tensor:
         return self.draw(shape, device) if self.per_query else call.memory[self.serial]
