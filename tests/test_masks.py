@@ -105,7 +105,8 @@ def test_only_rows_without_any_key_get_one_back(keys, lay):
     back = give_back_one(keep, None)
     empty = ~keep.any(-1, keepdim=True)
     assert empty.any() or keys == 1
-    assert torch.equal(back & ~empty, keep) and (back.sum(-1, keepdim=True)[empty] == 1).all()
+    assert torch.equal(back & ~empty, keep)
+    assert (back.sum(-1, keepdim=True)[empty] == 1).all()
 
 
 def test_give_back_without_keys():

@@ -151,6 +151,23 @@ def test_what_was_diagnosed_stands_in_a_table_and_next_to_the_paper(tmp_path):
     assert diagnosed({}) == {}
 
 
+def test_a_published_cost_stands_next_to_the_measured_one(tmp_path):
+    write_study(tmp_path, departures=())
+    content = json.loads((tmp_path / "plan.json").read_text())
+    dropkey = next(row for row in content["rows"] if row["name"] == "DropKey")
+    dropkey["published"] |= {"cost_ratio": 1.05, "frobs": 3.0}
+    write(tmp_path / "plan.json", content)
+    report = make_report([tmp_path])
+    entry = report.tables[0].entry("DropKey")
+    ours = entry.measured("cost_ratio")
+    assert ours.n == 5
+    assert ours.mean == pytest.approx(1.05, rel=0.02)  # the synthetic trials cost that, give or take 1 %
+    assert entry.against["cost_ratio"].word in ("reproduced", "not reproduced")
+    assert entry.against["frobs"].reason == "not measured here"
+    assert f"| DropKey | step cost / reference | 1.05 | {ours.mean:.3f}" in report.render("md")
+    assert "step cost / reference" in report.render("html")
+
+
 def test_what_a_search_tried_is_shown(tmp_path):
     write_study(tmp_path)
     axes = [{"key": "train.lr", "low": 1e-4, "high": 1e-2, "log": True, "choices": []}]

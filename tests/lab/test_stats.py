@@ -194,4 +194,4 @@ def test_against_the_paper_says_why_not():
     assert "too few runs here: 1" in few.reason
     apart = against_paper(ours, Published(86.0), ["20 epochs instead of 200", "fewer images"])
     assert (apart.word, apart.reason) == ("not comparable", "20 epochs instead of 200; fewer images")
-    assert against_paper(None, Published(86.0)).reason == "no finished run here"
+    assert against_paper(None, Published(86.0)).reason == "not measured here"

@@ -144,7 +144,7 @@ def _paper_rows(table: Table) -> list[list[str]]:
     rows = []
     for e in table.entries:
         for metric, against in e.against.items():
-            ours = e.metrics.get(metric)
+            ours = e.measured(metric)
             here = number(ours.mean, ours.sd, metric)["text"] if ours else ""
             word = against.word if table.study.departures else f"{against.word} ({against.reason})"
             row = [e.name, label(metric, with_unit=True), e.published[metric].text(), here, str(ours.n if ours else 0)]

@@ -33,7 +33,7 @@ def points(metric: str) -> str:
 
 
 LABELS = {"accuracy": "accuracy", "ece": "ECE", "nll": "NLL", "brier": "Brier score", "frame_map": "frame mAP"}
-LABELS |= {"bpc": "bits per character", "bleu": "BLEU", "chrf": "chrF"}
+LABELS |= {"cost_ratio": "step cost / reference", "bpc": "bits per character", "bleu": "BLEU", "chrf": "chrF"}
 LABELS |= {"interval_map": "interval mAP", "perplexity": "perplexity"} | MEASURED
 
 

@@ -54,7 +54,7 @@ def against_paper(ours: Summary | None, paper: Published, departures: Sequence[s
     'not comparable'
     """
     if ours is None or not ours.n:
-        return AgainstPaper("not comparable", "no finished run here")
+        return AgainstPaper("not comparable", "not measured here")
     difference = ours.mean - paper.mean
     if departures:
         return AgainstPaper("not comparable", "; ".join(departures), difference)

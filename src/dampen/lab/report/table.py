@@ -30,7 +30,11 @@ class Cost:
     ratio: float | None = None
     low: float | None = None  # the smallest and the largest ratio
     high: float | None = None
-    n: int = 0
+    ratios: tuple[float, ...] = ()  # seed by seed
+
+    @property
+    def n(self) -> int:
+        return len(self.ratios)
 
 
 @dataclass
@@ -53,6 +57,12 @@ class Entry:
     published: dict[str, Published] = field(default_factory=dict)
     against: dict[str, AgainstPaper] = field(default_factory=dict)
     claim: str = ""
+
+    def measured(self, metric: str) -> Summary | None:
+        """Our figure beside a published one: a test metric, or what a step costs against the reference's."""
+        if metric == "cost_ratio":
+            return summarize(list(self.cost.ratios)) if self.cost.ratios else None
+        return self.metrics.get(metric)
 
 
 @dataclass
@@ -225,7 +235,7 @@ def _cost_ratio(entry: Entry, reference: Entry) -> Cost:
                 ratios.append(ours / theirs)
     if not ratios:
         return entry.cost
-    return replace(entry.cost, ratio=statistics.median(ratios), low=min(ratios), high=max(ratios), n=len(ratios))
+    return replace(entry.cost, ratio=statistics.median(ratios), low=min(ratios), high=max(ratios), ratios=tuple(ratios))
 
 
 def step_time(final: dict[str, Any]) -> float | None:
@@ -243,7 +253,7 @@ def _against_paper(table: Table) -> None:
     """Our figures next to the published ones, and whether the paper's gain over its reference shows here too."""
     for entry in table.entries:
         for metric, paper in entry.published.items():
-            entry.against[metric] = against_paper(entry.metrics.get(metric), paper, table.study.departures)
+            entry.against[metric] = against_paper(entry.measured(metric), paper, table.study.departures)
         entry.claim = _claim(entry, table)
 
 

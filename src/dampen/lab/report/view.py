@@ -262,7 +262,7 @@ def _paper(table: Table) -> list[dict[str, Any]]:
     rows = []
     for entry in table.entries:
         for metric, against in entry.against.items():
-            paper, ours = entry.published[metric], entry.metrics.get(metric)
+            paper, ours = entry.published[metric], entry.measured(metric)
             here = number(ours.mean, ours.sd, metric) if ours else _cell("", "", "num")
             row: dict[str, Any] = {"row": entry.name, "metric": label(metric, with_unit=True), "paper": paper.text()}
             row |= {
