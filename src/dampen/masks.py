@@ -62,6 +62,13 @@ def dilate(mask: Tensor, width: int, dim: int) -> Tensor:
     return spread
 
 
+def any_in_row(mask: Tensor) -> Tensor:
+    """Which rows of (..., M) have a True, as (..., 1); eight entries at a time, because `any` over bools is slow on a
+    CPU."""
+    words = F.pad(mask, (0, -mask.shape[-1] % 8)).contiguous().view(torch.int64)
+    return words.amax(-1, keepdim=True) != 0
+
+
 def causal_rows(queries: int, keys: int, rows: slice | None, device: torch.device | None) -> Tensor:
     """The (N, M) bool mask that `is_causal=True` stands for, or only the given rows of it."""
     start, stop = (0, queries) if rows is None else (rows.start, rows.stop)
@@ -94,7 +101,7 @@ def give_back_one(keep: Tensor, allowed: Tensor | None) -> Tensor:
     """Where a row of `keep` is all False, make one random key of those `allowed` True again."""
     if keep.shape[-1] == 0:
         return keep
-    empty = _nothing_in_row(keep)
+    empty = ~any_in_row(keep)
     draw = torch.rand(empty.shape, device=keep.device)
     if allowed is None:
         key = (draw * keep.shape[-1]).long().clamp(max=keep.shape[-1] - 1)
@@ -106,9 +113,3 @@ def give_back_one(keep: Tensor, allowed: Tensor | None) -> Tensor:
         key = by_visibility.expand(*keep.shape[:-1], -1).gather(-1, rank)
         back = empty & (count > 0)
     return keep.scatter(-1, key, keep.gather(-1, key) | back)
-
-
-def _nothing_in_row(keep: Tensor) -> Tensor:
-    """Which rows are all False, as (..., 1); eight entries at a time, because `any` over bools is slow on a CPU."""
-    words = F.pad(keep, (0, -keep.shape[-1] % 8)).contiguous().view(torch.int64)
-    return words.amax(-1, keepdim=True) == 0

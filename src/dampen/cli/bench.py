@@ -41,6 +41,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure a training step with each method against the best plain step, beside the papers' own formulations."""
+    from dampen.lab.allocator import keep_freed_memory
     from dampen.lab.bench import Options, bench
     from dampen.lab.bench.output import CHARTS, remarks, results_table, save_chart, scaling_table
     from dampen.lab.errors import ConfigError
@@ -51,6 +52,7 @@ def bench(
     if chart is not None and chart.suffix not in CHARTS:
         raise ConfigError("The bench", [f"--chart: got {chart.name!r}; the name ends in {', '.join(CHARTS)}"])
     options = Options(model, batch, dtype, device, threads, methods, rounds, seconds, clock, long)
+    keep_freed_memory()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
         record = bench(

@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.allocator import describe_malloc
+
 PACKAGES = ("dampen", "torch", "lightning", "torchmetrics", "numpy", "scikit-learn", "timm", "transformers")
 
 
@@ -21,6 +23,7 @@ def describe(threads: int, device: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "threads": threads,
+        "malloc": describe_malloc(),
         "device": device,
         "packages": versions(),
         "commit": commit(),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dampen.lab import environment
+from dampen.lab.allocator import describe_malloc
 from dampen.lab.checkpoint import fingerprint, load_newest, save_state, saved_states
 from dampen.lab.distributed import all_ranks, is_sharded, load_model_state, whole_model_state
 from dampen.lab.errors import Interrupted, LabError
@@ -204,6 +205,7 @@ class Keeper:
             "step_cpu_seconds": statistics.median(cpu for _, cpu in s.step_times) if s.step_times else None,
             "device": s.device.type,
             "threads": torch.get_num_threads(),
+            "malloc": describe_malloc(),
             "resumed": s.resumed,
         }
 

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any
 
+from dampen.lab.allocator import keep_freed_memory
+
 
 def context() -> Any:
     """The way to start workers and ranks.
@@ -34,6 +36,7 @@ def start(target: Any, *arguments: Any) -> tuple[Any, Any]:
 
 def _begin(environment: dict[str, str], target: Any, pipe: Any, *arguments: Any) -> None:
     os.environ.update(environment)  # the server's is as old as the server
+    keep_freed_memory()
     target(pipe, *arguments)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.allocator import keep_freed_memory
 from dampen.lab.engine import FATAL, Job, Outcome, Report, run_job
 from dampen.lab.environment import usable_cores
 from dampen.lab.errors import ConfigError, LabError
@@ -179,6 +180,7 @@ def _task(job: Job, execution: Execution, mailbox: Any, tries: int) -> tuple[Out
 
     if stopped():
         return Outcome("interrupted", None, "not started"), {}
+    keep_freed_memory()
     outcome = run_job(job, execution, lambda event: mailbox.put.remote(job.trial.id, event), stopped)
     deadline = time.monotonic() + 30
     while tries and outcome.status == "locked" and time.monotonic() < deadline:

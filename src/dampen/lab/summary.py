@@ -105,14 +105,14 @@ def _summary(row: Row, point: Point, results: dict[str, Any], metric: str, basel
 
 
 def _cost(point: Point, baseline: Point | None, results: dict[str, Any]) -> float | None:
-    """The ratio of step times, seed by seed, with as many threads: processor time on the CPU, where other programs do
-    not count."""
+    """The ratio of step times, seed by seed, with as many threads and the same malloc: processor time on the CPU, where
+    other programs do not count."""
     if baseline is None:
         return None
     ratios = []
     for seed, trial in point.trials.items():
         ours, plain = results.get(trial), results.get(baseline.trials.get(seed, ""))
-        if ours and plain and all(ours.get(k) == plain.get(k) for k in ("device", "threads")):
+        if ours and plain and all(ours.get(k) == plain.get(k) for k in ("device", "threads", "malloc")):
             kind = "step_cpu_seconds" if ours["device"] == "cpu" else "step_seconds"
             if ours[kind] and plain[kind]:
                 ratios.append(ours[kind] / plain[kind])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dampen.lab.allocator import describe_malloc
 from dampen.lab.bench.alternatives import ALTERNATIVES, INSTEAD_OF
 from dampen.lab.bench.memory import peak_memory
 from dampen.lab.bench.papers import PAPERS, attention_as, unfused
@@ -183,7 +184,7 @@ def _record(
         "command": options.command(),
         "model": subject.label,
         "what": "one training step without the optimizer (forward, backward) as a multiple of the best plain step",
-        "machine": {**machine(), "clock": options.clock, "device": options.device},
+        "machine": {**machine(), "clock": options.clock, "device": options.device, "malloc": describe_malloc()},
         "plain": {"best": best, **{name: entry(name) for name in (FUSED, UNFUSED)}},
         "ratios": {name: entry(name) for name in groups["ours"]},
         "targets": {n: {"target": t, "met": ratios[n].median <= t} for n, t in targets.items()},

@@ -225,7 +225,7 @@ def _reference(entries: list[Entry]) -> Entry:
 
 
 def _cost_ratio(entry: Entry, reference: Entry) -> Cost:
-    """Step times seed by seed, of runs on the same machine with as many threads."""
+    """Step times seed by seed, of runs on the same machine with as many threads and the same malloc."""
     ratios = []
     for seed, run in entry.cell.finished().items():
         other = reference.cell.finished().get(seed)
@@ -246,7 +246,7 @@ def step_time(final: dict[str, Any]) -> float | None:
 
 def _machine(run: Any) -> tuple[Any, ...]:
     last = run.sessions[-1] if run.sessions else {}
-    return tuple(last.get(k) for k in ("cpu", "threads", "device"))
+    return tuple(last.get(k) for k in ("cpu", "threads", "device", "malloc"))
 
 
 def _against_paper(table: Table) -> None:
