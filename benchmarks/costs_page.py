@@ -12,12 +12,15 @@ The records, in benchmarks/records, and what writes them:
     bench_longest          the same with few methods, which leaves time for longer sequences
     stochastic_memory      python -m benchmarks.stochastic_memory --json
     overhead_off           python -m benchmarks.overhead_off --json
+    profiles               python -m benchmarks.profiles --json
+    malloc                 python -m benchmarks.malloc --json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,13 +136,66 @@ def off_table(record: Record) -> list[str]:
     return [*lines, "", f"{record['model']}; {record['what']}{note}. `{record['command']}`"]
 
 
+def profile_table(record: Record, goals: Record) -> list[str]:
+    """What each method adds to a step, by operation."""
+    threads = list(record["threads"])
+    heads = " | ".join(f"with {_threads(int(n))}" for n in threads)
+    most = max(threads, key=int)
+    lines = [f"| | {heads} | target | largest parts with {_threads(int(most))}, % of a plain step |"]
+    lines.append("|---" * (3 + len(threads)) + "|")
+    for name, entry in record["threads"][most].items():
+        goal = goals["targets"].get(name)
+        target = f"+{100 * (goal['target'] - 1):.0f} %" if goal else ""
+        sums = (_percent(record["threads"][n][name]) for n in threads)
+        parts = ", ".join(f"`{part}` {cost:+.1f}" for part, cost in list(entry["by"].items())[:6])
+        lines.append(f"| {name} | {' | '.join(sums)} | {target} | {parts} |")
+    what = f"{record['what'][0].upper()}{record['what'][1:]}"
+    return [
+        *lines,
+        "",
+        f"{what}, with the quartiles of the rounds; {record['model']}; {place(record)}. `{record['command']}`",
+    ]
+
+
+def malloc_table(record: Record) -> list[str]:
+    """Page faults and time of a plain step by process."""
+    lines = [
+        "| malloc | page faults per step, process by process | seconds per step | peak memory |",
+        "|---|---|---|---|",
+    ]
+    for kind, processes in record["processes"].items():
+        faults = ", ".join(f"{p['faults']:,.0f}" for p in processes)
+        seconds = ", ".join(f"{p['seconds']:.2f}" for p in processes)
+        peak = max(p["peak_bytes"] for p in processes) / 2**20
+        lines.append(f"| {kind} | {faults} | {seconds} | {peak:.0f} MiB |")
+    found = sorted(record["ratios"])
+    middle = f"{statistics.median(found):.2f}x, {found[0]:.2f}x to {found[-1]:.2f}x"
+    what = f"{record['what'][0].upper()}{record['what'][1:]}"
+    return [*lines, "", f"Kept / as found: {middle}. {what}; {record['model']}; {place(record)}. `{record['command']}`"]
+
+
+def _percent(entry: Mapping[str, Any]) -> str:
+    """What is added, with the quartiles of the rounds."""
+    low, high = entry["quartiles"]
+    return f"{entry['added']:+.1f} % [{low:+.1f}, {high:+.1f}]"
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
 def ratio(entry: Mapping[str, float], digits: int = 2) -> str:
     return f"{entry['median']:.{digits}f}x [{entry['low']:.{digits}f}, {entry['high']:.{digits}f}]"
 
 
+def place(record: Record) -> str:
+    return f"{record['machine']['cpu']}, torch {record['machine']['torch']}, {record['machine']['date']}"
+
+
 def where(record: Record) -> str:
     machine = record["machine"]
-    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    kept = ", freed memory kept" if machine.get("malloc") == "freed memory kept" else ""
+    threads = f"{_threads(machine['threads'])}{kept}"
     place = f"{machine['cpu']}, {threads}, {machine['clock']} time, torch {machine['torch']}, {machine['date']}"
     return f"{record['model']}; {place}"
 
@@ -162,6 +218,8 @@ def sections() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     if (steps := load("bench")) is not None:
         found |= {"steps": steps_table(steps), "instead": instead_table(steps)}
+        if (profiles := load("profiles")) is not None:
+            found["profiles"] = profile_table(profiles, steps)
         for section, names in MORE.items():
             found[section] = [line for name in names if (r := load(name)) for line in more_table(r, steps)]
     if (memory := load("stochastic_memory")) is not None:
@@ -170,6 +228,8 @@ def sections() -> dict[str, list[str]]:
         found |= {"lengths": length_table(long), "batches": batch_table(long)}
     if (longest := load("bench_longest")) is not None:
         found["longest"] = length_table(longest)
+    if (malloc := load("malloc")) is not None:
+        found["malloc"] = malloc_table(malloc)
     if (off := load("overhead_off")) is not None:
         found["off"] = off_table(off)
     return found

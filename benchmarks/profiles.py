@@ -30,6 +30,7 @@ from dampen.lab.timing import machine
 
 METHODS = "drop_key,drop_attention,hard_masking,blurred_attention,explicit_dropout,feed_forward_dropout,token_graying"
 MODEL = "vit(depth=2)"
+BATCH = 64
 FUSED = "_scaled_dot_product_flash_attention"
 SMALLEST = 0.1  # percent of a step: less is not listed
 
@@ -91,8 +92,10 @@ def measure(methods: str, threads: int, rounds: int, batch: int) -> dict[str, An
             step()
         both = [(profiled(plain), profiled(ours)) for _ in range(rounds)]
         costs = added(median([a for a, _ in both]), median([b for _, b in both]))
+        low, _, high = statistics.quantiles((sum(added(a, b).values()) for a, b in both), n=4)
         found[variant.name] = {
             "added": sum(costs.values()),
+            "quartiles": [low, high],  # of the rounds taken singly
             "by": {name: cost for name, cost in costs.items() if abs(cost) >= SMALLEST},
         }
         told = ", ".join(f"{name} {cost:+.1f}" for name, cost in list(found[variant.name]["by"].items())[:6])
@@ -104,19 +107,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=9, help="at least 2")
+    parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args(arguments)
     keep_freed_memory()  # else the profile shows where pages are faulted in
     found = {str(n): measure(options.methods, n, options.rounds, options.batch) for n in options.threads}
     if options.json:
-        threads = " ".join(map(str, options.threads))
+        words = [f"--methods {options.methods!r}"] if options.methods != METHODS else []
+        words += [f"--threads {' '.join(map(str, options.threads))}", f"--rounds {options.rounds}"]
+        words += [f"--batch {options.batch}"] if options.batch != BATCH else []
         record = {
-            "command": f"python -m benchmarks.profiles --threads {threads} --rounds {options.rounds}",
+            "command": f"python -m benchmarks.profiles {' '.join(words)}",
             "model": f"{MODEL}, batch {options.batch}, float32, synthetic data",
             "what": "own time of operations called more or less often than in the plain step, in percent of it",
-            "machine": {**machine(), "malloc": describe_malloc()},
+            "machine": {**machine(), "threads": options.threads, "malloc": describe_malloc()},
             "threads": found,
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -96,12 +96,12 @@ def test_several_masks_merge():
 
 
 @pytest.mark.parametrize("keys", [1, 3, 7, 8, 9, 16, 65])
-@pytest.mark.parametrize("lay", ["contiguous", "expanded", "transposed"])
+@pytest.mark.parametrize("lay", ["contiguous", "expanded", "transposed", "one query"])
 def test_only_rows_without_any_key_get_one_back(keys, lay):
     torch.manual_seed(0)
-    row = {"contiguous": (3, 2, 40, keys), "expanded": (3, 2, 40, 1), "transposed": (3, 2, keys, 40)}[lay]
-    keep = torch.rand(row) < 1.5 / keys  # some rows empty, some with one key, wherever it lies
-    keep = keep.transpose(-1, -2) if lay == "transposed" else keep.expand(3, 2, 40, keys)
+    shape = {"expanded": (30, 2, 40, 1), "transposed": (30, 2, keys, 40), "one query": (30, 2, keys, 1)}
+    keep = torch.rand(shape.get(lay, (30, 2, 40, keys))) < 1.5 / keys  # some rows empty, some with one key, anywhere
+    keep = keep.transpose(-1, -2) if lay in ("transposed", "one query") else keep.expand(30, 2, 40, keys)
     back = give_back_one(keep, None)
     empty = ~keep.any(-1, keepdim=True)
     assert empty.any() or keys == 1
@@ -155,3 +155,8 @@ def test_drop_is_unbiased_and_keeps_dtype():
     assert set(y.unique().tolist()) == {0.0, 1.3359375}
     assert abs(y.double().mean().item() - 1.0) < 0.01
     assert torch.equal(drop(x, torch.tensor(0.0)), x)
+    x = torch.rand(400_000) + 1
+    for dtype in (torch.bfloat16, torch.float32):  # 1 / 0.9 rounded to bfloat16 would be 0.16 % too small
+        wide = x.to(dtype)
+        y = drop(wide, torch.tensor(0.1)).double()
+        assert (0.9 * y[y > 0].sum() / wide.double()[y > 0].sum()).item() == pytest.approx(1.0, abs=2e-4)

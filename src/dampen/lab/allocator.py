@@ -11,9 +11,11 @@ import ctypes
 import os
 import platform
 
+AS_FOUND = "as found"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-KEPT = 2**30
-"""Bytes: free memory at the end of the heap below which nothing is given back, and blocks that stay on the heap."""
+SIZES = (2**30, 2**25)
+"""Bytes: blocks up to this stay on the heap, and free memory at its end below this is not given back. Older versions of
+glibc refuse the first."""
 
 _kept = False
 
@@ -25,13 +27,17 @@ def keep_freed_memory() -> bool:
     libraries stay as they are.
     """
     global _kept
-    said = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if not said and platform.libc_ver()[0] == "glibc":
+    if not _said() and platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
-        _kept = all(mallopt(option, KEPT) == 1 for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD))
+        # the order counts: the second alone would freeze the limit for blocks at its smallest
+        _kept = any(mallopt(M_MMAP_THRESHOLD, size) and mallopt(M_TRIM_THRESHOLD, size) for size in SIZES)
     return _kept
 
 
 def describe_malloc() -> str:
     """For records: how this process deals with freed memory."""
-    return "freed memory kept" if _kept else "as found"
+    return "freed memory kept" if _kept else "set in the environment" if _said() else AS_FOUND
+
+
+def _said() -> bool:
+    return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.allocator import keep_freed_memory
 from dampen.lab.build import task_of
 from dampen.lab.checkpoint import saved_states
 from dampen.lab.environment import usable_cores
@@ -168,6 +169,7 @@ def _run_workers(what: Search, workers: int | None, report: Callable[[str], None
 def _work(what: Search, worker: int, stop: Any, lines: Any) -> None:
     """The life of one process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    keep_freed_memory()
     studies = {row: _study(what, row, worker) for row in what.rows}
     while not stop.is_set():
         counts = _counts(studies)

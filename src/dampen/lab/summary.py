@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.allocator import AS_FOUND
 from dampen.lab.plan import Plan, Point, Row
 from dampen.lab.record import Record
 from dampen.lab.stats import Summary, compare_all, summarize, verdict
@@ -112,11 +113,16 @@ def _cost(point: Point, baseline: Point | None, results: dict[str, Any]) -> floa
     ratios = []
     for seed, trial in point.trials.items():
         ours, plain = results.get(trial), results.get(baseline.trials.get(seed, ""))
-        if ours and plain and all(ours.get(k) == plain.get(k) for k in ("device", "threads", "malloc")):
+        if ours and plain and _place(ours) == _place(plain):
             kind = "step_cpu_seconds" if ours["device"] == "cpu" else "step_seconds"
             if ours[kind] and plain[kind]:
                 ratios.append(ours[kind] / plain[kind])
     return statistics.median(ratios) if ratios else None
+
+
+def _place(result: dict[str, Any]) -> tuple[Any, ...]:
+    """What two step times must share to be compared; results from before malloc was recorded have it as found."""
+    return result.get("device"), result.get("threads"), result.get("malloc", AS_FOUND)
 
 
 def _number(value: float) -> float | None:

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dampen.lab.allocator import AS_FOUND
 from dampen.lab.plan import Point
 from dampen.lab.plan import Row as PlannedRow
 from dampen.lab.report.names import unit
@@ -31,10 +32,7 @@ class Cost:
     low: float | None = None  # the smallest and the largest ratio
     high: float | None = None
     ratios: tuple[float, ...] = ()  # seed by seed
-
-    @property
-    def n(self) -> int:
-        return len(self.ratios)
+    n: int = 0
 
 
 @dataclass
@@ -235,7 +233,14 @@ def _cost_ratio(entry: Entry, reference: Entry) -> Cost:
                 ratios.append(ours / theirs)
     if not ratios:
         return entry.cost
-    return replace(entry.cost, ratio=statistics.median(ratios), low=min(ratios), high=max(ratios), ratios=tuple(ratios))
+    return replace(
+        entry.cost,
+        ratio=statistics.median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        ratios=tuple(ratios),
+        n=len(ratios),
+    )
 
 
 def step_time(final: dict[str, Any]) -> float | None:
@@ -246,7 +251,7 @@ def step_time(final: dict[str, Any]) -> float | None:
 
 def _machine(run: Any) -> tuple[Any, ...]:
     last = run.sessions[-1] if run.sessions else {}
-    return tuple(last.get(k) for k in ("cpu", "threads", "device", "malloc"))
+    return (*(last.get(k) for k in ("cpu", "threads", "device")), last.get("malloc", AS_FOUND))
 
 
 def _against_paper(table: Table) -> None:
