@@ -483,22 +483,29 @@ def test_attention_over_its_length():
 def test_series_end_with_a_reason(monkeypatch):
     from dampen.lab.bench import scaling
 
+    def point(n, size, seconds):
+        return {"n": n, "bytes": size, "seconds": seconds, "against": "plain"}
+
     monkeypatch.setattr(scaling, "available_memory", lambda: 8 * 2**30)
     found = {
-        "square": [{"n": 64, "bytes": 2**28, "seconds": 0.1}, {"n": 128, "bytes": 2**30, "seconds": 0.1}],
-        "linear": [{"n": 64, "bytes": 2**29, "seconds": 0.1}, {"n": 128, "bytes": 2**30, "seconds": 0.1}],
-        "slow": [{"n": 128, "bytes": 1000, "seconds": 10.0}],
-        "gone": [{"n": 64, "bytes": 2**40, "seconds": 100.0}],
+        "plain": [point(128, 1000, 0.3)],
+        "square": [point(64, 2**28, 0.1), point(128, 2**30, 0.1)],
+        "linear": [point(64, 2**29, 0.1), point(128, 2**30, 0.1)],
+        "slow": [point(128, 1000, 10.0)],
+        "gone": [point(64, 2**40, 100.0)],
         "new": [],
     }
     reasons = _too_much(found, {"gone": "before"}, 256, left=100.0)
     assert set(reasons) == {"slow"}  # square takes 4 GiB, just half of what is free
     assert "40.0 s per call" in reasons["slow"]
+    assert len(_too_much(found, {"gone": "before"}, 256, left=11.0)) == 2  # plain and one of the quick ones stay
     monkeypatch.setattr(scaling, "available_memory", lambda: 7 * 2**30)
     reasons = _too_much(found, {"gone": "before"}, 256, left=1e9)
     assert set(reasons) == {"square"}
     assert "about 4.0 GiB" in reasons["square"]
-    assert set(_too_much(found, {}, 256, left=0.0)) == {"square", "linear", "slow", "gone"}
+    nothing = _too_much(found, {}, 256, left=0.0)
+    assert set(nothing) == {"plain", "square", "linear", "slow", "gone"}
+    assert nothing["plain"] == "ends before n = 256: no row is left to compare with it"
 
 
 @pytest.mark.slow

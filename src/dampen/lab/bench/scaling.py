@@ -158,9 +158,13 @@ def _wait(device: str) -> None:
 
 
 def _too_much(found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: int, left: float) -> dict[str, str]:
-    """The rows that cannot go on to length n, with the reason; the dearest go first until the rest fits the time."""
+    """The rows that cannot go on to length n, with the reason; the dearest go first until the rest fits the time.
+
+    What is plain is needed as long as there is a row to compare with it.
+    """
     reasons: dict[str, str] = {}
-    running: dict[str, float] = {}
+    running: dict[str, float] = {}  # seconds of a call at length n
+    against: dict[str, str] = {}
     for name, points in found.items():
         if not points or name in stopped:
             continue
@@ -172,11 +176,22 @@ def _too_much(found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: i
             reasons[name] = f"ends before n = {n}: {amount}"
         else:
             running[name] = points[-1]["seconds"] * growth**2
-    while running and CALLS * sum(running.values()) > left:
-        dearest = max(running, key=lambda name: running[name])
+            against[name] = points[-1]["against"]
+
+    def compared() -> list[str]:
+        return [name for name in running if name != against[name]]
+
+    def total() -> float:
+        rows = compared()
+        return sum(running.get(name, 0.0) for name in {*rows, *(against[name] for name in rows)})
+
+    while compared() and CALLS * total() > left:
+        dearest = max(compared(), key=lambda name: running[name])
         reasons[dearest] = (
             f"ends before n = {n}: about {running.pop(dearest):.1f} s per call, with {max(0.0, left):.0f} s left"
         )
+    for name in set(running) - {against[row] for row in compared()} - set(compared()):
+        reasons[name] = f"ends before n = {n}: no row is left to compare with it"
     return reasons
 
 
