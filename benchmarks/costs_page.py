@@ -93,7 +93,7 @@ def memory_table(record: Record) -> list[str]:
         over = "" if entry["ratio"] <= record["limit"] or "paper" in name else " (over the limit)"
         size = f"{entry['bytes'] / 2**20:.0f} MiB"
         lines.append(f"| {name} | {size} | {entry['ratio']:.2f}x{over} | {entry['default_malloc_ratio']:.2f}x |")
-    return [*lines, "", f"{record['what'][0].upper()}{record['what'][1:]}; limit {record['limit']:g}x."]
+    return [*lines, "", f"{_sentence(record['what'])}; limit {record['limit']:g}x."]
 
 
 def length_table(record: Record) -> list[str]:
@@ -105,15 +105,15 @@ def length_table(record: Record) -> list[str]:
     for row in dict.fromkeys(p["row"] for p in points):
         own = {p["n"]: f"{p['median']:.2f}x, {p['memory_ratio']:.2f}x" for p in points if p["row"] == row}
         lines.append(f"| {row} | {' | '.join(own.get(n, '-') for n in lengths)} |")
-    what = record["scaling"]["what"]
-    lines += ["", f"{what[0].upper()}{what[1:]}. `{record['command']}`"]
+    lines += ["", f"{_sentence(record['scaling']['what'])}. `{record['command']}`"]
     ends: dict[str, list[str]] = {}
     for name, why in record["scaling"]["stopped"].items():
         if why.startswith("ends"):
             ends.setdefault(why.split(":")[0].removeprefix("ends "), []).append(name)
     told = "; ".join(f"{place}: {' · '.join(names)}" for place, names in ends.items())
-    sentence = told[:1].upper() + told[1:]
-    return [*lines, "", f"A series ends where the next point would take too long. {sentence}."] if told else lines
+    return (
+        [*lines, "", f"A series ends where the next point would take too long. {_sentence(told)}."] if told else lines
+    )
 
 
 def batch_table(record: Record) -> list[str]:
@@ -153,12 +153,7 @@ def profile_table(record: Record, goals: Record) -> list[str]:
             f"{KERNELS.get(part, f'`{part}`')} {cost:+.1f}" for part, cost in list(entry["by"].items())[:6]
         )
         lines.append(f"| {name} | {' | '.join(sums)} | {target} | {parts} |")
-    what = f"{record['what'][0].upper()}{record['what'][1:]}"
-    return [
-        *lines,
-        "",
-        f"{what}, with the quartiles of the rounds; {record['model']}; {place(record)}. `{record['command']}`",
-    ]
+    return [*lines, "", f"{_sentence(record['what'])}, with the quartiles of the rounds; {place(record)}"]
 
 
 def malloc_table(record: Record) -> list[str]:
@@ -174,14 +169,21 @@ def malloc_table(record: Record) -> list[str]:
         lines.append(f"| {kind} | {faults} | {seconds} | {peak:.0f} MiB |")
     found = sorted(record["ratios"])
     middle = f"{statistics.median(found):.2f}x, {found[0]:.2f}x to {found[-1]:.2f}x"
-    what = f"{record['what'][0].upper()}{record['what'][1:]}"
-    return [*lines, "", f"Kept / as found: {middle}. {what}; {record['model']}; {place(record)}. `{record['command']}`"]
+    return [
+        *lines,
+        "",
+        f"Kept / as found: {middle}. {_sentence(record['what'])}; {place(record)}",
+    ]
 
 
 def _percent(entry: Mapping[str, Any]) -> str:
     """What is added, with the quartiles of the rounds."""
     low, high = entry["quartiles"]
     return f"{entry['added']:+.1f} % [{low:+.1f}, {high:+.1f}]"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _threads(count: int) -> str:
@@ -193,7 +195,9 @@ def ratio(entry: Mapping[str, float], digits: int = 2) -> str:
 
 
 def place(record: Record) -> str:
-    return f"{record['machine']['cpu']}, torch {record['machine']['torch']}, {record['machine']['date']}"
+    machine = record["machine"]
+    here = f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}"
+    return f"{record['model']}; {here}. `{record['command']}`"
 
 
 def where(record: Record) -> str:

@@ -9,13 +9,13 @@ plain is faster.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from dampen.kernels import _HALF_IN_HARDWARE
+from dampen.lab.record import write_json
 from dampen.lab.timing import machine
 from dampen.tuning import LENGTHS, measure
 
@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{dtype!s:<15} {length:>5} keys  fused/plain {pair[0]:.2f}, with a mask {pair[1]:.2f}", flush=True)
     if options.json:
         record = {"machine": machine(), "half_in_hardware": _HALF_IN_HARDWARE, "fused_over_plain": table}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.json, record)
 
 
 if __name__ == "__main__":

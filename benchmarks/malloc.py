@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.inside:
         print(json.dumps(inside(options.inside, options.batch)))
         return
+    from dampen.lab.record import write_json
     from dampen.lab.timing import machine
 
     if not keep_freed_memory():  # in this process, which measures nothing itself
@@ -77,8 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "processes": found,
             "ratios": ratios,
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.json, record)
 
 
 if __name__ == "__main__":

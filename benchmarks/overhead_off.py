@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import os
 import shutil
 import subprocess
@@ -116,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.inside:
         inside(options.batch, options.depth)
         return
+    from dampen.lab.record import write_json
     from dampen.lab.timing import machine
 
     counted = count(options.batch, options.depth)
@@ -136,8 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "instructions": counted,
             "ratios": ratios,
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.json, record)
 
 
 if __name__ == "__main__":

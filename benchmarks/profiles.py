@@ -13,7 +13,6 @@ numbers are percent of the plain step.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from dampen.lab.allocator import describe_malloc, keep_freed_memory
 from dampen.lab.bench.run import plain_step, regularized_step
 from dampen.lab.bench.subject import make_subject
 from dampen.lab.bench.variants import find_variants
+from dampen.lab.record import write_json
 from dampen.lab.timing import machine
 
 METHODS = "drop_key,drop_attention,hard_masking,blurred_attention,explicit_dropout,feed_forward_dropout,token_graying"
@@ -124,8 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "machine": {**machine(), "threads": options.threads, "malloc": describe_malloc()},
             "threads": found,
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.json, record)
 
 
 if __name__ == "__main__":

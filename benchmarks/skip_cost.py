@@ -11,7 +11,6 @@ Beside the steps, graying alone is timed, because its share of a step is below t
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from benchmarks import reference_skip
 from dampen import Regularizer, SkipAblation, TokenGraying
 from dampen.diagnostics.conditioning import ConditionProbe
 from dampen.graying import gray_images
+from dampen.lab.record import write_json
 from dampen.lab.timing import compare, machine
 from dampen.models.patches import patchify, unpatchify
 
@@ -105,8 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "machine": machine(),
             "ratios": {name: vars(ratio) for name, ratio in ratios.items()},
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.json, record)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 import dampen
 from benchmarks import reference_stochastic
+from dampen.lab.record import write_json
 from dampen.lab.timing import machine
 
 LIMIT = 2.0
@@ -147,8 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "machine": machine(),
             "variants": found,
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.json, record)
 
 
 if __name__ == "__main__":
