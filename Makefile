@@ -4,8 +4,11 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# real data for `make test-data`; users have their own, or none
+DATA ?= ../shared/data
+UNPACKED := $(VENV)/data
 
-.PHONY: install demo test check bench docs clean
+.PHONY: install demo test check lint quick test-data bench docs newest lowest clean
 
 install: $(STAMP)
 
@@ -20,11 +23,27 @@ demo: install
 
 test: check
 
-check: install
+check: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/lint-imports --no-cache
+
+# what a developer needs while working, in under 2 minutes
+quick: install
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' tests/methods tests/test_handle.py tests/test_masks.py tests/test_schedules.py tests/lab/test_stats.py tests/lab/test_record.py tests/test_recipes.py
+	@echo 'Left out by make quick: types, imports, slow tests, contracts (test_conformance*), families of models, engines, resume, reports, browser, distributed. make test runs them all.'
+
+# the tests that profit from real data, where the data are at hand
+test-data: install
+	@if [ -d $(DATA) ]; then \
+	  test -d $(UNPACKED)/text || $(BIN)/python $(DATA)/unpack.py $(UNPACKED); \
+	  DAMPEN_TEST_DATA=$(abspath $(UNPACKED)) $(BIN)/python -m pytest -n 2 --dist loadfile tests/lab/data tests/methods/test_token_graying.py; \
+	else echo "$(DATA) is not there: no real data to test with"; fi
 
 bench: install
 	$(BIN)/dampen bench -o benchmarks/records/bench.json
@@ -32,5 +51,20 @@ bench: install
 docs: install
 	$(BIN)/mkdocs build --strict
 
+# outside CI: the newest and the lowest declared versions of everything but torch, in environments of their own
+newest:
+	test -x .venv-newest/bin/python || $$(command -v $(PYTHON) || command -v python3) -m venv .venv-newest
+	grep -E '^torch(vision)?==' constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/python -m pip install --quiet --upgrade -c .venv-newest/constraints.txt -e '.[dev]'
+	touch .venv-newest/.installed
+	$(MAKE) --no-print-directory quick VENV=.venv-newest
+
+lowest: install
+	test -x .venv-lowest/bin/python || $$(command -v $(PYTHON) || command -v python3) -m venv .venv-lowest
+	$(BIN)/python -m benchmarks.environment --lowest > .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt -e '.[dev]'
+	touch .venv-lowest/.installed
+	$(MAKE) --no-print-directory quick VENV=.venv-lowest
+
 clean:
-	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-lowest build dist site *.egg-info

@@ -44,9 +44,8 @@ def penalties(model: nn.Module, x: Tensor, rate: float, form: str, shared: bool 
     """Every term of one form, summed over layers."""
     method = ExplicitDropout(**dict.fromkeys(TERMS, 1.0), rate=rate, form=form, shared_mask=shared)
     reg = dampen.regularize(model, method)
-    with torch.no_grad():
-        model(x)
-        taken = {name.split(".")[1]: value.item() for name, value in reg.penalties().items()}
+    model(x)  # with gradients: a forward under no_grad has no penalties
+    taken = {name.split(".")[1]: value.item() for name, value in reg.penalties().items()}
     reg.remove()
     return taken
 

@@ -1,4 +1,4 @@
-"""Measure where building the matrix of scores beats the fused kernel: the source of `dampen.kernels.PLAIN_BELOW`.
+"""Measure where building the matrix of scores beats the fused kernel: the source of `kernels.kernel.PLAIN_BELOW`.
 
     python -m benchmarks.kernel_table [--threads 1] [--json PATH]
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from dampen.kernels import _HALF_IN_HARDWARE
-from dampen.lab.record import write_json
-from dampen.lab.timing import machine
-from dampen.tuning import LENGTHS, measure
+from dampen.kernels.kernel import _HALF_IN_HARDWARE
+from dampen.kernels.timing import machine
+from dampen.kernels.tuning import LENGTHS, measure
+from dampen.lab.files import write_json
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

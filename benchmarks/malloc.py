@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.inside:
         print(json.dumps(inside(options.inside, options.batch)))
         return
-    from dampen.lab.record import write_json
-    from dampen.lab.timing import machine
+    from dampen.kernels.timing import machine
+    from dampen.lab.files import write_json
 
     if not keep_freed_memory():  # in this process, which measures nothing itself
         raise SystemExit("malloc cannot be changed here: unset MALLOC_... and GLIBC_TUNABLES, and use glibc")

@@ -115,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.inside:
         inside(options.batch, options.depth)
         return
-    from dampen.lab.record import write_json
-    from dampen.lab.timing import machine
+    from dampen.kernels.timing import machine
+    from dampen.lab.files import write_json
 
     counted = count(options.batch, options.depth)
     ratios = {

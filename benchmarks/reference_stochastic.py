@@ -141,3 +141,22 @@ def head_diversity(o: Tensor, valid: Tensor) -> float:
                     if valid[b, n]:
                         values.append(F.cosine_similarity(o[b, h, n], o[b, g, n], dim=0).item() ** 2)
     return sum(values) / len(values)
+
+
+def mixout(w: Tensor, u: Tensor, back: Tensor, rate: float) -> Tensor:
+    """Mixout (arXiv 1909.11299), entry by entry: u where `back`, else what keeps the mean at w."""
+    used = torch.empty_like(w)
+    for o in range(w.shape[0]):
+        for j in range(w.shape[1]):
+            used[o, j] = u[o, j] if back[o, j] else (w[o, j] - rate * u[o, j]) / (1 - rate)
+    return used
+
+
+def neftune_bound(alpha: float, valid: Tensor, width: int) -> Tensor:
+    """The largest noise of NEFTune (arXiv 2310.05914) per sample, alpha / sqrt(n d), 0 on padded tokens: (B, N)."""
+    bound = torch.zeros(valid.shape)
+    for b in range(valid.shape[0]):
+        n = int(valid[b].sum())
+        for i in range(valid.shape[1]):
+            bound[b, i] = alpha / math.sqrt(n * width) if valid[b, i] else 0.0
+    return bound

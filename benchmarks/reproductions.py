@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.pages import publish, renew
-from dampen.lab.plan import Plan
+from dampen.lab.config.plan import Plan
+from dampen.lab.records.stats import summarize
+from dampen.lab.records.table import ResultTable
 from dampen.lab.report import Report, make_report, write_report
 from dampen.lab.report.advice import advise
 from dampen.lab.report.charts import results
 from dampen.lab.report.figure import Palette
-from dampen.lab.report.table import Table
-from dampen.lab.stats import summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 README, START, END = (
@@ -79,13 +79,13 @@ def readme(found: dict[str, Report]) -> str:
         claims = [f"{e.name}: {e.claim}" for e in table.entries if e.claim and not study.show_all]
         same = sum("same direction" in c for c in claims)
         opposite = sum("opposite" in c for c in claims)
-        told = f"{len(claims)} gains: {same} in the same direction, {opposite} in the opposite, the rest not shown"
+        told = f"{len(claims)} gains: {same} in the same direction, {opposite} in the opposite, the rest not decided"
         said = f"`{name}`, {study.header['paper']}"
         lines.append(f"| {said} | {len(study.runs())} | {' '.join(words)} | {told if claims else 'see the page'} |")
     return renew(README.read_text(), START, END, "\n".join(lines), README.name)
 
 
-def attack_table(table: Table) -> list[str]:
+def attack_table(table: ResultTable) -> list[str]:
     """PGD accuracy by the size of the attack, where the runs were diagnosed: mean ± sd over seeds."""
     rows: dict[str, dict[float, list[float]]] = {}
     for entry in table.entries:
@@ -110,7 +110,7 @@ def attack_table(table: Table) -> list[str]:
     return [*lines, ""]
 
 
-def picture(table: Table) -> str:
+def picture(table: ResultTable) -> str:
     """Mean, interval and runs of every row, as SVG."""
     import vl_convert
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.skip_cost [--batch 64] [--rounds 15] [--threads 1] [--json benchmarks/records/skip_cost.json]
 
-One process, interleaved rounds, median of paired ratios of processor time (`dampen.lab.timing`): other programs on the
+One process, interleaved rounds, median of paired ratios of processor time (`kernels/timing.py`): other programs on the
 machine do not count. The model is DESIGN's: ViT 7 x 384, 12 heads, 65 tokens, float32; the images are synthetic noise.
 Beside the steps, graying alone is timed, because its share of a step is below the noise of a busy machine. The paper
 (arXiv 2505.01996, ViT-B) reports 1.01x for dct and 6.3x for svd.
@@ -23,10 +23,10 @@ import dampen
 from benchmarks import reference_skip
 from dampen import Regularizer, SkipAblation, TokenGraying
 from dampen.diagnostics.conditioning import ConditionProbe
-from dampen.graying import gray_images
-from dampen.lab.record import write_json
-from dampen.lab.timing import compare, machine
-from dampen.models.patches import patchify, unpatchify
+from dampen.formulas.graying import gray_images
+from dampen.formulas.patches import patchify, unpatchify
+from dampen.kernels.timing import compare, machine
+from dampen.lab.files import write_json
 
 TARGETS = {"TokenGraying dct": 1.02, "TokenGraying svd": 1.15}
 

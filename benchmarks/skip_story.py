@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import publish, renew
-from dampen.lab.plan import Plan
-from dampen.lab.record import Record
-from dampen.lab.stats import Comparison, compare_all, summarize
+from dampen.lab.config.plan import Plan
+from dampen.lab.records.record import Record
+from dampen.lab.records.stats import summarize
+from dampen.lab.records.verdict import Comparison, judge_pairs, words
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records" / "always_skip_attention"
@@ -89,13 +90,11 @@ def accuracies(rows: Rows) -> dict[str, dict[str, float]]:
 def accuracy_table(content: dict[str, Any], reference: str, against: Mapping[str, str] | None = None) -> list[str]:
     """Published and ours side by side, with n, spread and the paired difference from the reference row."""
     rows, published = accuracies(content["rows"]), content.get("published", {})
-    header = "| row | published | ours, mean ± sd (n) | difference from its reference, 95 % interval | p (Holm) |"
+    header = "| row | published | ours, mean ± sd (n) | difference from its reference, corrected interval | verdict |"
     lines = [header + " training loss at the end |", "|---|---|---|---|---|---|"]
     references = {name: (against or {}).get(name, reference) for name in rows}
-    compared: dict[str, Comparison] = {}
-    for one in dict.fromkeys(references.values()):
-        group = {name: rows[name] for name in rows if references[name] == one or name == one}
-        compared |= compare_all(group, one)
+    pairs = {name: (rows[name], rows[one]) for name, one in references.items() if name != one}
+    compared: dict[str, Comparison] = judge_pairs(pairs, "accuracy")
     for name, values in rows.items():
         said = published.get(name, {}).get("accuracy")
         said = said[0] if isinstance(said, list) else said
@@ -104,18 +103,14 @@ def accuracy_table(content: dict[str, Any], reference: str, against: Mapping[str
             cells = ["reference", ""]
         else:
             c = compared[name]
-            interval = f" [{c.low:+.1f}, {c.high:+.1f}]" if c.n > 1 else ""
-            cells = [f"{c.difference:+.1f}{interval}", _chance(c.corrected)]
+            interval = f" [{c.low:+.1f}, {c.high:+.1f}]" if c.p is not None else ""
+            cells = [f"{c.difference:+.1f}{interval}", words(c, "accuracy")]
         spread = f" ± {s.sd:.1f}" if s.n > 1 else ""
         losses = [t["train_loss"] for t in content["rows"][name] if "train_loss" in t]
         cells.append(f"{statistics.fmean(losses):.2f}" if losses else "")
         ours = f"{s.mean:.1f}{spread} ({s.n})"
         lines.append(f"| {name} | {'' if said is None else f'{said:.1f}'} | {ours} | {' | '.join(cells)} |")
     return lines
-
-
-def _chance(p: float | None) -> str:
-    return "" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 def layer_table(rows: Rows, names: Sequence[str], last: bool = True) -> list[str]:

@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 import dampen
 from benchmarks import reference_stochastic
-from dampen.lab.record import write_json
-from dampen.lab.timing import machine
+from dampen.kernels.timing import machine
+from dampen.lab.files import write_json
 
 LIMIT = 2.0
 HELD = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}

@@ -22,14 +22,14 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
+from dampen.kernels.timing import Ratio, summarize
 from dampen.lab import train as train_module
-from dampen.lab.build import derive, load_data, make_model, seed_all
-from dampen.lab.environment import describe
-from dampen.lab.keeper import Keeper
-from dampen.lab.optim import learning_rate, make_optimizer, set_learning_rate
-from dampen.lab.session import Execution
-from dampen.lab.timing import Ratio, summarize
-from dampen.lab.trial import Trial
+from dampen.lab.config.trial import TrialSpec
+from dampen.lab.records.environment import describe
+from dampen.lab.training.bookkeeping import Bookkeeping
+from dampen.lab.training.build import derive, load_data, make_model, seed_all
+from dampen.lab.training.optim import learning_rate, make_optimizer, set_learning_rate
+from dampen.lab.training.state import Execution
 
 MODELS = {
     "small": {"name": "vit", "patch_size": 2, "width": 48, "depth": 3, "heads": 4, "mlp": 96},
@@ -37,7 +37,7 @@ MODELS = {
 }
 
 
-def bare_loop(trial: Trial) -> Any:
+def bare_loop(trial: TrialSpec) -> Any:
     """What one would write by hand: batches, forward, loss, backward, step. A generator of steps."""
     data = load_data(trial.data, None)
     seed_all(derive(trial.seed, "init"))
@@ -70,11 +70,11 @@ def measure(name: str, rounds: int, steps: int, clock: Callable[[], float]) -> R
     Validation is left out of both.
     """
     options = {"epochs": 10**6, "batch_size": 64, "lr": 1e-3}
-    trial = Trial.from_dict({"data": {"name": "digits"}, "model": MODELS[name], "train": options})
+    trial = TrialSpec.from_dict({"data": {"name": "digits"}, "model": MODELS[name], "train": options})
     bare = bare_loop(trial)
     pairs: list[tuple[float, dict[str, float]]] = []
 
-    class Interleaving(Keeper):
+    class Interleaving(Bookkeeping):
         began = 0.0
 
         def after_step(self) -> None:
@@ -118,8 +118,8 @@ def main() -> None:
             results.append({"model": name, "clock": kind, "throughput_ratio": ratio, "low": low, "high": high})
             results[-1] |= {"rounds": cost.rounds, "trainer_ms_per_step": milliseconds}
             print(
-                f"{name:6} {kind:5} throughput {ratio:.3f}x of a bare loop "
-                f"(95% {low:.3f} to {high:.3f}, n={cost.rounds}), {milliseconds:.2f} ms per step",
+                f"{name:6} {kind:5} throughput {ratio:.3f}x of a bare loop (95% {low:.3f} to {high:.3f}, "
+                f"n={cost.rounds}), {milliseconds:.2f} ms per step",
                 flush=True,
             )
     if arguments.json:

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from dampen.torchvision_cure import cure_torchvision
+from dampen._torch import cure_torchvision
 
 cure_torchvision()
 os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(prefix="dampen-tests-")  # what `doctor --tune` measured must not matter

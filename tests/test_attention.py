@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import DropAttention, DropKey
-from dampen.kernels import Kernel, choose_kernel, run_kernel
+from dampen.kernels.kernel import Kernel, choose_kernel, run_kernel
 from dampen.regularizer import Call, Regularizer
 
 
@@ -139,7 +139,7 @@ def test_chunks_equal_the_whole(regularizer, causal):
         torch.manual_seed(1)
         call = Call(shape=(1, 2, 8, 8), scale=2**-0.5, is_causal=causal, kv_heads=2, head_size=2)
         name = "plain" if "probs" in regularizer.stages else "fused"
-        import dampen.kernels as kernels
+        import dampen.kernels.kernel as kernels
 
         rows = kernels.CHUNK
         kernels.CHUNK = 2 * 8 * 3  # 3 rows in a chunk, so the last one is shorter

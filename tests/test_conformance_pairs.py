@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from dampen.checking import SUBJECTS
+from dampen.checking.attached import Attached, telling
 from dampen.checking.contracts import check_finite, check_leak, same
-from dampen.checking.trial import Trial
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
 
@@ -18,9 +18,9 @@ def test_pair(first, second):
     """Contracts 1, 3, 5, 9 and 10 for two methods together, eagerly, on an image, a causal and a padded model."""
     for name in ("vit", "llama", "bert"):
         subject = SUBJECTS[name]
-        makes = [METHODS[first], METHODS[second]]
+        makes = [telling(METHODS[first]), telling(METHODS[second])]
         try:
-            trial = Trial(makes, subject)
+            trial = Attached(makes, subject)
         except UnsupportedModel:
             continue
         if not any(m.in_eval for m in trial.reg.methods):
@@ -30,5 +30,5 @@ def test_pair(first, second):
         check_finite(trial)
         same(trial.step()[0], trial.step()[0], "two steps with one seed")
         check_leak(trial)
-        neutral = Trial(makes, subject, neutral=True).step()[2]
+        neutral = Attached(makes, subject, neutral=True).step()[2]
         same(neutral, subject.logits(subject.model()(**trial.inputs)), "rate 0 and no regularizer", 1e-5)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import main, markdown, pages
+from benchmarks.method_cards import main, markdown, pages
 
 ROOT = Path(__file__).resolve().parents[1]
 

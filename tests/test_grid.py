@@ -5,8 +5,8 @@ import torch
 
 import dampen
 from dampen import BlurredAttention, DropKey, regularize
-from dampen.grid import grid_of, model_grid
-from dampen.torchvision_cure import cure_torchvision
+from dampen._torch import cure_torchvision
+from dampen.formulas.grid import grid_of, model_grid
 
 IMAGES = torch.randn(2, 3, 8, 8)
 

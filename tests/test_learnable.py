@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import BlurredAttention, HardMasking, regularize
-from dampen.learnable import count_heads, rate_divergence, scale_divergence, soft_bernoulli, soft_top
+from dampen.formulas.learnable import count_heads, rate_divergence, scale_divergence, soft_bernoulli, soft_top
+from dampen.formulas.top_k import in_top
 from dampen.regularizer import Call
-from dampen.selection import in_top
 
 LEARNED = [
     HardMasking(0.2, 0.3, learn="rate"),
@@ -189,7 +189,7 @@ def test_divergences_are_zero_at_the_prior_and_grow_towards_zero():
 
 
 def test_chunks_add_the_divergence_once(monkeypatch):
-    from dampen import kernels
+    from dampen.kernels import kernel as kernels
 
     q = torch.randn(1, 2, 12, 4)
     values = []

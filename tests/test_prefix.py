@@ -55,7 +55,8 @@ def assert_same(first, second, rtol=1e-5, atol=1e-6):
     assert first[1].keys() == second[1].keys()
     assert first[2].keys() == second[2].keys()
     for name, gradient in first[2].items():
-        torch.testing.assert_close(gradient, second[2][name], msg=name, rtol=rtol, atol=atol)
+        rounding = atol * max(1.0, gradient.abs().max().item())  # of sums in another order, by their largest term
+        torch.testing.assert_close(gradient, second[2][name], msg=name, rtol=rtol, atol=rounding)
 
 
 def compare(make, methods=None, sites=UPPER, forward=None):

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from dampen.lab.plan import make_plan
-from dampen.lab.recipe import load_recipe
+from dampen.lab.config.plan import make_plan
+from dampen.lab.config.recipe import load_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 

@@ -9,7 +9,7 @@ import pytest
 
 from dampen.lab.report import make_report, write_report
 from tests.browser import Browser
-from tests.lab.synthetic_runs import ROWS, write, write_study
+from tests.lab.synthetic_runs import ROWS, big_study, write, write_study
 
 DONE = "document.documentElement.dataset.charts === 'done'"
 ATTACK = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>\'"></script><svg onload=window.hurt=1>'
@@ -69,8 +69,8 @@ def test_loads_without_a_complaint_or_a_request(page, report):
 
 def test_every_kind_of_figure_is_there(page):
     found = page.run("[...document.querySelectorAll('figure')].map(f => f.id.replace(/^t\\d+-/, ''))")
-    wanted = {"results", "cost", "curves", "loss", "grid", "calibration", "attacks", "corruptions", "conditioning"}
-    assert wanted | {"attention", "heads", "search"} == set(found)
+    wanted = {"forest", "results", "cost", "curves", "loss", "grid", "calibration", "attacks", "corruptions"}
+    assert wanted | {"conditioning", "attention", "heads", "search"} == set(found)
     assert page.run("document.querySelector('#t1 .card .headline').textContent") == "Use Explicit v"
     assert "empty folder" in page.run("document.getElementById('skipped').parentElement.textContent")
 
@@ -83,7 +83,7 @@ def test_sorting_by_mouse_and_by_keyboard(page):
     assert names(page) == sorted(at_first, key=str.lower)
     assert page.run(f"document.querySelector('{head}').getAttribute('aria-sort')") == "ascending"
     assert "Sorted by Row, ascending" in page.run("document.getElementById('announce').textContent")
-    page.run(f"document.querySelector('{head}:nth-child(2) button').focus()")
+    page.run(f"document.querySelector('{head}:nth-child(4) button').focus()")
     page.press("Enter", 13)
     assert names(page) == at_first
     page.press("Enter", 13)
@@ -175,6 +175,112 @@ def test_readable_on_a_phone(browser, report):
         "[...document.querySelectorAll('.chart')].every(c => c.getBoundingClientRect().right <= innerWidth)"
     )
     assert page.complaints() == []
+    page.close()
+
+
+LAYOUT = """(() => {
+  const visible = (n) => n.getClientRects().length > 0;
+  const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  const charts = [...document.querySelectorAll('.chart')].filter(visible);
+  const marks = ['symbol path', 'rect path', 'line path', 'rule line'].map((m) => `svg .mark-${m}`).join(', ');
+  const blank = charts.filter((c) => !c.querySelector(marks));
+  const width = (n) => n.getBoundingClientRect().width;
+  const out = charts.filter((c) => width(c.querySelector('svg')) > width(c) + 1);
+  const names = [...document.querySelectorAll('table[data-most] tbody th .name > span:last-child')].filter(visible);
+  const words = names.filter((n) => {  // no word of a name is wider than its place
+    const range = document.createRange();
+    range.selectNodeContents(n);
+    return range.getBoundingClientRect().right > n.closest('th').getBoundingClientRect().right + 1;
+  });
+  const wider = [...document.querySelectorAll('.scroll')].filter((s) => s.scrollWidth > s.clientWidth + 2);
+  const cut = wider.filter((s) => !s.classList.contains('cut'));
+  const titles = [...document.querySelectorAll('table[data-most] thead th')].filter(visible);
+  const heads = titles.filter((h) => !h.textContent.trim());
+  const found = { blank, out, words, cut, heads, charts };
+  return { wide, ...Object.fromEntries(Object.entries(found).map(([k, v]) => [k, v.length])) };
+})()"""
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (768, True), (1440, False), (1920, True)])
+def test_layout(browser, report, width, dark):
+    """No overflow, no cut text, no blank chart, and a table that is wider than its place says so."""
+    page = browser.page(width=width, height=900)
+    page.media(dark=dark)
+    page.open(report, DONE)
+    found = page.run(LAYOUT)
+    assert found.pop("charts") > 12
+    assert found == {"wide": 0, "blank": 0, "out": 0, "words": 0, "cut": 0, "heads": 0}
+    page.media(kind="print", dark=False)
+    found = page.run(LAYOUT)
+    assert (found["blank"], found["words"], found["heads"]) == (0, 0, 0)
+    page.close()
+
+
+def test_a_phone_shows_name_verdict_and_cost_without_scrolling(browser, report):
+    page = browser.page(width=390, height=844)
+    page.open(report, DONE)
+    rows = "[...document.querySelectorAll('#t1 table[data-most] tbody tr')]"
+    assert max(page.run(f"{rows}.map(r => r.cells[2].getBoundingClientRect().right)")) <= 390
+    titles = page.run("[...document.querySelectorAll('#t1 table[data-most] thead th')].map(h => h.textContent.trim())")
+    assert titles[:3] == ["Row", "Verdict", "Cost"]
+    page.close()
+
+
+def test_the_picker_drives_the_charts_and_not_the_differences(browser, report):
+    page = browser.page()
+    page.open(report, DONE)
+    lines = "document.querySelectorAll('#t1-curves .mark-line path').length"
+    rows = "document.querySelectorAll('#t1-forest .mark-symbol path').length"
+    assert (page.run(lines), page.run(rows)) == (6, 5)
+    page.click("#t1 [data-picker] [data-set=none]")
+    page.wait(f"{lines} === 1")
+    assert page.run(rows) == 5
+    page.run("document.querySelector('#t1 [data-picker] input[value=Blur]').click()")
+    page.wait(f"{lines} === 2")
+    assert "2 of 6 rows chosen" in page.run("document.querySelector('#t1 .picker .count').textContent")
+    field = "document.querySelector('#t1 [data-picker] [type=search]')"
+    page.run(f"{field}.value = 'drop'; {field}.dispatchEvent(new Event('input'))")
+    assert page.run("[...document.querySelectorAll('#t1 .chips label')].filter(l => !l.hidden).length") == 3
+    before = page.run("document.querySelector('#t1-curves .mark-line path').getAttribute('d')")
+    slider = "document.querySelector('[data-smooth=t1-curves]')"
+    page.run(f"{slider}.value = '0.8'; {slider}.dispatchEvent(new Event('input'))")
+    page.wait(f"document.querySelector('#t1-curves .mark-line path').getAttribute('d') !== {json.dumps(before)}")
+    assert page.complaints() == []
+    page.close()
+
+
+def test_two_rows_side_by_side(page, report):
+    page.run("document.querySelector('#t1 details.pair').open = true")
+    page.wait("document.querySelector('#t1 details.pair tbody td')")
+    table = make_report([report.parent / "runs" / "one"]).tables[0]
+    first, second = table.ranked()[:2]
+    cells = page.run("[...document.querySelectorAll('#t1 details.pair tbody tr')][0].textContent")
+    both = [first.values[s] - second.values[s] for s in first.values]
+    assert f"{sum(both) / len(both):.2f}" in cells
+    seed = "document.querySelectorAll('#t1 details.pair select')[2]"
+    page.run(f"{seed}.value = '3'; {seed}.dispatchEvent(new Event('change'))")
+    cells = page.run("[...document.querySelectorAll('#t1 details.pair tbody tr')][0].textContent")
+    assert f"{first.values['3'] - second.values['3']:.2f}" in cells
+
+
+def test_ten_thousand_rows_open_in_seconds(browser, tmp_path):
+    from dampen.lab.records.table import make_table
+    from dampen.lab.report.page import make_page
+
+    began = time.process_time()
+    table = make_table(big_study(10_000))
+    (tmp_path / "big.html").write_text(make_page([table], []))
+    spent = time.process_time() - began
+    page = browser.page()
+    page.open(tmp_path / "big.html", "document.querySelector('#t1-forest svg')")
+    loaded = float(page.run("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+    print(f"10,000 synthetic rows: made in {spent:.1f} s of processor time, loaded in {loaded:.0f} ms")
+    assert spent < 60
+    assert loaded < 20_000  # on a busy machine
+    assert page.run("document.querySelectorAll('*').length") < 20_000
+    page.run("document.querySelector('details.allrows').open = true")
+    page.wait("document.querySelector('details.allrows tbody td')")
+    assert "1 to 100 of 10000" in page.run("document.querySelector('details.allrows .tools').textContent")
     page.close()
 
 
@@ -288,8 +394,10 @@ def test_two_thousand_trials_stay_light(browser, tmp_path):
         page.run("Math.max(...[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('*').length))")
         < 3000
     )
-    page.click("button.more")
-    assert page.run("document.querySelectorAll('#t1 table[data-most] tbody tr:not([hidden])').length") == 400
+    page.run("document.querySelector('details.allrows').open = true")
+    page.wait("document.querySelector('details.allrows tbody td')")
+    assert page.run("document.querySelectorAll('details.allrows tbody tr').length") == 100  # a page of 400
+    assert "1 to 100 of 400" in page.run("document.querySelector('details.allrows .tools').textContent")
     page.run("document.querySelector('details.runs').open = true")
     page.wait("document.querySelector('details.runs tbody td')")
     assert page.run("document.querySelectorAll('details.runs tbody tr').length") == 100  # a page of the table

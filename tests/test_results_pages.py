@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import costs_page, real_data, reproductions
+from benchmarks import costs_page, lambda_page, real_data, reproductions
 from dampen.lab.report import make_report
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
@@ -15,6 +15,7 @@ def test_the_pages_are_up_to_date():
     assert reproductions.main(["--check"]) == 0, "run `python -m benchmarks.reproductions`"
     assert real_data.main(["--check"]) == 0, "run `python -m benchmarks.real_data`"
     assert costs_page.main(["--check"]) == 0, "run `python -m benchmarks.costs_page`"
+    assert lambda_page.main(["--check"]) == 0, "run `python -m benchmarks.lambda_page`"
 
 
 def test_every_study_has_its_record():

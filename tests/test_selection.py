@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dampen import selection
-from dampen.selection import comparators, kth_largest, largest
+from dampen.formulas import top_k as selection
+from dampen.formulas.top_k import comparators, kth_largest, largest
 
 
 @settings(max_examples=60, deadline=None)

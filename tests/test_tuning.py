@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import dampen
-from dampen import kernels, tuning
+from dampen.kernels import kernel as kernels
+from dampen.kernels import tuning
 
 MEASURED = {("cpu", "float32"): [(16, 1.5, 1.4), (32, 1.2, 1.1), (64, 0.9, 0.8)]}
 
@@ -149,6 +150,6 @@ def test_doctor_says_which_table_is_used(cache):
 
 def test_importing_the_package_reads_no_cache(cache):
     tuning.save(MEASURED).write_text("damaged")
-    code = "import sys, dampen; dampen.regularize; sys.exit('dampen.tuning' in sys.modules)"
+    code = "import sys, dampen; dampen.regularize; sys.exit('dampen.kernels.tuning' in sys.modules)"
     environment = {**os.environ, "PYTHONWARNINGS": "error"}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

@@ -7,12 +7,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dampen.lab.errors import Stopped as Stopped
+    from dampen.lab.study.compare import compare as compare
+    from dampen.lab.study.study import Study as Study
+    from dampen.lab.study.study import load as load
+    from dampen.lab.training.own import Trial as Trial
     from dampen.public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 
+_STUDIES = {
+    "Stopped": "dampen.lab.errors",
+    "Study": "dampen.lab.study.study",
+    "Trial": "dampen.lab.training.own",
+    "compare": "dampen.lab.study.compare",
+    "load": "dampen.lab.study.study",
+}
+"""Names of the lab that stand at the front door, by their home. The core itself never imports the lab."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _STUDIES:
+        return _from_the_lab(name)
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'dampen' has no attribute {name!r}")
     public = importlib.import_module("dampen.public")
@@ -21,5 +38,17 @@ def __getattr__(name: str) -> Any:
     return getattr(public, name)
 
 
+def _from_the_lab(name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(_STUDIES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("dampen"):
+            raise
+        raise ModuleNotFoundError(
+            f"dampen.{name} needs the lab, and {error.name} is not installed here. Run: pip install 'dampen[lab]'",
+            name=error.name,
+        ) from error
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *importlib.import_module("dampen.public").__all__})
+    return sorted({*globals(), *_STUDIES, *importlib.import_module("dampen.public").__all__})

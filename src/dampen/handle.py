@@ -10,13 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.attach import attach, check_model
-from dampen.kernels import use_tuned_table
-from dampen.prefix import Prefix
-from dampen.regularizer import Regularizer
-from dampen.report import describe
-from dampen.state import Layer, ModelSite
-from dampen.swap import is_covered, is_swapped, unswap
+from dampen.kernels.kernel import use_tuned_table
+from dampen.ledger import Ledger, makes_penalties
+from dampen.regularizer import Regularizer, as_schedule
+from dampen.schedules import Value, per_layer
+from dampen.sockets.attach import attach, check_model
+from dampen.sockets.carrier import CarrierSite
+from dampen.sockets.describe import describe
+from dampen.sockets.detach import remove
+from dampen.sockets.example import run_example
+from dampen.sockets.own_dropout import OwnRate, choose_own, find_own
+from dampen.sockets.sampling import sampling_own
+from dampen.sockets.state import Layer, ModelSite
+from dampen.sockets.swap import swap
+from dampen.two_pass.reuse import SharedBlocks
 
 
 def regularize(
@@ -26,16 +33,30 @@ def regularize(
     *,
     attention: str = "all",
     projections: Mapping[str, str] | None = None,
+    depth: str = "stack",
+    strict: bool = True,
+    example: Any = None,
+    carry: bool | float = False,
 ) -> Regularization:
     """Put regularizers into `model`, in place, one clone per layer. Parameters, state_dict keys and eval mode stay as
     they were.
 
     Args:
-        model: any model whose attention calls `F.scaled_dot_product_attention`, or `nn.MultiheadAttention`.
+        model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
+            computed by its own code; what cannot be told is refused.
         methods: one regularizer or several; each is cloned, the given objects are left alone.
         sites: pattern(s) of dotted names of layers or attention modules, as in `"blocks.[0-3].*"`.
         attention: "self", "cross" or "all".
         projections: which linear map makes what, where names do not tell: role -> name inside the attention module.
+        depth: "stack": an encoder and a decoder (or two towers) each have their own depth from 0 to 1 for schedules;
+            "model": all layers count as one stack, in the order of the model.
+        strict: raise where penalties were left out of the loss (a backward ran while they waited), or a two-pass
+            method was (the model was trained outside `reg.loss`). False for those who mean it.
+        example: what the model is called with (a tensor, a tuple of arguments, a dict of keywords). One forward then
+            tells at once what the first training step would: an attention that cannot be entered, for one.
+        carry: for trainers whose loss cannot be touched: the gradient of the penalties rides on the loss that the
+            model itself returns, whose value stays what it was (`reg.carried` has the penalties). A number instead
+            of True where it returns none: how much of that gradient each backward adds.
 
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
@@ -48,8 +69,34 @@ def regularize(
     chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
     check_model(model)
     use_tuned_table()
-    layers, clones, prefix = attach(model, chosen, sites, attention, projections)
-    return Regularization(model, chosen, layers, clones, prefix)
+    layers, clones, prefix = attach(model, chosen, sites, attention, projections, depth)
+    reg = Regularization(model, chosen, layers, clones, prefix, strict)
+    if carry is not False:
+        try:
+            _carry(reg, carry)
+        except BaseException:
+            reg.remove()
+            raise
+    if example is not None:
+        try:
+            run_example(model, example)
+        except BaseException:
+            reg.remove()
+            raise
+    return reg
+
+
+def _carry(reg: Regularization, scale: bool | float) -> None:
+    """Let the model's own output carry the penalties."""
+    comparing = next((m for m in reg.methods if m.passes > 1), None)
+    if comparing is not None:
+        raise ValueError(
+            f"regularize(..., carry={scale!r}): {type(comparing).__name__} compares two passes, and one forward cannot "
+            "carry that. Use an integration (dampen.integrations) or reg.loss for it, and carry penalties only."
+        )
+    if scale is not True and not (isinstance(scale, int | float) and scale > 0):
+        raise ValueError(f"carry is True, or the positive number to scale the penalties by, got {scale!r}.")
+    swap(reg.model, "carrier", CarrierSite(reg, None if scale is True else float(scale)))
 
 
 class Regularization:
@@ -61,13 +108,24 @@ class Regularization:
         methods: Sequence[Regularizer],
         layers: Sequence[Layer],
         clones: Sequence[Regularizer],
-        prefix: Prefix,
+        prefix: SharedBlocks,
+        strict: bool = True,
     ) -> None:
         self.model, self.methods = model, list(methods)
         self.layers, self.clones = list(layers), list(clones)
         self.prefix = prefix
+        self._model_site.ledger = Ledger(model, clones, strict)
+        for clone in clones:
+            if clone.passes > 1 or makes_penalties(clone):
+                self._ledger.watch(clone)  # now, because a compiled forward cannot
+        self.carried: dict[str, Tensor] = {}  # with `carry`, the penalties of the last training forward
         self._progress = 0.0
         self.progress(0.0)
+
+    @property
+    def asked(self) -> bool:
+        """Whether `reg.loss` is under way."""
+        return self._ledger.asked()
 
     @property
     def passes(self) -> int:
@@ -84,6 +142,8 @@ class Regularization:
         self._progress = float(t)
         for r in self.clones:
             r.at(self._progress)
+        for rate in self._model_site.own_rates:
+            rate.at(self._progress)
 
     def loss(
         self,
@@ -109,10 +169,12 @@ class Regularization:
                     "reg.loss(lambda: model(x), lambda out: F.cross_entropy(out, y))."
                 )
         outputs: list[Any] = []
-        terms: dict[str, Tensor] = {}
+        if self.model.training and torch.is_grad_enabled():
+            self._ledger.check()
+        terms = self._taken()  # what waits from forwards before this one counts once, however many passes follow
         comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]
         passes = max((r.passes for r in comparing), default=1)
-        with self.prefix.step():
+        with self._ledger.asking(), self.prefix.step(passes):
             for i in range(passes):
                 self.prefix.begin(i, passes)
                 outputs.append(forward())
@@ -120,21 +182,24 @@ class Regularization:
                     terms[name] = terms.get(name, 0.0) + value / passes
         if comparing:
             taken = [_logits(o, logits) for o in outputs]
-            for r in comparing:
-                r.outputs(taken, valid)
+            with self._ledger.asking():
+                for r in comparing:
+                    r.outputs(taken, valid)
             terms |= self._taken()
         task = sum((criterion(o) for o in outputs[1:]), start=criterion(outputs[0])) / len(outputs)
         return sum(terms.values(), start=task), {"task": task, **terms}
 
     def penalty(self) -> Tensor:
-        """The sum of the penalties of the forward just done, for those who own their loop: `loss = task +
+        """The sum of the penalties made since they were last taken, for those who own their loop: `loss = task +
         reg.penalty()`."""
         taken = self.penalties()
         device = next((p.device for p in self.model.parameters()), None)
         return sum(taken.values(), start=torch.zeros((), device=device))
 
     def penalties(self) -> dict[str, Tensor]:
-        """Take the penalties of the forward just done, by method and term, summed over layers."""
+        """Take the penalties made since they were last taken, by method and term, summed over layers and forwards.
+
+        They wait until then: both forwards of a siamese step count. Forwards in eval and under `no_grad` add none."""
         self._alive()
         comparing = next((r for r in self.clones if r.passes > 1 and self._acts(r)), None)
         if comparing is not None:
@@ -147,25 +212,53 @@ class Regularization:
     def _taken(self) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
         for r in self.clones:
-            for name, value in r.take_penalties().items():
-                if torch.is_grad_enabled() and not value.requires_grad and r.wants_gradient:
-                    raise RuntimeError(
-                        f"the penalty {name} at '{r.site.name if r.site else ''}' carries no gradient although its "
-                        "layer is being "
-                        "trained. Reentrant activation checkpointing discards it: use checkpoint(..., "
-                        "use_reentrant=False), in "
-                        "transformers gradient_checkpointing_kwargs={'use_reentrant': False}. (A forward under "
-                        "torch.no_grad() has penalties without gradient too: read them under no_grad.)"
-                    )
-                terms[name] = terms[name] + value if name in terms else value
+            lost, r.lost = r.lost, False
+            taken = r.take_penalties()
+            if torch.is_grad_enabled() and (lost or not all(v.requires_grad for v in taken.values())):
+                self._check_gradient(r, next((name for name, v in taken.items() if not v.requires_grad), r.name))
+            for name, value in taken.items():  # layers may lie on several devices
+                terms[name] = terms[name] + value.to(terms[name].device) if name in terms else value
+        self._ledger.taken()
+        if terms and not self._penalties_seen:
+            self._penalties_seen = True
+            self._check_adapters()
         return terms
+
+    _penalties_seen = False
+
+    def _check_adapters(self) -> None:
+        """Raise where LoRA was put around a map after `regularize`: a penalty reads the frozen map below it alone."""
+        for name, module in self.model.named_modules():
+            site = vars(module).get("_dampen_linear")
+            if site is None or site.adapter is not None or not name.endswith(".base_layer"):
+                continue
+            reading = [c for c in site.layer.clones if site.role in c.roles and makes_penalties(c)]
+            if reading:
+                self._ledger.forget()
+                raise RuntimeError(
+                    f"an adapter (LoRA) was put around '{name.removesuffix('.base_layer')}' after regularize, so "
+                    f"{type(reading[0]).__name__} reads the frozen map below it, not the one that is trained. Put the "
+                    "adapters in first, then regularize; or say it: dampen.integrations.peft.connect(reg)."
+                )
+
+    def _check_gradient(self, r: Regularizer, name: str) -> None:
+        if r.wants_gradient:
+            self._check_adapters()
+            self._ledger.forget()
+            raise RuntimeError(
+                f"the penalty {name} at '{r.site.name if r.site else ''}' carries no gradient although its layer is "
+                "being trained. Reentrant activation checkpointing discards it: use checkpoint(..., "
+                "use_reentrant=False), in transformers gradient_checkpointing_kwargs={'use_reentrant': False}. "
+                "(A part of the model that runs under torch.no_grad() has penalties without gradient too: leave its "
+                "layers out with sites=, or freeze them.)"
+            )
 
     def parameters(self) -> list[nn.Parameter]:
         """The learnable values of the regularizers (none unless a method was asked to learn): give them to the
         optimizer.
 
         They are parameters of the model too, so `model.parameters()` already holds them."""
-        return [p for r in self.clones for p in r.parameters()]
+        return [p for r in self.clones for p in r.parameters() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the schedules and the learnable values. The model's own state_dict has nothing of them."""
@@ -196,24 +289,19 @@ class Regularization:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Inside, the model trains as if it had no regularizers."""
-        before, model = [layer.enabled for layer in self.layers], self._model_site.enabled
-        self._set("enabled", False)
-        try:
+        """Inside, the model trains as if it had no regularizers. Its own dropout stays; `dampen.deterministic` silences
+        that too."""
+        self._alive()
+        with self._model_site.holding("enabled", False):
             yield
-        finally:
-            for layer, value in zip(self.layers, before, strict=True):
-                layer.enabled = value
-            self._model_site.enabled = model
 
     @contextlib.contextmanager
     def mc_mode(self) -> Iterator[None]:
-        """Inside, the stochastic regularizers act in eval mode too: Monte-Carlo sampling at test time."""
-        self._set("sampling", True)
-        try:
+        """Inside, the stochastic regularizers and the model's own dropout act in eval mode too: Monte-Carlo sampling at
+        test time."""
+        self._alive()
+        with self._model_site.holding("sampling", True), sampling_own(self.model):
             yield
-        finally:
-            self._set("sampling", False)
 
     @torch.no_grad()
     def mc_average(
@@ -229,46 +317,77 @@ class Regularization:
                 total = total + _logits(forward(), logits).softmax(-1)
         return total / samples
 
+    def own(self, rate: Value | None = None, sites: str | Sequence[str] = "*") -> list[OwnRate]:
+        """The dropout that the model brings itself: its places and rates, and with `rate` what they are from now on.
+
+        `remove()` gives back what was. A rate is a plain number of the model, so a compiled graph is compiled again
+        whenever it changes: schedule regularizers instead where that matters.
+
+        Args:
+            rate: a number (0 switches it off), a schedule or one value per layer; None only looks.
+            sites: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path", "attention dropout").
+
+        >>> import dampen
+        >>> model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1)
+        >>> reg = regularize(model, dampen.DropKey(0.1))
+        >>> reg.own(rate=0.3, sites="attention dropout")
+        [self_attn.dropout: attention dropout 0.3]
+        """
+        self._alive()
+        rates = self._own_rates()
+        chosen = choose_own(rates, sites) if rate is not None or sites != "*" else rates
+        if rate is None:
+            return chosen
+        schedule = as_schedule(rate, "reg.own(rate=...)")
+        if isinstance(schedule, per_layer) and len(schedule.values) != len(self.layers):
+            raise ValueError(
+                f"reg.own(rate=...) has {len(schedule.values)} values, but the model has {len(self.layers)} layers. "
+                "Give one value per layer, one number for all, or a schedule such as linear(0.3, 0.0)."
+            )
+        for r in chosen:
+            r.schedule, r.depth = schedule, self._depth_of(r.place)
+            r.at(self._progress)
+        self._model_site.own_rates = [r for r in rates if r.schedule is not None]
+        return chosen
+
     def kernels(self) -> dict[str, str]:
         """For each attention, the kernel that ran in its last forward, and why."""
-        return {name: kernel for layer in self.layers for name, kernel in layer.kernels.items()}
+        return {name: kernel for layer in self.layers for name, kernel in layer.kernels.items() if kernel}
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""
         self._alive()
-        swapped = {n: m for n, m in self.model.named_modules() if is_swapped(m)}
-        covered = [n or "(the model itself)" for n, m in swapped.items() if is_covered(m)]
-        if covered:
-            raise RuntimeError(
-                f"remove() after fully_shard (FSDP2) would strip FSDP's class from {covered[0]}"
-                f"{f' and {len(covered) - 1} more' if len(covered) > 1 else ''}. Nothing was changed. Remove before "
-                "sharding, or save "
-                "the state_dict, whose keys are the plain model's, and load it into a plain model."
-            )
-        for module in list(self.model.modules()):
-            unswap(module)
-            module._modules.pop("dampen_regularizers", None)
+        remove(self.model)
         self.layers, self.clones = [], []
-        self._removed = True
-
-    _removed = False
 
     def _alive(self) -> None:
-        if self._removed:
+        if "_dampen_model" not in vars(self.model):
             raise RuntimeError("this regularization was removed from its model. Call dampen.regularize again.")
 
     def _acts(self, r: Regularizer) -> bool:
         return self._model_site.enabled and (self.model.training or r.in_eval)
 
     @property
+    def _ledger(self) -> Ledger:
+        return self._model_site.ledger
+
+    @property
     def _model_site(self) -> ModelSite:
         return self.model._dampen_model  # type: ignore[return-value]
 
-    def _set(self, name: str, value: bool) -> None:
-        self._alive()
+    def _own_rates(self) -> list[OwnRate]:
+        """Every drop rate of the model's own; those that were set here with what they were before."""
+        known = {(id(r.module), r.attribute): r for r in self._model_site.own_rates}
+        return [known.get((id(r.module), r.attribute), r) for r in find_own(self.model)]
+
+    def _depth_of(self, place: str) -> float:
+        """The depth of the layer that a module lies in; 0 before the first layer, 1 after the last."""
+        order = {name: i for i, (name, _) in enumerate(self.model.named_modules())}
         for layer in self.layers:
-            setattr(layer, name, value)
-        setattr(self._model_site, name, value)
+            name = layer.site.name
+            if place == name or name == "" or place.startswith(name + "."):
+                return layer.site.depth
+        return 0.0 if order[place] < order[self.layers[0].site.name] else 1.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Regularization:
         """A copy of the model and of its regularizers, independent of this one."""

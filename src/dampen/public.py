@@ -2,11 +2,13 @@
 
 from dampen import methods as _methods
 from dampen import models
-from dampen.attend import attention
 from dampen.handle import Regularization, regularize
+from dampen.kernels.attend import attention
 from dampen.methods import *  # noqa: F403
 from dampen.regularizer import Call, LinearCall, Regularizer, Site
-from dampen.schedules import constant, cosine, curriculum, early, late, linear, vshape, warmup
+from dampen.schedules import constant, cosine, curriculum, early, last, late, linear, vshape, warmup
+from dampen.sockets.detach import remove
+from dampen.sockets.determinism import deterministic
 
 __all__ = [
     "Call",
@@ -18,11 +20,14 @@ __all__ = [
     "constant",
     "cosine",
     "curriculum",
+    "deterministic",
     "early",
+    "last",
     "late",
     "linear",
     "models",
     "regularize",
+    "remove",
     "vshape",
     "warmup",
 ]

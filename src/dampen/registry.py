@@ -1,30 +1,40 @@
-"""The methods by name. Nothing is registered by hand: whatever `dampen.methods` lists is here."""
+"""The methods by name: whatever `dampen.methods` lists, what installed packages offer, and what a file holds."""
 
 from __future__ import annotations
 
-import difflib
-
 from dampen import methods as _methods
+from dampen.extensions import from_file, from_packages, is_in_file
+from dampen.names import nearest
 from dampen.regularizer import Regularizer, snake_case
 
 
 def methods() -> dict[str, type[Regularizer]]:
-    """Every method by its registry name, in alphabetical order.
+    """Every method by its registry name, in alphabetical order: ours, and those of installed packages.
 
     >>> "drop_key" in methods()
     True
     """
     classes = [getattr(_methods, name) for name in _methods.__all__]
     found = {snake_case(c.__name__): c for c in classes if isinstance(c, type) and issubclass(c, Regularizer)}
+    for name, thing in from_packages("dampen.methods").items():
+        if name in found:
+            raise ValueError(f"a package offers a method {name!r}, which dampen has itself. It needs another name.")
+        found[name] = _checked(name, thing)
     return dict(sorted(found.items()))
 
 
 def find_method(name: str) -> type[Regularizer]:
-    """The class of a method, by registry or class name, or an error that names the nearest known one."""
+    """The class of a method, by registry name, class name or `file.py:Class`; else an error with the nearest name."""
+    if is_in_file(name):
+        return _checked(name, from_file(name))
     known = methods()
     key = name if name in known else snake_case(name)
     if key in known:
         return known[key]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"there is no method {name!r}.{hint} Known: {', '.join(known)}.")
+    raise ValueError(f"there is no method {name!r}{nearest(key, known)}")
+
+
+def _checked(name: str, thing: object) -> type[Regularizer]:
+    if isinstance(thing, type) and issubclass(thing, Regularizer):
+        return thing
+    raise ValueError(f"{name} is {thing!r}, not a subclass of dampen.Regularizer.")

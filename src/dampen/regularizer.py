@@ -1,10 +1,10 @@
 """What a regularizer is. Read this file first.
 
-A regularizer is an `nn.Module` that overrides some of twelve named **stages** which the data meets on its way through
+A regularizer is an `nn.Module` that overrides some of thirteen named **stages** which the data meets on its way through
 a Transformer. What it overrides is its declaration; there is no config class beside it:
 
-    batch -> inputs -> tokens -> [(operands -> product -> qkv -> mask -> logits -> probs -> heads) -> branch -> block]
-    x L -> outputs
+    batch -> inputs -> embeddings -> tokens -> [(operands -> product -> qkv -> mask -> logits -> probs -> heads)
+    -> branch -> block] x L -> outputs
 
 Letters in every signature of this package: B batch, H heads, N queries, M keys, D channels; q (B, H, N, D), k and v
 (B, H, M, D), s raw scores and a attention weights (B, H, N, M), o attention output (B, H, N, D).
@@ -20,112 +20,29 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dampen.masks import causal_rows
-from dampen.projections import split_projection
-from dampen.schedules import Schedule, Value, always_zero, constant, per_layer
+from dampen._torch import in_backward
+from dampen.calls import BranchCall as BranchCall
+from dampen.calls import Call as Call
+from dampen.calls import LinearCall as LinearCall
+from dampen.calls import Site as Site
+from dampen.ledger import Ledger, name_of, slot
+from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
+from dampen.names import BLOCK_STAGES as BLOCK_STAGES
+from dampen.names import LINEAR_STAGES as LINEAR_STAGES
+from dampen.names import MATRIX_STAGES
+from dampen.names import MODEL_STAGES as MODEL_STAGES
+from dampen.names import STAGES as STAGES
+from dampen.names import snake_case as snake_case
+from dampen.schedules import Schedule, Value, always_zero, as_only_layer, constant, per_layer
 
-MODEL_STAGES = ("inputs", "outputs")
-BLOCK_STAGES = ("tokens", "branch", "block")
-LINEAR_STAGES = ("operands", "product")
-ATTENTION_STAGES = ("qkv", "mask", "logits", "probs", "heads")
-STAGES = ("inputs", "tokens", *LINEAR_STAGES, *ATTENTION_STAGES, "branch", "block", "outputs")
 ROLES = ("q", "k", "v", "qkv", "kv", "out", "ffn_in", "ffn_out")
 """What a linear map of a block is for. A fused projection has the role qkv (or kv)."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a clone lives: the layer's name, and its place among the layers that were chosen."""
-
-    name: str
-    index: int = 0
-    total: int = 1
-
-    @property
-    def depth(self) -> float:
-        """0 in the first layer, 1 in the last."""
-        return self.index / max(1, self.total - 1)
-
-
-@dataclass(eq=False)
-class LinearCall:
-    """One application of a linear map y = x W^T + b. It dies with the forward that made it."""
-
-    role: str
-    input: Tensor  # (..., in)
-    weight: Tensor  # (out, in), whatever layout the module keeps
-    bias: Tensor | None
-    module: nn.Module | None = None
-    site: Site | None = None
-    valid: Tensor | None = None  # (B, N) bool, False on padded tokens; None when nothing is padded
-    output: Tensor | None = None  # known to `product` and to the attention call that collects its maps
-
-
-@dataclass(eq=False)
-class BranchCall:
-    """One residual branch, about to be added to `residual`. `role` is "attention" or "ffn"."""
-
-    role: str
-    residual: Tensor
-    site: Site | None = None
-    skip: bool = True  # a method that sets it False takes the residual away: the branch goes on alone
-
-
-@dataclass(eq=False)
-class Call:
-    """One attention, as its stages see it. It dies with the forward that made it."""
-
-    module: nn.Module | None = None
-    site: Site | None = None
-    cross: bool = False
-    is_causal: bool = False  # the flag was given; no mask tensor stands for it
-    mask: Tensor | None = None  # the model's own bool mask (B or 1, H or 1, N or 1, M), True may be seen
-    bias: Tensor | None = None  # the model's own score bias (relative positions), hidden places 0
-    scale: float = 1.0
-    shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # B, H, N, M
-    kv_heads: int = 0  # as seen at the socket; a library may have repeated grouped keys before it
-    head_size: int = 0
-    value_size: int = 0  # channels of a value head; mostly the same
-    device: torch.device | None = None
-    rows: slice | None = None  # which queries this call stands for, when the queries come in chunks
-    valid: Tensor | None = None  # (B, N) bool, False on padded queries; None when nothing is padded
-    seen: Tensor | None = None  # the valid keys of all queries, which a chunk's own mask does not tell
-    maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
-    memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
-
-    @property
-    def role(self) -> str:
-        """self, cross or causal."""
-        if self.cross:
-            return "cross"
-        return "causal" if self.is_causal or getattr(self.module, "is_causal", False) else "self"
-
-    @property
-    def keep(self) -> Tensor | None:
-        """Bool, broadcastable to (B, H, N, M), True where the model lets a query see a key; None: everywhere."""
-        if self.is_causal:
-            return causal_rows(self.shape[2], self.shape[3], self.rows, self.device)
-        return self.mask
-
-    @property
-    def valid_keys(self) -> Tensor | None:
-        """(B or 1, M) bool: the keys that some query of some head may see; None when the model gave no mask."""
-        if self.seen is not None:
-            return self.seen
-        return None if self.mask is None else self.mask.flatten(1, 2).any(1)
-
-    def projection(self, role: str) -> LinearCall:
-        """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias and output, fused
-        or not."""
-        return split_projection(self, role)
 
 
 _serials = itertools.count()
@@ -159,6 +76,8 @@ class Regularizer(nn.Module):
     """False for methods that draw nothing: their result depends on the data alone."""
     needs_valid: ClassVar[bool] = False
     """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
+    reads_adapters: bool = False
+    """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
     roles: frozenset[str] = frozenset()
     """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`. Every one by
     default where a linear stage is overridden."""
@@ -166,9 +85,20 @@ class Regularizer(nn.Module):
     """False where `mask` is the same for all queries, so that long sequences need no chunks for its sake."""
     stages: frozenset[str] = frozenset()
     """The stages at work. An instance may switch some off by assigning a smaller set."""
+    example: ClassVar[dict[str, Any]] = {}
+    """Arguments of a sensible instance, for methods that do nothing until they are told what to act on."""
+    zero_is_identity: bool = True
+    """Whether a method does nothing where all its scheduled values are 0, so that its stages need not run then. Taken
+    to be False for a class with a `neutral` of its own that does not say otherwise."""
+    _name: ClassVar[str] = "regularizer"
+    ledger: Ledger | None = None
+    """What the clones of one model share about their penalties; None where a method is used without `regularize`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "neutral" in vars(cls) and "zero_is_identity" not in vars(cls):
+            cls.zero_is_identity = False
+        cls._name = snake_case(cls.__name__)  # once per class: a cached function may not be called inside a graph
         cls.stages = frozenset(s for s in STAGES if getattr(cls, s) is not getattr(Regularizer, s))
         if cls.stages & set(LINEAR_STAGES) and not cls.roles:
             cls.roles = frozenset(ROLES)
@@ -178,17 +108,27 @@ class Regularizer(nn.Module):
         self.serial = next(_serials)
         self.site: Site | None = None
         self._schedules: dict[str, tuple[Schedule, float]] = {}  # name -> (schedule, upper end of the range)
+        self._numbers: dict[str, float] = {}  # the scheduled values as plain numbers, beside their tensors
         self._progress = 0.0
         self._penalties: dict[str, Tensor] = {}
         self.neighbors: list[nn.Module] = []  # the layer's own modules, to know whether anything here is being trained
+        self.linears: list[tuple[nn.Module, str]] = []  # the layer's linear maps with their roles
         self.input_has_gradient = False  # whether the layer's last input did
         self.asleep = False  # left out for a moment, though it is attached
+        self.idle = False  # every scheduled value is 0 now: in eager mode the stages are not run
+        self.idle_forever = False  # and will stay so, by construction: then they are not in a compiled graph either
+        self.lost = False  # a penalty was made where gradients are off inside a forward that has them
+        self.watched: tuple[nn.Module, str, nn.Parameter] | None = None  # tells the ledger of a backward
 
     # --- the stages, in the order in which the data meets them
     # ------------------------------------------------------------
 
     def inputs(self, x: Tensor) -> Tensor:
         """The model's input."""
+        return x
+
+    def embeddings(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """What the input or patch embedding gives, (B, N, D), before positions; `valid` (B, N) is False on padding."""
         return x
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -244,22 +184,41 @@ class Regularizer(nn.Module):
         Use `high=math.inf` for weights. Never branch in Python on the tensor's value: it changes between steps."""
         self._schedules[name] = (as_schedule(value, f"{type(self).__name__}({name}=...)", high), high)
         self.register_buffer(name, torch.zeros(()), persistent=False)
+        self._numbers.pop(name, None)
         self.at(self._progress)
+
+    def current(self, name: str) -> float | Tensor:
+        """The scheduled value as a plain number, and as its tensor under `torch.compile`, where a number would
+        recompile the graph whenever it changes. A number saves several small operations per layer in eager mode."""
+        return getattr(self, name) if torch.compiler.is_compiling() else self._numbers[name]
+
+    def hiding_rate(self) -> float | Tensor | None:
+        """For methods with the stage `mask`: the rate that independent draws per key do not exceed, or None where
+        keys are hidden together. It says how unlikely a query is to lose every key."""
+        return None
+
+    def native_hiding(self, keys: int) -> tuple[float | Tensor, tuple[int, int] | None] | None:
+        """For methods with the stage `mask` that a native kernel can do: the rate, and which share of the keys with
+        the largest scores is meant (numerator and denominator, or a count and 0; None: all). None: torch does it."""
+        return None
 
     def penalize(self, value: Tensor, name: str | None = None) -> None:
         """Add `value` to the loss of this step. Compute it unconditionally, because checkpointing replays the forward.
 
-        A layer that runs several times in one forward adds each time; a checkpoint's recompute does not add again.
+        What is added waits until it is taken: a layer that runs several times adds each time, a checkpoint's recompute
+        does not add again, and a forward in eval or under `no_grad` adds nothing.
         """
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:  # not inside a backward
-            key = self.name if name is None else f"{self.name}.{name}"
+        if not torch.compiler.is_compiling() and in_backward():
+            return
+        if self.ledger is None or self.ledger.counts(self):
+            key = slot(self.name if name is None else f"{self.name}.{name}")
             old = self._penalties.get(key)
             self._penalties[key] = value if old is None else old + value
 
     @property
     def name(self) -> str:
         """The registry name: the class name in snake case."""
-        return snake_case(type(self).__name__)
+        return type(self)._name
 
     # --- housekeeping
     # -----------------------------------------------------------------------------------------------------
@@ -275,20 +234,38 @@ class Regularizer(nn.Module):
         depth = 0.0 if self.site is None else self.site.depth
         for name, (schedule, high) in self._schedules.items():
             value = schedule(depth, progress)
-            check_value(value, f"{type(self).__name__}({name}=...) at depth {depth:.3g}, progress {progress:.3g}", high)
+            if self._numbers.get(name) == value:
+                continue  # most schedules are constant: nothing to check, nothing to set
+            what = f"{type(self).__name__}({name}=...) at depth {depth:.3g}, progress {progress:.3g}"
+            self._numbers[name] = check_value(value, what, high)
             getattr(self, name).fill_(value)
+        self.idle = self._is_idle()
+
+    def _is_idle(self) -> bool:
+        """Whether nothing would change if the stages were not run now: every value is 0, or the weight of a method that
+        is a penalty and no more. Override where other zeros are enough."""
+        if not self.zero_is_identity or not self._numbers or any(p.requires_grad for p in self.parameters()):
+            return False
+        if not self.stochastic and "weight" in self._numbers:
+            return self._numbers["weight"] == 0
+        return not any(self._numbers.values())
 
     def place(self, site: Site) -> None:
         """Tell the clone where it lives; lists with one value per layer must match the number of layers."""
-        for name, (schedule, _) in self._schedules.items():
+        for name, (schedule, high) in list(self._schedules.items()):
             if isinstance(schedule, per_layer) and len(schedule.values) != site.total:
                 raise ValueError(
                     f"{type(self).__name__}({name}=...) has {len(schedule.values)} values, but {site.total} layers "
-                    "were "
-                    f"chosen. Give one value per layer, one number for all, or a schedule such as linear(0.3, 0.0)."
+                    "were chosen. Give one value per layer, one number for all, or a schedule such as linear(0.3, "
+                    "0.0)."
                 )
+            if isinstance(schedule, per_layer):  # counts all layers, whatever stack they are in
+                self._schedules[name] = (constant(schedule.values[site.index]), high)
+        if (site.total if site.stack is None else site.stack[1]) == 1:
+            self._schedules = {name: (as_only_layer(s), high) for name, (s, high) in self._schedules.items()}
         self.site = site
         self.at(self._progress)
+        self.idle_forever = self.idle and self.always_idle
 
     def prepare(self, model: nn.Module) -> None:
         """Look at the model once, after the clone was placed and before anything is attached. Raise to refuse it."""
@@ -298,8 +275,7 @@ class Regularizer(nn.Module):
         if self.roles and not self.roles & roles:
             raise ValueError(
                 f"{type(self).__name__} acts on the linear maps {', '.join(sorted(self.roles))}, but '{where}' has "
-                "only "
-                f"{', '.join(sorted(roles)) or 'none'}. Leave the layer out with sites=, or name the maps with "
+                f"only {', '.join(sorted(roles)) or 'none'}. Leave the layer out with sites=, or name the maps with "
                 "projections=."
             )
 
@@ -307,7 +283,7 @@ class Regularizer(nn.Module):
     def always_idle(self) -> bool:
         """Whether every scheduled value is 0 in this clone's layer for the whole of training, by construction."""
         depth = 0.0 if self.site is None else self.site.depth
-        learns = any(True for _ in self.parameters())
+        learns = any(p.requires_grad for p in self.parameters())
         return not learns and bool(self._schedules) and all(always_zero(s, depth) for s, _ in self._schedules.values())
 
     @property
@@ -322,16 +298,29 @@ class Regularizer(nn.Module):
         return self.input_has_gradient or any(p.requires_grad for m in self.neighbors for p in m.parameters())
 
     def take_penalties(self) -> dict[str, Tensor]:
-        """The penalties of the forward just done, by name; the slots are empty afterwards."""
-        taken, self._penalties = self._penalties, {}
+        """The penalties made since they were last taken, by name; the slots are empty afterwards.
+
+        Those that this thread's forwards made; where they made none, those of the thread that ran them for it."""
+        taken: dict[str, Tensor] = {}
+        for key in self._own_slots() or list(self._penalties):
+            name, value = name_of(key), self._penalties.pop(key)
+            taken[name] = taken[name] + value if name in taken else value
         return taken
 
+    def drop_penalties(self) -> None:
+        """Forget the penalties that this thread's forwards made, and no other's."""
+        for key in self._own_slots():
+            del self._penalties[key]
+
+    def _own_slots(self) -> list[str]:
+        return [key for key in list(self._penalties) if key == slot(name_of(key))]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Regularizer:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name in self._schedules:  # model.half() must not round a rate of 0.1 to 0.1001
             self.register_buffer(name, getattr(self, name).float(), persistent=False)
-        if not any(getattr(self, name).is_meta for name in self._schedules):
-            self.at(self._progress)
+        self._numbers = {}  # the tensors may be new and empty (`to_empty`)
+        self.at(self._progress)
         return self
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -341,7 +330,10 @@ class Regularizer(nn.Module):
         """Nothing is expected, so nothing is missing: strict loads work both ways."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_penalties": {}}  # deepcopy and pickle never meet a live graph
+        """For deepcopy and pickle, which must never meet a live graph nor the ledger of another model."""
+        state = {**self.__dict__, "_penalties": {}, "asleep": False, "lost": False, "watched": None}
+        state.pop("ledger", None)
+        return state
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name).item():.3g}" for name in self._schedules)
@@ -377,11 +369,6 @@ def check_value(value: Any, what: str, high: float = 1.0) -> float:
     return float(value)
 
 
-def snake_case(name: str) -> str:
-    """DropKey -> drop_key, RDrop -> r_drop."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
 def needs_matrix(regularizers: Iterable[Regularizer]) -> bool:
     """Whether any regularizer needs the N x M matrix of scores or weights, so that no fused kernel can run."""
-    return any("logits" in r.stages or "probs" in r.stages for r in regularizers)
+    return any(stage in r.stages for r in regularizers for stage in MATRIX_STAGES)

@@ -166,6 +166,23 @@ class vshape:
 
 
 @dataclass(frozen=True)
+class last:
+    """`value` in the last layer, `rest` in all others: the layer before the head often wants a rate of its own.
+
+    The only layer of a model is its last. For any other pattern give a list with one value per layer.
+
+    >>> last(0.3, rest=0.1)(1.0, 0.0), last(0.3, rest=0.1)(0.5, 0.0)
+    (0.3, 0.1)
+    """
+
+    value: float | Schedule
+    rest: float | Schedule = 0.0
+
+    def __call__(self, depth: float, progress: float) -> float:
+        return _inner(self.value if depth == 1 else self.rest, depth, progress)
+
+
+@dataclass(frozen=True)
 class per_layer:
     """One value per layer, in the order of the layers. A plain list becomes this."""
 
@@ -173,6 +190,13 @@ class per_layer:
 
     def __call__(self, depth: float, progress: float) -> float:
         return self.values[round(depth * (len(self.values) - 1))]
+
+
+def as_only_layer(schedule: Schedule) -> Schedule:
+    """A schedule as it runs in a model's only layer, whose depth is 0 although it is the last."""
+    if not isinstance(schedule, last):
+        return schedule
+    return schedule.value if callable(schedule.value) else constant(schedule.value)
 
 
 def always_zero(schedule: Schedule, depth: float) -> bool:
@@ -184,6 +208,9 @@ def always_zero(schedule: Schedule, depth: float) -> bool:
     """
     if isinstance(schedule, early | late | curriculum | warmup):
         inner = schedule.value
+        return always_zero(inner, depth) if callable(inner) else inner == 0
+    if isinstance(schedule, last):
+        inner = schedule.value if depth == 1 else schedule.rest
         return always_zero(inner, depth) if callable(inner) else inner == 0
     if isinstance(schedule, linear | cosine) and schedule.along == "progress":
         return schedule.start == schedule.end == 0

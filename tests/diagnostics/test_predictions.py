@@ -90,8 +90,8 @@ def test_bad_data_and_outputs_are_refused():
 
 def test_import_brings_no_heavy_library():
     code = (
-        "import sys, dampen.diagnostics;"
-        "print(sorted({'torchmetrics', 'foolbox', 'scipy', 'sklearn', 'torchvision'} & set(sys.modules)))"
+        "import sys, dampen.diagnostics;print(sorted({'torchmetrics', 'foolbox', 'scipy', 'sklearn', 'torchvision'} "
+        "& set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

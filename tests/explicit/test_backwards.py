@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from dampen.explicit.features import sum_of_squares
-from dampen.explicit.grams import gram, spread
-from dampen.explicit.maps import only_weight
-from dampen.explicit.squares import column_sums, feature_power, mixed_power, squared_norm
+from dampen.formulas.explicit.features import sum_of_squares
+from dampen.formulas.explicit.grams import gram, spread
+from dampen.formulas.explicit.maps import only_weight
+from dampen.formulas.explicit.squares import column_sums, feature_power, mixed_power
+from dampen.formulas.explicit.tap import squared_norm, tap
 
 
 def tensors(*shapes, seed=0):
@@ -83,3 +85,46 @@ def test_only_weight_is_the_map_with_a_constant_input():
     assert grads[0] is None
     assert grads[2] is None
     torch.testing.assert_close(grads[1], expected[0])
+
+
+TAPS = {
+    "bias": (lambda y, b: tap(y, b, None, 0.3), [(2, 3, 4), (4,)]),
+    "heads": (lambda y, b: tap(y, b, rows.unsqueeze(1), 0.3), [(2, 2, 3, 4), (2, 1, 4)]),
+    "no bias": (lambda y: tap(y, None, None, 0.3), [(2, 3, 4)]),
+    "tensor factor": (lambda y, b: tap(y, b, None, torch.tensor(0.3, dtype=torch.float64)), [(2, 3, 4), (4,)]),
+}
+
+
+@pytest.mark.parametrize("name", TAPS)
+def test_a_tap_passes_its_gradient_on(name):
+    function, shapes = TAPS[name]
+    inputs = tensors(*shapes)
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("after", ["nothing", "in place", "checkpoint", "checkpoint in place"])
+def test_a_tap_on_a_map_equals_the_penalty_beside_it(after):
+    """y goes on through a nonlinearity that may change it in place; the bias gets nothing of the penalty."""
+    x, w, b = tensors((2, 3, 4), (5, 4), (5,))
+    act = torch.relu_ if "in place" in after else torch.relu
+
+    def tapped(x):
+        y, value = tap(torch.nn.functional.linear(x, w, b), b, None, 0.7, made_by=(x, w))
+        return act(y).pow(3).sum() + value
+
+    def beside(x):
+        return torch.relu(torch.nn.functional.linear(x, w, b)).pow(3).sum() + 0.7 * (x @ w.t()).square().sum()
+
+    ours = checkpoint(tapped, x, use_reentrant=False) if "checkpoint" in after else tapped(x)
+    for a, e in zip(torch.autograd.grad(ours, [x, w, b]), torch.autograd.grad(beside(x), [x, w, b]), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_a_tap_survives_a_second_backward_and_a_retained_graph():
+    x, w, b = tensors((2, 3, 4), (5, 4), (5,))
+    y, value = tap(torch.nn.functional.linear(x, w, b), b, None, 0.7, made_by=(x, w))
+    first = torch.autograd.grad(y.sum() + value, [x, w], retain_graph=True)
+    again = torch.autograd.grad(y.sum() + value, [x, w])
+    for a, e in zip(first, again, strict=True):
+        torch.testing.assert_close(a, e)

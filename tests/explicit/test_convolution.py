@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dampen
 from benchmarks import reference_explicit as slow
-from dampen.explicit import convolution_penalty, regularize_convolutions
-from dampen.explicit.forms import FORMS
-from dampen.explicit.reductions import REDUCTIONS
+from dampen.formulas.explicit import convolution_penalty, regularize_convolutions
+from dampen.formulas.explicit.forms import FORMS
+from dampen.formulas.explicit.reductions import REDUCTIONS
 
 RATE = 0.25
 CONVOLUTIONS = {

@@ -75,12 +75,12 @@ def test_attention_weights_are_needed_for_the_attended_variance_only():
 
 def test_long_sequences_stay_linear(monkeypatch):
     """Above the length at which kernels go in chunks, the attended variance holds a chunk of A at a time."""
-    monkeypatch.setattr("dampen.kernels.LONG", TOKENS)
-    monkeypatch.setattr("dampen.kernels.CHUNK", BATCH * HEADS * TOKENS * 10)
+    monkeypatch.setattr("dampen.kernels.kernel.LONG", TOKENS)
+    monkeypatch.setattr("dampen.kernels.kernel.CHUNK", BATCH * HEADS * TOKENS * 10)
     own = shapes(ExplicitDropout(attended_value=0.1, form="exact"))
     assert any(has(shape, BATCH, HEADS, 10, TOKENS) for _, shape in own)
     assert not [s for s in own if has(s[1], TOKENS, TOKENS)]
-    monkeypatch.setattr("dampen.explicit.scores.CHUNK", BATCH * HEADS * TOKENS * 10)
+    monkeypatch.setattr("dampen.formulas.explicit.scores.CHUNK", BATCH * HEADS * TOKENS * 10)
     own = shapes(ExplicitDropout(query_key=0.1, form="exact", heads="concat"))
     assert any(has(shape, BATCH, 10, TOKENS) for _, shape in own) or any(has(s, BATCH, 40, TOKENS) for _, s in own)
     assert not [s for s in own if has(s[1], TOKENS, TOKENS)]

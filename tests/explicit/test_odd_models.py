@@ -53,8 +53,8 @@ def test_the_divisor_of_chunked_queries_is_that_of_all(monkeypatch):
     visible[1, :, :, :6] = False
     values = []
     for chunk, long in ((10**9, 10**9), (2 * 2 * 8 * 2, 1)):
-        monkeypatch.setattr("dampen.kernels.CHUNK", chunk)
-        monkeypatch.setattr("dampen.kernels.LONG", long)
+        monkeypatch.setattr("dampen.kernels.kernel.CHUNK", chunk)
+        monkeypatch.setattr("dampen.kernels.kernel.LONG", long)
         torch.manual_seed(1)
         attention = Attention().double().train()
         reg = regularize(attention, ExplicitDropout(attended_value=1.0, form="inverted"))

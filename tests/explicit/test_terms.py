@@ -7,8 +7,8 @@ import torch
 
 import dampen
 from dampen import ExplicitDropout
-from dampen.explicit.forms import FORMS
-from dampen.explicit.reductions import REDUCTIONS
+from dampen.formulas.explicit.forms import FORMS
+from dampen.formulas.explicit.reductions import REDUCTIONS
 from dampen.methods.explicit_dropout import TERMS
 from tests.explicit.toy import RATE, Case, expected, pair_value, split_heads
 
@@ -104,8 +104,8 @@ def test_visible_only_in_other_clothes(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_change_nothing(form, monkeypatch):
     """One query at a time, made again in the backward pass."""
-    monkeypatch.setattr("dampen.explicit.scores.CHUNK", 1)
-    monkeypatch.setattr("dampen.explicit.grams.CHUNK", 1)
+    monkeypatch.setattr("dampen.formulas.explicit.scores.CHUNK", 1)
+    monkeypatch.setattr("dampen.formulas.explicit.grams.CHUNK", 1)
     for term in ("query", "query_key"):
         check(CASES["causal_padded"], term, form, "mean", visible_only=True)
         check(CASES["self"], term, form, "mean", heads="concat")
@@ -116,8 +116,8 @@ def test_chunks_change_nothing(form, monkeypatch):
 @pytest.mark.parametrize("attended", ["pre", "post"])
 def test_attention_weights_in_chunks(form, attended, monkeypatch):
     """At long n the attention weights come in chunks of queries, and each chunk adds its part."""
-    monkeypatch.setattr("dampen.kernels.LONG", 1)
-    monkeypatch.setattr("dampen.kernels.CHUNK", 1)
+    monkeypatch.setattr("dampen.kernels.kernel.LONG", 1)
+    monkeypatch.setattr("dampen.kernels.kernel.CHUNK", 1)
     for case in ("self", "padded", "causal", "grouped"):
         check(CASES[case], "attended_value", form, "mean", attended=attended)
 

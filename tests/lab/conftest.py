@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.report import make_report
-from dampen.lab.session import Execution
-from dampen.lab.trial import Trial
+from dampen.lab.training.state import Execution
 from tests.lab.synthetic_runs import write_study
 
 
@@ -23,7 +23,7 @@ def small():
     """A function that makes a small trial; keywords go into `train`."""
 
     def make(methods=(), seed=0, **train):
-        return Trial.from_dict(
+        return TrialSpec.from_dict(
             {
                 "data": {"name": "digits", "limit": 300},
                 "model": {"name": "vit", "patch_size": 4, "width": 16, "depth": 2, "heads": 2, "mlp": 32},

@@ -6,9 +6,9 @@ import math
 import random
 from pathlib import Path
 
-from dampen.lab.plan import make_plan
-from dampen.lab.recipe import Recipe
-from dampen.lab.trial import Trial
+from dampen.lab.config.plan import make_plan
+from dampen.lab.config.recipe import Recipe
+from dampen.lab.config.trial import TrialSpec
 
 MACHINE = {
     "time": "2026-01-01T00:00:00+00:00",
@@ -117,7 +117,7 @@ def write_trial(folder, trial, gain, cost, seed, noise=0.004, epochs=12):
         "step_cpu_seconds": 0.04 * cost * (1 + draw.gauss(0, 0.01)),
         "device": "cpu",
         "resumed": 0,
-        "last_weights": "synthetic",
+        "last_weights": f"synthetic {trial.id}",
         "selected_weights": "synthetic",
         "data": {"name": "cifar10", "task": "image", "examples": {"train": 2100, "valid": 900, "test": 1000}},
         "synthetic": True,
@@ -204,10 +204,40 @@ def loose(folder, count=3, limit=3000, methods=(), gain=0.0, **train):
             "train": train,
             "seed": seed,
         }
-        trial = Trial.from_dict(content)
+        trial = TrialSpec.from_dict(content)
         write_trial(folder / trial.id, trial, gain, 1.0, seed)
 
 
 def edit(path, **changes):
     """Change entries of a JSON file."""
     write(path, json.loads(path.read_text()) | changes)
+
+
+def big_study(rows, seeds=3):
+    """A study of many rows in memory, without folders: every number is invented."""
+    from dampen.lab.records.final import Final
+    from dampen.lab.records.recorded import RecordedTrial
+    from dampen.lab.records.study_runs import Cell, StudyRow, StudyRuns
+
+    draw, made = random.Random(0), []
+    base = [draw.gauss(0.85, 0.01) for _ in range(seeds)]
+    for i in range(rows):
+        name, runs = f"row {i}" if i else "plain", {}
+        methods = [{"name": "drop_key", "rate": i / (2 * rows)}] if i else []
+        for s in range(seeds):
+            accuracy = base[s] + (i / rows) * 0.02 + draw.gauss(0, 0.004)
+            final = Final(
+                id=f"{i}-{s}",
+                status="finished",
+                primary=("accuracy", "max"),
+                selection=("accuracy", "max"),
+                test={"accuracy": accuracy, "nll": 1 - accuracy + draw.gauss(0, 0.01)},
+                valid={"accuracy": accuracy},
+                step_cpu_seconds=0.04 * (1 + i / rows),
+                device="cpu",
+                last_weights=f"synthetic {i} {s}",
+            )
+            config = {"id": final.id, "model": {"name": "vit"}, "methods": methods, "seed": s}
+            runs[str(s)] = RecordedTrial(Path("synthetic"), final.id, config, final, [MACHINE])
+        made.append(StudyRow(name, methods, [Cell({}, runs, seeds)], baseline=not i))
+    return StudyRuns("big", "Synthetic table of many rows", "accuracy", "max", made)

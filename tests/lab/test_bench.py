@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import dampen
 from benchmarks import reference, reference_skip, reference_stochastic
 from dampen.cli import build
-from dampen.lab import timing
+from dampen.kernels import timing
+from dampen.kernels.timing import compare, summarize
 from dampen.lab.bench import NOISY, Options, bench, find_variants, make_subject, papers, peak_memory
 from dampen.lab.bench.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention
 from dampen.lab.bench.output import remarks, save_chart
@@ -22,7 +23,6 @@ from dampen.lab.bench.scaling import _too_much, scale_attention, scale_batch
 from dampen.lab.errors import ConfigError
 from dampen.lab.report import make_report, write_report
 from dampen.lab.report.costs import bench_rows
-from dampen.lab.timing import compare, summarize
 from dampen.registry import methods
 
 TINY = "vit(image_size=8, patch_size=2, width=16, depth=2, heads=2, mlp=16)"
@@ -333,7 +333,7 @@ def test_published_traces_equal_explicit_dropout():
 
 
 def test_published_graying_is_the_reference():
-    from dampen.models.patches import patchify
+    from dampen.formulas.patches import patchify
 
     images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
     grayed = papers.gray_svd(images, (4, 4), eps=0.7)
@@ -417,7 +417,7 @@ def test_memory_of_a_step_tells_methods_apart(record):
 
 @pytest.mark.slow
 def test_a_record_becomes_docs_remarks_and_a_chart(record, tmp_path):
-    from docs.generate import cost
+    from benchmarks.method_cards import cost
 
     assert (
         cost("drop_key", record)

@@ -3,8 +3,8 @@
 import pytest
 
 from dampen.lab.errors import ConfigError, Interrupted
-from dampen.lab.record import Record
-from dampen.lab.train import run_trial
+from dampen.lab.records.record import Record
+from dampen.lab.training.train import run_trial
 
 METHODS = [{"name": "drop_key", "rate": 0.2}, {"name": "token_graying", "kind": "svd"}]
 

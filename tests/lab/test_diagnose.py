@@ -13,21 +13,21 @@ from typer.testing import CliRunner
 
 from dampen.cli import build
 from dampen.diagnostics import gradient_variance, measure_calibration
-from dampen.lab.build import derive, make_model, seed_all
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.diagnose import SECTIONS, Settings, Trained, diagnose, find_trials, from_model, from_run
-from dampen.lab.diagnose.keep import keep, kept
+from dampen.lab.diagnose.stored import keep, kept
 from dampen.lab.errors import ConfigError, LabError
-from dampen.lab.record import Record
+from dampen.lab.records.record import Record
 from dampen.lab.report.diagnosis import measured_figures
-from dampen.lab.session import Execution
-from dampen.lab.train import run_trial
-from dampen.lab.trial import Trial
+from dampen.lab.training.build import derive, make_model, seed_all
+from dampen.lab.training.state import Execution
+from dampen.lab.training.train import run_trial
 
 QUICK = Settings(examples=200, attack_examples=40, eps=(2.0, 8.0), steps=3, gradient_batches=3, samples=4, draws=3)
 
 
 def trial(methods=(), seed=0):
-    return Trial.from_dict(
+    return TrialSpec.from_dict(
         {
             "data": {"name": "digits", "limit": 400},
             "model": {"name": "vit", "patch_size": 2, "width": 16, "depth": 2, "heads": 2, "mlp": 16},
@@ -297,7 +297,7 @@ def test_folders_without_finished_trials_are_errors(tmp_path, plain):
 
 def test_lost_or_damaged_weights_are_errors(tmp_path, plain):
     shutil.copytree(plain, tmp_path / "a")
-    (weights,) = (tmp_path / "a").glob("weights-*.pt")
+    (weights,) = (tmp_path / "a").glob("weights-*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(LabError, match="damaged"):
         from_run(tmp_path / "a")

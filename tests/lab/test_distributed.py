@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dampen.lab.errors import ConfigError, Interrupted
-from dampen.lab.record import Record
-from dampen.lab.train import run_trial
+from dampen.lab.records.record import Record
+from dampen.lab.training.train import run_trial
 
 
 def interrupted_and_resumed(trial, folder, quick):

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from dampen.lab.checkpoint import saved_states
-from dampen.lab.engine import Job, make_engine
-from dampen.lab.environment import usable_cores
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError
-from dampen.lab.local import LocalEngine
-from dampen.lab.record import Record, locked
-from dampen.lab.train import run_trial
-from dampen.lab.trial import Trial
+from dampen.lab.records.environment import usable_cores
+from dampen.lab.records.record import Record, locked
+from dampen.lab.running.engine import Job, make_engine
+from dampen.lab.running.local import LocalEngine
+from dampen.lab.training.checkpoint import saved_states
+from dampen.lab.training.train import run_trial
 
 
 def jobs_of(tmp_path, trials):
@@ -40,12 +40,12 @@ def test_workers_stay_alive_between_trials_and_records_equal_those_of_one_proces
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_its_trial_resumed_and_a_failure_stays_alone(tmp_path, small, quick):
     good = small(epochs=8)
-    bad = Trial.from_dict({**good.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
+    bad = TrialSpec.from_dict({**good.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
     killed = []
 
     def report(trial, event):
         if trial == good.id and event["kind"] == "progress" and event["step"] >= 10 and not killed:
-            holder = (tmp_path / trial / "lock").read_text()
+            holder = (tmp_path / trial / "lock.holder").read_text()
             killed.append(int(holder.split()[1]))
             os.kill(killed[0], signal.SIGKILL)
         if event["kind"] == "warning":
@@ -85,14 +85,14 @@ def test_interrupting_leaves_checkpoints_that_resume(tmp_path, small, quick):
     (state,) = saved_states(tmp_path / trials[0].id, "checkpoint")
     assert int(state.name.split("-")[1]) > 5
     assert not (tmp_path / trials[1].id).exists()  # never started
-    assert not (tmp_path / trials[0].id / "lock").exists()
+    assert not (tmp_path / trials[0].id / "lock.holder").exists()
 
 
 @pytest.mark.slow
 def test_data_that_is_missing_stops_the_run_and_a_folder_in_use_is_said(tmp_path, small, quick):
     there = small()
     busy = small(seed=7)
-    missing = [Trial.from_dict({**there.to_dict(), "data": {"name": "cifar10"}, "seed": s}) for s in range(3)]
+    missing = [TrialSpec.from_dict({**there.to_dict(), "data": {"name": "cifar10"}, "seed": s}) for s in range(3)]
     execution = replace(quick, data_dir=str(tmp_path / "nowhere"))
     with locked(tmp_path / busy.id):
         outcomes = LocalEngine(workers=1).run(jobs_of(tmp_path, [busy, *missing]), execution, lambda *_: None)
@@ -103,7 +103,7 @@ def test_data_that_is_missing_stops_the_run_and_a_folder_in_use_is_said(tmp_path
 
 
 def test_cores_are_shared_out_and_never_oversubscribed(monkeypatch):
-    monkeypatch.setattr("dampen.lab.local.usable_cores", lambda: 8)
+    monkeypatch.setattr("dampen.lab.running.local.usable_cores", lambda: 8)
     assert LocalEngine().shares(100) == (8, 1)
     assert LocalEngine().shares(3) == (3, 2)
     assert LocalEngine(workers=2).shares(100) == (2, 4)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from dampen.lab.engine import Job, make_engine
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError
-from dampen.lab.ray_engine import bring_home
-from dampen.lab.record import Record
-from dampen.lab.train import run_trial
-from dampen.lab.trial import Trial
+from dampen.lab.records.record import Record
+from dampen.lab.running.engine import Job, make_engine
+from dampen.lab.running.ray_engine import bring_home
+from dampen.lab.training.train import run_trial
 
 
 def test_a_record_that_is_only_on_its_node_is_brought_home(tmp_path):
@@ -37,7 +37,7 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
 def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quick):
     good = [small(seed=s, epochs=1) for s in range(2)]
     long = small(seed=9, epochs=8)
-    bad = Trial.from_dict({**long.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
+    bad = TrialSpec.from_dict({**long.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
     events, warnings, killed = [], [], []
 
     def report(trial, event):
@@ -45,7 +45,7 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quic
         if event["kind"] == "warning":
             warnings.append(event["message"])
         if trial == long.id and event["kind"] == "progress" and event["step"] >= 12 and not killed:
-            killed.append(int((tmp_path / trial / "lock").read_text().split()[1]))
+            killed.append(int((tmp_path / trial / "lock.holder").read_text().split()[1]))
             os.kill(killed[0], signal.SIGKILL)
 
     jobs = [Job(t, tmp_path / t.id) for t in [long, *good, bad]]
@@ -66,7 +66,7 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quic
     for trial in [long, *good]:
         names = {p.name for p in (tmp_path / trial.id).iterdir()}
         assert {"config.json", "environment.json", "final.json", "log.jsonl"} <= names
-        assert not [n for n in names if n.startswith(("checkpoint", "lock", "."))]
+        assert not [n for n in names if n.startswith(("checkpoint", "lock.", "."))]
         assert len(json.loads((tmp_path / trial.id / "environment.json").read_text())["sessions"]) == (
             2 if trial is long else 1
         )

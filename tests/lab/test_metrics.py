@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import f1_score
 
 from dampen.lab.data import load
 from dampen.lab.data.dataset import Normalization
@@ -26,7 +27,7 @@ from tests.lab.data import writers
 
 
 def numpy_classification(logits, target):
-    """Accuracy, mean negative log-likelihood, Brier score and 15-bin ECE by loops."""
+    """Accuracy, macro F1, mean negative log-likelihood, Brier score and 15-bin ECE by loops."""
     p = np.exp(logits.astype(float) - logits.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     confidence, right = p.max(axis=1), p.argmax(axis=1) == target
@@ -38,7 +39,9 @@ def numpy_classification(logits, target):
             ece += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
     one_hot = np.eye(logits.shape[1])[target]
     nll = -np.log(np.maximum(p[np.arange(len(target)), target], 1e-300)).mean()
-    return {"accuracy": right.mean(), "nll": nll, "ece": ece, "brier": ((p - one_hot) ** 2).sum(axis=1).mean()}
+    brier = ((p - one_hot) ** 2).sum(axis=1).mean()
+    f1 = f1_score(target, p.argmax(axis=1), average="macro", zero_division=0)
+    return {"accuracy": right.mean(), "macro_f1": f1, "nll": nll, "ece": ece, "brier": brier}
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
@@ -327,7 +330,7 @@ class Oracle(torch.nn.Module):
 
 
 def test_every_task_has_a_primary_metric_that_its_accumulator_gives(tmp_path):
-    tasks = {"image", "audio", "detection", "translation", "language"}
+    tasks = {"image", "audio", "detection", "translation", "language", "text", "classification"}
     assert set(PRIMARY) == set(SELECTION) == tasks | {"reconstruction"}  # the last is a masked autoencoder's, of images
     for name, write, task in (
         ("folder", writers.image_folder, "image"),

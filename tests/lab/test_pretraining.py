@@ -6,19 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dampen.lab.build import load_data
-from dampen.lab.checkpoint import load_newest
-from dampen.lab.compare import comparison
+from dampen.lab.config.names import check_trial
+from dampen.lab.config.plan import make_plan
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.diagnose import find_trials, from_run
 from dampen.lab.errors import ConfigError, Diverged, Interrupted, LabError
-from dampen.lab.plan import make_plan
-from dampen.lab.pretraining import load_pretrained, without_labels
-from dampen.lab.record import PRETRAIN, Record
+from dampen.lab.records.record import PRETRAIN, Record
 from dampen.lab.report import make_report
-from dampen.lab.session import Session
-from dampen.lab.train import run_trial
-from dampen.lab.trial import Trial
-from dampen.lab.validate import check_trial
+from dampen.lab.study.parts import comparison
+from dampen.lab.training.build import load_data
+from dampen.lab.training.checkpoint import load_newest
+from dampen.lab.training.pretraining import load_pretrained, without_labels
+from dampen.lab.training.state import TrialState
+from dampen.lab.training.train import run_trial
 from dampen.models import MaskedAutoencoder
 from tests.lab.test_resume import interrupt_at, log_without_times, same
 
@@ -33,7 +33,7 @@ def pretrained(small):
     def make(methods=(), seed=0, pretrain=None, **train):
         before = {"model": DECODER, "train": {"epochs": 2}} if pretrain is None else pretrain
         plain = small(methods, seed, **{"epochs": 1, **train}).to_dict()
-        return Trial.from_dict({**plain, "model": plain["model"] | {"patch_size": 2}, "pretrain": before})
+        return TrialSpec.from_dict({**plain, "model": plain["model"] | {"patch_size": 2}, "pretrain": before})
 
     return make
 
@@ -51,10 +51,10 @@ def test_a_trial_without_pretraining_keeps_its_name(small, pretrained):
     plain = small()
     assert "pretrain" not in plain.canonical()
     for nothing in (None, False, {}):
-        assert Trial.from_dict({**plain.to_dict(), "pretrain": nothing}).id == plain.id
+        assert TrialSpec.from_dict({**plain.to_dict(), "pretrain": nothing}).id == plain.id
     one, other = pretrained(), pretrained(pretrain={"model": DECODER, "train": {"epochs": 3}})
     assert one.id != other.id
-    assert Trial.from_dict(one.to_dict()) == one
+    assert TrialSpec.from_dict(one.to_dict()) == one
 
 
 def test_the_encoder_enters_and_the_record_tells(tmp_path, pretrained, quick):
@@ -64,8 +64,8 @@ def test_the_encoder_enters_and_the_record_tells(tmp_path, pretrained, quick):
     assert first["primary"] == ["reconstruction", "min"]
     assert result["pretrain"]["valid"] == first["valid"]
     assert result["primary"] == ["accuracy", "max"]
-    start = Session(trial, quick, load_pretrained(tmp_path)).raw.state_dict()
-    fresh = Session(replace(trial, pretrain=None), quick).raw.state_dict()
+    start = TrialState(trial, quick, load_pretrained(tmp_path)).raw.state_dict()
+    fresh = TrialState(replace(trial, pretrain=None), quick).raw.state_dict()
     weights = load_newest(tmp_path / PRETRAIN, "weights")[0]["model"]
     for name, value in start.items():
         expected = fresh[name] if name.startswith("head.") else weights[f"encoder.{name}"]
@@ -77,7 +77,7 @@ def test_the_autoencoder_learns_and_validation_hides_the_same_patches(tmp_path, 
     run_trial(trial, tmp_path, quick)
     errors = [line["valid"]["reconstruction"] for line in Record(tmp_path).lines()]
     assert errors[-1] < 0.9 * errors[0]
-    s = Session(trial, quick)
+    s = TrialState(trial, quick)
     assert s.evaluate("valid") == s.evaluate("valid")
     images, noise = s.data.valid.batch([0, 1])["inputs"]
     assert torch.equal(noise, s.data.valid.batch([1, 0])["inputs"][1].flip(0))
@@ -138,7 +138,7 @@ def test_a_pretraining_that_diverges_closes_the_trial(tmp_path, pretrained, quic
 def test_damaged_pretrained_weights_are_not_used(tmp_path, pretrained, quick):
     trial = pretrained(pretrain={"model": DECODER, "train": {"epochs": 1}})
     run_trial(trial.pretraining(), tmp_path / PRETRAIN, quick)
-    (path,) = (tmp_path / PRETRAIN).glob("weights-*.pt")
+    (path,) = (tmp_path / PRETRAIN).glob("weights-*.safetensors")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(LabError, match=r"no pretrained weights: .* is damaged.* Delete .* to run the trial again"):
         run_trial(trial, tmp_path, quick)
@@ -149,7 +149,7 @@ def test_diagnosis_and_report_see_the_classifier(tmp_path, pretrained, quick):
     run_trial(trial, tmp_path / trial.id, quick)
     assert find_trials(tmp_path) == [tmp_path / trial.id]
     trained = from_run(tmp_path / trial.id)  # the prior of the PAC-Bayes bound must not have seen any data
-    fresh = Session(replace(trial, pretrain=None), quick).raw
+    fresh = TrialState(replace(trial, pretrain=None), quick).raw
     assert all(torch.equal(trained.initial[name], p) for name, p in fresh.named_parameters())
     with pytest.raises(LabError, match="a masked autoencoder's training; diagnose the classifier above it"):
         from_run(tmp_path / trial.id / PRETRAIN)
@@ -168,7 +168,7 @@ def test_diagnosis_and_report_see_the_classifier(tmp_path, pretrained, quick):
 )
 def test_bad_input_is_told_where_it_was_written(pretrained, change, words):
     with pytest.raises(ConfigError, match=words):
-        Trial.from_dict({**pretrained().to_dict(), **change})
+        TrialSpec.from_dict({**pretrained().to_dict(), **change})
 
 
 def test_a_recipe_tells_the_problems_of_its_pretraining_with_the_others():
@@ -181,7 +181,7 @@ def test_a_recipe_tells_the_problems_of_its_pretraining_with_the_others():
 def test_names_are_checked_before_anything_runs(pretrained):
     trial = pretrained(pretrain={"model": {"decoder_widht": 3}})
     assert check_trial(trial) == ["pretrain.model.decoder_widht: unknown key; did you mean 'decoder_width'?"]
-    trial = Trial.from_dict({"data": {"name": "fsdd"}, "model": {"name": "mae"}})
+    trial = TrialSpec.from_dict({"data": {"name": "fsdd"}, "model": {"name": "mae"}})
     assert check_trial(trial) == ["model.name: 'mae' guesses images; 'fsdd' is a data set for audio"]
 
 

@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from dampen.lab.checkpoint import load_newest, load_state, save_state, saved_states
 from dampen.lab.errors import DiskFull, LabError, Locked
+from dampen.lab.files import atomic_file, write_json
 from dampen.lab.processes import start
-from dampen.lab.record import Record, atomic_file, clean_folder, locked, write_json
+from dampen.lab.records.record import Record, clean_folder, locked
+from dampen.lab.training.checkpoint import load_newest, load_state, save_state, saved_states
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path):
@@ -69,10 +70,10 @@ def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
         pass
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
-    assert (tmp_path / "lock").exists()  # stale: nobody removed it
+    assert (tmp_path / "lock.holder").exists()  # stale: nobody removed it
     with locked(tmp_path), pytest.raises(Locked, match=f"process {os.getpid()}"), locked(tmp_path):
         pass
-    assert not (tmp_path / "lock").exists()
+    assert not (tmp_path / "lock.holder").exists()
 
 
 def test_the_log_survives_a_torn_line_and_can_be_cut_back(tmp_path):

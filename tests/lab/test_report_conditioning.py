@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from dampen.lab.record import Record
+from dampen.lab.records.record import Record
 from dampen.lab.report import make_report
 from dampen.lab.report.conditioning import conditioning_figure
 from dampen.lab.report.figure import Palette

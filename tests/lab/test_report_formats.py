@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 import pytest
 
 from dampen.lab.errors import ConfigError, LabError
+from dampen.lab.records.table import diagnosed
 from dampen.lab.report import format_of, make_report, write_report
 from dampen.lab.report.advice import advise
-from dampen.lab.report.table import diagnosed
 from tests.lab.synthetic_runs import ROWS, loose, recipe, write, write_study
 
 HOSTILE = """<script>alert(1)</script><img src=x onerror="alert(2)">'"&`|_*=\\{{7*7}}</script><!--"""
@@ -31,14 +31,15 @@ def test_csv_can_be_read_back(study, table):
     assert [r["row"] for r in rows] == list(ROWS)
     assert float(rows[0]["mean"]) == pytest.approx(table.entries[0].summary.mean)
     assert rows[0]["difference"] == ""
-    assert rows[1]["verdict"] == "no difference shown"
+    assert rows[1]["verdict"] == "not decided"
+    assert int(rows[1]["needed_seeds"]) > 5
     assert float(rows[1]["ece_mean"]) == pytest.approx(3.8)
 
 
 def test_markdown_and_latex_hold_the_table(study):
     report = make_report([study])
     text = report.render("md")
-    assert "| Explicit v | 87.50 ± 0.64 | 5 |" in text
+    assert "| Explicit v | 87.50 ± 0.64 | 5 | better |" in text
     assert "2,000 images instead of 50,000" in text
     latex = report.render("latex")
     assert r"\textbf{Explicit v} & \textbf{87.50 $\pm$ 0.64} & 5" in latex
@@ -84,7 +85,7 @@ def test_names_of_users_are_text_in_every_format(tmp_path):
     assert page.tags.count("script") == 4  # early theme, data, charts, page
     assert not [a for a in page.attributes if a[1].startswith("on")]
     assert HOSTILE in page.texts
-    data = page.texts[max(i for i, t in enumerate(page.texts) if t.startswith('{"colors"'))]
+    data = page.texts[max(i for i, t in enumerate(page.texts) if t.startswith("{") and '"colors"' in t)]
     assert "<" not in data
     assert HOSTILE in json.dumps(json.loads(data), ensure_ascii=False).encode().decode("unicode_escape")
     markdown = report.render("md")

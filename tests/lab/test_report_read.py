@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import LabError
 from dampen.lab.report import make_report, write_report
 from dampen.lab.report.advice import advise
 from dampen.lab.report.protocol import ProtocolMismatch
-from dampen.lab.trial import Trial
 from tests.lab.synthetic_runs import edit, loose, write, write_study, write_trial
 
 
@@ -27,7 +27,11 @@ def test_damaged_and_empty_folders_are_listed_with_the_reason_and_skipped(tmp_pa
     write(folders[4] / "final.json", content)
     (tmp_path / "s" / "empty").mkdir()
     write_trial(
-        tmp_path / "s" / "stranger", Trial.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}), 0, 1, 0
+        tmp_path / "s" / "stranger",
+        TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}),
+        0,
+        1,
+        0,
     )
     report = make_report([tmp_path])
     reasons = {s.path.split("/")[-1]: s.reason for s in report.skipped}
@@ -71,7 +75,7 @@ def test_unfinished_and_diverged_runs_are_counted_and_not_averaged(tmp_path):
     assert (one.summary.n, one.unfinished, one.diverged) == (4, 1, 0)
     assert (two.summary.n, two.unfinished, two.diverged) == (4, 0, 1)
     assert two.comparison.n == 3  # seeds that both have
-    assert "1 run diverged and is not in the means." in advise(table).trust.details
+    assert "1 run of rows with results diverged and is not in the means." in advise(table).trust.details
 
 
 def test_trials_in_a_shared_store_serve_two_plans(tmp_path):
@@ -201,5 +205,16 @@ def test_damaged_costs_and_odd_results_are_listed(tmp_path):
     (tmp_path / "bench.json").write_text('{"kind": "dampen bench"}')
     report = make_report([tmp_path / "s", tmp_path / "bench.json"])
     reasons = [s.reason for s in report.skipped]
-    assert any("primary is not what was expected" in r for r in reasons)
+    assert any("final.json is not what was expected" in r and "primary" in r for r in reasons)
     assert any("a record of costs without machine, ratios" in r for r in reasons)
+
+
+def test_new_results_say_their_format_and_older_ones_load(tmp_path, small, quick):
+    from dampen.lab.records.final import FORMAT, parse_final
+    from dampen.lab.training.train import run_trial
+
+    result = run_trial(small(epochs=1), tmp_path / "t", quick)
+    assert parse_final(result).format == FORMAT
+    older = {k: v for k, v in result.items() if k not in ("format", "malloc", "threads")}
+    assert parse_final(older).format == 0
+    assert parse_final(older | {"a field of later": 1}).test == parse_final(result).test

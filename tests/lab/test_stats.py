@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as reference
 
-from dampen.lab import stats
-from dampen.lab.report.paper import Published, against_paper
+from dampen.lab.records import stats
+from dampen.lab.records.metric import METRICS, describe
+from dampen.lab.records.paper import Published, against_paper
+from dampen.lab.records.verdict import judge, sentence, words
 
 
 def paired(seed, n, shift=0.3):
@@ -34,7 +36,7 @@ def test_summary_equals_scipy(n):
 @pytest.mark.parametrize("n", [3, 5, 8, 30])
 def test_paired_tests_equal_scipy(n):
     x, y = paired(n, n)
-    got = stats.compare_paired(as_row(x), as_row(y))
+    got = judge({"row": as_row(x), "plain": as_row(y)}, "plain", "accuracy")["row"]
     assert got.n == n
     assert got.difference == pytest.approx((x - y).mean())
     assert got.p == pytest.approx(reference.ttest_rel(x, y).pvalue)
@@ -49,37 +51,27 @@ def test_wilcoxon_could_not_decide_below_six_pairs():
     assert reference.wilcoxon(np.arange(1, 6)).pvalue > 0.05 > reference.wilcoxon(np.arange(1, 7)).pvalue
 
 
-def test_bootstrap_interval_agrees_with_scipy():
-    x, y = paired(1, 20)
-    d = x - y
-    mine = stats.bootstrap_interval(list(d), draws=20_000)
-    theirs = reference.bootstrap((d,), np.mean, n_resamples=20_000, method="percentile", rng=np.random.default_rng(5))
-    assert mine == pytest.approx(tuple(theirs.confidence_interval), abs=0.02)
+@pytest.mark.parametrize(("n", "delta"), [(3, 0.0), (3, 1.5), (5, 0.5), (8, 2.0)])
+def test_intervals_of_the_effect_cover_as_they_say(n, delta):
+    """4,000 simulated sets of differences, so that the share has a standard error of 0.34 points."""
+    draws = np.random.default_rng(n).normal(delta, 1.0, (4000, n))
+    factor = 1 - 3 / (4 * (n - 1) - 1)
+    inside = 0
+    for d in draws:
+        low, high = stats.effect_interval(list(d))
+        inside += low <= factor * delta <= high
+    assert inside / len(draws) == pytest.approx(0.95, abs=0.012)
 
 
-def test_bootstrap_of_few_pairs_is_exact():
-    # All 27 resamples of (0, 0, 3): means 0 (8 times), 1 (12), 2 (6), 3 (1). The 97.5 % quantile lies at place
-    # 0.975 * 26 = 25.35 of the sorted means, between the last 2 and the 3.
-    assert stats.bootstrap_interval([0.0, 0.0, 3.0]) == pytest.approx((0.0, 2.35))
-
-
-def test_bootstrap_of_the_effect_size_agrees_with_scipy():
-    x, y = paired(2, 20)
-    d = x - y
-
-    def g(sample, axis):
-        return sample.mean(axis) / sample.std(axis, ddof=1) * (1 - 3 / (4 * 19 - 1))
-
-    theirs = reference.bootstrap((d,), g, n_resamples=20_000, method="percentile", rng=np.random.default_rng(5))
-    assert stats.bootstrap_effect(list(d), draws=20_000) == pytest.approx(tuple(theirs.confidence_interval), abs=0.04)
-    assert stats.hedges_g(list(d)) == pytest.approx(float(g(d, 0)))
-
-
-def test_the_bootstrap_of_three_pairs_leaves_out_resamples_without_spread():
-    low, high = stats.bootstrap_effect([1.0, 2.0, 3.0])
-    assert math.isfinite(low)
-    assert math.isfinite(high)
-    assert all(math.isnan(v) for v in stats.bootstrap_effect([1.0, 1.0, 1.0]))
+def test_the_interval_of_the_effect_is_exact():
+    """At its ends the observed t is a 2.5 % and a 97.5 % quantile of the noncentral t distribution."""
+    d = [1.0, 2.0, 2.5, 4.0]
+    low, high = stats.effect_interval(d)
+    t, factor = 2 * np.mean(d) / np.std(d, ddof=1), 1 - 3 / 11
+    assert reference.nct.cdf(t, 3, 2 * low / factor) == pytest.approx(0.975)
+    assert reference.nct.cdf(t, 3, 2 * high / factor) == pytest.approx(0.025)
+    assert stats.effect_interval([-v for v in d]) == (pytest.approx(-high), pytest.approx(-low))
+    assert all(math.isnan(v) for v in stats.effect_interval([1.0, 1.0, 1.0]))
     assert math.isnan(stats.hedges_g([1.0, 1.0, 1.0]))
 
 
@@ -101,67 +93,137 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p):
         assert (adjusted[i] < 0.05) == going
 
 
+@given(st.lists(st.floats(1e-6, 1), min_size=1, max_size=8))
+def test_levels_of_intervals_follow_the_step_down_procedure(p):
+    levels, decided = stats.holm_levels(p)
+    corrected = stats.holm(p)
+    for own, level, yes, after in zip(p, levels, decided, corrected, strict=True):
+        assert (own <= level) == yes
+        assert (after <= 0.05 + 1e-12) == yes or after == pytest.approx(0.05)
+
+
+rows_of_values = st.lists(
+    st.lists(st.floats(-3, 3), min_size=4, max_size=4).filter(lambda d: max(d) - min(d) > 0.01), min_size=1, max_size=6
+)
+
+
+@given(rows_of_values, st.sampled_from(["fixed", "sequential"]), st.floats(0.05, 3))
+def test_no_interval_contradicts_its_verdict(rows, test, margin):
+    plain = as_row([50.0, 51.0, 49.0, 50.5])
+    table = {str(i): {s: v + d for (s, v), d in zip(plain.items(), row, strict=True)} for i, row in enumerate(rows)}
+    for c in judge({"plain": plain, **table}, "plain", "accuracy", margin=margin, test=test).values():
+        if math.isnan(c.low):
+            assert c.verdict == "not decided"
+            continue
+        assert c.low <= c.high
+        if c.verdict == "better":
+            assert c.low > -1e-9
+            assert c.small == (c.high < margin)
+        elif c.verdict == "worse":
+            assert c.high < 1e-9
+            assert c.small == (c.low > -margin)
+        else:
+            assert c.low <= 1e-9
+            assert c.high >= -1e-9
+        if c.verdict == "equal":
+            assert -margin < c.low
+            assert c.high < margin
+
+
 def test_only_shared_seeds_count():
     row, plain = {"0": 1.0, "1": 2.0, "2": 3.5, "9": 100.0}, {"0": 0.0, "1": 1.5, "2": 2.0, "7": -50.0}
-    got = stats.compare_paired(row, plain)
+    got = judge({"row": row, "plain": plain}, "plain", "accuracy")["row"]
     assert got.n == 3
     assert got.difference == pytest.approx(1.0)
 
 
 def test_verdicts():
-    plain = {str(s): 0.5 + 0.01 * s for s in range(5)}
-    jitter = dict(zip("01234", [0.001, -0.002, 0.0, 0.002, -0.001], strict=True))
+    plain = {str(s): 50 + 1.0 * s for s in range(5)}
+    jitter = dict(zip("01234", [0.1, -0.2, 0.0, 0.2, -0.1], strict=True))
     rows = {
         "plain": plain,
-        "up": {s: v + 0.1 + jitter[s] for s, v in plain.items()},
-        "down": {s: v - 0.1 + jitter[s] for s, v in plain.items()},
-        "same": {s: v + jitter[s] for s, v in plain.items()},
-        "few": {"0": 0.9, "1": 0.9},
-        "other seeds": {f"1{s}": 0.9 for s in range(5)},
+        "up": {s: v + 10 + jitter[s] for s, v in plain.items()},
+        "a little": {s: v + 0.3 + 0.1 * jitter[s] for s, v in plain.items()},
+        "down": {s: v - 10 + jitter[s] for s, v in plain.items()},
+        "same": {s: v + 0.3 * jitter[s] for s, v in plain.items()},
+        "noisy": {s: v + 10 * jitter[s] + 0.5 for s, v in plain.items()},
+        "few": {"0": 90.0, "1": 90.0},
+        "other seeds": {f"1{s}": 90.0 for s in range(5)},
     }
-    found = stats.compare_all(rows, "plain")
-    assert {name: stats.decide(c.difference, c.corrected) for name, c in found.items()} == {
+    found = judge(rows, "plain", "accuracy")
+    assert {name: c.verdict for name, c in found.items()} == {
         "up": "better",
+        "a little": "better",
         "down": "worse",
-        "same": "no difference shown",
-        "few": "too few runs",
-        "other seeds": "too few runs",
+        "same": "equal",
+        "noisy": "not decided",
+        "few": "not decided",
+        "other seeds": "not decided",
     }
-    assert stats.decide(found["up"].difference, found["up"].corrected, "min") == "worse"
+    assert words(found["a little"], "accuracy") == "better, by less than the margin"
+    assert words(found["same"], "accuracy") == "equal within 0.5 points"
+    assert found["noisy"].needed > 5
+    assert "needs at least 3 shared seeds" in words(found["few"], "accuracy")
+    assert sentence(found["up"], "accuracy").startswith("better: +10.00 points (")
+    assert judge(rows, "plain", "nll", margin=0.5)["up"].verdict == "worse"
+    assert judge(rows, "plain", "accuracy", margin=0.01)["same"].verdict == "not decided"
+
+
+@pytest.mark.parametrize(("difference", "sd", "level"), [(1.0, 0.7, 0.05), (1.0, 0.7, 0.05 / 11), (0.5, 1.0, 0.01)])
+def test_the_seeds_said_to_be_needed_decide_with_the_power_that_is_said(difference, sd, level):
+    n = stats.seeds_needed(difference, sd, level)
+    draws = np.random.default_rng(0).normal(difference, sd, (4000, n))
+    p = reference.ttest_1samp(draws, 0, axis=1).pvalue
+    assert 0.76 <= (p <= level).mean() <= 0.9  # the formula is an approximation, a little on the safe side at small n
+    assert stats.detectable(sd, n, level) <= difference < stats.detectable(sd, n - 1, level)
 
 
 def test_equal_differences_do_not_pass_for_certainty():
     plain = {"0": 0.1, "1": 0.2, "2": 0.3}
-    got = stats.compare_paired({s: v + 0.1 for s, v in plain.items()}, plain)  # in floating point not all exactly 0.1
+    higher = {s: v + 0.1 for s, v in plain.items()}  # in floating point not all exactly 0.1
+    got = judge({"row": higher, "plain": plain}, "plain", "accuracy")["row"]
     assert got.p == 0.25
     assert "equal" in got.test
-    assert stats.decide(got.difference, got.p) == "no difference shown"
-    same = stats.compare_paired(plain, plain)
+    assert got.verdict == "not decided"
+    assert math.isnan(got.low)
+    same = judge({"row": plain, "plain": plain}, "plain", "accuracy")["row"]
     assert (same.difference, same.p) == (0.0, 1.0)
+    assert judge({"row": higher, "plain": plain}, "plain", "accuracy", test="sequential")["row"].p == 1.0
 
 
-def test_correction_can_take_a_verdict_back():
+def test_correction_can_take_a_verdict_back_and_its_interval_with_it():
     x, y = paired(2, 6, shift=0.5)
-    alone = stats.compare_paired(as_row(x), as_row(y))
-    assert stats.decide(alone.difference, alone.p) == "better"
+    alone = judge({"row": as_row(x), "plain": as_row(y)}, "plain", "bleu")["row"]
+    assert alone.verdict == "better"
     rng = np.random.default_rng(0)
     noise = {f"noise {i}": as_row(y + rng.normal(size=6)) for i in range(20)}
-    together = stats.compare_all({"plain": as_row(y), "row": as_row(x), **noise}, "plain")["row"]
+    together = judge({"plain": as_row(y), "row": as_row(x), **noise}, "plain", "bleu")["row"]
     assert together.corrected == pytest.approx(min(1.0, alone.p * 21), rel=1e-6)
     assert together.p == alone.p
-    assert stats.decide(together.difference, together.corrected) == "no difference shown"
+    assert together.verdict == "not decided"
+    assert alone.low > 0 > together.low
 
 
 def test_an_unknown_reference_is_refused():
     with pytest.raises(ValueError, match="no row 'plain'"):
-        stats.compare_all({"a": {"0": 1.0}}, "plain")
+        judge({"a": {"0": 1.0}}, "plain", "accuracy")
+
+
+def test_metrics_are_described_once():
+    for name, metric in METRICS.items():
+        assert metric.name == name
+        assert metric.scale in (1.0, 100.0)
+        assert metric.better in ("max", "min", None)
+    assert describe("macro_f1").margin == 0.5
+    assert describe("bpc").margin_at(1.5) == pytest.approx(0.015)
+    assert describe("never_heard_of").margin_at(1.0) is None
 
 
 def test_nothing_and_one_value():
     assert stats.summarize([]).n == 0
     assert math.isnan(stats.summarize([1.0]).sd)
     assert all(math.isnan(v) for v in stats.t_interval([1.0]))
-    assert stats.compare_paired({"0": 1.0}, {"0": 0.5}).difference == 0.5
+    assert stats.paired_differences({"0": 1.0}, {"0": 0.5}) == [0.5]
 
 
 def test_against_the_paper_uses_welch():

@@ -43,8 +43,8 @@ def test_merges_are_learned_and_repeatable():
 def test_merges_do_not_depend_on_the_process(threads):
     """Another process hashes differently and may count in other threads: trials there must see the same tokens."""
     code = (
-        "import hashlib; from dampen.lab.text import Bpe; import sys; "
-        f"print(hashlib.sha256(Bpe.train({LINES!r}, 320).tokenizer.to_str().encode()).hexdigest())"
+        f"import hashlib; from dampen.lab.text import Bpe; import sys; print(hashlib.sha256(Bpe.train({LINES!r}, "
+        "320).tokenizer.to_str().encode()).hexdigest())"
     )
     import hashlib
     import os

@@ -4,14 +4,14 @@ import math
 import pytest
 import torch
 
-from dampen.lab.checkpoint import load_state, saved_states
+from dampen.lab.config.trial import TrainOptions, TrialSpec
 from dampen.lab.errors import ConfigError, Diverged
-from dampen.lab.losses import Meter, NotFinite, task_loss
-from dampen.lab.optim import MovingAverage, learning_rate, make_optimizer
-from dampen.lab.record import Record
-from dampen.lab.session import Session
-from dampen.lab.train import run_trial
-from dampen.lab.trial import TrainOptions, Trial
+from dampen.lab.records.record import Record
+from dampen.lab.training.checkpoint import load_state, saved_states
+from dampen.lab.training.losses import Meter, NotFinite, task_loss
+from dampen.lab.training.optim import MovingAverage, learning_rate, make_optimizer
+from dampen.lab.training.state import TrialState
+from dampen.lab.training.train import run_trial
 
 
 def test_training_learns_and_leaves_a_complete_record(tmp_path, small, quick):
@@ -30,7 +30,7 @@ def test_training_learns_and_leaves_a_complete_record(tmp_path, small, quick):
     assert environment["threads"] == 1
     assert environment["packages"]["torch"] == torch.__version__
     assert not saved_states(tmp_path, "checkpoint")
-    assert not (tmp_path / "lock").exists()
+    assert not (tmp_path / "lock.holder").exists()
     assert [e["kind"] for e in events if e["kind"] != "progress"] == ["start", *["epoch"] * 12, "finish"]
     progress = [e for e in events if e["kind"] == "progress"]
     assert progress[-1]["step"] == progress[-1]["steps"] == result["steps"]
@@ -52,7 +52,7 @@ def test_the_same_trial_gives_the_same_weights_and_seeds_differ(tmp_path, small,
 
 
 def test_trials_of_one_seed_start_from_the_same_weights_and_see_the_same_batches(small, quick):
-    plain, dropped = Session(small(), quick), Session(small([{"name": "drop_key", "rate": 0.3}]), quick)
+    plain, dropped = TrialState(small(), quick), TrialState(small([{"name": "drop_key", "rate": 0.3}]), quick)
     for (name, p), (_, q) in zip(plain.raw.state_dict().items(), dropped.raw.state_dict().items(), strict=True):
         assert torch.equal(p, q), name
     one, two = next(plain.batches())[0][0], next(dropped.batches())[0][0]
@@ -60,14 +60,14 @@ def test_trials_of_one_seed_start_from_the_same_weights_and_see_the_same_batches
 
 
 def test_a_plain_trial_has_no_handle(small, quick):
-    assert Session(small(), quick).handle is None
+    assert TrialState(small(), quick).handle is None
 
 
 def test_the_saved_weights_are_the_selected_ones(tmp_path, small, quick):
     trial = small(epochs=4, lr=0.02)
     result = run_trial(trial, tmp_path, quick)
     (path,) = saved_states(tmp_path, "weights")
-    session = Session(trial, quick)
+    session = TrialState(trial, quick)
     session.raw.load_state_dict(load_state(path)["model"])
     assert session.evaluate("valid") == pytest.approx(result["valid"])
     assert session.evaluate("test") == pytest.approx(result["test"])
@@ -150,14 +150,14 @@ def test_tensorboard_gets_the_scalars(tmp_path, small, quick):
 
 
 def test_nan_loss_stops_names_the_term_and_keeps_the_last_good_weights(tmp_path, small, quick, monkeypatch):
-    normal = Session.losses
+    normal = TrialState.losses
 
     def explode(self, batch):
         loss, terms = normal(self, batch)
         bad = loss * (float("inf") if self.step == 3 else 1.0)
         return loss + bad, {**terms, "explicit_dropout.ffn": bad}
 
-    monkeypatch.setattr(Session, "losses", explode)
+    monkeypatch.setattr(TrialState, "losses", explode)
     trial = small()
     with pytest.raises(Diverged, match=r"step 3 .*'explicit_dropout\.ffn' became NaN or infinite first"):
         run_trial(trial, tmp_path, quick)
@@ -173,7 +173,7 @@ def test_nan_loss_stops_names_the_term_and_keeps_the_last_good_weights(tmp_path,
 
 
 def test_a_bad_gradient_under_a_fine_loss_never_reaches_the_weights(tmp_path, small, quick, monkeypatch):
-    normal = Session.losses
+    normal = TrialState.losses
 
     def spoil(self, batch):
         loss, _ = normal(self, batch)
@@ -182,7 +182,7 @@ def test_a_bad_gradient_under_a_fine_loss_never_reaches_the_weights(tmp_path, sm
             loss = loss + torch.sqrt(zero) * 0  # value 0, gradient 0 * inf
         return loss, {"task": loss}
 
-    monkeypatch.setattr(Session, "losses", spoil)
+    monkeypatch.setattr(TrialState, "losses", spoil)
     with pytest.raises(Diverged, match=r"step 2 .*the gradient became NaN"):
         run_trial(small(), tmp_path, quick)
     (path,) = saved_states(tmp_path, "good")
@@ -238,7 +238,7 @@ def test_losses_against_hand_written_ones():
 
 def test_all_problems_of_a_trial_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
-        Trial.from_dict(
+        TrialSpec.from_dict(
             {
                 "data": {},
                 "model": {"name": "vit"},
@@ -256,10 +256,12 @@ def test_all_problems_of_a_trial_are_told_at_once():
 
 def test_the_hash_sees_content_only(small):
     a = small()
-    assert a.id == Trial.from_dict(json.loads(json.dumps(a.to_dict()))).id
+    assert a.id == TrialSpec.from_dict(json.loads(json.dumps(a.to_dict()))).id
     assert a.id != small(lr=2.1e-3).id
-    one = Trial({"name": "digits", "partial": False}, {"name": "vit", "depth": 2}, ({"name": "drop_key", "rate": 0},))
-    two = Trial({"name": "digits"}, {"depth": 2.0, "name": "vit"}, ({"rate": 0.0, "name": "drop_key"},))
+    one = TrialSpec(
+        {"name": "digits", "partial": False}, {"name": "vit", "depth": 2}, ({"name": "drop_key", "rate": 0},)
+    )
+    two = TrialSpec({"name": "digits"}, {"depth": 2.0, "name": "vit"}, ({"rate": 0.0, "name": "drop_key"},))
     assert one.id == two.id
 
 

@@ -5,7 +5,8 @@ import torch
 
 import dampen
 from benchmarks.reference_stochastic import attention_entropy
-from dampen import AttentionEntropy, kernels
+from dampen import AttentionEntropy
+from dampen.kernels import kernel as kernels
 from dampen.regularizer import Call
 
 B, H, N, D = 2, 3, 7, 4

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 import dampen
 from benchmarks.reference_stochastic import blur_scores, blurred_attention, gaussian
-from dampen import BlurredAttention, blur
+from dampen import BlurredAttention
+from dampen.formulas import blur
 from dampen.regularizer import Call
 
 B, H, N, D = 2, 3, 11, 4

@@ -172,7 +172,7 @@ def test_a_models_own_dropout_counts_as_random():
     "beside",
     [
         [],
-        [dampen.SkipAblation()],
+        [dampen.SkipAblation(attention=True)],
         [DropKey(0.0)],
         [dampen.DropPath(dampen.linear(0.0, 0.0))],
         [BlurredAttention(sigma=0.0)],

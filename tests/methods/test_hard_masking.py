@@ -7,9 +7,9 @@ from torch.nn import functional as F
 import dampen
 from benchmarks.reference_stochastic import attend_scores, top_keys
 from dampen import HardMasking
+from dampen.formulas.top_k import in_top, transposed_scores
 from dampen.methods import hard_masking
 from dampen.regularizer import Call
-from dampen.selection import in_top, transposed_scores
 
 B, H, N, D = 2, 3, 9, 4
 
@@ -106,7 +106,7 @@ def test_ranking_is_in_float32_whatever_the_dtype():
 
 
 def test_fused_kernel_and_long_sequences_agree_with_one_piece():
-    from dampen import kernels
+    from dampen.kernels import kernel as kernels
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, kernels.LONG + 8, 4, requires_grad=True) for _ in range(3))

@@ -11,7 +11,7 @@ import dampen
 from dampen.checking import check_regularizer
 from dampen.models.block import Block, DecoderBlock
 
-CASES = [(True, False), (False, True), (True, True), (False, False)]
+CASES = [(True, False), (False, True), (True, True)]
 
 
 def add(keep, residual, branch):
@@ -43,7 +43,7 @@ def test_own_vit_to_the_bit(attention, ffn, norm_first):
     reg = dampen.regularize(model, dampen.SkipAblation(attention, ffn))
     for training in (True, False):
         assert torch.equal(model.train(training)(x), expected)
-    assert torch.equal(expected, before) == (not attention and not ffn)
+    assert not torch.equal(expected, before)
     reg.remove()
     assert torch.equal(model(x), before)
 
@@ -203,7 +203,7 @@ def test_library_blocks_lose_their_input(index, training):
 
 
 class Parallel(nn.Module):
-    """attention and feed-forward side by side: one addition for two branches, which cannot be told apart."""
+    """attention and feed-forward side by side: one addition for two branches, with one skip around both."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ def test_any_other_block_raises():
         model = nn.Sequential(block, nn.Linear(16, 3))
         dampen.regularize(model, dampen.SkipAblation(attention=True))
         for training in (True, False):
-            with pytest.raises(RuntimeError, match="residual additions"):
+            with pytest.raises(RuntimeError, match="residual additions|in one sum, side by side"):
                 model.train(training)(torch.randn(2, 5, 16))
 
 
@@ -245,7 +245,7 @@ class SideBySide(nn.Module):
         return x + self.attn(h) + self.mlp(h)
 
 
-@pytest.mark.parametrize(("attention", "ffn"), CASES[:3])
+@pytest.mark.parametrize(("attention", "ffn"), CASES)
 def test_one_skip_around_both_branches_cannot_be_taken_from_one(attention, ffn):
     torch.manual_seed(0)
     block, x = SideBySide(), torch.randn(2, 5, 16)

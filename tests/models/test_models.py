@@ -40,6 +40,10 @@ def case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Loss]:
         tokens = torch.randint(0, 13, (8, 7))
         model = build_model(name, vocab=13, width=32, depth=2, heads=4, mlp=48, context=8)
         return model, (tokens[:, :-1],), lambda z: F.cross_entropy(z.flatten(0, 1), tokens[:, 1:].flatten())
+    if name == "text":
+        model = build_model(name, vocab=13, classes=4, width=32, heads=4, mlp=48, max_tokens=10)
+        padding = torch.arange(9)[None] >= torch.arange(2, 10)[:, None]
+        return model, (torch.randint(0, 13, (8, 9)), padding), classify
     if name == "convmixer":
         model = build_model(name, classes=4, width=16, depth=2, kernel=3, patch_size=2, channels=1)
         return model, (torch.randn(8, 1, 8, 8),), classify
@@ -140,6 +144,7 @@ def test_post_norm_learns_too(name):
         "encoder": {"features": 6, "classes": 4},
         "seq2seq": {"source_vocab": 11, "target_vocab": 13},
         "language": {"vocab": 13},
+        "text": {"vocab": 13, "classes": 4},
     }[name]
     model = build_model(name, width=32, depth=1, heads=4, mlp=48, norm_first=False, **needed)
     assert not any(isinstance(m, nn.LayerNorm) for m in model.children())
@@ -156,7 +161,7 @@ def test_post_norm_learns_too(name):
 def test_unknown_model_names_the_nearest():
     with pytest.raises(ValueError, match=r"'covmixer'; did you mean 'convmixer'\?"):
         build_model("covmixer")
-    with pytest.raises(ValueError, match="Known: convmixer, encoder"):
+    with pytest.raises(ValueError, match="known: convmixer, encoder"):
         build_model("zzz")
 
 

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dampen.formulas.patches import patchify, unpatchify
 from dampen.models import ConvMixer, MaskedAutoencoder, ViT
 from dampen.models.block import SelfAttention
-from dampen.models.patches import PatchEmbed, patchify, unpatchify
+from dampen.models.patches import PatchEmbed
 
 SMALL = {"image_size": 8, "patch_size": 2, "channels": 1, "width": 16, "depth": 2, "heads": 4, "mlp": 24}
 LIGHT = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 24}
@@ -167,3 +168,15 @@ class TestMaskedAutoencoder:
     def test_refuses_noise_of_another_shape(self):
         with pytest.raises(ValueError, match=r"shape \(3, 16\): got \(3, 15\)"):
             self.build()(torch.rand(3, 1, 8, 8), torch.rand(3, 15))
+
+
+def test_the_convolutional_stem_makes_one_token_per_8_pixels_and_refuses_what_does_not_fit():
+    model = ViT(stem="conv", width=16, depth=1, heads=2, mlp=16)
+    assert model(torch.rand(3, 3, 32, 32)).shape == (3, 10)
+    assert model.patch_embed(torch.rand(3, 3, 32, 32)).shape == (3, 16, 16)
+    with pytest.raises(ValueError, match="built for images of 32 x 32: got shape"):
+        model(torch.rand(1, 3, 16, 16))
+    with pytest.raises(ValueError, match="patches of 8 x 8"):
+        ViT(stem="conv", image_size=12)
+    with pytest.raises(ValueError, match="got 'con'; use 'patch' or 'conv'"):
+        ViT(stem="con")

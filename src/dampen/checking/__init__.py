@@ -9,19 +9,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dampen.checking.attached import telling
 from dampen.checking.contracts import CONTRACTS, ONCE, ContractBroken
 from dampen.checking.subjects import SUBJECTS, Subject
 from dampen.regularizer import Regularizer, UnsupportedModel
+from dampen.sockets.blame import blame
 
 __all__ = ["CONTRACTS", "SUBJECTS", "ContractBroken", "Outcome", "Subject", "check_contract", "check_regularizer"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One contract on one model: kept, broken, or refused by the method (with its reason)."""
+    """One contract on one model: kept, broken, refused by the method, or skipped, each with the reason."""
 
     contract: str
     subject: str
@@ -36,35 +39,48 @@ def check_regularizer(
     make: Callable[[], Regularizer],
     subjects: Sequence[str] | None = None,
     contracts: Sequence[str] | None = None,
+    *,
+    progress: bool | None = None,
 ) -> list[Outcome]:
     """Run the contracts on a regularizer, in all models; raise `ContractBroken` with every one that it breaks.
 
     Args:
         make: the class, or anything that makes a fresh regularizer without arguments.
-        subjects: names among `SUBJECTS`: vit (own), timm_vit, llama (causal), bert (padded). All by default.
+        subjects: names among `SUBJECTS`: vit (own), timm_vit, llama (causal), bert (padded). All by default; those
+            whose library is not installed are skipped, and the outcome says so.
         contracts: names among `CONTRACTS`. All by default.
+        progress: a line on standard error per contract; by default where that is a terminal.
     """
-    outcomes = [
-        check_contract(make, contract, subject)
-        for contract in contracts or CONTRACTS
-        for subject in subjects or SUBJECTS
-        if contract not in ONCE or subject == next(iter(subjects or SUBJECTS))
-    ]
+    chosen = list(subjects or SUBJECTS)
+    pairs = [(c, s) for c in contracts or CONTRACTS for s in chosen if c not in ONCE or s == chosen[0]]
+    shown = sys.stderr.isatty() if progress is None else progress
+    outcomes = []
+    for i, (contract, subject) in enumerate(pairs):
+        outcomes.append(check_contract(make, contract, subject))
+        if shown:
+            print(f"[{i + 1}/{len(pairs)}] {outcomes[-1]}", file=sys.stderr, flush=True)
     broken = [str(o) for o in outcomes if o.state == "broken"]
     if broken:
-        raise ContractBroken("\n".join([f"{len(broken)} contracts broken:", *broken]))
+        kept = sum(o.state == "kept" for o in outcomes)
+        raise ContractBroken("\n".join([f"{len(broken)} contracts broken, {kept} kept:", *broken]))
     return outcomes
 
 
 def check_contract(make: Callable[[], Regularizer], contract: str, subject: str) -> Outcome:
-    """One contract on one model."""
+    """One contract on one model. Whatever a method raises breaks the contract: the outcome names its stage and site."""
     for kind, name, known in (("contract", contract, CONTRACTS), ("subject", subject, SUBJECTS)):
         if name not in known:
             raise ValueError(f"there is no {kind} {name!r}. Known: {', '.join(known)}.")
+    missing = SUBJECTS[subject].missing()
+    if missing:
+        return Outcome(contract, subject, "skipped", f"{missing} is not installed")
     try:
-        CONTRACTS[contract](make, SUBJECTS[subject])
+        CONTRACTS[contract](telling(make), SUBJECTS[subject])
     except UnsupportedModel as refusal:
         return Outcome(contract, subject, "refused", str(refusal))
     except ContractBroken as error:
         return Outcome(contract, subject, "broken", str(error))
+    except Exception as error:  # of a stranger's method: any of them means that the contract is not kept
+        where = blame(error)
+        return Outcome(contract, subject, "broken", f"{where + ': ' if where else ''}{type(error).__name__}: {error}")
     return Outcome(contract, subject, "kept")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from dampen.checking.attached import Attached, Make, telling
 from dampen.checking.contracts import ContractBroken, require, same
 from dampen.checking.subjects import IMAGE, SUBJECTS
-from dampen.checking.trial import Make, Trial
 
 Check = Callable[[Make, int], None]
 
@@ -40,7 +40,7 @@ def _work(rank: int, processes: int, makes: list[Make], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=processes)
     failures = []
-    for make in makes:
+    for make in map(telling, makes):
         for check in (ddp_equals_one_process, ddp_stays_in_step, fsdp_trains):
             try:
                 check(make, rank)
@@ -56,7 +56,7 @@ def ddp_equals_one_process(make: Make, rank: int) -> None:
     method = make()
     if method.stochastic or method.passes > 1:
         return
-    alone, trial = Trial(make, SUBJECTS["vit"]), Trial(make, SUBJECTS["vit"])
+    alone, trial = Attached(make, SUBJECTS["vit"]), Attached(make, SUBJECTS["vit"])
     images = _images()
     alone.step(images)
     wrapped = DistributedDataParallel(trial.model)
@@ -68,7 +68,7 @@ def ddp_equals_one_process(make: Make, rank: int) -> None:
 
 def ddp_stays_in_step(make: Make, rank: int) -> None:
     """Three steps under DDP: nothing hangs, all weights stay equal on all ranks."""
-    trial = Trial(make, SUBJECTS["vit"])
+    trial = Attached(make, SUBJECTS["vit"])
     wrapped = DistributedDataParallel(trial.model)
     optimizer = torch.optim.SGD(trial.model.parameters(), lr=0.1)
     for step in range(3):
@@ -80,7 +80,7 @@ def ddp_stays_in_step(make: Make, rank: int) -> None:
 
 def fsdp_trains(make: Make, rank: int) -> None:
     """fully_shard after regularize works; remove() afterwards refuses and leaves everything as it is."""
-    trial = Trial(make, SUBJECTS["vit"])
+    trial = Attached(make, SUBJECTS["vit"])
     for block in trial.model.blocks:  # type: ignore[union-attr]
         fully_shard(block)
     fully_shard(trial.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import cure_torchvision
 from dampen.models import ViT
-from dampen.torchvision_cure import cure_torchvision
 
 IMAGE = 32  # with patches of 4 and a class token: 65 tokens, enough for the fused kernel
 TOKENS = 9
@@ -28,6 +29,13 @@ class Subject:
     """A second batch that differs only where some positions must not look, and those positions (B, N)."""
     padded: bool = False
     """Whether the hidden tokens are padding: then penalties must not move either."""
+
+    library: str = ""
+    """The package it comes from, where that is not dampen itself."""
+
+    def missing(self) -> str:
+        """The library without which it cannot be built; empty where it can."""
+        return self.library if self.library and importlib.util.find_spec(self.library) is None else ""
 
     def model(self, seed: int = 0) -> nn.Module:
         """A fresh model in training mode, the same for the same seed."""
@@ -56,6 +64,7 @@ def _timm() -> nn.Module:
 
 
 def _llama() -> nn.Module:
+    cure_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -65,6 +74,7 @@ def _llama() -> nn.Module:
 
 
 def _bert() -> nn.Module:
+    cure_torchvision()
     from transformers import BertConfig, BertForTokenClassification
 
     sizes: dict[str, Any] = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -104,9 +114,11 @@ SUBJECTS = {
     s.name: s
     for s in (
         Subject("vit", _vit, _images("images"), lambda out: out),
-        Subject("timm_vit", _timm, _images("x"), lambda out: out),
-        Subject("llama", _llama, _text, lambda out: out.logits, _change_future),
-        Subject("bert", _bert, _padded_text, lambda out: out.logits, _change_padding, padded=True),
+        Subject("timm_vit", _timm, _images("x"), lambda out: out, library="timm"),
+        Subject("llama", _llama, _text, lambda out: out.logits, _change_future, library="transformers"),
+        Subject(
+            "bert", _bert, _padded_text, lambda out: out.logits, _change_padding, padded=True, library="transformers"
+        ),
     )
 }
 

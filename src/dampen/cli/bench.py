@@ -45,7 +45,7 @@ def bench(
     from dampen.lab.bench import Options, bench
     from dampen.lab.bench.output import CHARTS, remarks, results_table, save_chart, scaling_table
     from dampen.lab.errors import ConfigError
-    from dampen.lab.record import write_json
+    from dampen.lab.files import write_json
 
     if clock not in ("wall", "cpu"):
         raise ConfigError("The bench", [f"--clock: got {clock!r}; use wall or cpu"])

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dampen.cli.common import Json, command, print_json
-from dampen.lab.specs import EXAMPLES
+from dampen.extensions import is_in_file
 
 
 class What(StrEnum):
@@ -51,13 +51,13 @@ def list_(
 
 
 def _methods() -> list[dict[str, Any]]:
-    from dampen.lab.catalog import catalog
+    from dampen.lab.config.catalog import catalog
 
     return [{k: v for k, v in e.to_dict().items() if k != "doc"} for e in catalog().values()]
 
 
 def _recipes() -> list[dict[str, Any]]:
-    from dampen.lab.recipe import list_recipes, load_recipe
+    from dampen.lab.config.recipe import list_recipes, load_recipe
 
     recipes = [load_recipe(name) for name in list_recipes()]
     return [{"name": r.name, "title": r.title, "paper": r.paper, "cost": r.cost, "rows": len(r.rows)} for r in recipes]
@@ -69,14 +69,14 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a method (formula, paper, stages, arguments) or a recipe (rows, published figures, departures)."""
-    from dampen.lab.catalog import catalog
-    from dampen.lab.check import nearest
+    from dampen.lab.config.catalog import catalog
+    from dampen.lab.config.recipe import list_recipes
     from dampen.lab.errors import ConfigError
-    from dampen.lab.recipe import list_recipes
+    from dampen.names import nearest
 
     classes = {e.cls: e.name for e in catalog().values()}
     name = classes.get(name, name)
-    if name in catalog():
+    if name in catalog() or is_in_file(name):
         _show_method(name, as_json)
     elif name.removesuffix(".toml") in list_recipes() or name.endswith(".toml"):
         _show_recipe(name, as_json)
@@ -86,7 +86,7 @@ def show(
 
 
 def _show_method(name: str, as_json: bool) -> None:
-    from dampen.lab.catalog import find_entry
+    from dampen.lab.config.catalog import find_entry
 
     entry = find_entry(name)
     if as_json:
@@ -104,13 +104,12 @@ def _show_method(name: str, as_json: bool) -> None:
         console.print("Acts in eval mode too.")
     for paper in entry.papers:
         console.print(f"https://arxiv.org/abs/{paper}")
-    written = EXAMPLES.get(entry.name, entry.name)
-    console.print(f'\nNext: dampen compare --data digits --methods "{written}" --seeds 3', markup=False)
+    console.print(f'\nNext: dampen compare --data digits --methods "{entry.written}" --seeds 3', markup=False)
 
 
 def _show_recipe(name: str, as_json: bool) -> None:
-    from dampen.lab.recipe import load_recipe
-    from dampen.lab.table import published_text
+    from dampen.lab.config.recipe import load_recipe
+    from dampen.lab.report.terminal import published_text
 
     recipe = load_recipe(name)
     if as_json:

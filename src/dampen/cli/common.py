@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -56,6 +57,9 @@ def _known(error: Exception) -> tuple[str, int | None]:
     kinds = {"MissingData", "IncompleteData", "DamagedData"}
     if any(c.__name__ in kinds and c.__module__.startswith("dampen.") for c in type(error).__mro__):
         return str(error), 3
+    if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT):
+        where = f" while writing {error.filename}" if error.filename else ""
+        return f"No space left{where}. Free some space and run the same command again.", 6
     if isinstance(error, OSError) and error.filename is not None:
         reason = (error.strerror or type(error).__name__).lower()
         return f"{error.filename} cannot be used: {reason}. Give another path.", 2

@@ -1,36 +1,56 @@
-"""`dampen compare`: the fair comparison without writing a recipe."""
+"""`dampen compare`: the fair comparison without writing a recipe, of the lab's training or of one's own."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dampen.cli.common import DataDir, Json, Out, Settings, Weights, Workers, command
+from dampen.cli.racing import Budget, Margin, Tune, UntilDecided
 from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched
+
+if TYPE_CHECKING:
+    from dampen.lab.study.asked import Asked
 
 
 @command(
-    """dampen compare --data digits --methods drop_key,drop_attention --seeds 5
-dampen compare --data digits --methods "drop_key(rate=linear(0.3, 0.0)), drop_key + feed_forward_dropout"
+    """dampen compare train.py:train --methods "drop_key(rate=0.2), r_drop + drop_head" --seeds 8 --set lr=0.001
+dampen compare train.py:train --methods "drop_key, params(weight_decay=0.1)" --metric f1 --dry-run
+dampen compare --data photos --model timm/vit_tiny_patch16_224 --methods drop_key
+dampen compare --data reviews.csv --model hf/FOLDER --methods "drop_key(rate=0.1), drop_head" --seeds 5
+dampen compare --data digits --methods drop_key,drop_attention --seeds 5
 dampen compare --data cifar10 --data-dir data --partial --model "vit(width=64, depth=4)" --methods drop_key
-dampen compare --data fsdd --methods drop_key --seeds 1 --set train.epochs=5
-dampen compare --data digits --methods drop_key,drop_path --search optuna --search-trials 20
+dampen compare --data digits --methods drop_key,drop_path --until-decided --budget 30m --margin 0.5 --tune 10
 dampen compare --data digits --methods drop_key --engine ray --address auto"""
 )
 def compare(
-    data: Annotated[str, typer.Option(help="The data set (dampen data list).")] = "digits",
+    train: Annotated[
+        str | None, typer.Argument(help="Your own training, FILE.py:FUNCTION; without it the lab trains.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits.")
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A model: vit, 'vit(depth=4)', timm/NAME; default: one that fits.")
+        str | None,
+        typer.Option(help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits."),
     ] = None,
     methods: Annotated[
         str, typer.Option(help="Rows, separated by commas; a + b puts both into one model.")
     ] = "drop_key",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 5,
+    metric: Annotated[
+        str | None, typer.Option(help="The test metric to judge by, as in f1 or rmse:min; default: the first returned.")
+    ] = None,
     settings: Settings = None,
+    same_code: Annotated[
+        bool, typer.Option("--same-code", help="Count trials that an older version of your code recorded.")
+    ] = False,
+    folds: Annotated[
+        int | None, typer.Option(min=2, help="Cross-validate in so many folds; each seed is one round of them.")
+    ] = None,
     data_dir: DataDir = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="Accept an incomplete copy of the data; recorded.")
@@ -39,37 +59,132 @@ def compare(
     engine: Annotated[str, typer.Option(help="Where trials run: local or ray.")] = "local",
     address: Address = None,
     workers: Workers = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads of each trial; default: OMP_NUM_THREADS, or the cores shared out."),
+    ] = None,
+    until_decided: UntilDecided = False,
+    budget: Budget = None,
+    margin: Margin = None,
+    tune: Tune = None,
     search: SearchBy = None,
     search_trials: SearchTrials = 20,
     storage: Storage = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")] = False,
+    logger: Annotated[
+        list[str] | None, typer.Option(help="Tell another logger too: wandb, or one of a package. Repeatable.")
+    ] = None,
     weights: Weights = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all, time a few steps, and say what would run.")
+    ] = False,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
     """Train the plain model and each method with the same seeds, data and options; say which is better."""
-    from dampen.cli.running import execute
-    from dampen.lab.compare import comparison
-    from dampen.lab.plan import Plan, make_plan
+    from dampen.cli.running import execute, heed_signals
     from dampen.lab.processes import warm_up
-    from dampen.lab.record import Record
 
+    heed_signals()
     warm_up()
+    from dampen.lab.study.kept import save_function
+    from dampen.lab.study.preflight import check_rows
+    from dampen.lab.training.state import Execution
+
+    search, search_trials = ("optuna", tune) if tune is not None else (search, search_trials)
     check_search(search)
+    check_budget(budget)
     options = engine_options(engine, workers, address)
-    changes = [*(settings or []), *(["data.partial=true"] if partial else [])]
-    recipe = comparison(data, model, methods, seeds, changes)
-    plan = make_plan(recipe, settings=changes)
-    kind = {k: v for k, v in next(iter(plan.trials.values())).canonical().items() if k not in ("seed", "methods")}
-    mark = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:8]  # same conditions, same folder
-    folder = out / f"{plan.name}-{mark}"
-    execution = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard, "keep_weights": weights}
-    steps = ["more seeds tell smaller differences apart: the same command with a larger --seeds keeps what is recorded"]
+    if train is not None:
+        asked = _own(train, data, model, methods, seeds, metric, settings or [], same_code, out)
+    else:
+        from dampen.lab.study.parts import ask_parts
+
+        changes = [*(settings or []), *(["data.partial=true"] if partial else [])]
+        places: dict[str, Any] = {"data_dir": data_dir, "out": out, "folds": folds}
+        asked = ask_parts(model, data or "digits", methods, seeds, metric=metric, settings=changes, **places)
+    execution: dict[str, Any] = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
+    execution |= {
+        "loggers": tuple(logger or ()),
+        "keep_weights": weights,
+        "threads": threads,
+        "function": asked.function,
+        "parts": asked.parts,
+    }
+    if asked.remark:
+        print(f"dampen: {asked.remark}", file=sys.stderr)
+    if dry_run:
+        from dampen.cli.preview import preview
+
+        preview(asked, execution, workers, as_json)
+        return
+    plan, folder = asked.plan, asked.folder
+    if margin is not None:
+        plan.header["margin"] = margin
+    check_rows(plan, folder, Execution(**execution))
+    steps = [
+        "rows that are not decided: the same command with --until-decided adds seeds to them and keeps all records"
+    ]
     if search:
         folder = folder.with_name(f"{folder.name}-search")
-        plan = searched(recipe, folder, execution, search_trials, storage, workers, settings=changes)
-    trials = plan.chosen()
-    if not search and (folder / "plan.json").exists():
-        earlier = Plan.load(folder)
-        plan = plan.joined(earlier, {i for i in earlier.trials if Record(folder / i).final() is not None})
-    execute(plan, folder, trials, as_json, execution, steps, **options)
+        plan = searched(asked.recipe, folder, execution, search_trials, storage, workers, settings=asked.settings)
+        execution["function"] = _named(asked, plan)
+    if execution["function"] is not None:
+        save_function(execution["function"], folder)
+    if until_decided or budget is not None:
+        from dampen.cli.racing import race_and_conclude
+
+        limits: dict[str, Any] = {"margin": margin, "budget": budget, "first": seeds}
+        race_and_conclude(plan, folder, as_json, execution, steps, **limits, **options)
+    execute(plan, folder, asked.wanted if not search else plan.chosen(), as_json, execution, steps, **options)
+
+
+def check_budget(budget: str | None) -> None:
+    """The words of a budget are checked before anything starts."""
+    from dampen.lab.running.racing import seconds
+
+    if budget is not None:
+        seconds(budget)
+
+
+def _own(
+    train: str,
+    data: str | None,
+    model: str | None,
+    methods: str,
+    seeds: int,
+    metric: str | None,
+    settings: list[str],
+    same_code: bool,
+    out: Path,
+) -> Asked:
+    from dampen.lab.config.plan import read_setting
+    from dampen.lab.errors import ConfigError
+    from dampen.lab.study.asked import ask_own
+    from dampen.lab.training.function import function_in_file
+
+    problems = [f"{name}: your own training brings its own" for name, v in (("--data", data), ("--model", model)) if v]
+    params: dict[str, Any] = {}
+    for setting in settings:
+        key, value, problem = read_setting(setting)
+        problems += [problem] if problem else []
+        params[key] = value
+    if problems:
+        raise ConfigError("The comparison", problems)
+    command = ["dampen", "compare", train, "--methods", methods, "--seeds", str(seeds)]
+    command += ["--metric", metric] if metric else []
+    command += [part for setting in settings for part in ("--set", setting)]
+    function = function_in_file(train)
+    return ask_own(
+        function, methods, seeds, metric=metric, params=params, out=out, same_code=same_code, command=command
+    )
+
+
+def _named(asked: Asked, plan: Any) -> Any:
+    """The function, told the rows of another plan."""
+    from dataclasses import replace
+
+    if asked.function is None:
+        return None
+    names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
+    return replace(asked.function, rows=names)

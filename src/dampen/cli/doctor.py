@@ -13,18 +13,23 @@ from rich.table import Table
 from dampen.cli.common import DataDir, Json, Out, command, print_json
 
 
-@command("dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --tune")
+@command("dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --tune\ndampen doctor --build")
 def doctor(
     data_dir: DataDir = None,
     out: Out = Path("runs"),
     tune: Annotated[
         bool, typer.Option("--tune", help="First measure which attention kernel is faster here, and keep it.")
     ] = False,
+    build: Annotated[
+        bool, typer.Option("--build", help="First build the native kernels for this processor, unless they are there.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say what is installed, which devices, kernels and data sets there are; exit code 1 if something is wrong."""
     from dampen.lab.doctor import examine, to_json
 
+    if build:
+        _build()
     if tune:
         _tune()
     findings = examine(data_dir, out)
@@ -45,8 +50,17 @@ def doctor(
 def _tune() -> None:
     from rich.progress import Progress
 
-    from dampen.tuning import tune
+    from dampen.kernels.tuning import tune
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring attention kernels", total=None)
         tune(progress=lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def _build() -> None:
+    from dampen.native.library import BuildError, build
+
+    try:
+        build()
+    except BuildError as error:  # nobody needs them: everything runs on torch alone
+        Console(stderr=True, highlight=False).print(f"native kernels were not built: {escape(str(error))}")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from dampen.cli.common import DataDir, Json, Out, Settings, Weights, Workers, command, print_json
-from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched
-from dampen.lab.plan import Plan, make_plan
-from dampen.lab.recipe import load_recipe
+from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
+from dampen.lab.config.plan import Plan, make_plan
+from dampen.lab.config.recipe import Recipe, load_recipe
 
 
 @command(
@@ -43,6 +43,9 @@ def run(
     search_trials: SearchTrials = 20,
     storage: Storage = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")] = False,
+    logger: Annotated[
+        list[str] | None, typer.Option(help="Tell another logger too: wandb, or one of a package. Repeatable.")
+    ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run trials again whose loss became NaN.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
     weights: Weights = True,
@@ -50,7 +53,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a recipe: rows x grid x seeds. What is recorded is skipped, what was cut off goes on bit-exactly."""
-    from dampen.cli.running import execute
+    from dampen.cli.running import execute, heed_signals
     from dampen.lab.processes import warm_up
 
     check_search(search)
@@ -62,20 +65,39 @@ def run(
     changes += ["train.compile=true"] if compile_ else []
     loaded = load_recipe(recipe)
     if not dry_run:
+        heed_signals()
         warm_up()
+        changes += _own_data(loaded, scale, data_dir)
     plan = make_plan(loaded, scale, changes, seed or None)
     trials = plan.chosen(row or (), seed or ())
     folder = out / run_name(plan, settings or [])
+    execution: dict[str, Any] = {
+        "data_dir": data_dir,
+        "accelerator": accelerator,
+        "tensorboard": tensorboard,
+        "keep_weights": weights,
+    }
+    execution |= {"loggers": tuple(logger or ())}
     if dry_run:
         _preview(plan, folder, len(trials), as_json)
         return
-    execution = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard, "keep_weights": weights}
+    if not search:
+        plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)
+        trials = plan.chosen(row or (), seed or ())
     if search:
         folder = folder.with_name(f"{folder.name}-search")
         plan = searched(loaded, folder, execution, search_trials, storage, workers, scale, changes, seed or None)
         trials = plan.chosen(row or (), seed or ())
     steps = [f"dampen report {folder}"] if _has_report() else []
     execute(plan, folder, trials, as_json, execution, steps, retry=retry, **chosen)
+
+
+def _own_data(recipe: Recipe, scale: str | None, data_dir: str | None) -> list[str]:
+    """The setting that makes data of the user's own part of the trials: another folder is another trial."""
+    from dampen.lab.study.parts import fingerprint_of_set
+
+    found = fingerprint_of_set(recipe.at(scale).get("data", {}).get("name", ""), data_dir)
+    return [f'data.fingerprint="{found}"'] if found else []
 
 
 def run_name(plan: Plan, settings: list[str]) -> str:

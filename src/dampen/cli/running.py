@@ -6,21 +6,24 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from dampen.cli.common import print_json
-from dampen.lab.plan import Plan
-from dampen.lab.record import Record
-from dampen.lab.trial import Trial
+from dampen.lab.config.plan import Plan
+from dampen.lab.config.trial import TrialSpec
+from dampen.lab.records.record import Record
+
+if TYPE_CHECKING:
+    from dampen.lab.running.runner import RunResult
 
 
 def execute(
     plan: Plan,
     folder: Path,
-    trials: list[Trial],
+    trials: list[TrialSpec],
     as_json: bool,
     execution: dict[str, Any],
     next_steps: list[str],
@@ -31,36 +34,48 @@ def execute(
 
     Where a `page` is asked for, the report of the finished run is written there.
     """
-    from dampen.lab.runner import run_plan
-    from dampen.lab.session import Execution
-    from dampen.lab.summary import read_results, summarize_plan
-    from dampen.lab.table import LiveView, results_table
+    from dampen.lab.records.table import plan_table, read_runs
+    from dampen.lab.report.terminal import LiveView, results_table
+    from dampen.lab.running.runner import run_plan
+    from dampen.lab.training.state import Execution
 
     console = Console(stderr=as_json, highlight=False)
     labels = trial_labels(plan, trials)
-    done = sum(Record(folder / t.id).final() is not None for t in trials)
+    done = sum(Record(folder / t.id).done for t in trials)
     told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already recorded" if done else "")
     console.print(told, soft_wrap=True)
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    results = read_results(plan, folder)
+    heed_signals()
+    runs = read_runs(plan, folder)
 
     def table() -> Any:
-        results.update(read_results(plan, folder, known=results))
-        return results_table(plan, summarize_plan(plan, results), verdicts=False)
+        runs.update(read_runs(plan, folder, known=runs))
+        return results_table(plan_table(plan, runs), verdicts=False)
 
     with LiveView(console, labels, done, table) as view:
         run = run_plan(plan, folder, trials, Execution(**execution), view, **options)
+    conclude(console, run, as_json, next_steps, page)
+
+
+def conclude(
+    console: Console, run: RunResult, as_json: bool, next_steps: list[str], page: Path | None = None, said: str = ""
+) -> NoReturn:
+    """The end of a run: the page, the table, what was learned in words, what to type next, the exit code."""
+    from dampen.lab.report.advice import advise, in_words
+    from dampen.lab.report.terminal import results_table
+
     if page is not None and run.exit_code == 0:
         from dampen.lab.report import write_report
 
-        write_report([folder], page)
+        write_report([run.folder], page)
         next_steps = [f"open {page}", *next_steps]
     elif run.exit_code == 0:
-        next_steps = [f"dampen report {folder} -o report.html", *next_steps]
+        next_steps = [f"dampen report {run.folder} -o report.html", *next_steps]
     if as_json:
         print_json({**run.to_dict(), "page": str(page) if page is not None and page.exists() else None})
     else:
-        console.print(results_table(plan, run.rows))
+        console.print(results_table(run.table))
+        for line in [*([said] if said else []), *in_words(advise(run.table))]:
+            console.print(line, soft_wrap=True, markup=False)
         for message in run.messages():
             console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
         if run.exit_code == 130:
@@ -70,7 +85,7 @@ def execute(
     raise typer.Exit(run.exit_code)
 
 
-def trial_labels(plan: Plan, trials: list[Trial]) -> dict[str, str]:
+def trial_labels(plan: Plan, trials: list[TrialSpec]) -> dict[str, str]:
     """Row, grid point and seed of each trial, for people."""
     wanted = {t.id for t in trials}
     labels: dict[str, str] = {}
@@ -88,6 +103,12 @@ def resume_command() -> str:
     return shlex.join(["dampen", *sys.argv[1:]])
 
 
+def heed_signals() -> None:
+    """SIGTERM (a polite kill) and SIGHUP (the terminal is gone) are like Ctrl-C: checkpoint, then leave."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _as_interrupt)
+
+
 def _as_interrupt(number: int, frame: Any) -> None:
-    """A polite kill is like Ctrl-C: checkpoint, then leave."""
     raise KeyboardInterrupt

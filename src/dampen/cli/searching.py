@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from dampen.lab.config.plan import Plan
+from dampen.lab.config.recipe import Recipe
 from dampen.lab.errors import ConfigError
-from dampen.lab.plan import Plan
-from dampen.lab.recipe import Recipe
 
 Address = Annotated[
     str | None, typer.Option(help="With --engine ray: the cluster's address; a local one is started when not said.")
@@ -38,6 +38,46 @@ def check_search(search: str | None) -> None:
         raise ConfigError("--search", [f"unknown search {search!r}; known: optuna"])
 
 
+def tuned(
+    recipe: Recipe,
+    plan: Plan,
+    folder: Path,
+    execution: dict[str, Any],
+    scale: str | None,
+    settings: Sequence[str],
+    rows: Sequence[str],
+    **engine: Any,
+) -> Plan:
+    """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
+    from rich.console import Console
+
+    from dampen.cli.running import resume_command, trial_labels
+    from dampen.lab.records.record import Record
+    from dampen.lab.report.terminal import LiveView
+    from dampen.lab.running.grid_tuning import tune
+    from dampen.lab.running.runner import run_plan
+    from dampen.lab.training.state import Execution
+
+    console = Console(stderr=True, highlight=False)
+
+    def run(tuning: Plan, place: Path) -> int:
+        trials = tuning.chosen()
+        done = sum(Record(place / t.id).done for t in trials)
+        console.print(f"tuning: {len(trials)} trials in {place}, {done} already recorded", soft_wrap=True)
+        with LiveView(console, trial_labels(tuning, trials), done) as view:
+            made = run_plan(tuning, place, trials, Execution(**execution), view, **engine)
+        for message in made.messages():
+            console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
+        return made.exit_code
+
+    plan, code = tune(recipe, plan, folder, scale, settings, rows, run)
+    if code == 130:
+        console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
+    if code not in (0, 5):  # 5: points that diverged lose, and nothing else is lost
+        raise typer.Exit(code)
+    return plan
+
+
 def searched(
     recipe: Recipe,
     folder: Path,
@@ -50,8 +90,8 @@ def searched(
     seeds: Sequence[int] | None = None,
 ) -> Plan:
     """Search every row, with a line per trial on standard error, and return the plan of what was found best."""
-    from dampen.lab.search import search
-    from dampen.lab.session import Execution
+    from dampen.lab.running.search import search
+    from dampen.lab.training.state import Execution
 
     def say(line: str) -> None:
         print(f"search: {line}", file=sys.stderr, flush=True)

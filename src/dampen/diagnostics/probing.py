@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from dampen.diagnostics.predictions import device_of, in_mode
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site
-from dampen.sites import LayerPlan, find_layers, is_cross
-from dampen.socket import first_argument
-from dampen.state import AttentionSite, BlockSite, Layer
-from dampen.swap import swap
+from dampen.sockets.find import LayerPlan, find_layers, is_cross
+from dampen.sockets.forwards import first_argument
+from dampen.sockets.state import AttentionSite, BlockSite, Layer
+from dampen.sockets.swap import swap
 
 
 class Probe(Regularizer):
@@ -111,15 +111,15 @@ def _kept(model: nn.Module) -> Iterator[None]:
     """What a forward leaves behind in regularizers that are attached already."""
     clones = [m for m in model.modules() if isinstance(m, Regularizer)]
     layers = {id(layer): layer for m in model.modules() if (layer := _layer_of(m)) is not None}.values()
-    before = [(c, c._penalties, c.input_has_gradient) for c in clones]
+    before = [(c, c._penalties, c.input_has_gradient, c.ledger) for c in clones]
     kernels = [(layer, dict(layer.kernels)) for layer in layers]
     for clone in clones:
-        clone._penalties = {}
+        clone._penalties, clone.ledger = {}, None  # nobody takes what a probe's forward makes
     try:
         yield
     finally:
-        for clone, penalties, gradient in before:
-            clone._penalties, clone.input_has_gradient = penalties, gradient
+        for clone, penalties, gradient, ledger in before:
+            clone._penalties, clone.input_has_gradient, clone.ledger = penalties, gradient, ledger
         for layer, ran in kernels:
             layer.kernels = ran
 
@@ -135,6 +135,7 @@ def _inserted(plan: LayerPlan, probe: Probe) -> Iterator[None]:
     found = [_layer_of(m) for m in (plan.block, *plan.attentions.values()) if m is not None]
     layer = next((one for one in found if one is not None), None) or Layer(probe.site or Site(plan.name), [])
     clones, enabled = layer.clones, layer.enabled
+    layer.attentions = layer.attentions or list(plan.attentions)
     opened: list[tuple[nn.Module, str]] = []
     try:
         layer.clones, layer.enabled = (

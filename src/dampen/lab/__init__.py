@@ -2,32 +2,33 @@
 
 From Python, a trial is plain data and `run_trial` a pure function of it:
 
-    from dampen.lab import Trial, run_trial
-    trial = Trial.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "patch_size": 2, "width": 48},
+    from dampen.lab import TrialSpec, run_trial
+    trial = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "patch_size": 2, "width": 48},
                              "methods": [{"name": "drop_key", "rate": 0.3}], "train": {"epochs": 5}})
     result = run_trial(trial, "runs/mine")
 
-Read `train.py` for the way of a batch, `trial.py` for what can be set, `record.py` for what is written where.
+Read `training/train.py` for the way of a batch, `config/trial.py` for what can be set, `records/record.py` for what is
+written where.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dampen.lab.plan import Plan, make_plan
-    from dampen.lab.recipe import Recipe, list_recipes, load_recipe
-    from dampen.lab.runner import Run, run_plan
-    from dampen.lab.session import Execution
-    from dampen.lab.train import run_trial
-    from dampen.lab.trial import TrainOptions, Trial
+    from dampen.lab.config.plan import Plan, make_plan
+    from dampen.lab.config.recipe import Recipe, list_recipes, load_recipe
+    from dampen.lab.config.trial import TrainOptions, TrialSpec
+    from dampen.lab.running.runner import RunResult, run_plan
+    from dampen.lab.training.state import Execution
+    from dampen.lab.training.train import run_trial
 
 __all__ = [
     "Execution",
     "Plan",
     "Recipe",
-    "Run",
+    "RunResult",
     "TrainOptions",
-    "Trial",
+    "TrialSpec",
     "list_recipes",
     "load_recipe",
     "make_plan",
@@ -36,12 +37,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "plan": ("Plan", "make_plan"),
-    "recipe": ("Recipe", "list_recipes", "load_recipe"),
-    "runner": ("Run", "run_plan"),
-    "session": ("Execution",),
-    "train": ("run_trial",),
-    "trial": ("TrainOptions", "Trial"),
+    "config.plan": ("Plan", "make_plan"),
+    "config.recipe": ("Recipe", "list_recipes", "load_recipe"),
+    "running.runner": ("RunResult", "run_plan"),
+    "training.state": ("Execution",),
+    "training.train": ("run_trial",),
+    "config.trial": ("TrainOptions", "TrialSpec"),
 }
 
 

@@ -8,7 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dampen.lab.environment import cpu_name, usable_cores, versions
+from dampen.lab.records.environment import usable_cores, versions
+from dampen.native.machine import cpu_name
 
 NEEDED = {"torch": "", "numpy": "lab", "scipy": "lab", "scikit-learn": "lab", "lightning": "lab", "torchmetrics": "lab"}
 OPTIONAL = {
@@ -35,7 +36,16 @@ class Finding:
 
 def examine(data_dir: str | None = None, runs: Path = Path("runs")) -> list[Finding]:
     """Everything at once; nothing is changed."""
-    return [*_packages(), *_devices(), _torchvision(), _attention(), _kernels(), *_data(data_dir), _disk(runs)]
+    return [
+        *_packages(),
+        *_devices(),
+        _torchvision(),
+        _attention(),
+        _kernels(),
+        _native(),
+        *_data(data_dir),
+        _disk(runs),
+    ]
 
 
 def to_json(findings: list[Finding]) -> dict[str, Any]:
@@ -81,7 +91,7 @@ def _devices() -> list[Finding]:
 
 
 def _torchvision() -> Finding:
-    from dampen.torchvision_cure import cure_torchvision
+    from dampen._torch import cure_torchvision
 
     cured = cure_torchvision()
     try:
@@ -110,9 +120,15 @@ def _attention() -> Finding:
     )
 
 
+def _native() -> Finding:
+    from dampen.native import status
+
+    return Finding("native kernels", True, status())
+
+
 def _kernels() -> Finding:
     """Whether the table of kernels was measured on this machine."""
-    from dampen.tuning import load
+    from dampen.kernels.tuning import load
 
     limits = load()
     if not limits:

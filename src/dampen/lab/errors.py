@@ -64,10 +64,22 @@ class DiskFull(LabError):
     exit_code = 6
 
 
+class DamagedRecord(LabError, ValueError):
+    """A file of a record cannot be read, or is not what was written; the message names it."""
+
+
 class Interrupted(LabError):
     """Asked to stop; a checkpoint was written first."""
 
     exit_code = 130
+
+
+class Stopped(Interrupted):
+    """A trial of one's own training was asked to stop: interrupted, or pruned by a search."""
+
+
+class OwnCodeError(LabError):
+    """The user's function raised; the message names its file and line."""
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """Imported once by the server that workers are forked from; see processes.py. It imports what a trial needs."""
 
 import importlib
+import sys
 
-from dampen.torchvision_cure import cure_torchvision
+from dampen._torch import cure_torchvision
 
 cure_torchvision()
 for name in ("lightning.fabric.strategies", "torchmetrics.classification", "sklearn.datasets", "dampen.public"):
     importlib.import_module(name)
-for name in ("data", "metrics", "train"):
+for name in ("data", "metrics", "training.train"):
     importlib.import_module(f"dampen.lab.{name}")
+if "_dampen_watch" in sys.modules:
+    sys.modules["_dampen_watch"].end()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from dampen.explicit.forms import is_off
-from dampen.explicit.layer import check_roles, map_penalty, projection_penalty, sequence_first
-from dampen.explicit.precision import as_wide, no_autocast
+from dampen.formulas.explicit.forms import Number, is_off
+from dampen.formulas.explicit.layer import check_roles, sequence_first, tap_map, tap_projection
+from dampen.formulas.explicit.precision import as_wide, no_autocast
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 
@@ -35,6 +36,7 @@ class AroraDropout(Regularizer):
 
     stochastic = False
     needs_valid = True
+    reads_adapters = True
     rate: Tensor
 
     def __init__(self, query: Value = 0, key: Value = 0, value: Value = 0, ffn: Value = 0, rate: Value = 0.2) -> None:
@@ -50,6 +52,12 @@ class AroraDropout(Regularizer):
         self.stages = frozenset(({"qkv"} if reads else set()) | ({"product"} if feeds or not reads else set()))
         self.needs_valid = bool(self.terms)  # type: ignore[misc]
 
+    example: ClassVar[dict[str, Any]] = {"value": 0.05, "ffn": 0.05}
+
+    def _is_idle(self) -> bool:
+        """Without weights nothing is left, whatever the rate."""
+        return self.zero_is_identity and not any(self._numbers.get(term) for term in getattr(self, "terms", ("rate",)))
+
     @property
     def does_nothing(self) -> bool:
         return not self.terms
@@ -60,22 +68,24 @@ class AroraDropout(Regularizer):
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
         """Both feed-forward maps."""
         if "ffn" in self.terms and call.role in ("ffn_in", "ffn_out"):
-            swapped = sequence_first(self.neighbors)
-            self._penalize("ffn", map_penalty(call, as_wide(self.rate, y), "inverted", "mean", swapped=swapped))
+            with no_autocast(y.device.type):
+                y, value = tap_map(y, call, *self._numbers_of("ffn", y), "inverted", "mean",
+                                   swapped=sequence_first(self.neighbors))  # fmt: skip
+            self.penalize(value, "ffn")
         return y
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """The projections: the model's mask is known here."""
         with no_autocast(q.device.type):
             for term, role, operand in (("query", "q", q), ("key", "k", k), ("value", "v", v)):
-                if term in self.terms:
-                    self._penalize(
-                        term, projection_penalty(role, operand, call, as_wide(self.rate, operand), "inverted", "mean")
-                    )
+                if term in self.terms:  # the form has no part that is read off the operand, so it passes as it is
+                    numbers = self._numbers_of(term, operand)
+                    self.penalize(tap_projection(role, operand, call, *numbers, "inverted", "mean")[1], term)
         return q, k, v
 
-    def _penalize(self, term: str, value: Tensor) -> None:
-        self.penalize(getattr(self, term) * (2 * value), term)  # Arora et al. have no 1/2
+    def _numbers_of(self, term: str, like: Tensor) -> tuple[Number, Number]:
+        """Twice the weight, because Arora et al. have no 1/2, and p."""
+        return 2 * as_wide(self.current(term), like), as_wide(self.current("rate"), like)
 
     def extra_repr(self) -> str:
         values = [f"{t}={getattr(self, t).item():.3g}" for t in (*TERMS, "ffn") if t in self.terms]

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.blur import Edge, apply_kernel, kernel_weights, on_grid, on_line, seen_together
-from dampen.grid import check_grid, model_grid
-from dampen.learnable import count_heads, device_of, per_head, scale_divergence, spread
+from dampen.formulas.blur import Edge, apply_kernel, kernel_weights, on_grid, on_line, seen_together
+from dampen.formulas.grid import check_grid, model_grid
+from dampen.formulas.learnable import count_heads, device_of, per_head, scale_divergence, spread
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
@@ -119,6 +119,8 @@ class BlurredAttention(Regularizer):
     @property
     def always_idle(self) -> bool:
         return self.width == 1 or super().always_idle
+
+    zero_is_identity = True
 
     def neutral(self) -> None:
         self.learn = False

@@ -62,7 +62,8 @@ def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None, symme
     if first.ndim < 1 or first.shape[-1] < 2:
         raise ValueError(
             f"two passes are compared by their class probabilities, but the output has shape {tuple(first.shape)}: the "
-            "last axis must hold two classes or more. Give the logits with reg.loss(..., logits=...), or axis=."
+            "last axis must hold two classes or more. Give the logits with reg.loss(..., logits=...), or axis=; for "
+            "regression use RDrop(distance='mse')."
         )
     if valid is not None and valid.shape != first.shape[:-1]:
         raise ValueError(
@@ -79,3 +80,22 @@ def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None, symme
     if valid is None:
         return each.mean()
     return each.masked_fill(~valid, 0).sum() / valid.sum().clamp(min=1)
+
+
+def squared_distance(first: Tensor, second: Tensor, valid: Tensor | None = None) -> Tensor:
+    """The mean squared difference of two predictions in float32, over the positions where `valid` is True.
+
+    >>> import torch
+    >>> squared_distance(torch.zeros(3, 1), torch.full((3, 1), 2.0)).item()
+    4.0
+    """
+    each = (first.float() - second.float()).square()
+    if valid is None:
+        return each.mean()
+    if valid.shape != each.shape[: valid.ndim]:
+        raise ValueError(
+            f"valid has shape {tuple(valid.shape)}, but the predictions to compare have {tuple(each.shape)}. "
+            "Give one bool per prediction, False on padding."
+        )
+    kept = each.reshape(*valid.shape, -1).mean(-1)
+    return kept.masked_fill(~valid, 0).sum() / valid.sum().clamp(min=1)

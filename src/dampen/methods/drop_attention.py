@@ -61,15 +61,21 @@ class DropAttention(Regularizer):
         return self._dropped((*q.shape[:3], k.shape[2]), q.device, call)
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
-        return zero_and_rescale(a, self._dropped(tuple(a.shape), a.device, call), self.rate)
+        return zero_and_rescale(a, self._dropped(tuple(a.shape), a.device, call), self.current("rate"))
 
     def _dropped(self, shape: tuple[int, ...], device: torch.device, call: Call) -> Tensor:
         return self.draw(shape, device) if self.per_query else call.memory[self.serial]
 
     def draw(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Which weights of a (B, H, N, M) matrix are dropped, windows and all."""
-        rate = self.rate if self.window == 1 else seed_rate(self.rate, self.window)
+        rate = self.current("rate") if self.window == 1 else seed_rate(self.current("rate"), self.window)
         return dilate(bernoulli(shape, rate, device), self.window, -1)
+
+    def hiding_rate(self) -> float | Tensor | None:
+        return self.current("rate") if self.window == 1 else None
+
+    def native_hiding(self, keys: int) -> tuple[float | Tensor, None] | None:
+        return (self.current("rate"), None) if self.window == 1 and self.unit == "element" else None
 
     def extra_repr(self) -> str:
         window = f", window={self.window}" if self.window > 1 else ""

@@ -43,19 +43,17 @@ class DropConnect(Regularizer):
         self.roles = check_targets(targets)
 
     def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
-        return x, drop(weight, self.rate)
+        return x, drop(weight, self.current("rate"))
 
     def extra_repr(self) -> str:
         named = next((name for name, roles in GROUPS.items() if set(roles) == self.roles), " ".join(sorted(self.roles)))
         return f"{super().extra_repr()}, targets={named}"
 
 
-def check_targets(targets: str | Sequence[str]) -> frozenset[str]:
+def check_targets(targets: str | Sequence[str], who: str = "DropConnect") -> frozenset[str]:
     """Roles of linear maps, from roles and names of groups."""
     names = [targets] if isinstance(targets, str) else list(targets)
     unknown = [n for n in names if n not in GROUPS and n not in ROLES]
     if unknown or not names:
-        raise ValueError(
-            f"DropConnect: targets are {', '.join(GROUPS)} or roles among {', '.join(ROLES)}, got {targets!r}."
-        )
+        raise ValueError(f"{who}: targets are {', '.join(GROUPS)} or roles among {', '.join(ROLES)}, got {targets!r}.")
     return frozenset(role for n in names for role in GROUPS.get(n, (n,)))

@@ -34,6 +34,6 @@ class DropHead(Regularizer):
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
         batch, heads = o.shape[:2]
-        kept = give_back_one(~bernoulli((batch, heads), self.rate, o.device), None)
+        kept = give_back_one(~bernoulli((batch, heads), self.current("rate"), o.device), None)
         scale = kept * (heads / kept.sum(-1, keepdim=True))
         return o * scale.to(o.dtype)[:, :, None, None]

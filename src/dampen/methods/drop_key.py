@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.grid import check_grid, grid_of, model_grid
-from dampen.masks import any_in_row, bernoulli, dilate, seed_rate
+from dampen.formulas.grid import check_grid, grid_of, model_grid
+from dampen.masks import Rate, any_in_row, bernoulli, dilate, seed_rate
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
@@ -65,34 +65,41 @@ class DropKey(Regularizer):
         self.patches = model_grid(model)
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        call.memory[self.serial] = bernoulli((*q.shape[:2], 1, k.shape[2]), self.rate, q.device)
+        call.memory[self.serial] = bernoulli((*q.shape[:2], 1, k.shape[2]), self.current("rate"), q.device)
         return q, k, v
 
     def mask(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-        if self.unit == "element":
-            return bernoulli((batch, heads, queries, keys), self.rate, q.device)
         if self.unit == "column":
             return call.memory[self.serial]
+        rate = self.current("rate")
+        if self.unit == "element":
+            return bernoulli((batch, heads, queries, keys), rate, q.device)
         rows, columns = grid_of(keys, self.grid, patches=self.patches)
         places = (batch, heads, queries, rows, columns)
         on_grid = block_mask if self.unit == "block" else cross_mask
-        hidden = on_grid(places, self.rate, self.window, q.device).flatten(-2)
-        prefix = bernoulli((batch, heads, queries, keys - rows * columns), self.rate, q.device)
+        hidden = on_grid(places, rate, self.window, q.device).flatten(-2)
+        prefix = bernoulli((batch, heads, queries, keys - rows * columns), rate, q.device)
         return torch.cat([prefix, hidden], dim=-1)
+
+    def hiding_rate(self) -> float | Tensor | None:
+        return self.current("rate") if self.unit in ("element", "column") else None
+
+    def native_hiding(self, keys: int) -> tuple[float | Tensor, None] | None:
+        return (self.current("rate"), None) if self.unit == "element" else None
 
     def extra_repr(self) -> str:
         window = f", window={self.window}" if self.unit in ("block", "cross") else ""
         return f"{super().extra_repr()}, unit={self.unit}{window}"
 
 
-def block_mask(shape: tuple[int, ...], rate: Tensor, window: int, device: torch.device) -> Tensor:
+def block_mask(shape: tuple[int, ...], rate: Rate, window: int, device: torch.device) -> Tensor:
     """Hide the window x window patches around random seeds of the (..., rows, columns) grid."""
     seeds = bernoulli(shape, seed_rate(rate, window * window), device)
     return dilate(dilate(seeds, window, -1), window, -2)
 
 
-def cross_mask(shape: tuple[int, ...], rate: Tensor, window: int, device: torch.device) -> Tensor:
+def cross_mask(shape: tuple[int, ...], rate: Rate, window: int, device: torch.device) -> Tensor:
     """Hide window-wide horizontal and vertical stripes through random seeds of the (..., rows, columns) grid."""
     rows, columns = shape[-2:]
     seeds = bernoulli(shape, seed_rate(rate, window * (rows + columns) - window * window), device)

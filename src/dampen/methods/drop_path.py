@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from dampen.masks import bernoulli
+from dampen.masks import keep_factor
 from dampen.regularizer import BranchCall, Regularizer
 from dampen.schedules import Value, linear
 
@@ -39,14 +40,14 @@ class DropPath(Regularizer):
     def branch(self, b: Tensor, call: BranchCall) -> Tensor:
         if b.ndim < 3:
             raise ValueError(
-                f"DropPath draws per sample, but a branch of shape {tuple(b.shape)} has no batch axis. Call the model "
-                "with a batch, (B, N, D)."
+                f"DropPath draws per sample, but a branch of shape {tuple(b.shape)} has no batch axis. "
+                "Either the model was called without a batch, (B, N, D), or its blocks lay all tokens of a batch in "
+                "one row (OPT), where samples cannot be told apart: leave those out with sites=."
             )
-        axis = batch_axis(self)
+        axis = batch_axis(self) if call.batch_axis is None else call.batch_axis
         shape = [1] * b.ndim
         shape[axis] = b.shape[axis]
-        kept = ~bernoulli(shape, self.rate, b.device)
-        return b * (kept / (1 - self.rate)).to(b.dtype)
+        return b * keep_factor(shape, self.current("rate"), torch.float32, b.device).to(b.dtype)
 
 
 def batch_axis(method: Regularizer) -> int:

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from dampen.explicit.attended import attended_bias, attended_bias_from_weights, attended_variance
-from dampen.explicit.diagonal import diagonal_weights, shared_mask_excess
-from dampen.explicit.forms import check_form, combine, is_off, single
-from dampen.explicit.layer import (
+from dampen.formulas.explicit.attended import attended_bias, attended_bias_from_weights, attended_variance
+from dampen.formulas.explicit.diagonal import diagonal_weights, shared_mask_excess
+from dampen.formulas.explicit.forms import Number, check_form, combine, is_off, single
+from dampen.formulas.explicit.layer import (
     as_one_head,
     check_roles,
     check_shared,
     check_visible,
-    map_penalty,
-    projection_penalty,
     query_rows,
     raise_extra_keys,
     sequence_first,
+    tap_map,
+    tap_projection,
     valid_pairs,
 )
-from dampen.explicit.maps import read_map
-from dampen.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
-from dampen.explicit.precision import as_wide, no_autocast, wide
-from dampen.explicit.reductions import check_reduction, pair_rows
-from dampen.explicit.scores import chunked_pairs, count_visible, restricts_pairs, visible_diagonal, visible_pairs
+from dampen.formulas.explicit.maps import read_map
+from dampen.formulas.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
+from dampen.formulas.explicit.precision import as_wide, no_autocast, wide
+from dampen.formulas.explicit.reductions import check_reduction, pair_rows
+from dampen.formulas.explicit.scores import (
+    chunked_pairs,
+    count_visible,
+    restricts_pairs,
+    visible_diagonal,
+    visible_pairs,
+)
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 
@@ -138,6 +144,13 @@ class ExplicitDropout(Regularizer):
         fused = {"qkv", "kv"} if reads else set()
         self.roles = frozenset(reads | fused | {role for role, term in _LAYER.items() if term in self.terms})
         self.needs_valid = bool(self.terms)  # type: ignore[misc]
+        self.reads_adapters = "attended_value" not in self.terms  # A V holds the noise of LoRA's own dropout
+
+    example: ClassVar[dict[str, Any]] = {"value": 0.05, "ffn": 0.05}
+
+    def _is_idle(self) -> bool:
+        """Without weights nothing is left, whatever the rate."""
+        return self.zero_is_identity and not any(self._numbers.get(term) for term in getattr(self, "terms", ("rate",)))
 
     @property
     def does_nothing(self) -> bool:
@@ -152,20 +165,19 @@ class ExplicitDropout(Regularizer):
         """Feed-forward, layers 1 and 2."""
         term = _LAYER.get(call.role)
         if term in self.terms:
-            swapped = sequence_first(self.neighbors)
-            self._penalize(
-                term, map_penalty(call, as_wide(self.rate, y), self.form, self.reduction, self.detach_inputs, swapped)
-            )
+            with no_autocast(y.device.type):
+                y, value = tap_map(y, call, *self._numbers_of(term, y), self.form, self.reduction,
+                                   detach=self.detach_inputs, swapped=sequence_first(self.neighbors))  # fmt: skip
+            self.penalize(value, term)
         return y
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Value, query, key, and the last two at once: the model's mask is known here."""
         with no_autocast(q.device.type):
             if "value" in self.terms:
-                value = projection_penalty(
-                    "v", v, call, as_wide(self.rate, v), self.form, self.reduction, self.detach_inputs
-                )
-                self._penalize("value", value)
+                numbers = self._numbers_of("value", v)
+                v, value = tap_projection("v", v, call, *numbers, self.form, self.reduction, self.detach_inputs)
+                self.penalize(value, "value")
             if self.pair_terms:
                 self._pairs(q, k, call)
         return q, k, v
@@ -176,7 +188,10 @@ class ExplicitDropout(Regularizer):
             v = read_map(call, "v", None, call.value_size, self.detach_inputs)
             if v.x.shape[1] != a.shape[-1]:
                 raise_extra_keys(call, v.x.shape[1], a.shape[-1])
-            rows, factors = query_rows(call, self.reduction, wide(a).dtype), single(self.form, as_wide(self.rate, a))
+            rows, factors = (
+                query_rows(call, self.reduction, wide(a).dtype),
+                single(self.form, as_wide(self.current("rate"), a)),
+            )
             weights = rows.weights if rows.weights is None or call.rows is None else rows.weights[:, call.rows]
             a_used = a.detach() if self.detach_inputs else a
             b = variance = None
@@ -194,7 +209,9 @@ class ExplicitDropout(Regularizer):
             bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, o.shape[-1]))
             rows = query_rows(call, self.reduction, wide(o).dtype)
             b = attended_bias(o, bias, rows.weights)
-            self._penalize("attended_value", combine(single(self.form, as_wide(self.rate, o)), b, None) * rows.factor)
+            self._penalize(
+                "attended_value", combine(single(self.form, as_wide(self.current("rate"), o)), b, None) * rows.factor
+            )
         return o
 
     def _pairs(self, q: Tensor, k: Tensor, call: Call) -> None:
@@ -202,7 +219,7 @@ class ExplicitDropout(Regularizer):
         queries, keys = (read_map(call, r, t, call.head_size, self.detach_inputs) for r, t in (("q", q), ("k", k)))
         rows = pair_rows(self.reduction, call.shape[0], queries.x.shape[1], keys.x.shape[1], *valid_pairs(
             call, queries.x.shape[1], keys.x.shape[1]), dtype=wide(queries.x).dtype)  # fmt: skip
-        rate = as_wide(self.rate, q)
+        rate = as_wide(self.current("rate"), q)
         need, restricted = needed(set(self.pair_terms), self.form), self.visible_only and restricts_pairs(call)
         if self.concat:
             queries, keys = as_one_head(queries, keys, call)
@@ -210,7 +227,7 @@ class ExplicitDropout(Regularizer):
             check_visible(call, queries, keys)
             parts = visible_pairs(queries, keys, rows, need, call)
             if self.reduction == "mean":
-                rows = rows._replace(factor=0.5 / count_visible(call, rows, rate.dtype).clamp(min=1))
+                rows = rows._replace(factor=0.5 / count_visible(call, rows, wide(queries.x).dtype).clamp(min=1))
         else:
             parts = (chunked_pairs if self.concat else all_pairs)(queries, keys, rows, need)
         for term in sorted(self.pair_terms):
@@ -222,8 +239,12 @@ class ExplicitDropout(Regularizer):
                     value = value + shared_mask_excess(queries, keys, self.form, rate, weights)
             self._penalize(term, value * rows.factor)
 
+    def _numbers_of(self, term: str, like: Tensor) -> tuple[Number, Number]:
+        """lambda and p."""
+        return as_wide(self.current(term), like), as_wide(self.current("rate"), like)
+
     def _penalize(self, term: str, value: Tensor) -> None:
-        self.penalize(getattr(self, term) * value, term)
+        self.penalize(self.current(term) * value, term)
 
     def extra_repr(self) -> str:
         values = [f"{term}={getattr(self, term).item():.3g}" for term in TERMS if term in self.terms]

@@ -31,4 +31,4 @@ class FeedForwardDropout(Regularizer):
         self.scheduled("rate", rate)
 
     def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
-        return drop(x, self.rate), weight
+        return drop(x, self.current("rate")), weight

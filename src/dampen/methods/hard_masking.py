@@ -10,11 +10,20 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.learnable import count_heads, device_of, logit, per_head, rate_divergence, soft_bernoulli, soft_top, spread
+from dampen.formulas.learnable import (
+    count_heads,
+    device_of,
+    logit,
+    per_head,
+    rate_divergence,
+    soft_bernoulli,
+    soft_top,
+    spread,
+)
+from dampen.formulas.top_k import in_top, top_share, transposed_scores
 from dampen.masks import bernoulli
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
-from dampen.selection import in_top, transposed_scores
 
 
 class HardMasking(Regularizer):
@@ -104,6 +113,8 @@ class HardMasking(Regularizer):
         self.penalize(self.prior_weight * torch.stack(terms).sum(), "prior")
         return q, k, v
 
+    zero_is_identity = True
+
     def neutral(self) -> None:
         self.learn = frozenset()
         self.stages = frozenset({"mask"} if self.fill == "-inf" else {"logits"})
@@ -111,7 +122,7 @@ class HardMasking(Regularizer):
 
     def _dropped(self, s: Tensor, call: Call) -> Tensor:
         """Which of the scores (B, H, M, N), keys first, are top ones and drawn: bool of that shape."""
-        return in_top(s, call.keep, self.top) & bernoulli(s.shape, self.rate, s.device)
+        return in_top(s, call.keep, self.top) & bernoulli(s.shape, self.current("rate"), s.device)
 
     def _softly_dropped(self, s: Tensor, call: Call) -> Tensor:
         """How far each score (B, H, N, M) is dropped, in (0, 1)."""
@@ -124,7 +135,7 @@ class HardMasking(Regularizer):
             top = in_top(s.detach().float().mT.contiguous(), call.keep, self.top).mT
         if "rate" in learned:
             return top * soft_bernoulli(learned["rate"], s.shape, self.temperature)
-        return top * bernoulli(s.shape, self.rate, s.device)
+        return top * bernoulli(s.shape, self.current("rate"), s.device)
 
     def _make_parameters(self, heads: int, device: torch.device) -> None:
         start = {"rate": self.rate.item(), "top": self.top}
@@ -145,6 +156,12 @@ class HardMasking(Regularizer):
             warnings.warn(
                 f"HardMasking: a rate above 0.5 hurts (arXiv 2504.12088, ablations), got {rate:.3g}.", stacklevel=2
             )
+
+    def hiding_rate(self) -> float | Tensor | None:
+        return self.current("rate")
+
+    def native_hiding(self, keys: int) -> tuple[float | Tensor, tuple[int, int]]:
+        return self.current("rate"), top_share(self.top, keys)
 
     def extra_repr(self) -> str:
         learn = f", learn={' '.join(sorted(self.learn))}" if self.learn else ""

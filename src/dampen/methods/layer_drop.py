@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from dampen.masks import bernoulli
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value
-from dampen.sites import find_layers
-from dampen.swap import is_swapped
+from dampen.sockets.find import find_layers
+from dampen.sockets.swap import is_swapped
 
 
 class LayerDrop(Regularizer):
@@ -43,7 +43,7 @@ class LayerDrop(Regularizer):
                 f"LayerDrop: the layer '{self.site.name if self.site else ''}' turns {tuple(x.shape)} into "
                 f"{tuple(y.shape)}, so it cannot be skipped. Leave it out with sites=."
             )
-        return torch.where(bernoulli((), self.rate, y.device), x.to(y.dtype), y)
+        return torch.where(bernoulli((), self.current("rate"), y.device), x.to(y.dtype), y)
 
 
 def every_other(layers: int, rate: float = 0.5) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from torch import Tensor
 
 from dampen.regularizer import BranchCall, Regularizer
@@ -47,12 +49,20 @@ class SkipAblation(Regularizer):
     def neutral(self) -> None:
         self.removed = dict.fromkeys(self.removed, False)
 
+    example: ClassVar[dict[str, Any]] = {"attention": True}
+
     @property
     def does_nothing(self) -> bool:
         return not any(self.removed.values())
 
     def branch(self, b: Tensor, call: BranchCall) -> Tensor:
-        if self.removed[call.role]:
+        if call.role == "parallel" and len(set(self.removed.values())) > 1:
+            raise RuntimeError(
+                f"SkipAblation: '{call.site.name if call.site else ''}' adds attention and ffn in one sum, "
+                "side by side: one skip goes around both, and to take it from one would lose the other. "
+                "Remove both (attention=True, ffn=True), or leave the block out with sites=."
+            )
+        if self.removed["attention" if call.role == "parallel" else call.role]:
             call.skip = False
         return b
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
 from torch import nn
 
+from dampen.extensions import from_packages
 from dampen.models.convmixer import ConvMixer
 from dampen.models.encoder import FeatureEncoder
 from dampen.models.language import LanguageModel
 from dampen.models.mae import MaskedAutoencoder, Reconstruction
 from dampen.models.seq2seq import Seq2Seq
+from dampen.models.text import TextEncoder
 from dampen.models.vit import ViT
+from dampen.names import nearest
 
 __all__ = [
     "MODELS",
@@ -23,6 +25,7 @@ __all__ = [
     "MaskedAutoencoder",
     "Reconstruction",
     "Seq2Seq",
+    "TextEncoder",
     "ViT",
     "build_model",
 ]
@@ -32,9 +35,12 @@ MODELS: dict[str, type[nn.Module]] = {
     "encoder": FeatureEncoder,
     "seq2seq": Seq2Seq,
     "language": LanguageModel,
+    "text": TextEncoder,
     "convmixer": ConvMixer,
     "mae": MaskedAutoencoder,
+    **from_packages("dampen.models"),
 }
+"""Models by name: ours, and those of installed packages (entry point `dampen.models`)."""
 
 
 def build_model(name: str, **arguments: Any) -> nn.Module:
@@ -45,22 +51,16 @@ def build_model(name: str, **arguments: Any) -> nn.Module:
     >>> build_model("vitt")
     Traceback (most recent call last):
     ...
-    ValueError: Unknown model 'vitt'; did you mean 'vit'? Known: convmixer, encoder, language, mae, seq2seq, vit.
+    ValueError: Unknown model 'vitt'; did you mean 'vit'?
     """
     if name not in MODELS:
-        raise ValueError(f"Unknown model {name!r}{_nearest(name, MODELS)} Known: {', '.join(sorted(MODELS))}.")
+        raise ValueError(f"Unknown model {name!r}{nearest(name, MODELS)}")
     cls = MODELS[name]
     known = inspect.signature(cls).parameters
     for argument in arguments:
         if argument not in known:
-            hint = _nearest(argument, known)
-            raise TypeError(f"Model {name!r} takes no argument {argument!r}{hint} It takes: {', '.join(known)}.")
+            raise TypeError(f"Model {name!r} takes no argument {argument!r}{nearest(argument, known)}")
     missing = [p.name for p in known.values() if p.default is p.empty and p.name not in arguments]
     if missing:
         raise TypeError(f"Model {name!r} needs a value for {', '.join(missing)}: got {sorted(arguments) or 'nothing'}.")
     return cls(**arguments)
-
-
-def _nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else "."

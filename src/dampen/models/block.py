@@ -30,8 +30,8 @@ def check_padding(padding: Tensor | None, tokens: Tensor) -> None:
         raise TypeError(f"padding must be a bool mask, True where a token is padded: got dtype {padding.dtype}.")
     if padding.shape != tokens.shape[:2]:
         raise ValueError(
-            f"padding must hold one entry per token: got shape {tuple(padding.shape)} "
-            f"for tokens of shape {tuple(tokens.shape)}; give it shape {tuple(tokens.shape[:2])}."
+            f"padding must hold one entry per token: got shape {tuple(padding.shape)} for tokens of shape "
+            f"{tuple(tokens.shape)}; give it shape {tuple(tokens.shape[:2])}."
         )
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dampen.formulas.patches import patchify
 from dampen.models.block import Block, initialize
-from dampen.models.patches import patchify
 from dampen.models.vit import ViT
 
 

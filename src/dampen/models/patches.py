@@ -1,64 +1,12 @@
-"""Images to patches: the patch embedding of the vision models, and the plain cutting into patches."""
+"""Images to tokens: the patch embedding and the convolutional stem of the vision models."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
-
-def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """A size as (height, width).
-
-    >>> pair(32), pair((64, 120))
-    ((32, 32), (64, 120))
-    """
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
-def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
-    """How many patches fit down and across, or a clear error.
-
-    >>> patch_grid((32, 32), (4, 4))
-    (8, 8)
-    """
-    (h, w), (ph, pw) = image_size, patch_size
-    if min(h, w, ph, pw) < 1 or h % ph or w % pw:
-        raise ValueError(
-            f"The image must split evenly into patches: got an image of {h} x {w} and patches of {ph} x {pw}. "
-            "Choose a patch size that divides both sides, or pad or resize the images."
-        )
-    return h // ph, w // pw
-
-
-def patchify(images: Tensor, patch_size: int | tuple[int, int]) -> Tensor:
-    """Cut images (B, C, H, W) into patches (B, N, C * ph * pw), row by row, channels first within a patch.
-
-    >>> import torch
-    >>> patchify(torch.zeros(2, 3, 32, 32), 4).shape
-    torch.Size([2, 64, 48])
-    """
-    ph, pw = pair(patch_size)
-    b, c, h, w = images.shape
-    gh, gw = patch_grid((h, w), (ph, pw))
-    return images.reshape(b, c, gh, ph, gw, pw).permute(0, 2, 4, 1, 3, 5).reshape(b, gh * gw, c * ph * pw)
-
-
-def unpatchify(patches: Tensor, patch_size: int | tuple[int, int], image_size: int | tuple[int, int]) -> Tensor:
-    """Put patches (B, N, C * ph * pw) back into images (B, C, H, W): the inverse of `patchify`.
-
-    >>> import torch
-    >>> images = torch.rand(2, 3, 8, 12)
-    >>> torch.equal(unpatchify(patchify(images, 4), 4, (8, 12)), images)
-    True
-    """
-    (ph, pw), (h, w) = pair(patch_size), pair(image_size)
-    gh, gw = patch_grid((h, w), (ph, pw))
-    b, n, d = patches.shape
-    if n != gh * gw or d % (ph * pw):
-        raise ValueError(
-            f"The patches do not fill the image: got shape {tuple(patches.shape)} for an image of {h} x {w} and "
-            f"patches of {ph} x {pw}; expected (batch, {gh * gw}, channels * {ph * pw})."
-        )
-    return patches.reshape(b, gh, gw, -1, ph, pw).permute(0, 3, 1, 4, 2, 5).reshape(b, -1, h, w)
+from dampen.formulas.patches import pair, patch_grid
 
 
 class PatchEmbed(nn.Module):
@@ -111,3 +59,33 @@ class PatchEmbed(nn.Module):
                 f"The model was built for images of {self.image_size[0]} x {self.image_size[1]}: got {h} x {w}. "
                 f"Build it with image_size=({h}, {w}), or resize the images."
             )
+
+
+class ConvStem(nn.Module):
+    """Map an image to tokens by three 3 x 3 convolutions of stride 2: (B, C, H, W) -> (B, H/8 * W/8, D).
+
+    Convolutions see edges before the first attention does, which patches on little data have to learn: on a few
+    thousand images of CIFAR-10 the same Transformer gains more than ten points (Xiao et al., arXiv 2106.14881).
+    """
+
+    def __init__(self, image_size: int | tuple[int, int], channels: int, width: int):
+        super().__init__()
+        self.patch_size = (8, 8)  # what one token stands for, as in `PatchEmbed`
+        self.image_size = pair(image_size)
+        self.grid_size = patch_grid(self.image_size, self.patch_size)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        widths = [channels, max(width // 4, 1), max(width // 2, 1), width]
+        layers: list[nn.Module] = []
+        for i, (before, after) in enumerate(pairwise(widths)):
+            # A norm follows, so no bias; nothing but the Transformer's own norm follows the last activation-free map.
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after)]
+            layers += [nn.GELU()] if i < 2 else []
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.dim() != 4 or tuple(images.shape[2:]) != self.image_size:
+            raise ValueError(
+                f"The model was built for images of {self.image_size[0]} x {self.image_size[1]}: got shape "
+                f"{tuple(images.shape)}. Build it with another image_size, or resize the images."
+            )
+        return self.layers(images).flatten(2).transpose(1, 2)

@@ -1,6 +1,6 @@
 """Real data for the tests where it is at hand, else tiny synthetic sets in the official formats."""
 
-import importlib.util
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ import pytest
 
 from tests.lab.data import writers
 
-SHARED = Path(__file__).resolve().parents[3].parent / "shared" / "data"
+REAL = os.environ.get("DAMPEN_TEST_DATA")
+"""A folder with the sets in the layouts of their official readers; `make test-data` sets it where they are at hand."""
 
 
 class Found(NamedTuple):
@@ -20,34 +21,24 @@ class Found(NamedTuple):
 
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory):
-    """A function from a set's name to where it lies; unpacked once per session, and only what is asked for.
+    """A function from a set's name to where it lies.
 
-    Real data come from `../shared/data` beside the repository. Where that folder is missing, a small SYNTHETIC set in
-    the official format stands in: `real` is then False, and a line printed says so.
+    Real data come from the folder that DAMPEN_TEST_DATA names. Without it a small SYNTHETIC set in the official format
+    stands in: `real` is then False, and a line printed says so.
     """
     root = tmp_path_factory.mktemp("data")
     found: dict[str, Found] = {}
 
     def get(name: str) -> Found:
         if name not in found:
-            found[name] = (
-                Found(_unpack(name, root / name), True) if SHARED.is_dir() else Found(_write(name, root), False)
-            )
+            found[name] = Found(Path(REAL), True) if REAL else Found(_write(name, root), False)
         return found[name]
 
     return get
 
 
-def _unpack(name: str, destination: Path) -> Path:
-    spec = importlib.util.spec_from_file_location("shared_unpack", SHARED / "unpack.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.ALL[name](destination)
-    return destination
-
-
 def _write(name: str, root: Path) -> Path:
-    print(f"../shared/data is not there: a small synthetic set in the official format stands in for {name}")
+    print(f"DAMPEN_TEST_DATA is not set: a small synthetic set in the official format stands in for {name}")
     rows = {split: writers.cifar_rows(200, 100, seed, coarse=True) for seed, split in enumerate(("train", "test"))}
     write = {
         "cifar10": lambda path: writers.cifar10_binary(path / "cifar-10-batches-bin", writers.cifar10_parts(60)),

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dampen.lab.data.draw import limited, stratified, train_and_valid
+from dampen.lab.data.stratified import limited, stratified, train_and_valid
 
 
 @given(

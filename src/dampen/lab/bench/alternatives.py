@@ -31,7 +31,7 @@ class TimmAttention(nn.Module):
 
     def __init__(self, attention: Any, rate: float, fused: bool) -> None:
         super().__init__()
-        from dampen.torchvision_cure import cure_torchvision
+        from dampen._torch import cure_torchvision
 
         cure_torchvision()
         from timm.layers import Attention

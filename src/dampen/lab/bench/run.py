@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dampen.kernels.timing import Timings, machine, time_rounds
 from dampen.lab.allocator import describe_malloc
 from dampen.lab.bench.alternatives import ALTERNATIVES, INSTEAD_OF
 from dampen.lab.bench.memory import peak_memory
@@ -19,7 +20,6 @@ from dampen.lab.bench.papers import PAPERS, attention_as, unfused
 from dampen.lab.bench.subject import Subject, make_subject
 from dampen.lab.bench.variants import Variant, find_variants
 from dampen.lab.report.stored import BENCH
-from dampen.lab.timing import Timings, machine, time_rounds
 
 NOISY = 0.03
 """An interval wider than this, as a fraction of its median, cannot tell small costs apart."""
@@ -115,8 +115,8 @@ def plain_step(subject: Subject, fused: bool = True) -> Step:
 def regularized_step(subject: Subject, variant: Variant) -> Step:
     """The model with a method in it."""
     import dampen
-    from dampen.lab.specs import build_methods
-    from dampen.sites import find_layers
+    from dampen.lab.config.methods_text import build_methods
+    from dampen.sockets.find import find_layers
 
     model = subject.copy()
     sites: str | list[str] = "*"

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dampen.kernels.timing import compare
 from dampen.lab.bench import papers
 from dampen.lab.bench.memory import available_memory, peak_memory
 from dampen.lab.bench.subject import DTYPES, make_subject
 from dampen.lab.bench.variants import Variant
-from dampen.lab.timing import compare
 from dampen.regularizer import ATTENTION_STAGES
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _runnable(rows: Mapping[str, Row], n: int, left_out: dict[str, str]) -> dict
 
 def _rows(variants: list[Variant], options: Options) -> tuple[dict[str, dict[str, Row]], dict[str, str]]:
     """The rows by what they are compared with, and which variants have no row."""
-    from dampen.lab.specs import build_methods
+    from dampen.lab.config.methods_text import build_methods
 
     alone: dict[str, Row] = {ATTENTION: _alone(F.scaled_dot_product_attention, options)}
     blocks: dict[str, Row] = {BLOCK: _block([], options)}
@@ -109,7 +109,7 @@ def _rows(variants: list[Variant], options: Options) -> tuple[dict[str, dict[str
 
 
 def _regularized(regularizers: list[Any]) -> Callable[..., Tensor]:
-    from dampen.attend import attention
+    from dampen.kernels.attend import attention
 
     return lambda q, k, v: attention(q, k, v, regularizers=regularizers)
 
@@ -132,7 +132,7 @@ def _alone(attention: Callable[..., Tensor], options: Options) -> Row:
 def _block(specs: list[dict[str, Any]], options: Options) -> Row:
     def make(n: int) -> Callable[[], Any]:
         import dampen
-        from dampen.lab.specs import build_methods
+        from dampen.lab.config.methods_text import build_methods
         from dampen.models.block import Block
 
         dtype, width = DTYPES[options.dtype], HEADS * SIZE

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dampen.lab.config.methods_text import parse_rows
 from dampen.lab.errors import ConfigError
-from dampen.lab.specs import parse_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -111,14 +111,14 @@ def parse_model(text: str) -> dict[str, Any]:
     {'name': 'timm/vit_tiny_patch16_224', 'img_size': 64}
     """
     name, bracket, arguments = text.partition("(")
-    rows = list(parse_rows(f"model{bracket}{arguments}").values())
+    rows = list(parse_rows(f"model{bracket}{arguments}", "--model").values())
     if len(rows) != 1 or len(rows[0]) != 1:
         raise ConfigError("--model", [f"cannot read {text!r}: write name or name(argument=value)"])
     return {**rows[0][0], "name": name.strip()}
 
 
 def _build(spec: dict[str, Any]) -> nn.Module:
-    from dampen.lab.build import make_model
+    from dampen.lab.training.build import make_model
 
     name = spec["name"]
     if not name.startswith("timm/") and name not in (*IMAGES, *SHAPES):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dampen.lab.check import nearest
+from dampen.lab.config.methods_text import check_methods, parse_rows
 from dampen.lab.errors import ConfigError
-from dampen.lab.specs import check_methods, parse_rows
+from dampen.names import nearest
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dampen.lab.data.augmentation import AUGMENTATIONS, Augment, augment
 from dampen.lab.data.dataset import Batch, Dataset, DataSpec, Normalization, Split
 from dampen.lab.data.errors import DamagedData, IncompleteData, MissingData
 from dampen.lab.data.manage import check_data, get_data, list_data
-from dampen.lab.data.table import DATASETS, load, options
+from dampen.lab.data.sets import DATASETS, load, options
 
 __all__ = [
     "AUGMENTATIONS",

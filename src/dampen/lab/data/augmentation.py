@@ -7,7 +7,6 @@ holds its state resumes exactly, or from one that is handed in.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from dampen.lab.data.dataset import Batch, Dataset
 from dampen.lab.data.mixing_augmentations import CutMix, Mixup, SpecAugment
 from dampen.lab.data.pixel_augmentations import AutoAugment, Crop, Flip, RandAugment, TrivialAugment
+from dampen.names import nearest
 
 AUGMENTATIONS: dict[str, Any] = {
     "crop": Crop,
@@ -69,19 +69,14 @@ def _build(item: str | Mapping[str, Any], dataset: Dataset) -> Any:
     table = {"name": item} if isinstance(item, str) else dict(item)
     name = table.pop("name", None)
     if name not in AUGMENTATIONS:
-        raise ValueError(f"Unknown augmentation {name!r}{_nearest(str(name), AUGMENTATIONS)}")
+        raise ValueError(f"Unknown augmentation {name!r}{nearest(str(name), AUGMENTATIONS)}")
     kind = AUGMENTATIONS[name]
     known = [f.name for f in fields(kind)]
     for key in table:
         if key not in known:
-            raise ValueError(f"Augmentation {name!r} takes no option {key!r}{_nearest(key, known)}")
+            raise ValueError(f"Augmentation {name!r} takes no option {key!r}{nearest(key, known)}")
     if dataset.task not in kind.tasks:
         raise ValueError(
             f"Augmentation {name!r} is for {' and '.join(kind.tasks)} tasks: {dataset.name} is {dataset.task}."
         )
     return kind(**table)
-
-
-def _nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"{f'; did you mean {close[0]!r}?' if close else '.'} Known: {', '.join(known) or 'none'}."

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dampen.lab.data.cifar_formats import PIXELS, Copy, Layout, label_bytes, read_copy, recognize
-from dampen.lab.data.dataset import Dataset, DataSpec
+from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import damaged, require_complete
 from dampen.lab.data.files import Store, find
 from dampen.lab.data.images import image_dataset
@@ -52,42 +52,37 @@ OFFICIAL = {
 
 
 def load_cifar(
-    spec: DataSpec,
-    data_dir: str | Path | None,
+    ask: Request,
     *,
-    partial: bool,
-    seed: int,
-    train_fraction: float,
-    limit: int | None,
     labels: str = "fine",
     test_limit: int | None = None,
 ) -> Dataset:
     """CIFAR-10 or CIFAR-100. `labels="coarse"` takes the 20 groups of CIFAR-100 instead of its 100 classes."""
-    if labels not in ("fine", "coarse") or (labels == "coarse" and spec.name == "cifar10"):
-        raise ValueError(f"labels must be 'fine', or 'coarse' for cifar100: got {labels!r} for {spec.name}.")
-    copy = _best_copy(spec, data_dir)
-    departures = require_complete(copy.problems, partial, spec.name)
-    column = label_bytes(spec.name) - 1 if labels == "fine" else 0
+    if labels not in ("fine", "coarse") or (labels == "coarse" and ask.spec.name == "cifar10"):
+        raise ValueError(f"labels must be 'fine', or 'coarse' for cifar100: got {labels!r} for {ask.spec.name}.")
+    copy = _best_copy(ask.spec, ask.data_dir)
+    departures = require_complete(copy.problems, ask.partial, ask.spec.name)
+    column = label_bytes(ask.spec.name) - 1 if labels == "fine" else 0
     hashes, classes = copy.hashes(), copy.classes[labels]
     info = {
         "layout": copy.layout.kind,
         "source": copy.path.name,
         "sha256": hashes,
-        "official": {k: hashes[k] == v for k, v in OFFICIAL[spec.name].items()},
+        "official": {k: hashes[k] == v for k, v in OFFICIAL[ask.spec.name].items()},
         "partial": bool(copy.problems),
         "departures": departures,
     }
     return image_dataset(
-        spec,
+        ask.spec,
         *_tensors(copy.train, column, len(classes), copy.path),
         classes,
         info,
         test=_tensors(copy.test, column, len(classes), copy.path),
-        seed=seed,
-        train_fraction=train_fraction,
-        limit=limit,
+        seed=ask.seed,
+        train_fraction=ask.train_fraction,
+        limit=ask.limit,
         test_limit=test_limit,
-        options={} if spec.name == "cifar10" else {"labels": labels},
+        options={} if ask.spec.name == "cifar10" else {"labels": labels},
         root=copy.path,
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import numpy as np
 
 from dampen.lab.data.errors import DamagedData, damaged
 from dampen.lab.data.files import Store, sha256
+from dampen.lab.data.limits import parse_json, read_image
 from dampen.lab.data.unpickle import safe_unpickle
 
 PIXELS = 3072  # 3 x 32 x 32, channel by channel, row by row
@@ -139,20 +138,17 @@ def _python(name: str, store: Store, file: str) -> np.ndarray:
 
 def _mosaic(name: str, store: Store, file: str) -> np.ndarray:
     """One PNG per batch: each row of pixels is one image, 1024 pixels of 3 bytes, to be read as 32 x 32 x 3."""
-    from PIL import Image
-
     where = store.path / file
-    try:
-        with Image.open(io.BytesIO(store.read(file))) as png:
-            pixels = np.asarray(png)
-    except (OSError, SyntaxError) as error:  # Pillow raises both for broken PNGs
-        raise DamagedData(f"{where} is damaged or truncated: {error}. Fetch the package again.") from error
+    pixels = np.asarray(read_image(where, store.read(file), ("PNG",), "RGB"))
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[1:] != (1024, 3):
         raise damaged(where, "as mosaic", (pixels.dtype, pixels.shape), "uint8 RGB rows of 1024 pixels")
     table = "test_lables.json" if file.startswith("test") else "train_lables.json"  # sic, as the package spells it
     if table not in store.names():
         raise DamagedData(f"{store.path} has no {table}, so {file} has no labels. Fetch the package again.")
-    labels = np.asarray(json.loads(store.read(table)))
+    numbers = parse_json(store.read(table), store.path / table)
+    if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(NAMES_10) for n in numbers):
+        raise damaged(store.path / table, "as labels", "others", f"a list of whole numbers below {len(NAMES_10)}")
+    labels = np.asarray(numbers)
     parts = 1 if file.startswith("test") else len(BATCHES)
     part = 0 if parts == 1 else BATCHES.index(file.removesuffix(".png"))
     if labels.ndim != 1 or len(labels) != parts * len(pixels):
@@ -163,15 +159,27 @@ def _mosaic(name: str, store: Store, file: str) -> np.ndarray:
 
 
 def _class_names(name: str, store: Store, layout: Layout) -> dict[str, list[str]]:
-    have = store.names()
+    have, counts = store.names(), {"fine": 100, "coarse": 20}
     if name == "cifar10":
         return {"fine": NAMES_10}
     if layout.kind == "python" and "meta" in have:
-        meta: dict[Any, Any] = safe_unpickle(store.read("meta"), str(store.path / "meta"))
-        return {k: [n.decode() for n in meta[f"{k}_label_names".encode()]] for k in ("fine", "coarse")}
-    texts = {k: f"{k}_label_names.txt" for k in ("fine", "coarse")}
-    counts = {"fine": 100, "coarse": 20}
+        meta = safe_unpickle(store.read("meta"), str(store.path / "meta"))
+        lists = {k: meta.get(f"{k}_label_names".encode(), meta.get(f"{k}_label_names")) for k in counts}
+        return {k: _names(lists[k], counts[k], store.path / "meta") for k in counts}
+    texts = {k: f"{k}_label_names.txt" for k in counts}
     return {
-        k: store.read(file).decode().split() if file in have else [str(i) for i in range(counts[k])]
+        k: _names(store.read(file).split(), counts[k], store.path / file)
+        if file in have
+        else [str(i) for i in range(counts[k])]
         for k, file in texts.items()
     }
+
+
+def _names(found: Any, count: int, path: Path) -> list[str]:
+    """Class names as text, as many as there are classes."""
+    if not isinstance(found, list) or len(found) != count or not all(isinstance(n, bytes | str) for n in found):
+        raise damaged(path, "as class names", type(found).__name__, f"a list of {count} names")
+    try:
+        return [n.decode() if isinstance(n, bytes) else n for n in found]
+    except UnicodeDecodeError as error:
+        raise damaged(path, "in a class name", f"byte {error.object[error.start]:#04x}", "UTF-8 text") from error

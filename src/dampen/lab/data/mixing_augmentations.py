@@ -15,7 +15,7 @@ from dampen.lab.data.dataset import Batch, Dataset
 class Mixup:
     """`x = w x_i + (1 - w) x_j`, targets likewise, w ~ Beta(alpha, alpha) once per batch (arXiv 1710.09412)."""
 
-    tasks: ClassVar = ("image", "audio")
+    tasks: ClassVar = ("image", "audio", "classification")
     alpha: float = 0.2
     probability: float = 1.0
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
-from dampen.lab.data.dataset import Dataset, DataSpec
-from dampen.lab.data.draw import limited
+from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import DamagedData, damaged, require_complete
 from dampen.lab.data.files import file_sha256, find
+from dampen.lab.data.limits import BROKEN, open_limited, read_file, require_within
 from dampen.lab.data.splits import PairSplit
+from dampen.lab.data.stratified import limited
 from dampen.lab.text import BEGIN, END, PAD, Bpe, pad_tokens
 
 MULTI30K = DataSpec(
@@ -49,13 +49,8 @@ def is_multi30k(path: Path) -> bool:
 
 
 def load_parallel(
-    spec: DataSpec,
-    data_dir: str | Path | None,
+    ask: Request,
     *,
-    partial: bool,
-    seed: int,
-    train_fraction: float,
-    limit: int | None,
     source: str = "en",
     target: str = "de",
     vocabulary: int = 8000,
@@ -70,7 +65,7 @@ def load_parallel(
     are left out; validation and test sentences are cut to it (the references for BLEU are not). `test` names the
     test file where there are several.
     """
-    root = find(spec, data_dir, [spec.name], lambda path: holds(path, source, target))
+    root = find(ask.spec, ask.data_dir, [ask.spec.name], lambda path: holds(path, source, target))
     stems = PARTS | ({"test": [test]} if test else {})
     text: dict[str, tuple[list[str], list[str]]] = {}
     hashes: dict[str, str] = {}
@@ -82,14 +77,14 @@ def load_parallel(
         files = [f for f in (text_file(root, stem, language) for language in (source, target)) if f]
         text[part] = _pairs(files[0], files[1], lowercase)
         hashes |= {f.name: file_sha256(f) for f in files}
-        official = OFFICIAL_COUNTS.get(spec.name, {}).get(part)
+        official = OFFICIAL_COUNTS.get(ask.spec.name, {}).get(part)
         if official and len(text[part][0]) < official:
             problems.append(f"{len(text[part][0])} of {official} {part} pairs")
-    departures = require_complete(problems, partial, spec.name)
+    departures = require_complete(problems, ask.partial, ask.spec.name)
 
     import numpy as np
 
-    rows, cut = limited(np.zeros(len(text["train"][0]), dtype=int), limit, seed)
+    rows, cut = limited(np.zeros(len(text["train"][0]), dtype=int), ask.limit, ask.seed)
     text["train"] = tuple([side[i] for i in rows.tolist()] for side in text["train"])  # type: ignore[assignment]
     if joint:
         bpe = {"source": Bpe.train((line for side in text["train"] for line in side), vocabulary)}
@@ -107,8 +102,8 @@ def load_parallel(
         "pairs": counts,
         "partial": bool(problems),
         "departures": departures + [note.replace("outside the test set", "of the training part") for note in cut],
-        "seed": seed,
-        "limit": limit,
+        "seed": ask.seed,
+        "limit": ask.limit,
         "options": {
             "vocabulary": vocabulary,
             "joint": joint,
@@ -118,8 +113,8 @@ def load_parallel(
         },
     }
     return Dataset(
-        spec.name,
-        spec.task,
+        ask.spec.name,
+        ask.spec.task,
         splits["train"],
         splits["valid"],
         splits["test"],
@@ -140,10 +135,13 @@ def _pairs(left: Path, right: Path, lowercase: bool) -> tuple[list[str], list[st
 
 def _lines(path: Path) -> list[str]:
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = open_limited(path).read() if path.suffix == ".gz" else read_file(path)
         text = content.decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except DamagedData:
+        raise
+    except BROKEN as error:
         raise DamagedData(f"{path} ({path.stat().st_size} bytes) is damaged: {error}. Fetch the file again.") from error
+    require_within("DAMPEN_MAX_LINE", max(map(len, text.split("\n"))), path, "characters in one line")
     return [line.strip() for line in text.removesuffix("\n").split("\n")]  # splitlines would cut at U+2028 too
 
 

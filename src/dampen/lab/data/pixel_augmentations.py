@@ -96,7 +96,7 @@ def _pixelwise(transform: Any, batch: Batch, dataset: Dataset) -> Batch:
 
 
 def _transforms() -> Any:
-    from dampen.torchvision_cure import cure_torchvision
+    from dampen._torch import cure_torchvision
 
     cure_torchvision()
     from torchvision.transforms import v2

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dampen.lab.data.dataset import Dataset, DataSpec
-from dampen.lab.data.draw import train_and_valid
+from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import DamagedData, damaged, require_complete
 from dampen.lab.data.files import file_sha256, find, joint_sha256
+from dampen.lab.data.limits import parse_npy, read_file
 from dampen.lab.data.sequences import feature_statistics
 from dampen.lab.data.splits import SequenceSplit
+from dampen.lab.data.stratified import train_and_valid
 from dampen.lab.data.thumos_annotations import ANNOTATION_FILES, Annotations, Video, read_annotations
 
 THUMOS14 = DataSpec(
@@ -51,13 +52,8 @@ def holds(path: Path) -> bool:
 
 
 def load_thumos(
-    spec: DataSpec,
-    data_dir: str | Path | None,
+    ask: Request,
     *,
-    partial: bool,
-    seed: int,
-    train_fraction: float,
-    limit: int | None,
     window: int = 64,
     stride: int = 32,
     labels: str = "background",
@@ -74,17 +70,17 @@ def load_thumos(
         raise ValueError(f"labels must be 'background' (softmax) or 'multi' (sigmoid): got {labels!r}.")
     if not 1 <= stride <= window:
         raise ValueError(f"Windows must cover every frame: need 1 <= stride <= window, got {stride} and {window}.")
-    root = find(spec, data_dir, CANDIDATES, holds)
+    root = find(ask.spec, ask.data_dir, CANDIDATES, holds)
     notes = read_annotations(root, rate)
     present = {name: video for name, video in notes.videos.items() if feature_file(root, name).is_file()}
     problems = missing_videos(notes, present)
-    departures = require_complete(problems, partial, spec.name)
+    departures = require_complete(problems, ask.partial, ask.spec.name)
     pool = [video for video in present.values() if video.subset == "train"]
     test = [video for video in present.values() if video.subset == "test"]
     if not pool or not test:
         raise DamagedData(f"{root} has features of {len(pool)} training and {len(test)} test videos: need both.")
     strata = np.array([_main_class(video) for video in pool])
-    train_rows, valid_rows, cut = train_and_valid(strata, train_fraction, seed, limit)
+    train_rows, valid_rows, cut = train_and_valid(strata, ask.train_fraction, ask.seed, ask.limit)
 
     frames, first = _read_features(root, [*pool, *test])
     target, counted = _targets([*pool, *test], frames, first, notes, labels)
@@ -108,14 +104,14 @@ def load_thumos(
         "rate": notes.rate,
         "partial": bool(problems),
         "departures": departures + [note.replace("examples", "videos") for note in cut],
-        "seed": seed,
-        "train_fraction": train_fraction,
-        "limit": limit,
+        "seed": ask.seed,
+        "train_fraction": ask.train_fraction,
+        "limit": ask.limit,
         "options": {"window": window, "stride": stride, "labels": labels},
     }
     return Dataset(
-        spec.name,
-        spec.task,
+        ask.spec.name,
+        ask.spec.task,
         splits["train"],
         splits["valid"],
         splits["test"],
@@ -180,10 +176,7 @@ def _read_features(root: Path, videos: list[Video]) -> tuple[Tensor, dict[str, t
     at = 0
     for video in videos:
         path = feature_file(root, video.name)
-        try:
-            features = np.load(path, allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
-            raise DamagedData(f"{path} ({path.stat().st_size} bytes) is damaged or truncated: {error}.") from error
+        features = parse_npy(read_file(path), path)
         width = parts[0].shape[1] if parts else "any number of"
         if features.ndim != 2 or not len(features) or (parts and features.shape[1] != width):
             raise damaged(path, "as shape", features.shape, f"frames x {width} features")

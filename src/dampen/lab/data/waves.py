@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from dampen.lab.data.errors import DamagedData, damaged
+from dampen.lab.data.limits import read_file
 
+LOWEST, HIGHEST = 1_000, 768_000  # Hz; beyond lies no recording of speech or music
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 UNKNOWN = 0xFFFFFFFF  # what writers put as size when they could not go back: the data run to the end of the file
 AU_KINDS = {2: ("int", 8), 3: ("int", 16), 4: ("int", 24), 5: ("int", 32), 6: ("float", 32), 7: ("float", 64)}
@@ -16,12 +18,16 @@ AU_KINDS = {2: ("int", 8), 3: ("int", 16), 4: ("int", 24), 5: ("int", 32), 6: ("
 
 def read_audio(path: Path) -> tuple[np.ndarray, int]:
     """Samples (mean over channels) and their rate in Hz, from a .wav or .au file; the content decides which."""
-    content = path.read_bytes()
+    content = read_file(path)
     if content[:4] == b"RIFF" and content[8:12] == b"WAVE":
-        return _wav(content, path)
-    if content[:4] == b".snd":
-        return _au(content, path)
-    raise damaged(path, "as first bytes", content[:12], "RIFF....WAVE or .snd")
+        wave, rate = _wav(content, path)
+    elif content[:4] == b".snd":
+        wave, rate = _au(content, path)
+    else:
+        raise damaged(path, "as first bytes", content[:12], "RIFF....WAVE or .snd")
+    if not LOWEST <= rate <= HIGHEST:  # resampled from 1 Hz, a small file would become a huge one
+        raise damaged(path, "samples per second", rate, f"{LOWEST} to {HIGHEST}")
+    return wave, rate
 
 
 def _wav(content: bytes, path: Path) -> tuple[np.ndarray, int]:

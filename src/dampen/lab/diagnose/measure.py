@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.lab.diagnose.trained import Trained, inputs_of
-from dampen.lab.losses import task_loss
+from dampen.lab.training.losses import task_loss
 
 COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps", "draws")
 

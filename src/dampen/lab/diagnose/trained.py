@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from dampen.diagnostics.pixels import Pixels
-from dampen.lab.build import derive, load_data, make_model, seed_all
-from dampen.lab.checkpoint import load_newest, rng_state, set_rng_state
+from dampen.lab.config.methods_text import build_methods
 from dampen.lab.errors import ConfigError, LabError
-from dampen.lab.record import PRETRAIN, Record
-from dampen.lab.specs import build_methods
+from dampen.lab.records.record import PRETRAIN, Record
+from dampen.lab.training.build import derive, load_data, make_model, seed_all
+from dampen.lab.training.checkpoint import load_newest, rng_state, set_rng_state
 
 PICTURE = "attention.png"
 
@@ -149,7 +149,12 @@ def _from_file(path: Path, model: str | None, data: Any) -> nn.Module:
         raise ConfigError("dampen diagnose", [problem])
     built = make_model(parse_model(model), data.model_args)
     try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state: Any = load_file(path)
+        else:
+            state = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds for a file that holds something else
         raise LabError(f"{path} is not a state_dict that can be read safely: {error}") from error
     state = state["model"] if isinstance(state, dict) and isinstance(state.get("model"), dict) else state

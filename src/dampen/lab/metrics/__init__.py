@@ -7,7 +7,7 @@
 >>> batch = digits.test.batch([0, 1, 2])
 >>> metrics.update(torch.zeros(3, 10), batch["target"])
 >>> sorted(metrics.compute())
-['accuracy', 'brier', 'ece', 'nll']
+['accuracy', 'brier', 'ece', 'macro_f1', 'nll']
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from dampen.lab.metrics.base import Metrics
 from dampen.lab.metrics.classification import ClassificationMetrics
 from dampen.lab.metrics.detection import DetectionMetrics
 from dampen.lab.metrics.language import LanguageMetrics
+from dampen.lab.metrics.outside import with_others
 from dampen.lab.metrics.reconstruction import ReconstructionMetrics
+from dampen.lab.metrics.text import TextMetrics
 from dampen.lab.metrics.translation import TranslationMetrics
+from dampen.lab.records.metric import direction
 
 __all__ = [
     "PRIMARY",
@@ -30,22 +33,27 @@ __all__ = [
     "LanguageMetrics",
     "Metrics",
     "ReconstructionMetrics",
+    "TextMetrics",
     "TranslationMetrics",
     "judged_by",
     "make_metrics",
 ]
 
-PRIMARY: dict[str, tuple[str, str]] = {
-    "image": ("accuracy", "max"),
-    "audio": ("accuracy", "max"),
-    "detection": ("frame_map", "max"),
-    "translation": ("bleu", "max"),
-    "language": ("bpc", "min"),
-    "reconstruction": ("reconstruction", "min"),
+_JUDGES = {
+    "image": "accuracy",
+    "text": "accuracy",
+    "classification": "accuracy",
+    "audio": "accuracy",
+    "detection": "frame_map",
+    "translation": "bleu",
+    "language": "bpc",
+    "reconstruction": "reconstruction",
 }
+
+PRIMARY: dict[str, tuple[str, str]] = {task: (name, direction(name)) for task, name in _JUDGES.items()}
 """The metric a task is judged by, and whether more or less of it is better."""
 
-SELECTION: dict[str, tuple[str, str]] = PRIMARY | {"translation": ("nll", "min")}
+SELECTION: dict[str, tuple[str, str]] = PRIMARY | {"translation": ("nll", direction("nll"))}
 """The metric that chooses the best epoch: the primary one, except where that needs a search (BLEU)."""
 
 
@@ -61,7 +69,13 @@ def make_metrics(dataset: Dataset, split: Split) -> Metrics:
     where the primary metric is wanted, `metrics.finish(model)` (it decodes translations, and does nothing for
     other tasks); then `metrics.compute()`.
     """
-    if dataset.task in ("image", "audio"):
+    return with_others(_own_metrics(dataset, split), dataset.task)
+
+
+def _own_metrics(dataset: Dataset, split: Split) -> Metrics:
+    if dataset.task == "text":
+        return TextMetrics(len(dataset.classes))
+    if dataset.task in ("image", "audio", "classification"):
         return ClassificationMetrics(len(dataset.classes))
     if dataset.task == "detection":
         return DetectionMetrics(split, len(dataset.classes), background=dataset.extras["background"])

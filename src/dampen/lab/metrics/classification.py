@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dampen._torch import cure_torchvision
 from dampen.lab.metrics.base import Metrics, require_batches
-from dampen.torchvision_cure import cure_torchvision
 
 BINS = 15
 
 
 class ClassificationMetrics(Metrics):
-    """`accuracy`, `nll` (mean negative log-likelihood, nats), `brier`, and `ece` in 15 bins of equal width.
+    """`accuracy`, `macro_f1`, `nll` (mean negative log-likelihood, nats), `brier`, and `ece` in 15 bins of equal width.
 
     `brier` is the mean over examples of the squared distance between the predicted and the one-hot distribution.
     `ece` is the expected calibration error (arXiv 1706.04599). torchmetrics gives a confidence of exactly 1.0 a bin of
@@ -22,10 +22,11 @@ class ClassificationMetrics(Metrics):
     def __init__(self, classes: int):
         cure_torchvision()
         from torchmetrics import MeanMetric
-        from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassF1Score
 
         self.classes = classes
         self.accuracy = MulticlassAccuracy(classes, average="micro", sync_on_compute=False)
+        self.f1 = MulticlassF1Score(classes, average="macro", sync_on_compute=False)
         self.calibration = MulticlassCalibrationError(classes, n_bins=BINS, norm="l1", sync_on_compute=False)
         self.nll, self.brier = MeanMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
         self._count = 0
@@ -45,6 +46,7 @@ class ClassificationMetrics(Metrics):
         one_hot = torch.nn.functional.one_hot(target, self.classes)
         below_one = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0)).item()
         self.accuracy.update(logits, target)
+        self.f1.update(logits, target)
         self.calibration.update(probability.float().clamp(max=below_one), target)
         self.nll.update(-logs.gather(1, target[:, None]).float())
         self.brier.update((probability - one_hot).square().sum(dim=-1).float())
@@ -53,6 +55,7 @@ class ClassificationMetrics(Metrics):
         require_batches(self._count)
         return {
             "accuracy": float(self.accuracy.compute()),
+            "macro_f1": float(self.f1.compute()),
             "nll": float(self.nll.compute()),
             "ece": float(self.calibration.compute()),
             "brier": float(self.brier.compute()),

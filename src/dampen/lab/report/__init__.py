@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dampen.lab.errors import ConfigError, LabError
 
 if TYPE_CHECKING:
+    from dampen.lab.records.table import ResultTable
     from dampen.lab.report.read import Skipped
-    from dampen.lab.report.table import Table
 
 FORMATS = {"html": ".html", "md": ".md", "csv": ".csv", "json": ".json", "latex": ".tex"}
 
@@ -27,7 +27,7 @@ PACK = "pack"
 class Report:
     """The tables of some run folders, what was left out and why, and what `dampen bench` measured."""
 
-    tables: list[Table]
+    tables: list[ResultTable]
     skipped: list[Skipped]
     benches: list[dict[str, Any]] = field(default_factory=list)
 
@@ -56,9 +56,9 @@ def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
     Damaged and empty folders are listed and skipped. Raises ProtocolMismatch where a table would mix protocols (with
     `split` each protocol gets its own table), LabError where nothing is left to show.
     """
+    from dampen.lab.records.table import make_table
     from dampen.lab.report.read import collect
     from dampen.lab.report.study import make_studies
-    from dampen.lab.report.table import make_table
 
     found = collect(runs)
     studies, skipped = make_studies(found, split)
@@ -73,18 +73,25 @@ def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
 
 
 def write_report(
-    runs: Sequence[Path | str], output: Path | str, format: str | None = None, split: bool = False
+    runs: Sequence[Path | str],
+    output: Path | str,
+    format: str | None = None,
+    split: bool = False,
+    curves: bool = True,
 ) -> Report:
-    """Make a report and write it to `output`, in the format said or the one that the name's ending says."""
-    from dampen.lab.record import atomic_file
-    from dampen.lab.report.stored import pack, to_text
+    """Make a report and write it to `output`, in the format said or the one that the name's ending says.
+
+    A pack is compressed where the name ends in .xz, and smaller by far without the `curves` of its trials.
+    """
+    from dampen.lab.files import atomic_file
+    from dampen.lab.report.stored import pack, packed_bytes, to_text
 
     output = Path(output)
     chosen = format or format_of(output)
     report = make_report(runs, split)
-    text = to_text(pack(runs)) if chosen == PACK else report.render(chosen)
+    text = to_text(pack(runs, curves)) if chosen == PACK else report.render(chosen)
     with atomic_file(output) as file:
-        file.write(text.encode())
+        file.write(packed_bytes(text, output) if chosen == PACK else text.encode())
     return report
 
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from dampen.lab.report.names import label, listed, plural, points
-from dampen.lab.report.read import Run
-from dampen.lab.report.table import Entry, Table
-from dampen.lab.stats import FEWEST, compare_paired, decide
-
-GOOD = 5
-"""Seeds per row from which on a comparison is called well founded."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A headline and what stands behind it, in sentences."""
-
-    headline: str
-    details: list[str]
-    tone: str = "plain"  # good, plain, caution: how a page may color it
+from dampen.lab.records.stats import FEWEST
+from dampen.lab.records.table import Entry, ResultTable
+from dampen.lab.records.verdict import Test, judge_pairs
+from dampen.lab.report.names import listed, plural
+from dampen.lab.report.trust import Answer, shared_seeds, trust
 
 
 @dataclass(frozen=True)
@@ -32,76 +22,108 @@ class Advice:
     pick: str | None
 
 
-def advise(table: Table) -> Advice:
+def advise(table: ResultTable) -> Advice:
     """Read the table for someone in a hurry."""
     reference = table.main_reference
-    better = [e for e in table.ranked() if e.verdict == "better" and reference and e.reference == reference.name]
+    better = [
+        e
+        for e in table.ranked()
+        if e.verdict == "better" and not e.same_as and reference and e.reference == reference.name
+    ]
     pick = _cheapest_of_the_best(better, table)
-    return Advice(
-        _which(table, reference, better, pick), _cost(table, pick), _trust(table), pick.name if pick else None
-    )
+    return Advice(_which(table, reference, better, pick), _cost(table, pick), trust(table), pick.name if pick else None)
 
 
-def _cheapest_of_the_best(better: list[Entry], table: Table) -> Entry | None:
+def in_words(advice: Advice) -> list[str]:
+    """The answers as a few lines of plain text, for a terminal."""
+    parts = (advice.which, advice.cost, advice.trust)
+    shown = [f"{part.headline}. {' '.join(part.details[:most])}" for part, most in zip(parts, (9, 2, 2), strict=True)]
+    return [line.replace("..", ".") for line in shown]
+
+
+def _cheapest_of_the_best(better: list[Entry], table: ResultTable) -> Entry | None:
     """Among methods shown better than the reference and not shown worse than the best: the cheapest step.
 
     Costs within 3 % of each other count as equal, and then the better mean decides.
     """
     if not better:
         return None
-    equals = [better[0]]
-    for entry in better[1:]:
-        found = compare_paired(entry.values, better[0].values)
-        if decide(found.difference, found.p, table.study.mode) != "worse":
-            equals.append(entry)
+    best = better[0]
+    test: Test = "sequential" if table.study.test == "sequential" else "fixed"
+    against = judge_pairs(
+        {e.name: (e.values, best.values) for e in better[1:]}, table.metric, better=table.study.mode, test=test
+    )
+    equals = [best, *(e for e in better[1:] if against[e.name].verdict != "worse")]
     known = [e.cost.ratio for e in equals if e.cost.ratio]
     cheap = [e for e in equals if e.cost.ratio and e.cost.ratio <= 1.03 * min(known)] if known else equals
     return cheap[0]
 
 
-def _which(table: Table, reference: Entry | None, better: list[Entry], pick: Entry | None) -> Answer:
-    unit = points(table.study.metric)
+def _which(table: ResultTable, reference: Entry | None, better: list[Entry], pick: Entry | None) -> Answer:
     if reference is None:
         return _best_without_reference(table)
-    if pick is not None and pick.comparison is not None:
-        c = pick.comparison
-        details = [
-            f"{c.difference:+.2f}{unit} over {reference.name} "
-            f"(95 % interval {c.low:+.2f} to {c.high:+.2f}, {c.n} shared seeds)."
-        ]
+    compared = table.compared()
+    if pick is not None:
+        details = [f"{_gain(pick, table)} against {reference.name}, over {plural(shared_seeds(pick), 'shared seed')}."]
         others = [e.name for e in better if e is not pick]
         if others:
             details.append(f"Also better than {reference.name}: {listed(others)}.")
-        return Answer(f"Use {pick.name}", details, "good")
-    tested = [e for e in table.entries if e.verdict in ("no difference shown", "worse")]
-    few = [e for e in table.entries if e.verdict == "too few runs"]
-    if not tested:
+        return Answer(f"Use {pick.name}", [*details, *_others(compared, table)], "good")
+    if not any(e.comparison and e.comparison.p is not None for e in compared):
         told = f"Every comparison has fewer than {FEWEST} shared seeds, so spread and chance cannot be told apart."
-        return Answer("Too few runs to say", [told, f"Run at least {GOOD} seeds per row."], "caution")
-    told = f"None of {len(tested)} tested method{'s' * (len(tested) != 1)} was shown to beat {reference.name}."
-    details = [told]
-    hopeful = [e for e in table.ranked() if e.verdict == "no difference shown" and e.comparison]
-    if hopeful and hopeful[0].comparison:
-        e, c = hopeful[0], hopeful[0].comparison
-        details.append(
-            f"Nearest: {e.name}, {c.difference:+.2f}{unit} ({c.low:+.2f} to {c.high:+.2f}); more seeds may tell."
-        )
-    if few:
-        details.append(f"Too few runs to judge: {listed([e.name for e in few])}.")
-    return Answer(f"Stay with {reference.name}", details)
+        return Answer("Too few runs to say", [told, "Run more seeds per row; --until-decided adds them."], "caution")
+    if all(e.verdict != "not decided" for e in compared):
+        told = f"No method here beats {reference.name}; {plural(len(compared), 'row')} decided."
+        return Answer(f"Stay with {reference.name}", [told, *_others(compared, table)])
+    return Answer("Not decided yet", [f"No row is shown better than {reference.name}.", *_others(compared, table)])
 
 
-def _best_without_reference(table: Table) -> Answer:
+def _gain(entry: Entry, table: ResultTable) -> str:
+    c, metric = entry.comparison, table.metric
+    if c is None:
+        return ""
+    interval = "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
+    return f"{c.difference:+.{metric.digits}f}{metric.points}{interval}"
+
+
+def _others(compared: list[Entry], table: ResultTable) -> list[str]:
+    """What became of the rows that are not better, a sentence per verdict."""
+    by_word = {w: [e for e in compared if e.verdict == w] for w in ("equal", "worse", "no gain", "not decided")}
+    told = []
+    if by_word["equal"]:
+        margin = f"{table.margin:g}{table.metric.points}"
+        told.append(f"Equal within {margin}: {listed([e.name for e in by_word['equal']])}.")
+    if by_word["worse"]:
+        told.append(f"Worse: {listed([e.name for e in by_word['worse']])}.")
+    if by_word["no gain"]:
+        told.append(f"No gain of the margin: {listed([e.name for e in by_word['no gain']])}.")
+    open_ = [e for e in by_word["not decided"] if e.comparison and e.comparison.p is not None]
+    if open_:
+        nearest = min(open_, key=lambda e: (e.comparison.needed if e.comparison else None) or math.inf)
+        needs = nearest.comparison.needed if nearest.comparison else None
+        next_ = f"; the nearest, {nearest.name}, needs about {needs:,} seeds" if needs else ""
+        told.append(f"Not decided: {listed([e.name for e in open_])}{next_}.")
+    few = [e.name for e in by_word["not decided"] if not e.comparison or e.comparison.p is None]
+    failed = [e.name for e in table.entries if e.verdict == "failed"]
+    told += [f"Too few runs to judge: {listed(few)}."] if few else []
+    return told + ([f"Failed: {listed(failed)}."] if failed else [])
+
+
+def _best_without_reference(table: ResultTable) -> Answer:
     """Nothing to test against: what validation prefers, with its test result."""
     entries = [e for e in table.selected() if e.valid is not None]
     if not entries:
         return Answer("No finished run yet", ["Nothing can be said before runs finish."], "caution")
     best = max(entries, key=lambda e: (e.valid or 0.0) if table.study.mode == "max" else -(e.valid or 0.0))
-    told = f"Best on validation; test {label(table.study.metric)} {best.summary.mean:.2f}"
+    told = f"Best on validation; test {table.metric.label} {best.summary.mean:.2f}"
     return Answer(best.name, [f"{told} over {plural(best.summary.n, 'run')}.", "There is no row to test against."])
 
 
-def _cost(table: Table, pick: Entry | None) -> Answer:
+SMALL_STEP = 0.03
+"""Seconds. Of a step this short a good part is Python's, and so is what a method adds to it."""
+
+
+def _cost(table: ResultTable, pick: Entry | None) -> Answer:
     known = [e for e in table.entries if e.cost.ratio and e.reference]
     if not known:
         seconds = [e.cost.train_seconds for e in table.entries if e.cost.train_seconds]
@@ -115,7 +137,8 @@ def _cost(table: Table, pick: Entry | None) -> Answer:
     low, high = min(known, key=lambda e: e.cost.ratio or 0), max(known, key=lambda e: e.cost.ratio or 0)
     spread = f"All methods here: {low.cost.ratio:.2f}x ({low.name}) to {high.cost.ratio:.2f}x ({high.name})."
     spread = spread if low is not high else f"Of {low.name}; no other method has a cost yet."
-    measure = "Median ratio of step times over shared seeds; dampen bench measures it closer."
+    note = small_model_note(table)
+    measure = note or "Median ratio of step times over shared seeds; dampen bench measures it closer."
     if pick is None or pick.cost.ratio is None:
         one = f"{low.cost.ratio:.2f}x" if low is high else f"{low.cost.ratio:.2f}x to {high.cost.ratio:.2f}x"
         return Answer(f"{one} a step", [spread, measure])
@@ -125,43 +148,13 @@ def _cost(table: Table, pick: Entry | None) -> Answer:
     return Answer(f"{saved:.2f}x the time of a step", [f"{range_}{spread}", measure], tone)
 
 
-def _trust(table: Table) -> Answer:
-    """How well founded the table is, with every reason against it."""
-    study = table.study
-    counts = [e.comparison.n for e in table.entries if e.comparison]
-    fewest = min(counts) if counts else min((e.summary.n for e in table.entries), default=0)
-    against = []
-    diverged, unfinished = (sum(getattr(e, k) for e in table.entries) for k in ("diverged", "unfinished"))
-    if diverged:
-        against.append(f"{plural(diverged, 'run')} diverged and {'is' if diverged == 1 else 'are'} not in the means.")
-    if unfinished:
-        against.append(f"{unfinished} of {study.planned()} planned runs not finished.")
-    against += _mixed(study.runs())
-    if any(r.final and r.final.get("data", {}).get("partial") for r in study.runs()):
-        against.append("The copy of the data set is not complete.")
-    basis = f"{plural(fewest, 'seed')} in the row with the fewest."
-    if counts:
-        basis = f"{plural(fewest, 'shared seed')} in the weakest comparison; paired tests, corrected for their number."
-    chosen = "Settings and epoch chosen on validation, the test set used once."
-    if fewest < FEWEST:
-        return Answer("Little: too few seeds", [basis, *against, chosen], "caution")
-    if fewest < GOOD or against:
-        headline = f"Some: {fewest} seeds" + (", with reservations" if against else "")
-        return Answer(headline, [basis, *against, chosen])
-    return Answer(f"Well founded: {fewest} seeds", [basis, chosen], "good")
-
-
-def _mixed(runs: list[Run]) -> list[str]:
-    """Differences between the places where the runs were made."""
-    last = [r.sessions[-1] for r in runs if r.sessions]
-    told = []
-    machines = {(s.get("cpu"), s.get("device"), s.get("threads")) for s in last}
-    if len(machines) > 1:
-        told.append(f"Runs come from {len(machines)} different machines or thread counts.")
-    versions = {(s.get("packages", {}).get("torch"), s.get("packages", {}).get("dampen")) for s in last}
-    if len(versions) > 1:
-        told.append(f"Runs come from {len(versions)} different versions of torch or dampen.")
-    commits = {s.get("commit") for s in last if s.get("commit")}
-    if len(commits) > 1:
-        told.append(f"Runs come from {len(commits)} different commits.")
-    return told
+def small_model_note(table: ResultTable) -> str:
+    """Why ratios of a small model are no guide to a large one; empty where steps are long enough."""
+    reference = table.main_reference
+    step = reference.cost.step_seconds if reference else None
+    if not step or step > SMALL_STEP:
+        return ""
+    return (
+        f"A step of this small model takes {1000 * step:.0f} ms, most of it spent outside the arithmetic, so a few "
+        "extra operations weigh much here and little in a model of usual size: see docs/costs.md or run dampen bench."
+    )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dampen.lab.records.stats import t_interval
+from dampen.lab.records.table import Entry, ResultTable
+from dampen.lab.report.advice import small_model_note
 from dampen.lab.report.figure import (
     REFERENCE_LIGHT,
     ROW,
@@ -18,12 +21,13 @@ from dampen.lab.report.figure import (
     some,
     tip,
 )
-from dampen.lab.report.names import label, shortened
-from dampen.lab.report.table import Entry, Table
-from dampen.lab.stats import t_interval
+from dampen.lab.report.names import shortened
+
+MOST_POINTS = 16
+"""Names that find room beside their points."""
 
 
-def results(table: Table, palette: Palette) -> Figure | None:
+def results(table: ResultTable, palette: Palette) -> Figure | None:
     """Mean, 95 % interval and every single run, row by row."""
     import altair as alt
 
@@ -40,7 +44,7 @@ def results(table: Table, palette: Palette) -> Figure | None:
     shown = [r for r in records if r["row"] in names]
     seeds = [{"row": e.name, "value": v, "seed": s} for e in ranked if e.name in names for s, v in e.values.items()]
     y = alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=220))
-    title = label(table.study.metric, with_unit=True)
+    title = table.metric.title
     scale = alt.Scale(zero=False, nice=True)
     base = alt.Chart(alt.Data(values=shown)).encode(y=y, color=palette.color(names, legend=False))
     interval = base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q", title=title, scale=scale), x2="high:Q")
@@ -73,7 +77,7 @@ def results(table: Table, palette: Palette) -> Figure | None:
     )
 
 
-def cost(table: Table, palette: Palette) -> Figure | None:
+def cost(table: ResultTable, palette: Palette) -> Figure | None:
     """What a method gains against what a step costs; the line joins what nothing beats on both."""
     import altair as alt
 
@@ -81,7 +85,7 @@ def cost(table: Table, palette: Palette) -> Figure | None:
     if len(entries) < 2:
         return None
     reference = table.main_reference
-    names = some([e.name for e in entries], [reference.name] if reference else [])
+    names = some([e.name for e in entries], [reference.name] if reference else [], MOST_POINTS)
     front = _front([e for e in entries if e.name in names], table.study.mode)
     records: list[dict[str, Any]] = []
     for e in entries:
@@ -93,45 +97,58 @@ def cost(table: Table, palette: Palette) -> Figure | None:
     axis = alt.Axis(format=".2f" if max(ratios) - min(ratios) > 0.1 else ".3f", labelOverlap=True)
     x_scale, y_scale = alt.Scale(zero=False, padding=16), alt.Scale(zero=False, padding=12)
     x = alt.X("ratio:Q", title="time of a training step (reference = 1)", scale=x_scale, axis=axis)
-    y = alt.Y("mean:Q", title=label(table.study.metric, with_unit=True), scale=y_scale)
-    base = alt.Chart(alt.Data(values=shown)).encode(color=palette.color(names))
+    y = alt.Y("mean:Q", title=table.metric.title, scale=y_scale)
+    base = alt.Chart(alt.Data(values=shown)).encode(color=palette.color(names, legend=False))
     tooltip = [tip("row:N", "row"), tip("ratio:Q", "cost"), tip("mean:Q", "mean"), tip("low:Q", "low")]
     marks = base.mark_point(filled=True, size=110, opacity=1).encode(
-        x=x, y=y, shape=palette.shape(names), tooltip=[*tooltip, tip("high:Q", "high")]
+        x=x, y=y, shape=palette.shape(names, legend=False), tooltip=[*tooltip, tip("high:Q", "high")]
     )
     line = (
         alt.Chart(alt.Data(values=[{"ratio": e.cost.ratio, "mean": e.summary.mean} for e in front]))
         .mark_line(interpolate="step-after", strokeDash=[3, 3], opacity=0.5)
         .encode(x=x, y=y, color=alt.value(REFERENCE_LIGHT))
     )
-    bars = base.mark_rule(strokeWidth=1.5, opacity=0.55)
-    layers: list[Any] = [line, bars.encode(y=y, x=alt.X("fast:Q"), x2="slow:Q"), marks]
-    if any(r["low"] is not None for r in shown):
-        layers.insert(1, bars.encode(x=x, y=alt.Y("low:Q"), y2="high:Q"))
-    for align, dx, names_there in _labels([r for r in shown if r["row"] in {e.name for e in front}], shown):
-        text = alt.Chart(alt.Data(values=names_there)).mark_text(align=align, dx=dx, fontWeight=600)
-        layers.append(text.encode(x=x, y=alt.Y("at:Q"), text="text:N", color=palette.color(names)))
-    caption = "Up and to the left is better. Bars: 95 % interval of the mean, and the range of cost between seeds. "
+    layers: list[Any] = [line, marks]
+    for align, dx, names_there in _labels(shown):
+        colored = {"color": palette.color(names, legend=False)}
+        if far := [r for r in names_there if r["moved"]]:
+            away = alt.Chart(alt.Data(values=far)).mark_rule(opacity=0.35)
+            layers.append(away.encode(x=x, y=alt.Y("at:Q"), y2="mean:Q", **colored))
+        text = alt.Chart(alt.Data(values=names_there)).mark_text(align=align, dx=dx, baseline="middle")
+        layers.append(text.encode(x=x, y=alt.Y("at:Q"), text="text:N", **colored))
+    better = "Up" if table.study.mode == "max" else "Down"
+    caption = f"{better} and to the left is better; intervals are in the chart of differences and in the numbers. "
     caption += "The dashed line joins the rows that no other beats on both."
+    note_here = small_model_note(table)
+    caption += f" {note_here}" if note_here else ""
     columns = [ROW, Column("ratio", "Cost", 3), Column("fast", "lowest", 3), Column("slow", "highest", 3)]
     columns += [Column("mean", "Mean", 2), Column("low", "95 % low", 2), Column("high", "95 % high", 2)]
-    panels = [Panel("", finish(alt.layer(*layers), 320))]
-    return Figure("cost", "Gain against cost", caption + note(len(names), len(entries)), panels, columns, records)
+    panels = [Panel("", finish(alt.layer(*layers), 420))]
+    told = caption + note(len(names), len(entries))
+    return Figure("cost", "Gain against cost", told, panels, columns, records, wide=True)
 
 
-def _labels(marked: list[dict[str, Any]], shown: list[dict[str, Any]]) -> list[tuple[Any, int, list[dict[str, Any]]]]:
-    """The names of some points, on the side with more room, at heights where they do not overlap: (align, dx, data)."""
-    edges = [r[k] for r in shown for k in ("low", "high", "mean") if r[k] is not None]
-    row = 0.055 * ((max(edges) - min(edges)) or 1.0)
-    middle = (min(r["fast"] for r in shown) + max(r["slow"] for r in shown)) / 2
+def _labels(shown: list[dict[str, Any]]) -> list[tuple[Any, int, list[dict[str, Any]]]]:
+    """The names of the points, on the side with more room, at heights where they do not overlap: (align, dx, data).
+
+    From bottom to top each label takes the lowest free place at or above its point; those far above the top are moved
+    down again, so that the chart keeps its height.
+    """
+    means = [r["mean"] for r in shown]
+    row = 0.05 * ((max(means) - min(means)) or 1.0)
+    middle = (min(r["ratio"] for r in shown) + max(r["ratio"] for r in shown)) / 2
     sides: dict[str, list[dict[str, Any]]] = {"left": [], "right": []}
-    floor = float("-inf")
-    for record in sorted(marked, key=lambda r: r["mean"]):
-        floor = max(record["mean"] + 0.4 * row, floor + row)
-        sides["left" if record["ratio"] <= middle else "right"].append(
-            {**record, "at": floor, "text": shortened(record["row"])}
-        )
-    return [(side, 10 if side == "left" else -10, found) for side, found in sides.items() if found]
+    for record in sorted(shown, key=lambda r: r["mean"]):
+        side = sides["left" if record["ratio"] <= middle else "right"]
+        at = max(record["mean"], side[-1]["at"] + row) if side else record["mean"]
+        side.append({**record, "at": at, "text": shortened(record["row"], 34)})
+    for side in sides.values():
+        ceiling = max(means) + row
+        for record in reversed(side):  # push down what was pushed beyond the top
+            record["at"] = min(record["at"], ceiling)
+            ceiling = record["at"] - row
+            record["moved"] = abs(record["at"] - record["mean"]) > 0.6 * row
+    return [(name, 10 if name == "left" else -10, found) for name, found in sides.items() if found]
 
 
 def _front(entries: list[Entry], mode: str) -> list[Entry]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from dampen.lab.records.table import Entry, ResultTable
 from dampen.lab.report.curves import band_chart
 from dampen.lab.report.diagnosis import STAGES
 from dampen.lab.report.figure import ROW, Column, Figure, Palette, Panel, finish, note, some
-from dampen.lab.report.table import Entry, Table
 
 
-def conditioning_figure(table: Table, palette: Palette) -> Figure | None:
+def conditioning_figure(table: ResultTable, palette: Palette) -> Figure | None:
     """ln kappa by step, one panel per place: the mean over layers in the chart, every layer in the numbers."""
     import altair as alt
 
@@ -41,7 +41,7 @@ def measured(entry: Entry) -> list[dict[str, Any]]:
     """One point per seed, step, layer and place."""
     points = []
     for seed, run in entry.cell.finished().items():
-        for found in (m for line in run.lines() for m in line.get("conditioning", [])):
+        for found in (m for line in run.lines() for m in line.conditioning):
             for i, layer in enumerate(found["layers"]):
                 for stage in STAGES.keys() & layer.keys():
                     where = {"row": entry.name, "stage": STAGES[stage], "layer": i + 1, "step": found["step"]}

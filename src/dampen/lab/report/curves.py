@@ -6,12 +6,14 @@ import math
 import statistics
 from typing import Any
 
+from dampen.lab.records.final import LogLine
+from dampen.lab.records.metric import describe
+from dampen.lab.records.table import Entry, ResultTable
 from dampen.lab.report.figure import ROW, Column, Figure, Palette, Panel, finish, note, some, tip
-from dampen.lab.report.names import label, listed, unit
-from dampen.lab.report.table import Entry, Table
+from dampen.lab.report.names import listed
 
 
-def curves(table: Table, palette: Palette) -> list[Figure]:
+def curves(table: ResultTable, palette: Palette) -> list[Figure]:
     """Validation metric and training loss by epoch, mean over seeds with a band of one standard deviation."""
     entries = table.selected()
     order = {e.name: i for i, e in enumerate(table.ranked())}
@@ -19,12 +21,12 @@ def curves(table: Table, palette: Palette) -> list[Figure]:
     reference = table.main_reference
     names = some(names, [reference.name] if reference else [])
     logs, damaged = _logs([e for e in entries if e.name in names])
-    metric = next((f.final["selection"][0] for e in entries for f in e.cell.finished().values() if f.final), "accuracy")
+    metric = next((f.final.selection[0] for e in entries for f in e.cell.finished().values() if f.final), "accuracy")
     made = []
     valid = _curve_records(logs, "valid", metric)
     if valid:
-        title = f"validation {label(metric, with_unit=True)}"
-        caption = "Mean over seeds; the band is one standard deviation. Click a name to single it out."
+        title = f"validation {describe(metric).title}"
+        caption = "Mean over seeds; the band is one standard deviation. The rows are those chosen above."
         caption += note(len(names), len(entries)) + damaged
         made.append(_curve_figure("curves", "Learning curves", caption, valid, title, names, palette))
     loss = _curve_records(logs, "train", "task")
@@ -36,7 +38,7 @@ def curves(table: Table, palette: Palette) -> list[Figure]:
     return made
 
 
-def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[dict[str, Any]]]], str]:
+def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[LogLine]]], str]:
     """The logs of each row, and a remark if some cannot be read."""
     runs = {e.name: list(e.cell.finished().values()) for e in entries}
     damaged = [run.folder.name for found in runs.values() for run in found if run.log_damaged]
@@ -44,15 +46,15 @@ def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[dict[str, Any]]]], 
     return {name: [run.lines() for run in found] for name, found in runs.items()}, remark
 
 
-def _curve_records(logs: dict[str, list[list[dict[str, Any]]]], group: str, metric: str) -> list[dict[str, Any]]:
+def _curve_records(logs: dict[str, list[list[LogLine]]], group: str, metric: str) -> list[dict[str, Any]]:
     records = []
     for name, runs in logs.items():
-        by_epoch: dict[int, list[float]] = {}
+        by_epoch: dict[float, list[float]] = {}
         for lines in runs:
             for line in lines:
-                value = line.get(group, {}).get(metric)
+                value = getattr(line, group).get(metric)
                 if value is not None:
-                    by_epoch.setdefault(line["epoch"], []).append(unit(metric) * value)
+                    by_epoch.setdefault(line.at, []).append(describe(metric).scale * value)
         for epoch, values in _thin(by_epoch):
             mean, sd = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
             records.append(
@@ -61,7 +63,7 @@ def _curve_records(logs: dict[str, list[list[dict[str, Any]]]], group: str, metr
     return records
 
 
-def _thin(by_epoch: dict[int, list[float]], most: int = 100) -> list[tuple[int, list[float]]]:
+def _thin(by_epoch: dict[float, list[float]], most: int = 100) -> list[tuple[float, list[float]]]:
     """At most about `most` epochs, the last one always among them."""
     epochs = sorted(by_epoch)
     every = math.ceil(len(epochs) / most) or 1
@@ -77,7 +79,7 @@ def _curve_figure(
 
     x = alt.X("epoch:Q", title="epoch", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(tickMinStep=1))
     chart = band_chart(records, x, "epoch", y_title, names, palette)
-    return Figure(key, title, caption, [Panel("", finish(chart, 300))], columns, records)
+    return Figure(key, title, caption, [Panel("", finish(chart, 300))], columns, records, smooth=True)
 
 
 def band_chart(

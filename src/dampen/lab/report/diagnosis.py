@@ -17,9 +17,12 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+from dampen.lab.records.table import Entry, ResultTable
 from dampen.lab.report.curves import band_chart
 from dampen.lab.report.figure import ROW, Column, Figure, Palette, Panel, finish, note, some
-from dampen.lab.report.table import Entry, Table
+
+PANELS = 12
+"""Rows that have pictures of their own."""
 
 STAGES = {
     "tokens": "tokens entering the block",
@@ -30,13 +33,13 @@ STAGES = {
 }
 
 
-def measured_figures(table: Table, palette: Palette) -> list[Figure]:
+def measured_figures(table: ResultTable, palette: Palette) -> list[Figure]:
     """The figures for which some run was diagnosed."""
     from dampen.lab.report.attention_images import attention_maps
 
     entries = [e for e in table.ranked() if any(run.measured for run in e.cell.finished().values())]
     reference = table.main_reference
-    names = some([e.name for e in entries], [reference.name] if reference else [])
+    names = some([e.name for e in entries], [reference.name] if reference else [], PANELS)
     shown = [e for e in entries if e.name in names]
     made = [calibration(shown, palette), attacks(shown, palette), corruptions(shown, palette)]
     made += [attention_by_layer(shown, palette), conditioning(shown, palette), attention_maps(shown)]

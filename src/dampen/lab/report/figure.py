@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dampen.lab.report.names import PERCENT
+from dampen.lab.records.metric import describe
 
 if TYPE_CHECKING:
     from altair import Color, Legend, Shape, StrokeDash, Tooltip
 
-MOST = 12
-"""Lines and points beyond this number cannot be told apart; the table has them all."""
+MOST = 40
+"""Rows whose lines and points a page carries along; its picker says which of them are drawn."""
+CHOSEN = 6
+"""Lines that can be told apart: so many rows are chosen at first."""
 
 # After Okabe and Ito, for readers with any color vision, darkened so that each has contrast 3:1 on white. The page
 # exchanges them for lighter ones on a dark ground (DARK), entry by entry.
@@ -57,6 +59,8 @@ class Figure:
     wide: bool = False
     images: list[dict[str, str]] = field(default_factory=list)  # group, title, alt, png as a data address
     legend: list[str] = field(default_factory=list)  # names, where the panels share one legend
+    smooth: bool = False  # lines over training, which the page can smooth
+    fixed: bool = False  # shows its rows whatever the page's picker says
 
 
 class Palette:
@@ -148,7 +152,7 @@ def bounded(interval: tuple[float, float], metric: str) -> tuple[float | None, f
     low, high = interval
     if math.isnan(low):
         return None, None
-    return (max(0.0, low), min(100.0, high)) if metric in PERCENT else (low, high)
+    return (max(0.0, low), min(100.0, high)) if describe(metric).percent else (low, high)
 
 
 def tip(field: str, title: str) -> Tooltip:

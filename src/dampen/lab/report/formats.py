@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dampen.lab.records.metric import METRICS, describe
+from dampen.lab.records.plain import finite
+from dampen.lab.records.table import Entry, ResultTable, grid_text
 from dampen.lab.report.advice import advise
 from dampen.lab.report.costs import bench_rows
 from dampen.lab.report.heatmap import Matrix, matrix
-from dampen.lab.report.names import MEASURED, label
 from dampen.lab.report.read import Skipped
-from dampen.lab.report.table import Entry, Table, grid_text
-from dampen.lab.report.view import facts, gain_text, number, p_text
-from dampen.lab.stats import Summary
+from dampen.lab.report.trust import smallest_difference
+from dampen.lab.report.view import MARKS, about_test, facts, gain_text, number, p_text
 
 QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
 
 
-def to_markdown(tables: list[Table], skipped: list[Skipped], benches: Sequence[dict[str, Any]] = ()) -> str:
+def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequence[dict[str, Any]] = ()) -> str:
     """Tables for a README: answers first, then the rows, then the paper, then what a bench measured."""
     parts = []
     for table in tables:
@@ -35,6 +36,8 @@ def to_markdown(tables: list[Table], skipped: list[Skipped], benches: Sequence[d
             parts += _md_matrix(found)
         else:
             parts += ["", *_md_table(*_main_rows(table))]
+            reference = table.main_reference
+            parts += ["", _md(about_test(table, reference))] if reference else []
         parts += _md_measured(table)
         paper = _paper_rows(table)
         if paper:
@@ -56,7 +59,7 @@ def to_markdown(tables: list[Table], skipped: list[Skipped], benches: Sequence[d
     return "\n".join(parts)
 
 
-def to_csv(tables: list[Table]) -> str:
+def to_csv(tables: list[ResultTable]) -> str:
     """One line per row of every table, plain numbers."""
     out = io.StringIO()
     writer = csv.writer(out)
@@ -76,15 +79,28 @@ def to_csv(tables: list[Table]) -> str:
         "p",
         "p_holm",
     ]
-    heads += ["effect", "verdict", "cost_ratio", "step_seconds", "diverged", "unfinished", "paper", "paper_verdict"]
+    heads += [
+        "effect",
+        "verdict",
+        "needed_seeds",
+        "same_as",
+        "cost_ratio",
+        "step_seconds",
+        "diverged",
+        "unfinished",
+        "paper",
+        "paper_verdict",
+    ]
     writer.writerow([*heads, *(f"{m}_{k}" for m in metrics for k in ("mean", "sd"))])
     for table in tables:
         for e in table.entries:
             c, paper = e.comparison, e.published.get(table.study.metric)
             against = e.against.get(table.study.metric)
             compared = [c.difference, c.low, c.high, c.p, c.corrected, c.effect] if c else [None] * 6
+            needed = c.needed if c else None
             line: list[Any] = [table.study.name, e.name, grid_text(e.cell.grid), table.study.metric]
-            line += [e.summary.mean, e.summary.sd, e.summary.n, e.reference, *compared, e.verdict, e.cost.ratio]
+            line += [e.summary.mean, e.summary.sd, e.summary.n, e.reference, *compared, e.verdict, needed, e.same_as]
+            line.append(e.cost.ratio)
             line += [e.cost.step_seconds, e.diverged, e.unfinished, paper.mean if paper else None]
             line.append(against.word if against else None)
             for metric in metrics:
@@ -94,13 +110,13 @@ def to_csv(tables: list[Table]) -> str:
     return out.getvalue()
 
 
-def to_json(tables: list[Table], skipped: list[Skipped]) -> str:
+def to_json(tables: list[ResultTable], skipped: list[Skipped]) -> str:
     """Everything, for programs."""
     content = {"tables": [_plain_table(t) for t in tables], "skipped": [asdict(s) for s in skipped]}
-    return json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
+    return json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
 
 
-def to_latex(tables: list[Table]) -> str:
+def to_latex(tables: list[ResultTable]) -> str:
     """Tables for a paper (booktabs), one per study; rows shown better than the reference in bold."""
     parts = ["% needs \\usepackage{booktabs}"]
     for table in tables:
@@ -118,41 +134,38 @@ def to_latex(tables: list[Table]) -> str:
     return "\n".join(parts)
 
 
-def _main_rows(table: Table) -> tuple[list[str], list[list[str]]]:
-    study = table.study
-    extra = [
-        m for m in dict.fromkeys(m for e in table.entries for m in e.metrics) if m != study.metric and "@" not in m
-    ]
-    heads = ["Row", label(study.metric, with_unit=True), "n"]
+def _main_rows(table: ResultTable) -> tuple[list[str], list[list[str]]]:
+    extra = table.other_metrics()
+    heads = ["Row", table.metric.title, "n"]
     compared = table.main_reference is not None
     if compared:
-        heads += ["Difference (95 %)", "p (Holm)", "Verdict"]
-    heads += ["Cost", *(label(m, with_unit=True) for m in extra)]
+        heads += ["Verdict", "Difference (corrected interval)", "p (Holm)"]
+    heads += ["Cost", *(describe(m).title for m in extra)]
     rows = []
-    for e in table.ranked() + [e for e in table.entries if not e.summary.n]:
-        row = [e.name, number(e.summary.mean, e.summary.sd, study.metric)["text"], str(e.summary.n)]
+    for e in table.listed():
+        row = [e.name, number(e.summary.mean, e.summary.sd, table.metric)["text"], str(e.summary.n)]
         if compared:
             p = e.comparison.corrected if e.comparison else None
-            row += [gain_text(e, study.metric), "" if p is None else p_text(p), e.verdict]
+            row += [e.told(table.metric), gain_text(e, table.metric), "" if p is None else p_text(p)]
         row.append("" if e.cost.ratio is None else f"{e.cost.ratio:.2f}x")
-        row += [number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m)) else "" for m in extra]
+        row += [_secondary(e, m) for m in extra]
         rows.append(row)
     return heads, rows
 
 
-def _paper_rows(table: Table) -> list[list[str]]:
+def _paper_rows(table: ResultTable) -> list[list[str]]:
     rows = []
     for e in table.entries:
         for metric, against in e.against.items():
             ours = e.measured(metric)
-            here = number(ours.mean, ours.sd, metric)["text"] if ours else ""
+            here = number(ours.mean, ours.sd, describe(metric))["text"] if ours else ""
             word = against.word if table.study.departures else f"{against.word} ({against.reason})"
-            row = [e.name, label(metric, with_unit=True), e.published[metric].text(), here, str(ours.n if ours else 0)]
+            row = [e.name, describe(metric).title, e.published[metric].text(), here, str(ours.n if ours else 0)]
             rows.append([*row, word, e.claim if metric == table.study.metric else ""])
     return rows
 
 
-def _plain_table(table: Table) -> dict[str, Any]:
+def _plain_table(table: ResultTable) -> dict[str, Any]:
     study, advice = table.study, advise(table)
     answers = {k: asdict(getattr(advice, k)) for k in ("which", "cost", "trust")}
     return {
@@ -165,33 +178,20 @@ def _plain_table(table: Table) -> dict[str, Any]:
         "departures": study.departures,
         "protocol": study.protocol,
         "header": study.header,
-        "rows": [_plain_entry(e) for e in table.entries],
+        "test": study.test,
+        "margin": table.margin,
+        "smallest_difference": smallest_difference(table),
+        "rows": [e.to_dict() for e in table.entries],
     }
 
 
-def _plain_entry(e: Entry) -> dict[str, Any]:
-    return {
-        "name": e.name,
-        "methods": e.row.methods,
-        "grid": e.cell.grid,
-        "values": e.values,
-        "summary": _summary(e.summary),
-        "metrics": {m: _summary(s) for m, s in e.metrics.items()},
-        "valid": e.valid,
-        "reference": e.reference,
-        "comparison": asdict(e.comparison) if e.comparison else None,
-        "verdict": e.verdict,
-        "cost": asdict(e.cost),
-        "published": {m: asdict(p) for m, p in e.published.items()},
-        "against_paper": {m: asdict(a) for m, a in e.against.items()},
-        "claim": e.claim,
-        "diverged": e.diverged,
-        "unfinished": e.unfinished,
-    }
-
-
-def _summary(s: Summary) -> dict[str, Any]:
-    return asdict(s)
+def _secondary(entry: Entry, name: str) -> str:
+    """A metric beside the table's own, with the mark of its own verdict."""
+    s, c, metric = entry.metrics.get(name), entry.secondary.get(name), describe(name)
+    if s is None:
+        return ""
+    mark = f" {MARKS[c.verdict]}" if c is not None and c.verdict in MARKS else ""
+    return number(s.mean, s.sd, metric)["text"] + mark
 
 
 def _md_table(heads: list[str], rows: list[list[str]]) -> list[str]:
@@ -199,14 +199,15 @@ def _md_table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return lines + ["| " + " | ".join(map(_md, row)) + " |" for row in rows]
 
 
-def _md_measured(table: Table) -> list[str]:
-    shown = [m for m in MEASURED if any(m in e.metrics for e in table.entries) and m != table.study.metric]
+def _md_measured(table: ResultTable) -> list[str]:
+    shown = [m for m in METRICS.values() if m.diagnosed and any(m.name in e.metrics for e in table.entries)]
+    shown = [m for m in shown if m.name != table.study.metric]
     if not shown:
         return []
     rows = []
-    for e in (e for e in table.ranked() if any(m in e.metrics for m in shown)):
-        rows.append([e.name, *(number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m)) else "" for m in shown)])
-    heads = ["Row", *(label(m, with_unit=True) for m in shown)]
+    for e in (e for e in table.ranked() if any(m.name in e.metrics for m in shown)):
+        rows.append([e.name, *(number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m.name)) else "" for m in shown)])
+    heads = ["Row", *(m.title for m in shown)]
     return ["", "Measured on the trained models:", "", *_md_table(heads, rows)]
 
 
@@ -271,11 +272,3 @@ def _csv(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return f"'{value}"
     return value
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dampen.lab.records.stats import summarize
+from dampen.lab.records.study_runs import Cell
+from dampen.lab.records.table import ResultTable, axis_name, chosen_cell
 from dampen.lab.report.figure import ROW, Column, Figure, Panel, finish, known, tip
-from dampen.lab.report.names import PERCENT, label, unit
-from dampen.lab.report.study import Cell
-from dampen.lab.report.table import Table, axis_name, chosen_cell
-from dampen.lab.stats import summarize
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Matrix:
         return list(dict.fromkeys(r["row"] for r in self.records))
 
 
-def matrix(table: Table) -> Matrix | None:
+def matrix(table: ResultTable) -> Matrix | None:
     """The results over the first two axes of the grid; None where there are fewer, or no results."""
     cells = [cell for row in table.study.rows for cell in row.cells]
     axes = [k for k in table.study.grid_keys() if len({_text(c.grid[k]) for c in cells if k in c.grid}) > 1]
@@ -40,7 +39,7 @@ def matrix(table: Table) -> Matrix | None:
             continue
         chosen = chosen_cell(row)
         for cell in row.cells:
-            values = [unit(table.study.metric) * v for v in _test_values(cell, table.study.metric)]
+            values = [table.metric.scale * v for v in _test_values(cell, table.study.metric)]
             if values:
                 s = summarize(values)
                 point = {"row": row.name, "x": _text(cell.grid[x_key]), "y": _text(cell.grid[y_key]), "mean": s.mean}
@@ -52,18 +51,18 @@ def matrix(table: Table) -> Matrix | None:
     return Matrix(axis_name(x_key), axis_name(y_key), _order(cells, x_key), _order(cells, y_key), records)
 
 
-def grid(table: Table) -> Figure | None:
+def grid(table: ResultTable) -> Figure | None:
     """The matrix as heat maps, a panel per row; the outlined cell is what validation chose."""
     found = matrix(table)
     if found is None:
         return None
     means = [r["mean"] for r in found.records]
     domain = (min(means), max(means))
-    digits = ".1f" if table.study.metric in PERCENT else ".3f"
+    digits = ".1f" if table.metric.percent else ".3f"
     panels = [Panel(name, _heat_map(found, name, domain, digits)) for name in found.rows()]
     columns = [ROW, Column("y", found.y), Column("x", found.x), Column("mean", "Mean", 2)]
     columns += [Column("sd", "SD", 2), Column("n", "n", 0), Column("paper", "Paper", 2)]
-    caption = f"Test {label(table.study.metric, with_unit=True)} at every grid point, one color scale for all panels. "
+    caption = f"Test {table.metric.title} at every grid point, one color scale for all panels. "
     caption += "Outlined: the point that validation chooses."
     title = f"{found.y} x {found.x}"
     return Figure("grid", title, caption, panels, columns, found.records, wide=len(panels) > 2)
@@ -87,7 +86,7 @@ def _heat_map(found: Matrix, name: str, domain: tuple[float, float], digits: str
 
 
 def _test_values(cell: Cell, metric: str) -> list[float]:
-    found = [run.final["test"].get(metric) for run in cell.finished().values() if run.final]
+    found = [run.final.test.get(metric) for run in cell.finished().values() if run.final]
     return [v for v in found if v is not None]
 
 

@@ -12,30 +12,36 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.records.table import ResultTable
 from dampen.lab.report.charts import cost, results
 from dampen.lab.report.conditioning import conditioning_figure
 from dampen.lab.report.costs import bench_figures
 from dampen.lab.report.curves import curves
 from dampen.lab.report.diagnosis import measured_figures
 from dampen.lab.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
+from dampen.lab.report.forest import forest
 from dampen.lab.report.heatmap import grid
+from dampen.lab.report.picking import chosen_rows, pairs_view, rows_view
 from dampen.lab.report.read import Skipped
 from dampen.lab.report.searched import searched
-from dampen.lab.report.table import Table
-from dampen.lab.report.view import bench_view, runs_view, study_view
+from dampen.lab.report.view import PAGED, bench_view, runs_view, study_view
 
 HERE = Path(__file__).parent
 METHOD = (
-    "Runs of one seed start from the same weights and see the same batches, so rows are compared seed by seed: paired "
-    "t-test (the exact sign-flip test where all differences are equal), p values corrected for the number of rows by "
-    "Holm's method, level 0.05. With fewer than 3 shared seeds no test is made. Grid points are chosen by the mean on "
-    "validation; the test set is evaluated once, at the end. Bootstrap intervals of fewer than 8 runs are too narrow; "
-    "read them as the range that the runs span."
+    "Runs of one seed start from the same weights and see the same batches, so rows are compared seed by seed. A plan "
+    "whose number of seeds was fixed before is judged by the paired t-test (the exact sign-flip test where all "
+    "differences are equal); one that was looked at while it grew by an e-process that is valid at every look. "
+    "p values are corrected for the number of rows by Holm's method, level 0.05, every metric for itself; a row's "
+    "interval is made at the level at which the row was judged, and is its own: the intervals are not simultaneous. "
+    "Equal means that the interval at 0.05 divided by the number of rows lies within the margin. With fewer than 3 "
+    "shared seeds no test is made. The same training under two names is counted once. Grid points are chosen by the "
+    "mean on validation; the test set is evaluated once, at the end. Effects are Hedges' g with intervals from the "
+    "noncentral t distribution."
 )
 
 
 def make_page(
-    tables: list[Table], skipped: list[Skipped], live: str = "", benches: Sequence[dict[str, Any]] = ()
+    tables: list[ResultTable], skipped: list[Skipped], live: str = "", benches: Sequence[dict[str, Any]] = ()
 ) -> str:
     """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server shows, with the
     version of its content."""
@@ -43,19 +49,23 @@ def make_page(
     for entry in (e for t in tables for e in t.entries):
         palette.same(entry.name, entry.row.name)
     colors = [*zip(LIGHT, DARK, strict=True), (REFERENCE_LIGHT, REFERENCE_DARK)]
-    studies, data = [], {"figures": {}, "runs": {}, "colors": colors}
+    studies = []
+    data: dict[str, Any] = {"figures": {}, "runs": {}, "rows": {}, "pairs": {}, "chosen": {}, "colors": colors}
     for i, table in enumerate(tables):
-        key, figures = f"t{i + 1}", table_figures(table, palette)
-        studies.append(study_view(table, palette, figures, key, dict(colors)))
-        for figure in figures:
-            data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)  # type: ignore[index]
-        data["runs"][key] = runs_view(table)  # type: ignore[index]
+        key, figures, lead = f"t{i + 1}", table_figures(table, palette), forest(table, palette)
+        studies.append(study_view(table, palette, figures, key, dict(colors), lead))
+        for figure in [*figures, *([lead] if lead else [])]:
+            data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)
+        data["runs"][key], data["pairs"][key] = runs_view(table), pairs_view(table)
+        data["chosen"][key] = chosen_rows(table, studies[-1]["advice"].pick)
+        if len(table.entries) > PAGED:
+            data["rows"][key] = rows_view(table)
     costs = []
     for i, record in enumerate(benches):
         key, figures = f"b{i + 1}", bench_figures(record)
         costs.append(bench_view(record, figures, key, dict(colors)))
         for figure in figures:
-            data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)  # type: ignore[index]
+            data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)
     title = f"Report: {len(tables)} tables" if len(tables) > 1 else (*studies, *costs)[0]["title"]
     scripts = {"early": asset("early.js"), "vega": vega_bundle(), "js": asset("report.js")}
     return _template().render(
@@ -74,22 +84,24 @@ def make_page(
     )
 
 
-def _references(tables: list[Table]) -> list[str]:
+def _references(tables: list[ResultTable]) -> list[str]:
     return [t.main_reference.row.name for t in tables if t.main_reference]
 
 
-def table_figures(table: Table, palette: Palette) -> list[Figure]:
+def table_figures(table: ResultTable, palette: Palette) -> list[Figure]:
     """Every figure for which the study has data."""
     made = [
-        results(table, palette) if not table.study.show_all else None,
         cost(table, palette),
+        results(table, palette) if not table.study.show_all else None,
         grid(table),
         searched(table, palette),
         *curves(table, palette),
         conditioning_figure(table, palette),
         *measured_figures(table, palette),
     ]
-    figures = sorted((figure for figure in made if figure is not None), key=lambda figure: figure.wide)
+    figures = sorted(
+        (figure for figure in made if figure is not None), key=lambda figure: (figure.key != "cost", figure.wide)
+    )
     narrow = [figure for figure in figures if not figure.wide]
     if len(narrow) % 2:  # two stand side by side; the odd one takes the whole width
         narrow[-1].wide = True
@@ -99,6 +111,8 @@ def table_figures(table: Table, palette: Palette) -> list[Figure]:
 def _figure_data(figure: Figure) -> dict[str, Any]:
     return {
         "panels": [panel.spec for panel in figure.panels],
+        "smooth": figure.smooth,
+        "fixed": figure.fixed,
         "columns": [{"title": c.title, "digits": c.digits} for c in figure.columns],
         "records": [[record.get(c.key) for c in figure.columns] for record in figure.records],
     }

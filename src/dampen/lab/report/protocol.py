@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dampen.lab.errors import LabError
-from dampen.lab.report.read import Run
+from dampen.lab.records.recorded import RecordedTrial
 
 FREE = ("seed", "methods", "id", "sites")
 """What rows may differ in, beside the learning rate and the axes of the grid."""
 
-DECLARED = ("model.", "train.", "data.augment", "pretrain")
+DECLARED = ("model.", "train.", "data.augment", "pretrain", "function.params")
 """What the rows of a plan may differ in as well, because the plan says so."""
 
-FACTS = ("examples.", "judged by")
+FACTS = ("examples.", "judged by", "content of the data")
 """What only a finished run knows."""
 
 
@@ -26,20 +26,22 @@ class ProtocolMismatch(LabError):
     exit_code = 2
 
 
-def protocol_of(run: Run, free: Iterable[str] = ()) -> dict[str, str]:
+def protocol_of(run: RecordedTrial, free: Iterable[str] = ()) -> dict[str, str]:
     """What must be equal for runs to be compared, flat, as text: data, model, training, size of the splits."""
     said = {k: v for k, v in run.config.items() if k not in FREE and v is not None}  # older runs know no pretraining
     flat = _flatten(said)
     if run.final:
-        counts = run.final.get("data", {}).get("examples", {})
+        counts = run.final.data.get("examples", {})
         flat |= {f"examples.{k}": str(v) for k, v in counts.items()}
-        flat["judged by"] = str(run.final.get("primary", ["unknown"])[0])
+        if sums := run.final.data.get("sha256"):
+            flat["content of the data"] = ", ".join(f"{k} {str(v)[:12]}" for k, v in sorted(sums.items()))
+        flat["judged by"] = run.final.primary[0] or "unknown"
     for key in ("train.lr", *free):
         flat.pop(key, None)
     return flat
 
 
-def check_protocol(name: str, runs: Sequence[Run], free: Iterable[str], planned: bool) -> dict[str, str]:
+def check_protocol(name: str, runs: Sequence[RecordedTrial], free: Iterable[str], planned: bool) -> dict[str, str]:
     """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they may not be mixed."""
     flats = [protocol_of(run, free) for run in runs]
     lines = []
@@ -60,9 +62,9 @@ def check_protocol(name: str, runs: Sequence[Run], free: Iterable[str], planned:
     return {k: v for k, v in first.items() if all(flat.get(k, v) == v for flat in flats)}
 
 
-def protocol_groups(runs: Iterable[Run]) -> list[list[Run]]:
+def protocol_groups(runs: Iterable[RecordedTrial]) -> list[list[RecordedTrial]]:
     """The runs, sorted into groups of one protocol each."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RecordedTrial]] = {}
     for run in runs:
         flat = {k: v for k, v in protocol_of(run).items() if not k.startswith(FACTS)}
         groups.setdefault(json.dumps(flat, sort_keys=True), []).append(run)

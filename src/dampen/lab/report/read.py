@@ -10,50 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.config.plan import Plan
 from dampen.lab.errors import LabError
-from dampen.lab.plan import Plan
-from dampen.lab.record import Record, read_json
-from dampen.lab.report.stored import BENCH, MEASURED, folders_below, unpack
+from dampen.lab.files import read_json
+from dampen.lab.records.final import parse_final
+from dampen.lab.records.rebuild import rebuild_plan
+from dampen.lab.records.record import Record
+from dampen.lab.records.recorded import RecordedTrial, read_error
+from dampen.lab.report.stored import BENCH, MEASURED, folders_below, packed_text, unpack
 
 BENCH_KEYS = ("machine", "ratios", "papers", "alternatives", "memory", "targets", "skipped")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One trial's folder, read."""
-
-    folder: Path
-    id: str
-    config: dict[str, Any]
-    final: dict[str, Any] | None
-    sessions: list[dict[str, Any]]
-    measured: dict[str, Any] = field(default_factory=dict)
-    _log: list[tuple[list[dict[str, Any]], bool]] = field(default_factory=list, repr=False, compare=False)
-
-    @property
-    def status(self) -> str:
-        """'finished', 'diverged' or 'unfinished'."""
-        return self.final["status"] if self.final else "unfinished"
-
-    @property
-    def seed(self) -> str:
-        return str(self.config.get("seed", 0))
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The log, read when first asked for; a damaged one is empty, and `log_damaged` says so."""
-        return self._read_log()[0]
-
-    @property
-    def log_damaged(self) -> bool:
-        return self._read_log()[1]
-
-    def _read_log(self) -> tuple[list[dict[str, Any]], bool]:
-        if not self._log:
-            try:
-                self._log.append((Record(self.folder).lines(), False))
-            except ValueError:
-                self._log.append(([], True))
-        return self._log[0]
 
 
 @dataclass(frozen=True)
@@ -68,7 +34,7 @@ class Skipped:
 class Collection:
     """Everything found under the given folders."""
 
-    runs: dict[Path, Run] = field(default_factory=dict)
+    runs: dict[Path, RecordedTrial] = field(default_factory=dict)
     plans: dict[Path, Plan] = field(default_factory=dict)  # by the folder of plan.json
     searches: dict[Path, dict[str, Any]] = field(default_factory=dict)  # search.json beside a plan
     benches: list[dict[str, Any]] = field(default_factory=list)  # records of `dampen bench`
@@ -96,7 +62,7 @@ def _read_below(root: Path, found: Collection) -> None:
 
 def _read_file(file: Path, found: Collection) -> None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(packed_text(file))
     except ValueError as error:
         raise LabError(f"{file} is damaged: {error}. Make or fetch the file again.") from error
     if isinstance(content, dict) and content.get("kind") == BENCH:
@@ -126,6 +92,9 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
             found.plans[folder] = Plan.load(folder)
         except (LabError, KeyError, TypeError, AttributeError) as error:
             found.skipped.append(Skipped(f"{name}/plan.json", _told(error, folder)))
+            rebuilt = rebuild_plan(folder)
+            if rebuilt.header["metric"]:
+                found.plans[folder] = rebuilt
         if "search.json" in files:
             try:
                 found.searches[folder] = read_json(folder / "search.json")
@@ -133,7 +102,7 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
                 found.skipped.append(Skipped(f"{name}/search.json", _told(error, folder)))
     elif "config.json" in files:
         run = _read_run(folder)
-        if isinstance(run, Run):
+        if isinstance(run, RecordedTrial):
             found.runs[folder] = run
         else:
             found.skipped.append(Skipped(name, run))
@@ -143,18 +112,17 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
         found.skipped.append(Skipped(name, "no config.json: what was run is not known"))
 
 
-def _read_run(folder: Path) -> Run | str:
+def _read_run(folder: Path) -> RecordedTrial | str:
     """The run, or why it cannot be used."""
     record = Record(folder)
     try:
         config = read_json(folder / "config.json")
-        final = record.final()
-        sessions = record.sessions()
+        content = record.final()
+        final = None if content is None else parse_final(content, config["id"])
         measured = read_json(folder / MEASURED) if (folder / MEASURED).exists() else {}
-        run = Run(folder, config["id"], config, final, sessions, measured)
+        error = read_error(folder) if final is None else ""
+        run = RecordedTrial(folder, config["id"], config, final, record.sessions(), measured, error)
         _check_config(config)
-        if final is not None:
-            _check_final(final, run.id)
     except (LabError, OSError, ValueError) as error:
         return _told(error, folder)
     except (KeyError, TypeError, AttributeError) as error:
@@ -164,26 +132,17 @@ def _read_run(folder: Path) -> Run | str:
 
 def _check_config(config: dict[str, Any]) -> None:
     """What tables are made of must be there; the rest is the trainer's business."""
+    own = config.get("function") is not None
+    if own and not isinstance(config["function"]["name"], str):
+        raise LabError("config.json: function has no name")
+    if own:
+        config = {"data": {"name": ""}, "model": {"name": ""}, "train": {"lr": 0}, **config}  # it has none of these
     if not isinstance(config["data"]["name"], str) or not isinstance(config["model"]["name"], str):
         raise LabError("config.json: data and model have no name")
     if not isinstance(config["methods"], list) or not all(isinstance(m["name"], str) for m in config["methods"]):
         raise LabError("config.json: methods is not a list of methods with names")
     if not isinstance(config["train"]["lr"], int | float) or not isinstance(config["seed"], int):
         raise LabError("config.json: train.lr or seed is not a number")
-
-
-def _check_final(final: dict[str, Any], id: str) -> None:
-    if final["id"] != id:
-        raise LabError(f"final.json belongs to trial {final['id']}, config.json to {id}")
-    needed = ("test", "valid", "selection", "primary") if final["status"] == "finished" else ("status",)
-    missing = [k for k in needed if k not in final]
-    if missing:
-        raise LabError(f"final.json has no {', '.join(missing)}")
-    if final["status"] == "finished":
-        odd = [k for k in ("selection", "primary") if not isinstance(final[k], list) or len(final[k]) != 2]
-        odd += [k for k in ("test", "valid") if not isinstance(final[k], dict)]
-        if odd:
-            raise LabError(f"final.json: {', '.join(odd)} is not what was expected")
 
 
 def _told(error: BaseException, folder: Path) -> str:

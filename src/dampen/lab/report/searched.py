@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from dampen.lab.records.metric import describe
+from dampen.lab.records.table import ResultTable, axis_name
 from dampen.lab.report.figure import ROW, Column, Figure, Palette, Panel, finish, some, tip
-from dampen.lab.report.names import label, unit
-from dampen.lab.report.table import Table, axis_name
 
 
-def searched(table: Table, palette: Palette) -> Figure | None:
+def searched(table: ResultTable, palette: Palette) -> Figure | None:
     """Every completed trial of the search; pruned ones have no final value and are only counted."""
     import altair as alt
 
@@ -22,14 +22,14 @@ def searched(table: Table, palette: Palette) -> Figure | None:
         for trial in found["trials"]:
             pruned += trial["state"] == "pruned"
             if trial["valid"] is not None and trial["state"] == "complete" and row in palette.colors:
-                value = unit(metric) * trial["valid"]
+                value = describe(metric).scale * trial["valid"]
                 records += [{"row": row, "axis": k, "x": v, "valid": value} for k, v in trial["values"].items()]
     axes = [a for a in dict.fromkeys(r["axis"] for r in records) if _numeric(records, a)]
     if not axes:
         return None
     reference = table.main_reference
     names = some(list(dict.fromkeys(r["row"] for r in records)), [reference.row.name] if reference else [])
-    title = f"validation {label(metric, with_unit=True)}"
+    title = f"validation {describe(metric).title}"
     panels = []
     for axis in axes:
         own = [r for r in records if r["axis"] == axis and r["row"] in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from dampen.lab.errors import LabError
 from dampen.lab.report import make_report
 
 HOST = "127.0.0.1"
+THREADS, SECONDS = 16, 10.0
+"""How many clients are answered at once, and how long one may be silent."""
 RECORDS = ("plan.json", "config.json", "final.json", "log.jsonl", "diagnose.json", "environment.json")
 
 
@@ -67,11 +70,40 @@ def _waiting(message: str) -> str:
     )
 
 
+class _Server(ThreadingHTTPServer):
+    """Bounded in what clients can make it do: so many threads, so long a queue, and not a word about broken ones."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *args: Any):
+        self._free = threading.BoundedSemaphore(THREADS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread, as soon as one is free; the others wait until those inside are done or silent too long."""
+        self._free.acquire()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, or spoke no HTTP, is its own business; an error of ours is shown."""
+        if not isinstance(sys.exception(), OSError | ValueError):
+            super().handle_error(request, client_address)
+
+
 def make_server(runs: Sequence[Path | str], port: int = 0, split: bool = False) -> ThreadingHTTPServer:
     """A server on the loopback address; port 0 takes a free one. Call `serve_forever` on it."""
     page = LivePage(runs, split)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = SECONDS  # of silence, then the connection is closed
+
         def do_GET(self) -> None:
             # Only by our own names: another site must not reach us through a name that it points here.
             if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
@@ -97,10 +129,9 @@ def make_server(runs: Sequence[Path | str], port: int = 0, split: bool = False) 
             """Say nothing per request."""
 
     try:
-        server = ThreadingHTTPServer((HOST, port), Handler)
+        server = _Server((HOST, port), Handler)
     except OSError as error:
         raise LabError(f"Port {port} cannot be used: {error}. Say --port with another number, or 0 for any.") from error
-    server.daemon_threads = True
     return server
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dampen.lab.errors import LabError
-from dampen.lab.record import PRETRAIN
+from dampen.lab.errors import DamagedRecord, LabError
+from dampen.lab.files import checksum
+from dampen.lab.records.record import PRETRAIN
 
 MEASURED = "diagnose.json"
 """What `dampen diagnose` leaves in a trial's folder; the report shows what it finds there."""
@@ -20,7 +22,8 @@ ASIDE = ("tensorboard", "search", PRETRAIN)
 KIND, BENCH = "dampen records", "dampen bench"
 """What a file says it is: packed records, or what `dampen bench` measured."""
 VERSION = 1
-KEPT = ("plan.json", "search.json", "config.json", "environment.json", "final.json", "log.jsonl", MEASURED)
+RESULTS = ("final.json", "error.json", "log.jsonl", MEASURED)
+KEPT = ("plan.json", "search.json", "config.json", "environment.json", *RESULTS)
 
 
 def folders_below(root: Path) -> Iterator[Path]:
@@ -30,8 +33,9 @@ def folders_below(root: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def pack(paths: Sequence[Path | str]) -> dict[str, Any]:
-    """Every record below `paths` as one JSON document: by folder, by file."""
+def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
+    """Every record below `paths` as one JSON document: by folder, by file; the logs only where `curves` are wanted."""
+    kept = KEPT if curves else tuple(name for name in KEPT if name != "log.jsonl")
     found: dict[str, dict[str, Any]] = {}
     tops: dict[str, int] = {}  # two folders of the same name stay apart
     for given in map(Path, paths):
@@ -43,12 +47,13 @@ def pack(paths: Sequence[Path | str]) -> dict[str, Any]:
         tops[top] = tops.get(top, 0) + 1
         top = top if tops[top] == 1 else f"{top}-{tops[top]}"
         for folder in folders_below(given):
-            files = {name: _read(folder / name) for name in KEPT if (folder / name).is_file()}
+            files = {name: _read(folder / name) for name in kept if (folder / name).is_file()}
             if files:
                 found[PurePosixPath(top, *folder.relative_to(given).parts).as_posix()] = files
     if not found:
         raise LabError(f"There are no records in {', '.join(map(str, paths))}.")
-    return {"kind": KIND, "version": VERSION, "folders": found}
+    sums = {name: checksum(files) for name, files in found.items()}
+    return {"kind": KIND, "version": VERSION, "checksums": sums, "folders": found}
 
 
 def to_text(packed: Mapping[str, Any]) -> str:
@@ -56,7 +61,23 @@ def to_text(packed: Mapping[str, Any]) -> str:
     folders = packed["folders"].items()
     lines = [f"{json.dumps(name)}:{json.dumps(files, separators=(',', ':'))}" for name, files in folders]
     head = f'"kind":{json.dumps(packed["kind"])},"version":{packed["version"]}'
+    if "checksums" in packed:
+        head += f',"checksums":{json.dumps(packed["checksums"], separators=(",", ":"))}'
     return f'{{{head},"folders":{{\n' + ",\n".join(lines) + "\n}}\n"
+
+
+def packed_bytes(text: str, path: Path) -> bytes:
+    """The document as its file holds it: compressed where the name ends in .xz."""
+    return lzma.compress(text.encode()) if path.suffix == ".xz" else text.encode()
+
+
+def packed_text(path: Path) -> str:
+    """What `packed_bytes` wrote."""
+    content = path.read_bytes()
+    try:
+        return (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
+    except (lzma.LZMAError, UnicodeDecodeError) as error:
+        raise LabError(f"{path} is damaged: {error}. Make or fetch the file again.") from error
 
 
 def unpack(path: Path, content: Any, folder: Path) -> None:
@@ -70,6 +91,7 @@ def unpack(path: Path, content: Any, folder: Path) -> None:
         raise LabError(
             f"{path} has records of version {content.get('version')!r}, this dampen reads {VERSION}: update it."
         )
+    _check_sums(path, content)
     for name, files in content["folders"].items():
         place = (folder / name).resolve()
         unknown = sorted(set(files) - set(KEPT)) if isinstance(files, dict) else [name]
@@ -80,6 +102,18 @@ def unpack(path: Path, content: Any, folder: Path) -> None:
             if not isinstance(value, str | list if file.endswith(".jsonl") else str | dict | list):
                 raise LabError(f"{path}: {name}/{file} is not what such a file holds ({type(value).__name__}).")
             (place / file).write_text(value if isinstance(value, str) else _text(file, value), encoding="utf-8")
+
+
+def _check_sums(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise where a folder of a pack was changed, is missing or was added since; packs of before have no checksums."""
+    sums, folders = content.get("checksums"), content["folders"]
+    if sums is None:
+        return
+    names = {*(sums if isinstance(sums, dict) else {}), *folders}
+    wrong = [n for n in sorted(names) if n not in folders or sums.get(n) != checksum(folders[n])]
+    if wrong:
+        some = ", ".join(map(repr, wrong[:3])) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise DamagedRecord(f"{path} was changed since it was written: {some}. Make or fetch the file again.")
 
 
 def _read(path: Path) -> Any:

@@ -6,19 +6,21 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dampen.lab.records.metric import METRICS, Metric, describe
+from dampen.lab.records.recorded import RecordedTrial
+from dampen.lab.records.study_runs import StudyRuns
+from dampen.lab.records.table import Entry, ResultTable, grid_text
+from dampen.lab.records.verdict import KINDS, Comparison, Test, words
 from dampen.lab.report.advice import advise
 from dampen.lab.report.figure import Figure, Palette
-from dampen.lab.report.names import MEASURED, PERCENT, label, points, unit
-from dampen.lab.report.read import Run
-from dampen.lab.report.study import Study
-from dampen.lab.report.table import Entry, Table, grid_text, step_time
-from dampen.lab.stats import LEVEL
 
 MOST = 60
 """Rows of a table that are shown before one asks for all."""
+PAGED = 300
+"""With more rows than these the page shows a part at a time and makes the rest only when it is asked for."""
 
 QUESTIONS = ("Which method should I use here?", "What does it cost?", "Can I trust it?")
-CHIPS = {"better": "up", "worse": "down", "too few runs": "few", "diverged": "down"}
+CHIPS = {"better": "up", "worse": "down", "equal": "same", "no gain": "same", "not decided": "few", "failed": "down"}
 PAPER_CHIPS = {"reproduced": "yes", "not reproduced": "no"}
 
 
@@ -31,17 +33,27 @@ class Head:
     help: str = ""
 
 
-def study_view(table: Table, palette: Palette, figures: list[Figure], key: str, dark: dict[str, str]) -> dict[str, Any]:
-    """Everything the template needs for one study."""
+def study_view(
+    table: ResultTable,
+    palette: Palette,
+    figures: list[Figure],
+    key: str,
+    dark: dict[str, str],
+    lead: Figure | None = None,
+) -> dict[str, Any]:
+    """Everything the template needs for one study; `lead` is the figure that stands before the table."""
     study, advice = table.study, advise(table)
-    extra = [m for m in _metrics(table) if m != study.metric and m not in MEASURED]
-    rows = [_row(entry, table, extra, advice.pick, palette, dark) for entry in table.ranked() + _without(table)]
+    extra = [m for m in table.other_metrics() if not describe(m).diagnosed]
+    most = 12 if study.show_all else MOST
+    entries = table.listed()
+    here = entries if len(entries) <= PAGED else entries[:most]
+    rows = [_row(entry, table, extra, advice.pick, palette, dark) for entry in here]
     runs = study.runs()
     done = sum(run.status != "unfinished" for run in runs)
     reference = table.main_reference
-    caption = f"Test {label(study.metric)}, {'higher' if study.mode == 'max' else 'lower'} is better"
+    caption = f"Test {describe(study.metric).label}, {'higher' if study.mode == 'max' else 'lower'} is better"
     if reference:
-        caption += f"; differences to {reference.name} over shared seeds, p corrected by Holm"
+        caption += f". {about_test(table, reference)}"
     return {
         "key": key,
         "title": study.title,
@@ -55,7 +67,12 @@ def study_view(table: Table, palette: Palette, figures: list[Figure], key: str, 
         "columns": _columns(table, extra),
         "rows": rows,
         "show_all": study.show_all,
-        "most": 12 if study.show_all else MOST,
+        "most": most,
+        "total": len(entries),
+        "paged": len(entries) > PAGED,
+        "picker": picker_view(table, advice.pick, palette, dark),
+        "race": race_text(study),
+        "lead": figure_view(lead, f"{key}-{lead.key}", palette, dark) if lead else None,
         "figures": [figure_view(f, f"{key}-{f.key}", palette, dark) for f in figures],
         "measured": _measured(table, palette, dark),
         "paper": _paper(table),
@@ -81,7 +98,7 @@ def bench_view(record: dict[str, Any], figures: list[Figure], key: str, dark: di
     }
 
 
-def facts(study: Study) -> list[str]:
+def facts(study: StudyRuns) -> list[str]:
     """Data, model and budget in a few words."""
     p = study.protocol
     found = [p["data.name"]] if "data.name" in p else []
@@ -94,74 +111,137 @@ def facts(study: Study) -> list[str]:
     return [*found, f"{finished:,} of {study.planned():,} runs finished"]
 
 
-def _metrics(table: Table) -> list[str]:
-    """Test metrics of the table, the main one first, interval variants left to the details."""
-    keys = dict.fromkeys(k for e in table.entries for k in e.metrics if "@" not in k)
-    return [table.study.metric, *(k for k in keys if k != table.study.metric)]
+def picker_view(table: ResultTable, pick: str | None, palette: Palette, dark: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows that the charts can draw, with their colors and marks."""
+    from dampen.lab.report.picking import chosen_rows
+
+    found = chosen_rows(table, pick)
+    made = []
+    for name in found["rows"]:
+        light = palette.colors[name]
+        look = {"color": light, "dark": dark.get(light, light), "mark": MARKERS.get(palette.shapes[name], "●")}
+        made.append({"name": name, "on": name in found["first"], **look})
+    return made
 
 
-def _columns(table: Table, extra: list[str]) -> list[Head]:
-    heads = [
-        Head("Row"),
-        Head(label(table.study.metric, with_unit=True), "num", "mean ± standard deviation over seeds"),
-    ]
+MARKERS = {"circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "cross": "✚", "triangle-down": "▼"}
+"""The shapes of the charts as characters."""
+
+
+def race_text(study: StudyRuns) -> str:
+    """How the seeds came about, where they were added in rounds."""
+    race = study.header.get("race")
+    if not race:
+        return ""
+    told = (
+        f"Seeds were added in rounds to the rows that were still open: {race['runs']:,} runs in {race['rounds']} rounds"
+    )
+    told += f", until {'every row was decided' if race['why'] == 'all decided' else race['why']}"
+    if race.get("fixed"):
+        told += (
+            f". A plan fixed before, with power 0.8 for the same differences, would have taken {race['fixed']:,} runs"
+        )
+    return f"{told}."
+
+
+def about_test(table: ResultTable, reference: Entry) -> str:
+    """How differences were judged, in two sentences."""
+    test: Test = "sequential" if table.study.test == "sequential" else "fixed"
+    margin = f", margin {table.margin:g}{table.metric.points}" if table.margin else ""
+    told = f"Differences to {reference.name}, seed by seed: {KINDS[test]}, corrected over the rows by Holm{margin}. "
+    return told + "Each interval is made at the level at which its row was judged, so it never contradicts the verdict."
+
+
+def _columns(table: ResultTable, extra: list[str]) -> list[Head]:
+    """What decides comes first, so that a phone shows it beside the name."""
+    heads = [Head("Row")]
+    if table.main_reference:
+        heads.append(Head("Verdict", "verdict", "against the reference; the same as the interval says"))
+    heads.append(Head("Cost", "num", "time of a training step against the reference, or seconds"))
+    heads.append(Head(table.metric.title, "num", "mean ± standard deviation over seeds"))
+    if table.main_reference:
+        heads.append(Head("Difference", "num", "mean paired difference with its corrected interval"))
     heads.append(Head("n", "num", "finished runs"))
     if table.main_reference:
-        heads.append(Head("Difference", "num", "mean paired difference with its 95 % interval (Student's t)"))
-        heads.append(Head("Interval", "mini", "the same as a drawing; the upright line is no difference"))
-        heads.append(Head("Verdict", "", f"paired test at level {LEVEL}, corrected for the number of rows"))
         heads.append(Head("p", "num", "two-sided, after Holm's correction"))
-        heads.append(Head("Effect", "num", "Hedges' g of the paired differences with its 95 % bootstrap interval"))
-    heads.append(Head("Cost", "num", "time of a training step against the reference, or seconds"))
-    return heads + [Head(label(m, with_unit=True), "num") for m in extra]
+        heads.append(Head("Effect", "num", "Hedges' g of the paired differences with its exact 95 % interval"))
+    return heads + [Head(describe(m).title, "num", "mean; the mark is its own verdict") for m in extra]
 
 
 def _row(
-    entry: Entry, table: Table, extra: list[str], pick: str | None, palette: Palette, dark: dict[str, str]
+    entry: Entry, table: ResultTable, extra: list[str], pick: str | None, palette: Palette, dark: dict[str, str]
 ) -> dict[str, Any]:
-    study = table.study
-    cells = [_cell(entry.name, entry.name), number(entry.summary.mean, entry.summary.sd, study.metric)]
     count = str(entry.summary.n) if entry.summary.n == entry.cell.planned else f"{entry.summary.n}/{entry.cell.planned}"
+    compared = table.main_reference is not None
+    cells = [_cell(entry.name, entry.name), *([_verdict_cell(entry, table)] if compared else []), _cost_cell(entry)]
+    cells.append(_narrow(number(entry.summary.mean, entry.summary.sd, table.metric)))
+    cells += [_difference_cell(entry, table)] if compared else []
     cells.append(_cell(count, entry.summary.n, "num"))
-    if table.main_reference:
-        cells += _comparison_cells(entry, table)
-    cells.append(_cost_cell(entry))
-    for metric in extra:
-        s = entry.metrics.get(metric)
-        cells.append(_narrow(number(s.mean, s.sd, metric)) if s else _cell("", "", "num"))
-    notes = [grid_text(entry.cell.grid)] if len(entry.row.cells) > 1 and not study.show_all else []
+    cells += _test_cells(entry) if compared else []
+    cells += [_secondary_cell(entry, metric) for metric in extra]
+    notes = [grid_text(entry.cell.grid)] if len(entry.row.cells) > 1 and not table.study.show_all else []
     notes += [f"{entry.diverged} diverged"] if entry.diverged else []
+    notes += [f"same training as {entry.same_as}"] if entry.same_as else []
     notes += [entry.row.note] if entry.row.note else []
     light = palette.colors[entry.name]
     view = {"cells": cells, "pick": entry.name == pick, "note": "; ".join(notes), "color": light}
     return view | {"dark": dark.get(light, light)}
 
 
-def _comparison_cells(entry: Entry, table: Table) -> list[dict[str, Any]]:
+def _verdict_cell(entry: Entry, table: ResultTable) -> dict[str, Any]:
+    """The verdict as a chip, with what belongs to it below: the margin, the seeds it needs, the reason of a failure."""
     c = entry.comparison
+    if entry.verdict in ("reference", "", "no run yet") or (c is None and entry.verdict != "failed"):
+        return _cell(entry.verdict, entry.verdict, "verdict")
+    cell = _cell(entry.verdict, entry.verdict, "verdict") | {"chip": CHIPS.get(entry.verdict, "flat")}
+    told = entry.told(table.metric)
+    cell["small"] = told.removeprefix(entry.verdict).lstrip(",: ")
+    cell["help"] = f"against {entry.reference}, {c.n} shared seeds" if c else told
+    return cell
+
+
+def _difference_cell(entry: Entry, table: ResultTable) -> dict[str, Any]:
+    c, digits = entry.comparison, table.metric.digits
     if c is None or not c.n:
-        word = "reference" if entry.reference is None else entry.verdict
-        return [_cell("", "", "num"), _cell("", ""), _cell(word, word), _cell("", "", "num"), _cell("", "", "num")]
-    digits = 2 if table.study.metric in PERCENT else 3
-    difference, drawing = _cell(f"{c.difference:+.{digits}f}", c.difference, "num"), _cell("", c.difference, "mini")
+        return _cell("", "", "num")
+    cell = _cell(f"{c.difference:+.{digits}f}", c.difference, "num")
     if not math.isnan(c.low):
-        difference["small"] = f"{c.low:+.{digits}f} to {c.high:+.{digits}f}"
-        drawing["forest"] = _forest(c.difference, c.low, c.high, table, CHIPS.get(entry.verdict, ""))
-    verdict = _cell(entry.verdict, entry.verdict)
-    verdict |= {"chip": CHIPS.get(entry.verdict, "flat"), "help": f"against {entry.reference}, {c.n} shared seeds"}
+        cell["small"] = f"{c.low:+.{digits}f} to {c.high:+.{digits}f}"
+        cell["help"] = f"interval at level {c.level:.4f}"
+    return cell
+
+
+def _test_cells(entry: Entry) -> list[dict[str, Any]]:
+    c = entry.comparison
+    if c is None or c.p is None:
+        return [_cell("", "", "num"), _cell("", "", "num")]
     p = _cell("" if c.corrected is None else p_text(c.corrected), _sortable(c.corrected), "num")
-    if c.p is not None:
-        p["help"] = f"{c.test}: {p_text(c.p)} before correction"
-        p["help"] += f"; Wilcoxon {p_text(c.wilcoxon_p)}" if c.wilcoxon_p is not None else ""
+    p["help"] = f"{c.test}: {p_text(c.p)} before correction"
+    p["help"] += f"; Wilcoxon {p_text(c.wilcoxon_p)}" if c.wilcoxon_p is not None else ""
     effect = _cell("" if math.isnan(c.effect) else f"{c.effect:+.2f}", _sortable(c.effect), "num")
     if not math.isnan(c.effect_low):
-        effect["small"] = f"{_capped(c.effect_low)} to {_capped(c.effect_high)}"
-    return [difference, drawing, verdict, p, effect]
+        effect["small"] = f"{c.effect_low:+.1f} to {c.effect_high:+.1f}"
+    return [p, effect]
 
 
-def _capped(effect: float) -> str:
-    """Resamples with nearly equal differences have huge effects, which say nothing more."""
-    return f"{effect:+.1f}" if abs(effect) < 20 else "> +20" if effect > 0 else "< -20"
+def _secondary_cell(entry: Entry, metric: str) -> dict[str, Any]:
+    """The mean, and below it the mark of its own verdict with the spread."""
+    s, c = entry.metrics.get(metric), entry.secondary.get(metric)
+    if s is None:
+        return _cell("", "", "num")
+    cell = _narrow(number(s.mean, s.sd, describe(metric)))
+    if c is not None and c.verdict in MARKS:
+        cell["mark"], cell["tone"] = MARKS[c.verdict], CHIPS[c.verdict]
+        cell["help"] = f"{words(c, metric)}: {_signed(c, describe(metric))}"
+    return cell
+
+
+MARKS = {"better": "▲", "worse": "▼", "equal": "="}
+
+
+def _signed(c: Comparison, metric: Metric) -> str:
+    interval = "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
+    return f"{c.difference:+.{metric.digits}f}{metric.points}{interval}"
 
 
 def p_text(p: float) -> str:
@@ -171,26 +251,6 @@ def p_text(p: float) -> str:
     ('<0.001', '0.031')
     """
     return "<0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def _forest(mean: float, low: float, high: float, table: Table, tone: str) -> Any:
-    """A small drawing of the interval around zero, on one scale for the whole table."""
-    from markupsafe import Markup
-
-    known = [e.comparison for e in table.entries if e.comparison and not math.isnan(e.comparison.low)]
-    left = min(0.0, *(c.low for c in known)) if known else 0.0
-    right = max(0.0, *(c.high for c in known)) if known else 0.0
-    span = (right - left) or 1.0
-
-    def x(value: float) -> str:
-        return f"{2 + 88 * (value - left) / span:.1f}"
-
-    return Markup(
-        f'<svg class="forest {tone}" viewBox="0 0 92 16" aria-hidden="true">'
-        f'<line class="zero" x1="{x(0)}" x2="{x(0)}" y1="0" y2="16"/>'
-        f'<line class="range" x1="{x(low)}" x2="{x(high)}" y1="8" y2="8"/>'
-        f'<circle class="mid" cx="{x(mean)}" cy="8" r="3.5"/></svg>'
-    )
 
 
 def _cost_cell(entry: Entry) -> dict[str, Any]:
@@ -206,11 +266,11 @@ def _cost_cell(entry: Entry) -> dict[str, Any]:
     return _cell("", "", "num")
 
 
-def number(mean: float, sd: float, metric: str) -> dict[str, Any]:
+def number(mean: float, sd: float, metric: Metric) -> dict[str, Any]:
     """Mean ± standard deviation in the digits of the metric."""
     if math.isnan(mean):
         return _cell("", "", "num")
-    digits = 2 if metric in PERCENT or metric in ("bleu", "chrf") else 3
+    digits = metric.digits
     spread = "" if math.isnan(sd) else f" ± {sd:.{digits}f}"
     return _cell(f"{mean:.{digits}f}{spread}", mean, "num")
 
@@ -222,15 +282,11 @@ def _narrow(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(text: str, sort: Any, kind: str = "") -> dict[str, Any]:
-    return {"text": text, "sort": sort, "kind": kind, "help": "", "chip": "", "small": "", "forest": ""}
+    return {"text": text, "sort": sort, "kind": kind, "help": "", "chip": "", "small": "", "mark": "", "tone": ""}
 
 
 def _sortable(value: float | None) -> Any:
     return "" if value is None or math.isnan(value) else value
-
-
-def _without(table: Table) -> list[Entry]:
-    return [e for e in table.entries if not e.summary.n]
 
 
 def figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str]) -> dict[str, Any]:
@@ -240,31 +296,36 @@ def figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str])
         groups.setdefault(image["group"], []).append(image)
     panels = [{"title": p.title, "height": p.spec.get("height", 200) + 60} for p in figure.panels]
     view = {"id": id, "title": figure.title, "caption": figure.caption, "wide": figure.wide, "panels": panels}
+    view["smooth"] = figure.smooth
     legend = [{"name": n, "color": palette.colors[n], "dark": dark[palette.colors[n]]} for n in figure.legend]
     return view | {"images": list(groups.items()), "legend": legend}
 
 
-def _measured(table: Table, palette: Palette, dark: dict[str, str]) -> dict[str, Any]:
+def _measured(table: ResultTable, palette: Palette, dark: dict[str, str]) -> dict[str, Any]:
     """The table of what dampen diagnose measured; empty where it did not."""
-    shown = [m for m in MEASURED if any(m in e.metrics for e in table.entries) and m != table.study.metric]
+    shown = [
+        m
+        for m in METRICS.values()
+        if m.diagnosed and any(m.name in e.metrics for e in table.entries) and m.name != table.study.metric
+    ]
     rows = []
-    for entry in (e for e in table.ranked() if any(m in e.metrics for m in shown)):
+    for entry in (e for e in table.ranked() if any(m.name in e.metrics for m in shown)):
         cells = [_cell(entry.name, entry.name)]
         for metric in shown:
-            s = entry.metrics.get(metric)
+            s = entry.metrics.get(metric.name)
             cells.append(number(s.mean, s.sd, metric) if s else _cell("", "", "num"))
         light = palette.colors[entry.name]
         rows.append({"cells": cells, "color": light, "dark": dark.get(light, light)})
-    return {"columns": [Head("Row"), *(Head(label(m, with_unit=True), "num") for m in shown)], "rows": rows}
+    return {"columns": [Head("Row"), *(Head(m.title, "num") for m in shown)], "rows": rows}
 
 
-def _paper(table: Table) -> list[dict[str, Any]]:
+def _paper(table: ResultTable) -> list[dict[str, Any]]:
     rows = []
     for entry in table.entries:
         for metric, against in entry.against.items():
             paper, ours = entry.published[metric], entry.measured(metric)
-            here = number(ours.mean, ours.sd, metric) if ours else _cell("", "", "num")
-            row: dict[str, Any] = {"row": entry.name, "metric": label(metric, with_unit=True), "paper": paper.text()}
+            here = number(ours.mean, ours.sd, describe(metric)) if ours else _cell("", "", "num")
+            row: dict[str, Any] = {"row": entry.name, "metric": describe(metric).title, "paper": paper.text()}
             row |= {
                 "paper_sort": paper.mean,
                 "here": here["text"],
@@ -277,7 +338,7 @@ def _paper(table: Table) -> list[dict[str, Any]]:
     return rows
 
 
-def _machines(runs: list[Run]) -> list[list[tuple[str, str]]]:
+def _machines(runs: list[RecordedTrial]) -> list[list[tuple[str, str]]]:
     """The different places of the last sessions, without the time."""
     found: dict[tuple[tuple[str, str], ...], None] = {}
     for run in runs:
@@ -288,30 +349,33 @@ def _machines(runs: list[Run]) -> list[list[tuple[str, str]]]:
     return [list(place) for place in found][:6]
 
 
-def runs_view(table: Table) -> dict[str, Any]:
+def runs_view(table: ResultTable) -> dict[str, Any]:
     """Every run of a study as a plain table."""
     study = table.study
     grid = [k for k in study.grid_keys() if len({str(c.grid.get(k)) for r in study.rows for c in r.cells}) > 1]
     heads = [("Row", None), *((k, None) for k in grid), ("Seed", 0), ("Status", None)]
-    heads += [(f"Test {label(study.metric, with_unit=True)}", 3), ("Epochs", 0), ("ms per step", 2), ("Seconds", 1)]
+    heads += [(f"Test {describe(study.metric).title}", 3), ("Epochs", 0), ("ms per step", 2), ("Seconds", 1)]
     heads += [("Machine", None), ("Folder", None)]
     records = []
     for row in study.rows:
         for cell in row.cells:
             for seed, run in cell.runs.items():
-                final = run.final or {}
-                value = final.get("test", {}).get(study.metric)
-                step, machine = step_time(final), run.sessions[-1].get("cpu", "") if run.sessions else ""
+                final = run.final
+                value = final.test.get(study.metric) if final else None
+                step, machine = (
+                    final.step_time if final else None,
+                    run.sessions[-1].get("cpu", "") if run.sessions else "",
+                )
                 records.append(
                     [
                         row.name,
                         *(str(cell.grid.get(k, "")) for k in grid),
                         int(seed) if seed.lstrip("-").isdigit() else seed,
                         run.status,
-                        None if value is None else unit(study.metric) * value,
-                        final.get("epochs"),
+                        None if value is None else describe(study.metric).scale * value,
+                        final.epochs if final else None,
                         None if step is None else 1000 * step,
-                        final.get("seconds", {}).get("train"),
+                        final.seconds.get("train") if final else None,
                         machine,
                         run.folder.name,
                     ]
@@ -319,11 +383,7 @@ def runs_view(table: Table) -> dict[str, Any]:
     return {"columns": [{"title": t, "digits": d} for t, d in heads], "records": records}
 
 
-def gain_text(entry: Entry, metric: str) -> str:
+def gain_text(entry: Entry, metric: Metric) -> str:
     """The difference to the reference in words, for formats without drawings."""
     c = entry.comparison
-    if c is None or math.isnan(c.difference):
-        return ""
-    digits = 2 if metric in PERCENT else 3
-    interval = "" if math.isnan(c.low) else f" ({c.low:+.{digits}f} to {c.high:+.{digits}f})"
-    return f"{c.difference:+.{digits}f}{points(metric)}{interval}"
+    return "" if c is None or math.isnan(c.difference) else _signed(c, metric)

@@ -134,10 +134,140 @@
     const figure = data.figures[details.dataset.figure];
     lazyTable(details, figure.columns, figure.records, details.dataset.figure);
   }));
+  document.querySelectorAll("details.allrows").forEach((details) => once(details, () => {
+    const rows = data.rows[details.dataset.rows];
+    lazyTable(details, rows.columns, rows.records, `${details.dataset.rows}-rows`);
+  }));
   document.querySelectorAll("details.runs").forEach((details) => once(details, () => {
     const runs = data.runs[details.dataset.runs];
     lazyTable(details, runs.columns, runs.records, `${details.dataset.runs}-runs`);
   }));
+
+  // Two rows side by side: every metric over the seeds that both have, or in one of them.
+  document.querySelectorAll("details.pair").forEach((details) => once(details, () => {
+    const { metrics, names, rows } = data.pairs[details.dataset.pair];
+    const choice = (label, at) => {
+      const select = make("select", { ariaLabel: label }, ...names.map((n) => make("option", { value: n, textContent: n })));
+      select.selectedIndex = at;
+      return select;
+    };
+    const one = choice("First row", 0), two = choice("Second row", Math.min(1, names.length - 1));
+    const seed = make("select", { ariaLabel: "Seed" });
+    const body = make("tbody"), what = make("p", { className: "quiet" });
+    const head = make("tr", {}, ...["Metric", "First", "Second", "Difference", "SD of differences", "Shared seeds"].map((t, i) => make("th", { scope: "col", textContent: t, className: i ? "num" : "" })));
+    const mean = (v) => v.reduce((a, b) => a + b, 0) / v.length;
+    const fill = () => {
+      const a = rows[one.value], b = rows[two.value];
+      const shared = Object.keys(a.seeds).filter((s) => s in b.seeds);
+      const kept = shared.includes(seed.value) ? seed.value : "";
+      seed.replaceChildren(make("option", { value: "", textContent: `all ${shared.length} shared seeds` }), ...shared.map((s) => make("option", { value: s, textContent: `seed ${s}` })));
+      seed.value = kept;
+      const used = kept ? [kept] : shared;
+      body.replaceChildren(...metrics.map((metric, i) => {
+        const pairs = used.map((s) => [a.seeds[s][i], b.seeds[s][i]]).filter(([x, y]) => x !== null && y !== null);
+        const differences = pairs.map(([x, y]) => x - y);
+        const m = pairs.length ? mean(differences) : null;
+        const sd = pairs.length > 1 ? Math.sqrt(differences.reduce((t, d) => t + (d - m) ** 2, 0) / (pairs.length - 1)) : null;
+        const values = [pairs.length ? mean(pairs.map((p) => p[0])) : null, pairs.length ? mean(pairs.map((p) => p[1])) : null, m, sd];
+        return make("tr", {}, make("th", { scope: "row", textContent: metric.title }), ...values.map((v) => make("td", { className: "num", textContent: shown(v, metric.digits) })), make("td", { className: "num", textContent: String(pairs.length) }));
+      }));
+      what.textContent = `First: ${a.what}${a.cost ? `, ${a.cost.toFixed(2)}x` : ""}. Second: ${b.what}${b.cost ? `, ${b.cost.toFixed(2)}x` : ""}. Differences are first minus second, seed by seed, and not tested here.`;
+    };
+    [one, two, seed].forEach((select) => select.addEventListener("change", fill));
+    details.append(make("div", { className: "tools" }, one, two, seed), make("div", { className: "lazy", tabIndex: 0, role: "region", ariaLabel: "Two rows side by side" }, make("table", { className: "grid" }, make("thead", {}, head), body)), what);
+    fill();
+  }));
+
+  // The picker of a table says which rows its charts draw. A chart without any of them is not shown.
+  const chosen = {};
+  Object.entries(data.chosen).forEach(([key, { first }]) => { chosen[key] = new Set(first); });
+  const tableOf = (figure) => figure.split("-")[0];
+  const picked = (spec, key) => {
+    const names = chosen[key], known = new Set(data.chosen[key].rows);
+    let left = false, any = false;
+    const visit = (node) => {
+      if (!node || typeof node !== "object") return;
+      if (node.data && Array.isArray(node.data.values) && node.data.values.some((v) => v && known.has(v.row))) {
+        any = true;
+        node.data.values = node.data.values.filter((v) => !known.has(v.row) || names.has(v.row));
+        left = left || node.data.values.length > 0;
+      }
+      const scale = node.scale;
+      if (scale && Array.isArray(scale.domain) && Array.isArray(scale.range) && scale.domain.some((n) => known.has(n))) {
+        const keep = scale.domain.map((n) => !known.has(n) || names.has(n));
+        scale.domain = scale.domain.filter((_, i) => keep[i]);
+        scale.range = scale.range.filter((_, i) => keep[i]);
+      }
+      Object.entries(node).forEach(([k, v]) => { if (k !== "values") visit(v); });
+    };
+    visit(spec);
+    if (spec.layer) spec.layer = spec.layer.filter((l) => !(l.data && Array.isArray(l.data.values) && !l.data.values.length));
+    return left || !any;
+  };
+  const smoothed = (spec, weight) => {
+    const visit = (node) => {
+      if (!node || typeof node !== "object") return;
+      if (node.data && Array.isArray(node.data.values)) {
+        const state = {};
+        node.data.values = node.data.values.map((v) => {
+          if (v.mean === undefined) return v;
+          const own = state[v.row] ?? (state[v.row] = { n: 0 });
+          own.n += 1;
+          const out = { ...v };
+          ["mean", "low", "high"].forEach((k) => {  // an exponential average without a start from zero
+            own[k] = weight * (own[k] ?? 0) + (1 - weight) * v[k];
+            out[k] = own[k] / (1 - weight ** own.n);
+          });
+          return out;
+        });
+      }
+      Object.entries(node).forEach(([k, v]) => { if (k !== "values") visit(v); });
+    };
+    visit(spec);
+  };
+  const smoothing = {};
+  document.querySelectorAll("[data-smooth]").forEach((slider) => {
+    slider.closest("p").hidden = false;
+    slider.addEventListener("input", () => {
+      smoothing[slider.dataset.smooth] = Number(slider.value);
+      slider.parentElement.querySelector("output").textContent = slider.value;
+      redraw((place) => place.dataset.figure === slider.dataset.smooth);
+    });
+  });
+  document.querySelectorAll("[data-picker]").forEach((picker) => {
+    const key = picker.dataset.picker, boxes = [...picker.querySelectorAll("[type=checkbox]")];
+    const count = picker.querySelector(".count");
+    const tell = () => { count.textContent = `${chosen[key].size} of ${boxes.length} rows chosen`; };
+    const apply = () => {
+      chosen[key] = new Set(boxes.filter((b) => b.checked).map((b) => b.value));
+      tell();
+      redraw((place) => tableOf(place.dataset.figure) === key && !data.figures[place.dataset.figure].fixed);
+    };
+    const reference = data.chosen[key].first[0];
+    const sets = { best: (b) => data.chosen[key].first.includes(b.value), all: () => true, none: (b) => b.value === (data.chosen[key].reference ?? reference) };
+    picker.querySelectorAll("[data-set]").forEach((button) => button.addEventListener("click", () => {
+      boxes.forEach((b) => { b.checked = sets[button.dataset.set](b); });
+      apply();
+    }));
+    boxes.forEach((b) => b.addEventListener("change", apply));
+    picker.querySelector("[type=search]").addEventListener("input", (event) => {
+      const text = event.target.value.toLowerCase();
+      boxes.forEach((b) => { b.parentElement.hidden = !b.value.toLowerCase().includes(text); });
+    });
+    picker.hidden = false;
+    tell();
+  });
+
+  // A table that is wider than its place says so.
+  const cues = () => document.querySelectorAll(".scroll").forEach((scroll) => {
+    const cut = scroll.scrollWidth > scroll.clientWidth + scroll.scrollLeft + 2;
+    scroll.classList.toggle("cut", cut);
+    const cue = scroll.nextElementSibling;
+    if (cue && cue.classList.contains("cue")) cue.hidden = scroll.scrollWidth <= scroll.clientWidth + 2;
+  });
+  document.querySelectorAll(".scroll").forEach((scroll) => scroll.addEventListener("scroll", cues, { passive: true }));
+  addEventListener("resize", cues);
+  cues();
 
   // Charts: drawn when near the view, then the others when there is time (for printing and for search).
   const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
@@ -159,6 +289,11 @@
   const draw = async (place) => {
     const figure = data.figures[place.dataset.figure];
     const spec = themed(figure.panels[Number(place.dataset.panel)]);
+    const key = tableOf(place.dataset.figure);
+    if (smoothing[place.dataset.figure]) smoothed(spec, smoothing[place.dataset.figure]);
+    const some = figure.fixed || !(key in chosen) || picked(spec, key);
+    place.parentElement.hidden = !some;
+    if (!some) { place.dataset.state = "drawn"; place.replaceChildren(); return; }
     spec.config = config();
     if (place.clientWidth < 460) narrow(spec);
     place.dataset.state = "drawing";
@@ -186,7 +321,7 @@
   };
   const places = [...document.querySelectorAll(".chart")];
   const pending = new Set(places);
-  const redraw = () => places.forEach((place) => { if (!pending.has(place)) draw(place); });
+  const redraw = (which = () => true) => places.forEach((place) => { if (!pending.has(place) && which(place)) draw(place); });
   if ("IntersectionObserver" in window) {
     const watcher = new IntersectionObserver((entries) => {
       entries.filter((e) => e.isIntersecting && pending.has(e.target)).forEach((e) => {

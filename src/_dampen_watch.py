@@ -1,0 +1,33 @@
+"""Ends the process that imports it when its parent is gone, while it imports; see dampen/lab/processes.py.
+
+The server that workers are forked from looks for its parent only between requests. Importing torch takes seconds, in
+which it would outlive a command that has failed and hold its output open (`dampen ... | tee log` would wait). So a
+thread watches meanwhile, and ends before anything is forked. This module lies outside the package because importing
+anything inside it imports torch first.
+"""
+
+import os
+import signal
+import threading
+
+_done = threading.Event()
+_parent = int(os.environ.get("DAMPEN_SERVER_OF", os.getppid()))
+
+
+def _watch() -> None:
+    while not _done.wait(0.1):
+        if os.getppid() != _parent:
+            os._exit(0)
+
+
+_thread = threading.Thread(target=_watch, daemon=True)
+_thread.start()
+for _name in ("SIGTERM", "SIGHUP"):  # sent to the whole group, they are meant for the command; the server goes with it
+    if hasattr(signal, _name):
+        signal.signal(getattr(signal, _name), signal.SIG_IGN)
+
+
+def end() -> None:
+    """Stop watching: from now on the server itself notices."""
+    _done.set()
+    _thread.join()

@@ -1,0 +1,97 @@
+"""Everything private of torch that dampen uses, in one place; and the cure that makes torchvision importable beside it.
+
+Each name says since when torch has it and what happens without it. Tested with torch 2.13; `docs/how_it_works.md` says
+what is known of older ones.
+
+torchvision: its wheel on the Python package index is built for CUDA. Beside a CPU torch its compiled extension does not
+load, and its import then dies with `operator torchvision::nms does not exist`, taking timm, torchmetrics and
+Lightning with it. Declaring the two operators that the import mentions is enough; nothing here ever calls them.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+
+import torch
+
+DropoutModule = torch.nn.modules.dropout._DropoutNd
+"""What nn.Dropout and its kin have in common: torch 1.0 and newer."""
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running in this thread: then a forward is a checkpoint's recompute.
+
+    `torch._C._current_graph_task_id`, torch 1.11 and newer; -1 outside a backward.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def half_in_hardware() -> bool:
+    """Whether this CPU multiplies 16-bit numbers in hardware: `torch.cpu._is_*`, torch 2.4 and newer; else no."""
+    asks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(bool(ask()) for ask in asks if ask is not None)
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Whether something (a checkpoint, offloading) replaces tensors that autograd saves.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`, torch 2.7 and newer; without it the answer is yes, and
+    nothing is shared between two passes, which is slower and never wrong.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
+
+
+def checkpointing_now() -> bool:
+    """Whether tensors that autograd saves are being replaced right now, by a checkpoint for one: torch 2.7 and newer;
+    without it the answer is no."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+def in_functorch() -> bool:
+    """Whether `vmap`, `grad` or another transform of functorch is at work: torch 2.0 and newer."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_numbers(t: torch.Tensor) -> bool:
+    """Whether Python may look at a tensor's values: not while tracing, for fake tensors or inside `vmap`."""
+    return type(t) is torch.Tensor and not torch.compiler.is_compiling() and not in_functorch()
+
+
+_library: torch.library.Library | None = None  # the declarations live as long as this object
+
+
+def cure_torchvision() -> bool:
+    """Declare torchvision's operators if its extension cannot do so itself; return whether that was needed.
+
+    Call it before the first import of torchvision, timm, torchmetrics, lightning or transformers' vision models.
+    """
+    global _library
+    if _library is not None:
+        return True
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or _extension_loads(spec):
+        return False
+    _library = torch.library.Library("torchvision", "FRAGMENT")
+    _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return True
+
+
+def _extension_loads(spec: importlib.machinery.ModuleSpec) -> bool:
+    """Whether torchvision's own extension registers its operators, as torchvision.extension would make it."""
+    extension = next((p for root in spec.submodule_search_locations or [] for p in _extensions(root)), None)
+    if extension is None:
+        return False
+    try:
+        torch.ops.load_library(extension)
+    except OSError:  # a CUDA build without its CUDA libraries
+        return False
+    return hasattr(torch.ops.torchvision, "nms")
+
+
+def _extensions(root: str) -> list[str]:
+    return sorted(str(p) for p in Path(root).glob("_C*.so")) + sorted(str(p) for p in Path(root).glob("_C*.pyd"))

@@ -1,1 +1,0 @@
-"""What the general sockets cannot see: nn.MultiheadAttention, and residual branches."""

@@ -1,0 +1,162 @@
+"""What a stage is told: the layer it sits in, the linear map, the residual branch or the attention that is under way.
+
+Letters as in `regularizer.py`: B batch, H heads, N queries, M keys, D channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dampen.masks import causal_rows
+
+if TYPE_CHECKING:
+    from dampen.formulas.explicit.low_rank import LowRank
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a clone lives: the layer's name, and its place among the layers that were chosen."""
+
+    name: str
+    index: int = 0
+    total: int = 1
+    stack: tuple[int, int] | None = None  # its place in its own stack (encoder, decoder), and how many stand there
+
+    @property
+    def depth(self) -> float:
+        """0 in the first layer, 1 in the last; of its own stack, where there are several."""
+        index, total = (self.index, self.total) if self.stack is None else self.stack
+        return index / max(1, total - 1)
+
+
+@dataclass(eq=False)
+class LinearCall:
+    """One application of a linear map y = x W^T + b. It dies with the forward that made it."""
+
+    role: str
+    input: Tensor  # (..., in)
+    weight: Tensor  # (out, in), whatever layout the module keeps
+    bias: Tensor | None
+    module: nn.Module | None = None
+    site: Site | None = None
+    valid: Tensor | None = None  # (B, N) bool, False on padded tokens; None when nothing is padded
+    output: Tensor | None = None  # known to `product` and to the attention call that collects its maps
+    adapter: LowRank | None = None  # LoRA beside the map, which weight and output do not contain
+
+
+@dataclass(eq=False)
+class BranchCall:
+    """One residual branch, about to be added to `residual`. `role` is "attention", "ffn", or "parallel" for both."""
+
+    role: str
+    residual: Tensor
+    site: Site | None = None
+    batch_axis: int | None = None  # 1 where the block was seen to work on (N, B, D); None: by convention
+    skip: bool = True  # a method that sets it False takes the residual away: the branch goes on alone
+
+
+@dataclass(eq=False)
+class Call:
+    """One attention, as its stages see it. It dies with the forward that made it."""
+
+    module: nn.Module | None = None
+    site: Site | None = None
+    cross: bool = False
+    given: Sequence[int] | None = None  # the shape of the first tensor that the module got
+    is_causal: bool = False  # the flag was given; no mask tensor stands for it
+    mask: Tensor | None = None  # the model's own bool mask (B or 1, H or 1, N or 1, M), True may be seen
+    bias: Tensor | None = None  # the model's own score bias (relative positions), hidden places 0
+    scores: Tensor | None = None  # the model's own final scores (B, H, N, M), where it computes its attention itself
+    scale: float = 1.0
+    shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # B, H, N, M
+    kv_heads: int = 0  # as seen at the socket; a library may have repeated grouped keys before it
+    head_size: int = 0
+    value_size: int = 0  # channels of a value head; mostly the same
+    device: torch.device | None = None
+    rows: slice | None = None  # which queries this call stands for, when the queries come in chunks
+    valid: Tensor | None = None  # (B, N) bool, False on padded queries; None when nothing is padded
+    seen: Tensor | None = None  # the valid keys of all queries, which a chunk's own mask does not tell
+    maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
+    memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
+
+    @property
+    def role(self) -> str:
+        """self, cross or causal."""
+        if self.cross:
+            return "cross"
+        return "causal" if self.is_causal or getattr(self.module, "is_causal", False) else "self"
+
+    @property
+    def keep(self) -> Tensor | None:
+        """Bool, broadcastable to (B, H, N, M), True where the model lets a query see a key; None: everywhere."""
+        if self.is_causal:
+            return causal_rows(self.shape[2], self.shape[3], self.rows, self.device)
+        return self.mask
+
+    @property
+    def valid_keys(self) -> Tensor | None:
+        """(B or 1, M) bool: the keys that some query of some head may see; None when the model gave no mask."""
+        if self.seen is not None:
+            return self.seen
+        return None if self.mask is None else self.mask.flatten(1, 2).any(1)
+
+    def projection(self, role: str) -> LinearCall:
+        """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias and output, fused
+        or not."""
+        return split_projection(self, role)
+
+
+def split_projection(call: Call, role: str) -> LinearCall:
+    """The linear map behind q, k or v of one attention call, cut out of a fused projection where it is fused."""
+    if role in call.maps:
+        return call.maps[role]
+    fused = "qkv" if "qkv" in call.maps else "kv" if "kv" in call.maps and role != "q" else None
+    if fused is None:
+        found = ", ".join(sorted(call.maps)) or "none"
+        where = call.site.name if call.site else "this attention"
+        raise RuntimeError(
+            f"{type(call.module).__name__} at '{where}': cannot tell which linear map makes {role} (roles found: "
+            f"{found}). "
+            f"Say it when regularizing: regularize(..., projections={{'q': 'name', 'k': 'name', 'v': 'name'}}) or "
+            f"{{'qkv': 'name'}}, with names inside the attention module."
+        )
+    whole = call.maps[fused]
+    rows = _fused_rows(call, whole, fused)
+    start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
+    cut = slice(start, start + rows[role])
+    return dataclasses.replace(
+        whole,
+        role=role,
+        weight=whole.weight[cut],
+        bias=None if whole.bias is None else whole.bias[cut],
+        output=None if whole.output is None else whole.output[..., cut],
+        adapter=None if whole.adapter is None else whole.adapter.rows(cut),
+    )
+
+
+def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
+    """How many rows of a fused weight make q, k and v, from the number of query heads seen at the socket.
+
+    The number of key heads follows from the weight, because some libraries repeat keys before they call the socket.
+    """
+    if call.value_size not in (0, call.head_size):
+        raise RuntimeError(
+            f"{type(call.module).__name__}: its fused projection makes values of {call.value_size} channels and keys "
+            f"of {call.head_size}, so which of its rows make what cannot be told. "
+            "Use separate projections, or leave the layer out with sites=."
+        )
+    total, queries = whole.weight.shape[0], call.shape[1] * call.head_size if fused == "qkv" else 0
+    keys, rest = divmod(total - queries, 2)
+    if rest or keys <= 0 or keys % call.head_size:
+        raise RuntimeError(
+            f"{type(call.module).__name__}: its fused projection has {total} rows, which {call.shape[1]} query heads "
+            f"of size {call.head_size} and equal numbers of keys and values cannot make. Use separate projections, or "
+            "say which maps make q, k and v (projections=)."
+        )
+    return {"q": queries, "k": keys, "v": keys}

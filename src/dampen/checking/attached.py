@@ -1,0 +1,97 @@
+"""A model with regularizers in it, run the same way for every contract."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dampen.checking.subjects import Subject
+from dampen.handle import Regularization, regularize
+from dampen.methods.drop_key import DropKey
+from dampen.regularizer import Regularizer
+
+Make = Callable[[], Regularizer]
+
+
+class Attached:
+    """A subject's model with regularizers attached, and one training step of it."""
+
+    def __init__(self, make: Make | Sequence[Make], subject: Subject, neutral: bool = False) -> None:
+        self.subject, self.model, self.inputs = subject, subject.model(), subject.inputs()
+        makes = [make] if callable(make) else list(make)
+        self.reg: Regularization = regularize(self.model, with_companion([m() for m in makes]))
+        if neutral:
+            for clone in self.reg.clones:
+                clone.zero_is_identity = False  # the formula at 0 is looked at, not that it is left out
+                clone.neutral()
+
+    def step(
+        self,
+        inputs: dict[str, Tensor] | None = None,
+        seed: int = 2,
+        run: Callable[..., Any] | None = None,
+        backward: bool = True,
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Loss, terms and the logits of the first pass, after a backward."""
+        inputs = self.inputs if inputs is None else inputs
+        run = self.model if run is None else run
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        seen: list[Tensor] = []
+
+        def forward() -> Any:
+            out = run(**inputs)
+            seen.append(self.subject.logits(out))
+            return out
+
+        loss, terms = self.reg.loss(
+            forward, lambda out: task_loss(self.subject.logits(out)), logits=self.subject.logits, valid=valid_of(inputs)
+        )
+        if backward:
+            loss.backward()
+        return loss.detach(), {k: v.detach() for k, v in terms.items()}, seen[0].detach()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Copies of the gradients now in the model."""
+        return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+
+    def copy(self) -> Attached:
+        """An independent copy, model and handle together."""
+        return copy.deepcopy(self)
+
+
+def telling(make: Make) -> Make:
+    """A class that does nothing until it is told what to act on, with its example's arguments; the rest stays."""
+    if isinstance(make, type) and issubclass(make, Regularizer) and make.example:
+        return functools.partial(make, **make.example)
+    return make
+
+
+def with_companion(methods: list[Regularizer]) -> list[Regularizer]:
+    """Methods that compare two passes need something that differs between them."""
+    if any(m.passes > 1 for m in methods) and not any(m.stochastic and m.passes == 1 for m in methods):
+        return [*methods, DropKey(0.2)]
+    return methods
+
+
+def task_loss(logits: Tensor) -> Tensor:
+    """A cross entropy with fixed labels."""
+    flat = logits.float().flatten(0, -2)
+    return F.cross_entropy(flat, torch.arange(len(flat), device=flat.device) % flat.shape[-1])
+
+
+def valid_of(inputs: dict[str, Tensor]) -> Tensor | None:
+    """The positions that are not padding, where the batch says so."""
+    return inputs["attention_mask"].bool() if "attention_mask" in inputs else None
+
+
+def plain_logits(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """What a model gives, without gradient."""
+    with torch.no_grad():
+        return subject.logits(model(**inputs))

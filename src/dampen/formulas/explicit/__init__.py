@@ -1,0 +1,17 @@
+"""Explicit Dropout's penalties as plain functions of tensors (arXiv 2604.20505), for `ExplicitDropout` and for your
+own modules."""
+
+from dampen.formulas.explicit.convolution import ConvolutionPenalties, convolution_penalty, regularize_convolutions
+from dampen.formulas.explicit.forms import FORMS
+from dampen.formulas.explicit.linear import linear_penalty
+from dampen.formulas.explicit.reductions import REDUCTIONS, author_weight
+
+__all__ = [
+    "FORMS",
+    "REDUCTIONS",
+    "ConvolutionPenalties",
+    "author_weight",
+    "convolution_penalty",
+    "linear_penalty",
+    "regularize_convolutions",
+]

@@ -1,0 +1,197 @@
+"""The penalty of dropout on the input of a convolution, through unfolded patches (arXiv 2604.20505).
+
+    b = sum conv(x, W)^2        v = sum conv(x^2, W^2)
+
+A convolution is a linear map on patches, and an output position is its token. Nothing is unfolded: b is read off the
+output, and v is one convolution with a single channel per group, because only the sum over output channels of W^2 is
+needed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dampen._torch import in_backward
+from dampen.formulas.explicit.forms import Number, check_form, combine, is_off, single
+from dampen.formulas.explicit.precision import in_full_precision, wide
+from dampen.formulas.explicit.reductions import check_reduction, token_rows
+from dampen.formulas.explicit.tap import squared_norm
+from dampen.regularizer import Regularizer, Site
+from dampen.schedules import Value
+
+Convolution = nn.Conv1d | nn.Conv2d
+
+
+@in_full_precision
+def convolution_penalty(
+    x: Tensor,
+    module: Convolution,
+    rate: Number,
+    *,
+    form: str = "paper",
+    reduction: str = "mean",
+    output: Tensor | None = None,
+) -> Tensor:
+    """The penalty of dropout on the input of an `nn.Conv1d` or `nn.Conv2d`, grouped, strided, dilated or padded.
+
+    Args:
+        x: the input (B, C, ...) or (C, ...) of the convolution.
+        module: the convolution. Its bias is not in the penalty.
+        rate: p.
+        form: paper, exact or inverted.
+        reduction: mean (over all output positions), sum, token_mean (over each sample's positions) or author.
+        output: what the module gave, if the forward has it already.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> conv = nn.Conv1d(1, 1, 2, bias=False)
+    >>> _ = conv.weight.data.fill_(1.0)
+    >>> convolution_penalty(torch.ones(1, 1, 4), conv, 0.5, form="exact").item()  # 1/2 (1/4 * 2^2 + 1/4 * 2)
+    0.75
+    """
+    check_form(form, "convolution_penalty")
+    check_reduction(reduction, "convolution_penalty")
+    places = 1 if isinstance(module, nn.Conv1d) else 2
+    if not isinstance(module, nn.Conv1d | nn.Conv2d):
+        raise TypeError(f"convolution_penalty takes an nn.Conv1d or nn.Conv2d, got {type(module).__name__}.")
+    if x.ndim == places + 1:
+        x, output = x.unsqueeze(0), None if output is None else output.unsqueeze(0)
+    factors = single(form, rate)
+    weight = wide(module.weight)
+    bias = None if output is None or module.bias is None else module.bias.unsqueeze(1)
+    b = v = None
+    if factors.bias is not None:
+        output = _convolve(module, wide(x), weight) if output is None else output.clone()  # may change in place
+        b, positions = squared_norm(output.flatten(2), bias, None), output.shape[2:].numel()
+    if factors.variance is not None:
+        per_position = _variance(module, x, weight)
+        v, positions = per_position.sum(), per_position.shape[2:].numel()
+    return combine(factors, b, v) * token_rows(reduction, x.shape[0], positions, None).factor
+
+
+def _variance(module: Convolution, x: Tensor, weight: Tensor) -> Tensor:
+    """conv(x^2, W^2) summed over the output channels of each group: (B, groups, ...)."""
+    return _convolve(module, wide(x).square(), weight.square().unflatten(0, (module.groups, -1)).sum(1))
+
+
+def _convolve(module: Convolution, x: Tensor, weight: Tensor) -> Tensor:
+    """The module's convolution of `x` with another weight and without bias, padded as the module pads."""
+    padding: Any = module.padding
+    if module.padding_mode != "zeros":
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        padding = 0
+    convolve: Any = F.conv1d if isinstance(module, nn.Conv1d) else F.conv2d
+    out: Tensor = convolve(x, weight, None, module.stride, padding, module.dilation, module.groups)
+    return out
+
+
+class _ConvolutionDropout(Regularizer):
+    """The clone of one convolution: schedules and the slot of its penalty. Its method is a forward hook."""
+
+    stochastic = False
+    weight: Tensor
+    rate: Tensor
+
+    def __init__(self, weight: Value, rate: Value, form: str, reduction: str) -> None:
+        super().__init__()
+        check_form(form, "regularize_convolutions")
+        check_reduction(reduction, "regularize_convolutions")
+        self.scheduled("weight", weight, high=math.inf)
+        self.scheduled("rate", rate)
+        self.form, self.reduction = form, reduction
+
+    @property
+    def name(self) -> str:
+        return "explicit_dropout"
+
+    def after(self, module: Convolution, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """A forward hook."""
+        if module.training:
+            value = convolution_penalty(
+                args[0], module, self.rate, form=self.form, reduction=self.reduction, output=output
+            )
+            self.penalize(self.weight * value, "convolution")
+
+    def start(self, module: nn.Module, args: Any) -> None:
+        """A forward pre-hook of the whole model: what an earlier forward left is not of this step."""
+        if torch.compiler.is_compiling() or not in_backward():  # not a checkpoint's recompute
+            self.take_penalties()
+
+
+class ConvolutionPenalties:
+    """What `regularize_convolutions` returns: progress goes in, the penalty comes out."""
+
+    def __init__(self, clones: dict[str, _ConvolutionDropout], hooks: list[Any]) -> None:
+        self.clones, self._hooks = clones, hooks
+
+    def progress(self, t: float) -> None:
+        """Tell the schedules how far training is, in [0, 1]."""
+        if isinstance(t, bool) or not isinstance(t, int | float) or not 0 <= t <= 1:
+            raise ValueError(f"progress is the fraction of training done, in [0, 1], got {t!r}. Give step / steps.")
+        for clone in self.clones.values():
+            clone.at(float(t))
+
+    def penalty(self) -> Tensor:
+        """The sum of the penalties of the forward just done: `loss = task + convolutions.penalty()`."""
+        values = [v for clone in self.clones.values() for v in clone.take_penalties().values()]
+        return sum(values[1:], start=values[0]) if values else torch.zeros(())
+
+    def remove(self) -> None:
+        """Take the hooks out of the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def regularize_convolutions(
+    model: nn.Module,
+    weight: Value = 0.05,
+    rate: Value = 0.2,
+    *,
+    form: str = "paper",
+    reduction: str = "mean",
+    sites: str | Sequence[str] = "*",
+) -> ConvolutionPenalties:
+    """Give the `nn.Conv1d` and `nn.Conv2d` of a model the penalty of Explicit Dropout, by forward hooks.
+
+    Args:
+        model: any model.
+        weight: lambda; a number, a schedule, or one value per convolution.
+        rate: p of the dropout that the penalty stands for.
+        form: paper, exact or inverted.
+        reduction: mean, sum, token_mean or author.
+        sites: pattern(s) of dotted names of the convolutions, as in `"stages.[0-1].*"`.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8))
+    >>> convolutions = regularize_convolutions(model, weight=0.1)
+    >>> out = model(torch.randn(2, 3, 8, 8))
+    >>> (out.square().mean() + convolutions.penalty()).backward()
+    >>> convolutions.remove()
+    """
+    patterns = [sites] if isinstance(sites, str) else list(sites)
+    every = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv1d | nn.Conv2d)}
+    found = {n: m for n, m in every.items() if any(fnmatch.fnmatch(n, p) for p in patterns)}
+    if not found:
+        raise ValueError(
+            f"no nn.Conv1d or nn.Conv2d of {type(model).__name__} matches sites={sites!r}. "
+            f"Convolutions found: {', '.join(every) or 'none'}."
+        )
+    clones: dict[str, _ConvolutionDropout] = {}
+    for index, name in enumerate(found):
+        clone = _ConvolutionDropout(weight, rate, form, reduction)
+        clone.place(Site(name, index, len(found)))
+        clones[name] = clone
+    hooks = []
+    for name, clone in () if is_off(weight) else clones.items():
+        hooks += [found[name].register_forward_hook(clone.after), model.register_forward_pre_hook(clone.start)]
+        clone.to(found[name].weight.device)
+    return ConvolutionPenalties(clones, hooks)

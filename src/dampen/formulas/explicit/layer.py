@@ -1,0 +1,208 @@
+"""Between a layer's calls and the formulas: which tokens are valid, which maps are there, and errors in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from dampen.formulas.explicit.forms import Number, single
+from dampen.formulas.explicit.linear import linear_penalty
+from dampen.formulas.explicit.low_rank import add_adapter, merge
+from dampen.formulas.explicit.maps import HeadMap, only_weight, read_map
+from dampen.formulas.explicit.precision import wide
+from dampen.formulas.explicit.reductions import Rows, token_rows
+from dampen.formulas.explicit.squares import map_variance
+from dampen.formulas.explicit.tap import squared_norm, tap
+from dampen.regularizer import Call, LinearCall, UnsupportedModel
+
+
+def tap_map(
+    y: Tensor,
+    call: LinearCall,
+    weight: Number,
+    rate: Number,
+    form: str,
+    reduction: str,
+    *,
+    detach: bool = False,
+    swapped: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """y, and weight times the penalty of the linear map that made it; `swapped` where its tokens are (N, B, in)."""
+    x = call.input
+    if x.ndim == 2 and reduction in ("token_mean", "author"):
+        raise RuntimeError(
+            f"reduction={reduction!r} divides by each sample's tokens, but "
+            f"'{call.site.name if call.site else call.role}' gives its {call.role} map tokens without samples, of "
+            f"shape {tuple(x.shape)}. Use reduction='mean' or 'sum'."
+        )
+    swapped = swapped and x.ndim == 3
+    # changed on its way, or with an adapter beside it: the map itself counts
+    if detach or call.output is None or y is not call.output or call.adapter is not None:
+        return y, weight * map_penalty(call, rate, form, reduction, detach, swapped)
+    batch, tokens = (1, x.shape[0]) if x.ndim == 2 else (x.shape[0], x.shape[1:-1].numel())
+    valid = call.valid
+    if swapped:
+        batch, tokens, valid = x.shape[1], x.shape[0], None if valid is None else valid.t()
+    rows = token_rows(reduction, batch, tokens, None if valid is None else valid.reshape(-1, tokens), wide(x).dtype)
+    weights = rows.weights if rows.weights is None or not swapped else rows.weights.t()
+    weights = None if weights is None else weights.reshape(x.shape[:-1])
+    factors, parts = single(form, rate), []
+    if factors.bias is not None:
+        y, part = tap(y, call.bias, weights, weight * factors.bias * rows.factor, made_by=(x, call.weight))
+        parts.append(part)
+        call.output = y  # what a second tap on this map sees
+    if factors.variance is not None:
+        parts.append(weight * factors.variance * rows.factor * map_variance(x, call.weight, weights))
+    return y, sum(parts[1:], start=parts[0])
+
+
+def map_penalty(
+    call: LinearCall, rate: Number, form: str, reduction: str, detach: bool = False, swapped: bool = False
+) -> Tensor:
+    """The penalty of one linear map as a layer ran it, read off beside it."""
+    columns = None
+    if call.adapter is not None:
+        columns = None if form == "paper" else call.adapter.columns(call.weight)
+        call = merge(call) if detach else add_adapter(call)
+    x, y, bias, valid = call.input, call.output, call.bias, call.valid
+    if swapped:
+        x, y, valid = x.transpose(0, 1), None if y is None else y.transpose(0, 1), None if valid is None else valid.t()
+    if detach:
+        x = x.detach()
+        y, bias = None if y is None else only_weight(y.detach(), bias, x, call.weight), None
+    return linear_penalty(
+        x, call.weight, rate, form=form, reduction=reduction, valid=valid, output=y, bias=bias, columns=columns
+    )
+
+
+def tap_projection(
+    role: str,
+    operand: Tensor,
+    call: Call,
+    weight: Number,
+    rate: Number,
+    form: str,
+    reduction: str,
+    detach: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The operand "q", "k" or "v" of an attention, and weight times the penalty of the projection behind it."""
+    linear, valid = call.projection(role), call.valid if role == "q" else call.valid_keys
+    if linear.input.shape[0] != call.shape[0] and valid is None:  # windows made after the projection
+        return operand, weight * map_penalty(linear, rate, form, reduction, detach)
+    if linear.adapter is not None:  # no view at the attention, and no merged matrix
+        linear = replace(linear, valid=fit(valid, linear.input.shape[-2], call))
+        return operand, weight * map_penalty(linear, rate, form, reduction, detach)
+    m = read_map(call, role, operand, operand.shape[-1], detach)
+    batch, tokens = m.x.shape[:2]
+    rows = token_rows(reduction, batch, tokens, fit(valid, tokens, call), wide(m.x).dtype)
+    factors, parts = single(form, rate), []
+    if factors.bias is not None:
+        factor = weight * factors.bias * rows.factor
+        if m.y is operand:
+            weights = None if rows.weights is None else rows.weights.unsqueeze(1)
+            operand, part = tap(operand, m.bias, weights, factor)
+            parts.append(part)
+        else:
+            parts.append(factor * squared_norm(*m.tokens, rows.weights))
+    if factors.variance is not None:
+        parts.append(weight * factors.variance * rows.factor * map_variance(m.x, m.weight.flatten(0, 1), rows.weights))
+    return operand, sum(parts[1:], start=parts[0])
+
+
+def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """The valid queries (B or 1, N) and keys (B or 1, M) of an attention; None where all are."""
+    return fit(call.valid, queries, call), fit(call.valid_keys, keys, call)
+
+
+def query_rows(call: Call, reduction: str, dtype: torch.dtype) -> Rows:
+    """The row weights of an attention's outputs, of all its queries: the valid ones of samples that have any key to
+    see."""
+    batch, _, queries, _ = call.shape
+    valid, keys = fit(call.valid, queries, call), call.valid_keys
+    if keys is not None:
+        some = keys.any(1, keepdim=True).expand(-1, queries)
+        valid = some if valid is None else valid & some
+    return token_rows(reduction, batch, queries, valid, dtype)
+
+
+def fit(valid: Tensor | None, tokens: int, call: Call) -> Tensor | None:
+    """Validity for as many tokens as a projection read: extra keys are not tokens.
+
+    nn.MultiheadAttention adds its own keys at the end, caches and prefixes stand at the beginning.
+    """
+    if valid is None or valid.shape[1] == tokens:
+        return valid
+    return valid[:, :tokens] if isinstance(call.module, nn.MultiheadAttention) else valid[:, -tokens:]
+
+
+def as_one_head(q: HeadMap, k: HeadMap, call: Call) -> tuple[HeadMap, HeadMap]:
+    """heads="concat"."""
+    if q.weight.shape[0] != k.weight.shape[0]:
+        raise RuntimeError(
+            f"heads='concat' multiplies one full Wq^T Wk, but {type(call.module).__name__} at '{_where(call)}' has "
+            f"{q.weight.shape[0]} query heads and {k.weight.shape[0]} key heads. Use heads='per_head'."
+        )
+    return q.as_one_head(), k.as_one_head()
+
+
+def check_shared(call: Call) -> None:
+    """One mask on X feeds queries and keys only where both read the same X."""
+    if call.cross or call.projection("q").input is not call.projection("k").input:
+        raise RuntimeError(
+            f"shared_mask=True is one mask on the input of queries and keys, but in {type(call.module).__name__} at "
+            f"'{_where(call)}' they read different inputs. Use shared_mask=False there, or regularize(..., "
+            f"attention='self')."
+        )
+
+
+def check_visible(call: Call, q: HeadMap, k: HeadMap) -> None:
+    """Visible pairs are those of the attention's mask: its queries and keys must be the projections' tokens."""
+    if (q.x.shape[1], k.x.shape[1]) != call.shape[2:]:
+        raise_extra_keys(call, k.x.shape[1], call.shape[3])
+
+
+def raise_extra_keys(call: Call, tokens: int, keys: int) -> NoReturn:
+    """Keys that no projection made (a cache, a prefix, bias_k) have no input that dropout could act on."""
+    raise RuntimeError(
+        f"{type(call.module).__name__} at '{_where(call)}' attends to {keys} keys, but its projections read {tokens} "
+        "tokens: a cache, a prefix or added keys. attended_value and visible_only need every key to come from the "
+        "projections; switch them off, or the extra keys."
+    )
+
+
+def sequence_first(modules: Iterable[nn.Module]) -> bool:
+    """Whether the feed-forward beside these attentions sees (N, B, D): nn.MultiheadAttention with batch_first=False."""
+    return any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in modules)
+
+
+def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str) -> None:
+    """Raise where a layer lacks a linear map that a term reads, or has one that an adapter changes beside it."""
+    adapted = next((role for role in sorted(wanted) if f"lora_{role}" in found), None)
+    if adapted is not None:
+        raise UnsupportedModel(
+            f"{who}: the map {adapted} at '{where}' is W + B A (LoRA), and the penalty would read W alone. Merge the "
+            "adapters into the weights, penalize other terms, or leave the layer out with sites=."
+        )
+    names = ", ".join(sorted(found)) or "none"
+    for role, layer in (("ffn_in", 1), ("ffn_out", 2)):
+        if role in wanted and role not in found:
+            raise UnsupportedModel(
+                f"{who}(ffn{layer}=...) penalizes layer {layer} of the feed-forward, but '{where}' has none (roles of "
+                f"its linear maps: {names}). Set ffn{layer}=0 (or ffn=0), or leave the layer out with sites=."
+            )
+    for role in "qkv":
+        fused = "qkv" in found or (role != "q" and "kv" in found)
+        if role in wanted and role not in found and not fused:
+            raise UnsupportedModel(
+                f"{who}: cannot tell which linear map makes {role} at '{where}' (roles found: {names}). "
+                "Say it: regularize(model, ..., projections={'q': 'name', 'k': 'name', 'v': 'name'}) or {'qkv': "
+                "'name'}, with names inside the attention module; or leave the layer out with sites=."
+            )
+
+
+def _where(call: Call) -> str:
+    return call.site.name if call.site else "this attention"

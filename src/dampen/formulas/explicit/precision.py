@@ -1,0 +1,46 @@
+"""Penalties are computed in float32 or wider, whatever the dtype of the model: the query-key terms are quartic and
+would overflow float16."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def wide(t: Tensor) -> Tensor:
+    """The tensor in float32, or as it is where it is wider."""
+    if t.dtype is torch.float32:
+        return t  # nearly always, and called a dozen times per layer
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def as_wide(number: float | Tensor, like: Tensor) -> float | Tensor:
+    """A scheduled number; a tensor in the dtype in which the penalty of `like` is computed."""
+    return number if isinstance(number, float) else number.to(torch.promote_types(like.dtype, torch.float32))
+
+
+def no_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """A context in which matrix products keep their dtype, although the caller may be under autocast."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function of tensors outside autocast; the first tensor among its arguments says which device."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "cpu")
+        with no_autocast(device):
+            return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,95 @@
+"""Sums of squares, all one contraction, with a backward of one pass; autograd takes three and keeps the squares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dampen._torch import in_functorch
+from dampen.formulas.explicit.precision import no_autocast, wide
+
+
+def contract_squares(equation: str, x: Tensor, weights: Tensor) -> Tensor:
+    """einsum(equation, x^2, weights), as in "bni,bn->i"."""
+    if torch.compiler.is_compiling() or in_functorch():
+        return torch.einsum(equation, wide(x).square(), wide(weights))
+    out: Tensor = _Squares.apply(equation, x, weights)
+    return out
+
+
+def feature_power(x: Tensor, weights: Tensor | None, per_sample: bool = False) -> Tensor:
+    """sum_i weights_i x_ij^2, of (B, N, in): (in,), or (B, in) per sample."""
+    weights = wide(x.new_ones(())).expand(x.shape[:2]) if weights is None else weights
+    return contract_squares("bni,bn->bi" if per_sample else "bni,bn->i", x, weights)
+
+
+def mixed_power(x: Tensor, columns: Tensor) -> Tensor:
+    """sum_l x_il^2 columns_hl, of (B, N, in) and (H, in): (B, N, H)."""
+    return contract_squares("bnl,hl->bnh", x, columns)
+
+
+def column_sums(a: Tensor, rows: Tensor | None) -> Tensor:
+    """sum_i r_i A_ij^2 of (B, H, N, M) and (B, N): (B, H, M)."""
+    rows = wide(a.new_ones(())).expand(a.shape[0], a.shape[2]) if rows is None else rows
+    return contract_squares("bhnm,bn->bhm", a, rows)
+
+
+def map_variance(x: Tensor, weight: Tensor, rows: Tensor | None) -> Tensor:
+    """sum_i r_i sum_j x_ij^2 sum_o W_oj^2 of (..., in), (out, in) and row weights (...): the variance part of a map."""
+    if torch.compiler.is_compiling() or in_functorch():
+        squares = wide(x).square() if rows is None else wide(x).square() * rows.unsqueeze(-1)
+        return squares.flatten(0, -2).sum(0) @ column_power(weight)
+    out: Tensor = _MapVariance.apply(x, weight, rows)
+    return out
+
+
+def column_power(weight: Tensor) -> Tensor:
+    """sum_o W_oj^2 of a (..., out, in) weight."""
+    return wide(weight).square().sum(-2)
+
+
+class _Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, equation: str, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.equation = equation
+        with no_autocast(x.device.type):
+            return torch.einsum(equation, wide(x).square(), wide(weights))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        x, weights = ctx.saved_tensors
+        (squares, factor), out = ctx.equation.split("->")[0].split(","), ctx.equation.split("->")[1]
+        to_x = to_weights = None
+        with no_autocast(x.device.type):
+            if ctx.needs_input_grad[1]:
+                to_x = (x * torch.einsum(f"{out},{factor}->{squares}", grad, 2 * wide(weights))).to(x.dtype)
+            if ctx.needs_input_grad[2]:
+                to_weights = torch.einsum(f"{out},{squares}->{factor}", grad, wide(x).square()).to(weights.dtype)
+        return None, to_x, to_weights
+
+
+class _MapVariance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor | None) -> Tensor:
+        columns = column_power(weight)
+        squares = wide(x).square().flatten(0, -2)
+        features = squares.sum(0) if rows is None else rows.reshape(-1) @ squares
+        ctx.save_for_backward(x, weight, rows, features, columns)
+        return torch.dot(features, columns)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, rows, features, columns = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: as functions of x and W
+            squares = wide(x).square() if rows is None else wide(x).square() * rows.unsqueeze(-1)
+            features, columns = squares.flatten(0, -2).sum(0), column_power(weight)
+        twice, to_x, to_weight = 2 * grad, None, None
+        if ctx.needs_input_grad[0]:
+            to_x = x * (columns * twice)
+            to_x = (to_x if rows is None else to_x * rows.unsqueeze(-1)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            to_weight = (weight * (features * twice)).to(weight.dtype)
+        return to_x, to_weight, None

@@ -1,0 +1,123 @@
+"""`attention`: a drop-in for `F.scaled_dot_product_attention` with the stages of regularizers open."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dampen.kernels.kernel import Kernel, attention_weights, choose_kernel, run_kernel
+from dampen.masks import visible
+from dampen.regularizer import Call, Regularizer
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    regularizers: Sequence[Regularizer] = (),
+    call: Call | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale + mask) v, with every stage of `regularizers` open.
+
+    Takes the arguments of `F.scaled_dot_product_attention`, broadcasting and all. Without regularizers the result is
+    the same; with them, the fused kernel runs unless one of them needs the matrix of scores.
+
+    >>> import torch, dampen
+    >>> q = k = v = torch.randn(2, 4, 5, 8)
+    >>> dampen.attention(q, k, v, regularizers=[dampen.DropKey(0.2)]).shape
+    torch.Size([2, 4, 5, 8])"""
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, regularizers, call)[0]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    regularizers: Sequence[Regularizer],
+    call: Call | None,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None, Kernel | None]:
+    """As `attention`; also the weights (when asked for) and the kernel that ran."""
+    if is_causal and attn_mask is not None:
+        raise ValueError(
+            "attention: give attn_mask or is_causal=True, not both (as in F.scaled_dot_product_attention)."
+        )
+    q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
+    native = dropout_p == 0 and not need_weights and (mask is None or mask.dtype is torch.bool)
+    kernel = choose_kernel(q, k, regularizers, need_weights, native)
+    if not regularizers and kernel.name == "fused":
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return out, None, kernel
+    call = _fill(
+        Call() if call is None else call, q, k, mask, is_causal, scale, any(r.needs_valid for r in regularizers)
+    )
+    call.value_size = v.shape[3]
+    for r in regularizers:
+        if "qkv" in r.stages:
+            q, k, v = r.qkv(q, k, v, call)
+    weights = None
+    if need_weights:
+        o, weights = attention_weights(q, k, v, dropout_p, regularizers, call)
+    else:
+        o = run_kernel(kernel, q, k, v, dropout_p, regularizers, call)
+    for r in regularizers:
+        if "heads" in r.stages:
+            o = r.heads(o, call)
+    return (o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])), weights, kernel
+
+
+def _fill(
+    call: Call, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, need_valid: bool
+) -> Call:
+    """Write into the call what is known once q and k are."""
+    call.shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    call.kv_heads, call.head_size, call.device = k.shape[1], q.shape[3], q.device
+    call.scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call.is_causal, call.mask, call.bias = is_causal, visible(mask), None
+    if mask is not None and call.mask is not None and mask.dtype != torch.bool:
+        call.bias = mask.masked_fill(~call.mask, 0.0)  # hidden places hold no number that could spread
+    if need_valid:
+        call.seen = call.valid_keys
+        call.valid = call.valid if call.cross else call.seen
+    return call
+
+
+def _four_dims(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Sequence[int]]:
+    """Views of the operands as (B, H, ., D) and of the mask as (B or 1, H or 1, N or 1, M); and the leading shape."""
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        raise ValueError(
+            f"attention: q, k and v need at least two dimensions (tokens, channels), got shapes {tuple(q.shape)}, "
+            f"{tuple(k.shape)}, {tuple(v.shape)}."
+        )
+    leading = q.shape[:-2]
+    same = q.ndim == k.ndim == v.ndim == 4 and (gqa or leading == k.shape[:-2] == v.shape[:-2])
+    if same and (mask is None or mask.ndim == 4):
+        return q, k, v, mask, leading  # the usual call needs no views
+    if not gqa:
+        leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        q, k, v = (t.expand(*leading, *t.shape[-2:]) for t in (q, k, v))
+    batch = math.prod(leading[:-1])
+    q, k, v = (t.reshape(batch, t.shape[-3] if t.ndim > 2 else 1, *t.shape[-2:]) for t in (q, k, v))
+    if mask is not None:
+        if mask.ndim > 2 and len(leading) > 2:
+            mask = mask.expand(*leading, *mask.shape[-2:]).reshape(batch, leading[-1], *mask.shape[-2:])
+        else:
+            mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    return q, k, v, mask, leading

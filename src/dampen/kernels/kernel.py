@@ -1,0 +1,230 @@
+"""The kernels of attention, and the choice between them.
+
+`fused` is `F.scaled_dot_product_attention`; `plain` builds the N x M matrix of scores. A regularizer that overrides
+`logits` or `probs` needs the matrix. Otherwise the choice is made by device, dtype and length from a small table that
+was measured. Where the matrix would be long, the queries are taken in chunks and each chunk is computed again in the
+backward pass, so that memory stays linear in N."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dampen._torch import half_in_hardware, has_numbers
+from dampen.masks import keep_keys, may_empty
+from dampen.native.library import available as native_available
+from dampen.regularizer import Call, Regularizer, needs_matrix
+
+PLAIN_BELOW: dict[tuple[str, torch.dtype, bool], int] = {
+    ("cpu", torch.float32, False): 48,
+    ("cpu", torch.float32, True): 48,
+    ("cpu", torch.bfloat16, True): 512,
+    ("cpu", torch.float16, True): 512,
+}
+"""Keys below which `plain` is faster than `fused`, forward and backward, by device, dtype and whether the device
+multiplies 16-bit matrices in hardware (AMX, AVX-512 BF16). Without that hardware `fused` is 2.5 to 3 times faster in
+bfloat16; with it, 9 times slower at 65 keys. Measured with torch 2.13 by `benchmarks/kernel_table.py`; what is not
+listed runs fused. `dampen doctor --tune` measures it on the user's machine."""
+
+HIDE = -1e30
+"""What is added to a score to hide its key: no score matters beside it, and it is finite."""
+NATIVE_FROM = {"all": 512, "top": 48}
+"""Keys from which the native kernel runs, for methods that hide any key and for those that hide the strongest. Below,
+torch's path takes as long or less, measured with attention alone at 17 to 2,048 keys."""
+LONG = 2048
+"""Keys from which a mask or matrix over all queries is taken in chunks."""
+CHUNK = 2**21
+"""Entries of the B x H x rows x M matrix in one chunk."""
+COMPILED_CHUNKS = 8
+"""Chunks at most in a compiled graph, where the loop is unrolled."""
+
+_HALF_IN_HARDWARE = half_in_hardware()
+
+
+_tuned = False  # whether the user's own table was looked for
+
+
+def use_tuned_table(again: bool = False) -> None:
+    """Take over what `dampen doctor --tune` measured on this machine, once; see `dampen.kernels.tuning`."""
+    global _tuned
+    if _tuned and not again:
+        return
+    _tuned = True
+    from dampen.kernels.tuning import load
+
+    for (device, dtype), keys in load().items():
+        PLAIN_BELOW[device, dtype, _HALF_IN_HARDWARE] = keys
+
+
+class Kernel(NamedTuple):
+    """Which kernel runs, whether in chunks over the queries, and why."""
+
+    name: str
+    chunked: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}{' in chunks' if self.chunked else ''} ({self.why})"
+
+
+def choose_kernel(
+    q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], matrix: bool = False, native: bool = False
+) -> Kernel:
+    """The kernel for this device, dtype, length and set of stages; `native` where a native one could run."""
+    if not torch.compiler.is_compiling():  # no file is read inside a graph; `regularize` has looked before
+        use_tuned_table()
+    keys = k.shape[-2]
+    static = isinstance(keys, int)  # a dynamic length under torch.compile must not be specialized: take the default
+    by_row = any("mask" in r.stages and r.per_query for r in regularizers)
+    if matrix or needs_matrix(regularizers):
+        names = [r.name for r in regularizers if needs_matrix([r])] or ["the caller"]
+        return Kernel("plain", static and keys >= LONG and not matrix, f"{', '.join(names)} needs the matrix of scores")
+    if native and _fits_native(q, k, regularizers):
+        return Kernel("native", False, "keys are hidden inside the kernel, and nothing of N x M is kept")
+    device = q.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+    chunked = static and keys >= LONG and by_row
+    limit = PLAIN_BELOW.get((device, dtype, _HALF_IN_HARDWARE), 0)
+    if static and keys < limit:
+        kind = str(dtype).removeprefix("torch.")
+        return Kernel("plain", chunked, f"faster than fused in {kind} on this {device} below {limit} keys")
+    return Kernel(
+        "fused", chunked, "a mask keeps the fused kernel" if by_row else "no stage needs the matrix of scores"
+    )
+
+
+def run_kernel(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
+) -> Tensor:
+    """softmax(q k^T * scale + bias) v with the stages mask, logits and probs open."""
+    if kernel.name == "native":
+        return _native(q, k, v, regularizers, call)
+    run = _fused if kernel.name == "fused" else _plain
+    if not kernel.chunked:
+        return run(q, k, v, dropout_p, regularizers, call)
+    parts, start = [], 0
+    for part in q.split(_chunk_rows(call), dim=-2):
+        rows = slice(start, start + part.shape[-2])
+        parts.append(
+            checkpoint(run, part, k, v, dropout_p, regularizers, _chunk(call, rows), use_reentrant=False)
+            if torch.is_grad_enabled()
+            else run(part, k, v, dropout_p, regularizers, _chunk(call, rows))
+        )
+        start = rows.stop
+    return torch.cat(parts, dim=-2)
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
+) -> tuple[Tensor, Tensor]:
+    """Output and the (B, H, N, M) weights, for callers that ask for the weights."""
+    keep = _merge(q, k, regularizers, call)
+    if k.shape[1] != q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    s = (q * call.scale) @ k.transpose(-2, -1)
+    if call.bias is not None:
+        s = s + call.bias
+    own = True  # s is nobody else's yet
+    for r in regularizers:
+        if "logits" in r.stages:
+            s, own = r.logits(s, call), False
+    if keep is not None:
+        s = _hide(s, ~keep, own)
+    a = s.softmax(-1)
+    if call.mask is not None:  # a row in which the model allows nothing gives zeros, as in the fused kernel
+        a = a * call.mask.any(-1, keepdim=True)
+    for r in regularizers:
+        if "probs" in r.stages:
+            a = r.probs(a, call)
+    a = F.dropout(a, dropout_p) if dropout_p else a
+    return a.to(v.dtype) @ v, a
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
+) -> Tensor:
+    return attention_weights(q, k, v, dropout_p, regularizers, call)[0]
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
+) -> Tensor:
+    hides = any("mask" in r.stages for r in regularizers)
+    causal = call.is_causal and not hides and call.rows is None
+    mask = None if causal else _merge(q, k, regularizers, call)
+    if call.bias is not None:
+        mask = call.bias if mask is None else call.bias.masked_fill(~mask, float("-inf"))
+    elif mask is not None and call.mask is None and not call.is_causal and _adds(q):
+        # the kernel would make this of a bool mask itself, in three times the time
+        mask = (~mask).view(torch.uint8).to(q.dtype).mul_(HIDE)
+    gqa = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=call.scale, enable_gqa=gqa)
+
+
+def _fits_native(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]) -> bool:
+    """Whether dampen's own kernel is built and can do what is asked: one method that hides keys, float32, on a CPU."""
+    hiding, keys = [r for r in regularizers if "mask" in r.stages], k.shape[2]
+    return (
+        len(hiding) == 1
+        and isinstance(keys, int)
+        and q.device.type == "cpu"
+        and q.dtype is k.dtype is torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and native_available()
+        and (how := hiding[0].native_hiding(keys)) is not None
+        and keys >= NATIVE_FROM["all" if how[1] is None else "top"]
+        and (torch.compiler.is_compiling() or has_numbers(q))
+    )
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
+    from dampen.native.ops import Hiding, attention  # only where it was built
+
+    hiding = next(h for r in regularizers if "mask" in r.stages and (h := r.native_hiding(k.shape[2])) is not None)
+    keep = None if call.is_causal else call.mask
+    return attention(q, k, v, keep, call.is_causal, call.scale, Hiding(*hiding))
+
+
+def _hide(s: Tensor, hidden: Tensor, own: bool) -> Tensor:
+    """The scores with what is hidden far below all others: a finite number, because a row without any key must not
+    become NaN, nor its gradient."""
+    if own and _adds(s) and hidden.is_contiguous():
+        # softmax gives these places no weight and no gradient, so an addition will do, whose backward is free
+        return s.add_(hidden.view(torch.uint8), alpha=HIDE)
+    return s.masked_fill(hidden, torch.finfo(s.dtype).min)
+
+
+def _adds(t: Tensor) -> bool:
+    """Whether `HIDE` can be added to scores of this dtype, outside a graph, which makes one loop of it anyway."""
+    return t.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
+
+
+def _merge(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor | None:
+    """What the model allows less what the regularizers hide; None: everything is visible."""
+    maskers = [r for r in regularizers if "mask" in r.stages]
+    hidden = [h for r in maskers if (h := r.mask(q, k, call)) is not None]
+    if not hidden:
+        return call.keep
+    keys, rows = k.shape[-2], q.shape[0] * q.shape[1] * q.shape[2]
+    # a model's own mask leaves some rows few keys to lose; how few is not known without looking
+    guard = call.keep is not None or may_empty([r.hiding_rate() for r in maskers], keys, rows)
+    return keep_keys(call.keep, hidden, keys, guard=guard)
+
+
+def _chunk_rows(call: Call) -> int:
+    batch, heads, queries, keys = call.shape
+    rows = max(1, CHUNK // max(1, batch * heads * keys))
+    return max(rows, -(-queries // COMPILED_CHUNKS)) if torch.compiler.is_compiling() else rows
+
+
+def _chunk(call: Call, rows: slice) -> Call:
+    """The call as the queries in `rows` see it."""
+
+    def cut(t: Tensor | None) -> Tensor | None:
+        return t if t is None or t.shape[-2] == 1 else t[..., rows, :]
+
+    return dataclasses.replace(call, rows=rows, mask=cut(call.mask), bias=cut(call.bias))

@@ -1,0 +1,121 @@
+"""Checking the names in a trial before anything runs: data set and its options, model and its arguments, methods."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+from dampen.lab.config.methods_text import OBJECT, check_methods
+from dampen.lab.config.schema import unknown_keys
+from dampen.lab.config.trial import TrialSpec
+from dampen.names import nearest
+
+COMMON_DATA = (
+    "name",
+    "partial",
+    "split_seed",
+    "train_fraction",
+    "limit",
+    "augment",
+    "source",
+    "fingerprint",
+    "code",
+    "folds",
+)
+
+
+def check_trial(trial: TrialSpec, path: str = "") -> list[str]:
+    """Every problem with the names of a trial, each with the nearest known one."""
+    if trial.function is not None:
+        return check_methods([m for m in trial.methods if OBJECT not in m], f"{path}methods")
+    problems = [
+        *check_data(trial.data, f"{path}data."),
+        *check_model(trial.model, f"{path}model."),
+        *check_methods(trial.methods, f"{path}methods"),
+    ]
+    if trial.model["name"] == "mae":
+        problems += _check_images(trial.data["name"], path)
+    first = trial.pretraining()
+    return problems + (check_trial(first, f"{path}pretrain.") if first is not None and not problems else [])
+
+
+def _check_images(name: str, path: str) -> list[str]:
+    from dampen.lab.data import DATASETS
+
+    if name not in DATASETS or DATASETS[name].task == "image":
+        return []
+    return [f"{path}model.name: 'mae' guesses images; {name!r} is a data set for {DATASETS[name].task}"]
+
+
+def check_data(data: dict[str, Any], path: str) -> list[str]:
+    """Problems of the data section."""
+    from dampen.lab.data import DATASETS, options
+
+    if data["name"] not in DATASETS:
+        return [f"{path}name: unknown data set {data['name']!r}{nearest(data['name'], DATASETS)}"]
+    problems = unknown_keys(data, [*COMMON_DATA, *options(data["name"])], path)
+    drawn, folds = data.get("split_seed", 0), data.get("folds")
+    if drawn != "seed" and (not isinstance(drawn, int) or isinstance(drawn, bool)):
+        problems.append(f"{path}split_seed: a whole number, or 'seed' to draw anew for each seed, got {drawn!r}")
+    if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool) or folds < 2):
+        problems.append(f"{path}folds: a whole number from 2, got {folds!r}")
+    return problems + _check_augment(data.get("augment"), DATASETS[data["name"]].task, f"{path}augment")
+
+
+def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
+    from dampen.lab.data import AUGMENTATIONS
+
+    items = [] if not chosen else chosen if isinstance(chosen, list) else [chosen]
+    problems = []
+    for item in items:
+        name = item.get("name") if isinstance(item, dict) else item
+        if not isinstance(name, str):
+            problems.append(f'{path}: expected names or tables such as {{ name = "flip" }}, got {item!r}')
+            continue
+        if name not in AUGMENTATIONS:
+            problems.append(f"{path}: unknown augmentation {name!r}{nearest(name, AUGMENTATIONS)}")
+            continue
+        kind = AUGMENTATIONS[name]
+        if task not in kind.tasks:
+            problems.append(f"{path}: {name!r} is for {' and '.join(kind.tasks)} tasks, this set is {task}")
+        if isinstance(item, dict):
+            problems += unknown_keys(item, ["name", *(f.name for f in fields(kind))], f"{path}.{name}.")
+    return problems
+
+
+def check_model(model: dict[str, Any], path: str) -> list[str]:
+    """Problems of the model section. timm's own arguments are left to timm, which takes any."""
+    from dampen.models import MODELS
+
+    name = model["name"]
+    if name.startswith("timm/"):
+        return _check_timm(name.removeprefix("timm/"), path)
+    if name.startswith("hf/") or ".py:" in name:  # the user's own: found and hashed when the comparison was planned
+        known = "fingerprint" if name.startswith("hf/") else "code"
+        return [] if known in model else [f"{path}{known}: missing; say --model {name} to dampen compare"]
+    if name not in MODELS:
+        return [f"{path}name: unknown model {name!r}{nearest(name, [*MODELS, 'timm/<name>'])}"]
+    return unknown_keys(model, ["name", *inspect.signature(MODELS[name]).parameters], path)
+
+
+def _check_timm(name: str, path: str) -> list[str]:
+    from dampen._torch import cure_torchvision
+
+    cure_torchvision()
+    try:
+        import timm
+    except ImportError:
+        return [f"{path}name: timm/{name} needs timm; run: pip install 'dampen[timm]'"]
+    return [] if timm.is_model(name) else [f"{path}name: timm has no model {name!r}{nearest(name, timm.list_models())}"]
+
+
+def task_of(data: str, model: str) -> str:
+    """What a model is trained for on a data set: the set's own task, but a masked autoencoder reconstructs.
+
+    >>> task_of("digits", "vit"), task_of("digits", "mae")
+    ('image', 'reconstruction')
+    """
+    from dampen.lab.data import DATASETS
+
+    return "reconstruction" if model == "mae" else DATASETS[data].task

@@ -1,0 +1,122 @@
+"""Examples with one class each, from any source: how they are split, and the split that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dampen.lab.data.dataset import Batch, Split
+from dampen.lab.data.errors import DamagedData
+from dampen.lab.data.images import TEST_SEED
+from dampen.lab.data.stratified import limited, stratified, train_and_valid
+
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which examples of which given part train, validate and test, and in words what was drawn."""
+
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+    valid_from: str  # 'train' or 'valid': the part that the validation rows count in
+    test_from: str
+    departures: list[str]
+
+
+def split_rows(
+    labels: Mapping[str, Tensor],
+    *,
+    seed: int,
+    train_fraction: float,
+    limit: int | None,
+    test_fraction: float,
+    test_limit: int | None,
+) -> Rows:
+    """Keep the parts that are there; draw by class what is missing, the test part the same for every run."""
+    pool, departures = torch.arange(len(labels["train"])), list[str]()
+    test_from = "test" if "test" in labels else "train"
+    if test_from == "test":
+        test = torch.arange(len(labels["test"]))
+    else:
+        test, pool = stratified(labels["train"], test_fraction, TEST_SEED)
+        departures.append(f"no test part: a fixed draw by class of {len(test)} examples serves as test")
+    if "valid" in labels:
+        valid = torch.arange(len(labels["valid"]))
+        kept, cut = limited(labels["train"][pool].numpy(), limit, seed)
+        train = pool[kept]
+    else:
+        drawn, held, cut = train_and_valid(labels["train"][pool], train_fraction, seed, limit)
+        train, valid = pool[drawn], pool[held]
+    chosen, test_cut = limited(labels[test_from][test].numpy(), test_limit, TEST_SEED)
+    if test_cut:
+        departures.append(f"only {len(chosen)} of {len(test)} test examples were used (test_limit={test_limit})")
+    valid_from = "valid" if "valid" in labels else "train"
+    return Rows(train, valid, test[chosen], valid_from, test_from, departures + cut)
+
+
+def class_numbers(labels: Mapping[str, Sequence[Any]], where: str) -> tuple[list[str], dict[str, Tensor]]:
+    """The classes of the training part, sorted (numbers as numbers), and each part's labels as their places in it."""
+    names = sorted({_name(v) for v in labels["train"]}, key=lambda n: (not n.lstrip("-").isdigit(), _order(n)))
+    place = {name: i for i, name in enumerate(names)}
+    numbered = {}
+    for part, values in labels.items():
+        unknown = sorted({_name(v) for v in values} - set(place))
+        if unknown:
+            raise DamagedData(f"{where}: the {part} part has classes that the training part lacks: {unknown[:5]}.")
+        numbered[part] = torch.tensor([place[_name(v)] for v in values])
+    if len(names) < 2:
+        raise DamagedData(f"{where}: all examples are of one class, {names}; say which column is the label.")
+    return names, numbered
+
+
+def _name(value: Any) -> str:
+    value = value.item() if hasattr(value, "item") else value
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _order(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.lstrip("-").isdigit() else (0, name)
+
+
+class ArraySplit(Split):
+    """Float inputs of one shape each, already normalized: `inputs` is a tuple of tensors with one row per example."""
+
+    def __init__(self, inputs: tuple[Tensor, ...], labels: Tensor):
+        if any(len(x) != len(labels) for x in inputs):
+            sizes = [len(x) for x in inputs]
+            raise ValueError(f"Inputs and labels must match one to one: got {sizes} and {len(labels)}.")
+        self.inputs, self.labels = inputs, labels.long()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def gather(self, indices: Tensor) -> Batch:
+        return {"inputs": tuple(x[indices] for x in self.inputs), "target": self.labels[indices]}
+
+
+class TokenSplit(Split):
+    """Texts as token numbers with one class each: `inputs = (ids, padding)`, and `types` third where texts are pairs.
+
+    A batch is cut to its longest text, rounded up to a multiple of 8; `padding` is True where there is none.
+    """
+
+    def __init__(self, ids: Tensor, lengths: Tensor, labels: Tensor, types: Tensor | None = None, multiple: int = 8):
+        self.ids, self.lengths, self.labels, self.types, self.multiple = ids, lengths, labels.long(), types, multiple
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def gather(self, indices: Tensor) -> Batch:
+        lengths = self.lengths[indices]
+        longest = -(-int(lengths.max()) // self.multiple) * self.multiple
+        longest = min(longest, self.ids.shape[1])
+        ids = self.ids[indices, :longest].long()
+        padding = torch.arange(longest) >= lengths[:, None]
+        types = () if self.types is None else (self.types[indices, :longest].long(),)
+        return {"inputs": (ids, padding, *types), "target": self.labels[indices]}

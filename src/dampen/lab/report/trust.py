@@ -1,0 +1,139 @@
+"""How far to trust a table: what it could have shown, what kind of test it was, and what speaks against it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from dampen.lab.records.recorded import RecordedTrial
+from dampen.lab.records.stats import FEWEST, POWER
+from dampen.lab.records.table import Entry, ResultTable
+from dampen.lab.records.verdict import KINDS
+from dampen.lab.report.names import listed, plural
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A headline and what stands behind it, in sentences."""
+
+    headline: str
+    details: list[str]
+    tone: str = "plain"  # good, plain, caution: how a page may color it
+
+
+def shared_seeds(entry: Entry) -> int:
+    """How many seeds the row shares with its reference."""
+    return entry.comparison.n if entry.comparison else 0
+
+
+def trust(table: ResultTable) -> Answer:
+    """What the table could have shown, and every reason against it. Failed rows say so themselves and count here only
+    where runs are missing from means."""
+    compared = table.compared()
+    tested = [e for e in compared if e.comparison and e.comparison.p is not None]
+    decided = [e for e in tested if e.verdict != "not decided"]
+    against = _reservations(table)
+    basis = _basis(table, tested)
+    if not tested:
+        count = max((shared_seeds(e) for e in compared), default=0)
+        what = f"Little: {plural(count, 'shared seed')}" if compared else "Nothing to test against"
+        return Answer(what, [*basis, *against, *noise(table)], "caution")
+    if len(decided) == len(compared):
+        headline, tone = (
+            f"Well founded: {'all ' if len(compared) > 1 else ''}{plural(len(compared), 'row')} decided",
+            "good",
+        )
+    elif len(decided) >= len(compared) / 2:
+        headline, tone = f"Good: {len(decided)} of {plural(len(compared), 'row')} decided", "good"
+    else:
+        headline, tone = f"Weak: {len(decided)} of {plural(len(compared), 'row')} decided", "caution"
+    if against:
+        headline, tone = f"{headline}, with reservations", "plain" if tone == "good" else tone
+    return Answer(headline, [*_power(table, tested), *basis, *against, *noise(table)], tone)
+
+
+def smallest_difference(table: ResultTable) -> float:
+    """The difference that the middle row of this table shows with power 0.8; NaN where nothing was tested."""
+    found = [e.comparison.detectable for e in table.compared() if e.comparison and e.comparison.n >= FEWEST]
+    return statistics.median(found) if found else math.nan
+
+
+def _power(table: ResultTable, tested: list[Entry]) -> list[str]:
+    smallest, metric = smallest_difference(table), table.metric
+    fewest, most = min(map(shared_seeds, tested)), max(map(shared_seeds, tested))
+    seeds = plural(most, "seed") if fewest == most else f"{fewest} to {most} seeds"
+    told = f"With {seeds} and this spread, a true difference of about {smallest:.{metric.digits}f}{metric.points} "
+    told += f"would be shown in {100 * POWER:.0f} of 100 such tables"
+    told += f"; what matters is {table.margin:g}{metric.points} (the margin)." if table.margin else "."
+    return [told]
+
+
+def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
+    test = KINDS["sequential" if table.study.test == "sequential" else "fixed"]
+    told = (
+        [f"{test[0].upper()}{test[1:]}; corrected for {plural(len(table.compared()), 'row')} by Holm."]
+        if tested
+        else []
+    )
+    return [*told, tuned(table), "Settings and epoch chosen on validation, the test set used once."]
+
+
+def tuned(table: ResultTable) -> str:
+    """Whether each row had its settings searched, in a sentence."""
+    search = table.study.search
+    if search:
+        seeds = f" on tuning seeds {listed([str(s) for s in search['seeds']])}" if search.get("seeds") else ""
+        return f"Settings were tuned: {search.get('trials', '?')} trials for every row{seeds}, scored on validation."
+    most = max((len(row.cells) for row in table.study.rows), default=1)
+    if most > 1 and not table.study.show_all:
+        return f"Each row is shown at the best of its grid points (up to {most}) on validation."
+    return "Settings were not tuned: a row stands for the one setting it names."
+
+
+def noise(table: ResultTable) -> list[str]:
+    """What seeds vary and what they do not: the test set is one draw, the same in every run."""
+    finals = [r.final for r in table.study.runs() if r.final and r.status == "finished"]
+    counts = {f.data.get("examples", {}).get("test") for f in finals} - {None}
+    told = "Seeds vary initial weights, order of batches and, where the data set leaves it open, the split into "
+    told += "training and validation; the test set is the same in every run"
+    reference, metric = table.main_reference, table.metric
+    if len(counts) == 1 and metric.noisy_by_count and reference and reference.summary.n:
+        (count,), share = counts, reference.summary.mean / metric.scale
+        error = metric.scale * math.sqrt(max(0.0, share * (1 - share)) / count)
+        told += f": its {count:,} examples alone leave a standard error of {error:.2f}{metric.points} on any "
+        told += f"{metric.label}, "
+        told += "which no number of seeds removes (rows share it, so differences suffer less)"
+    return [f"{told}."]
+
+
+def _reservations(table: ResultTable) -> list[str]:
+    study, against = table.study, []
+    some = [e for e in table.entries if e.summary.n]
+    diverged = sum(e.diverged for e in some)
+    if diverged:
+        verb = "is" if diverged == 1 else "are"
+        against.append(f"{plural(diverged, 'run')} of rows with results diverged and {verb} not in the means.")
+    unfinished = sum(e.unfinished for e in table.entries if e.verdict != "failed")
+    if unfinished:
+        against.append(f"{unfinished} of {study.planned()} planned runs not finished.")
+    against += _mixed(study.runs())
+    if any(r.final and r.final.data.get("partial") for r in study.runs()):
+        against.append("The copy of the data set is not complete.")
+    return against
+
+
+def _mixed(runs: list[RecordedTrial]) -> list[str]:
+    """Differences between the places where the runs were made."""
+    last = [r.sessions[-1] for r in runs if r.sessions]
+    told = []
+    machines = {(s.get("cpu"), s.get("device"), s.get("threads")) for s in last}
+    if len(machines) > 1:
+        told.append(f"Runs come from {len(machines)} different machines or thread counts.")
+    versions = {(s.get("packages", {}).get("torch"), s.get("packages", {}).get("dampen")) for s in last}
+    if len(versions) > 1:
+        told.append(f"Runs come from {len(versions)} different versions of torch or dampen.")
+    commits = {s.get("commit") for s in last if s.get("commit")}
+    if len(commits) > 1:
+        told.append(f"Runs come from {len(commits)} different commits.")
+    return told

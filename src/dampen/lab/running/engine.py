@@ -1,0 +1,98 @@
+"""Engines run independent trials somewhere. Every engine takes the same jobs and leaves the same records.
+
+`local` (local.py) uses processes of this machine. Another engine is one more file with a class that has `run`, and one
+more line in `ENGINES`; or a package's own, by the entry point `dampen.engines`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from dampen.extensions import from_packages
+from dampen.lab.config.trial import TrialSpec
+from dampen.lab.errors import ConfigError, DiskFull, Diverged, Interrupted, Locked, portable
+from dampen.lab.files import write_json
+from dampen.lab.records.record import Record
+from dampen.names import nearest
+
+if TYPE_CHECKING:
+    from dampen.lab.training.state import Execution
+
+ENGINES = {"local": "dampen.lab.running.local:LocalEngine", "ray": "dampen.lab.running.ray_engine:RayEngine"}
+Status = Literal["finished", "diverged", "failed", "no data", "locked", "disk full", "interrupted", "waiting"]
+FATAL = ("no data", "disk full")
+"""What would stop every other trial too: an engine hands out no more of them."""
+Report = Callable[[str, dict[str, Any]], None]
+"""Receives (trial id, event) in the process that called `run`."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trial and the folder it belongs to."""
+
+    trial: TrialSpec
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    status: Status
+    result: dict[str, Any] | None = None
+    message: str = ""
+
+
+class Engine(Protocol):
+    """What an engine must do."""
+
+    def run(self, jobs: Sequence[Job], execution: Execution, report: Report) -> dict[str, Outcome]:
+        """Run the jobs and return the outcome of each by trial id. KeyboardInterrupt stops at the next step of each
+        running trial, after its checkpoint, and returns what there is."""
+        ...
+
+
+def make_engine(name: str, **options: Any) -> Engine:
+    """An engine by name."""
+    offered = from_packages("dampen.engines")
+    if name not in ENGINES and name not in offered:
+        raise ConfigError("--engine", [f"unknown engine {name!r}{nearest(name, [*ENGINES, *offered])}"])
+    if name in offered:
+        return cast(Engine, offered[name](**options))
+    module, cls = ENGINES[name].split(":")
+    return cast(Engine, getattr(importlib.import_module(module), cls)(**options))
+
+
+def run_job(
+    job: Job, execution: Execution, report: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
+) -> Outcome:
+    """Run one job in this process and turn whatever happens into an outcome; engines call it in their workers."""
+    from dampen.lab.data.errors import DamagedData, IncompleteData, MissingData
+    from dampen.lab.training.train import run_trial
+
+    (job.folder / "error.json").unlink(missing_ok=True)  # of an earlier attempt
+    try:
+        return Outcome("finished", run_trial(job.trial, job.folder, execution, report, stop))
+    except Diverged as error:
+        return Outcome("diverged", Record(job.folder).final(), str(error))
+    except Interrupted as error:
+        return Outcome("interrupted", None, str(error))
+    except Locked as error:
+        return Outcome("locked", None, str(error))
+    except (MissingData, IncompleteData, DamagedData) as error:
+        return Outcome("no data", None, str(error))
+    except DiskFull as error:
+        return Outcome("disk full", None, str(error))
+    except Exception as error:  # a worker outlives any failure of a trial; the outcome carries it
+        told = portable(error)
+        notes = getattr(told, "__notes__", [])
+        try:
+            if job.folder.is_dir():
+                write_json(job.folder / "error.json", {"message": str(told), "traceback": "".join(notes)})
+        except DiskFull as full:
+            return Outcome("disk full", None, f"{full} Before that: {told}")
+        return Outcome("failed", None, f"{type(told).__name__}: {told}" if not str(told) else str(told))

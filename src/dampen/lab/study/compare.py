@@ -1,0 +1,167 @@
+"""`dampen.compare`: which method is worth it in your own training, in one call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dampen.lab.config.trial import TrialSpec
+from dampen.lab.errors import ConfigError, Interrupted, LabError
+from dampen.lab.running.racing import race_plan, seconds
+from dampen.lab.running.runner import RunResult, run_plan
+from dampen.lab.running.search import search
+from dampen.lab.study.asked import Asked, ask_own
+from dampen.lab.study.kept import save_function
+from dampen.lab.study.preflight import check_rows
+from dampen.lab.study.progress import view_of
+from dampen.lab.study.rows import PLAIN
+from dampen.lab.study.study import Study
+from dampen.lab.training.function import as_function, being_read, function_in_file
+from dampen.lab.training.state import Execution
+
+
+def compare(
+    train: Callable[[Any], Mapping[str, Any]] | str | None = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    methods: Any,
+    seeds: int | Sequence[int] = 8,
+    reference: str = PLAIN,
+    metric: str | Sequence[str] | None = None,
+    margin: float | None = None,
+    params: Mapping[str, Any] | None = None,
+    tune: int = 0,
+    until_decided: bool = False,
+    budget: str | float | None = None,
+    engine: str = "local",
+    address: str | None = None,
+    workers: int | None = None,
+    threads: int | None = None,
+    folder: Path | str | None = None,
+    resume: bool = True,
+    progress: bool = True,
+    same_code: bool = False,
+    loggers: Sequence[str] = (),
+) -> Study:
+    """Compare methods in one's own training, or in the lab's with one's own model and data.
+
+    Args:
+        train: a function of a `dampen.Trial` that trains and returns test metrics, or `"train.py:train"`.
+        model, data: for the lab's own trainer instead: names, paths, or functions.
+        methods: the rows: text, a regularizer, a list of them, or names for these; see `dampen.lab.study.rows`.
+        seeds: how many, or which. The same seed gives every row the same initial weights and order of batches.
+        reference: the row that the others are compared with; `"plain"` is added where it is not there.
+        metric: the test metric to judge by, as in `"f1"` or `"rmse:min"`; default: the first that comes back.
+        margin: the smallest difference that matters, in the unit of the table.
+        params: what the function reads from `trial.params`.
+        tune: trials per row of a search over strengths and numeric parameters first, on validation.
+        until_decided: add seeds until every row is decided; `budget` (such as "30m") ends it earlier.
+        engine, address, workers, threads: where trials run; see `dampen compare --help`.
+        folder: where records go; default: a folder below `runs` that follows from function and parameters.
+        resume: keep what is recorded there and go on with what was cut off.
+        progress: show it.
+        same_code: count records of an older version of the code.
+        loggers: "tensorboard", "wandb", or what other packages bring, told beside the record.
+    """
+    if being_read() is not None:
+        raise LabError(
+            f"dampen.compare was called while {being_read()} was being imported for its training function. Put the "
+            'call under `if __name__ == "__main__":`.'
+        )
+    if (train is None) == (model is None and data is None):
+        raise ConfigError("The comparison", ["say either train=, your own function, or data= (and model=)"])
+    if train is None:
+        from dampen.lab.study.parts import ask_parts
+
+        asked = ask_parts(
+            model, data, methods, seeds, reference=reference, metric=metric, params=params, folder=folder, resume=resume
+        )
+    else:
+        function = function_in_file(train) if isinstance(train, str) else as_function(train)
+        asked = ask_own(
+            function,
+            methods,
+            seeds,
+            reference=reference,
+            metric=metric,
+            params=params,
+            folder=folder,
+            resume=resume,
+            same_code=same_code,
+        )
+    if asked.remark and progress:
+        print(asked.remark, file=sys.stderr)
+    settings: dict[str, Any] = {"engine": engine, "address": address, "workers": workers, "threads": threads}
+    settings |= {"progress": progress, "loggers": tuple(loggers)}
+    study = Study(asked.folder, asked.plan, asked.function, asked.parts, settings)
+    _start(study, asked, tune, until_decided, budget, margin)
+    return study
+
+
+def _start(
+    study: Study, asked: Asked, tune: int, until_decided: bool, budget: str | float | None, margin: float | None
+) -> None:
+    until_decided = until_decided or budget is not None  # a budget is for as many seeds as it takes
+    if tune:
+        _tune(study, asked, tune)
+    if margin is not None:
+        study.plan.header["margin"] = margin
+    check_rows(study.plan, study.folder, Execution(function=study.function, parts=study.parts))
+    if not until_decided:
+        run(study, {}, **study.settings)
+        return
+
+    def train(trials: list[TrialSpec]) -> bool:
+        return run(study, {}, trials, **study.settings).exit_code != 130
+
+    study.race = race_plan(study.plan, study.folder, train, margin=margin, budget=seconds(budget) if budget else None)
+    if study.settings["progress"]:
+        print(study.race.told(), file=sys.stderr)
+
+
+def _tune(study: Study, asked: Asked, trials: int) -> None:
+    """Choose strengths (and the learning rate) of every row on validation first; the study goes on with the best."""
+    study.folder = study.folder.with_name(f"{study.folder.name}-tuned")
+    execution = Execution(threads=study.settings["threads"], function=asked.function, parts=asked.parts)
+    show = (lambda line: print(f"search: {line}", file=sys.stderr)) if study.settings["progress"] else lambda line: None
+    where = {"workers": study.settings["workers"], "settings": asked.settings, "report": show}
+    study.plan = search(asked.recipe, study.folder, execution, trials, **where)
+
+
+def run(
+    study: Study,
+    objects: Mapping[str, bytes],
+    chosen: list[TrialSpec] | None = None,
+    *,
+    engine: str = "local",
+    address: str | None = None,
+    workers: int | None = None,
+    threads: int | None = None,
+    progress: bool = True,
+    loggers: tuple[str, ...] = (),
+) -> RunResult:
+    """Run what is missing of a study's plan; raise where nothing came out of it."""
+    plan, folder = study.plan, study.folder
+    if study.function is not None:
+        names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
+        study.function = replace(study.function, rows=names, objects={**study.function.objects, **objects})
+        folder.mkdir(parents=True, exist_ok=True)
+        save_function(study.function, folder)
+    execution = Execution(
+        threads=threads, function=study.function, parts=study.parts, keep_weights=False, loggers=loggers
+    )
+    options: dict[str, Any] = {"engine": engine, "workers": workers}
+    options |= {"address": address} if engine == "ray" else {}
+    trials = plan.chosen() if chosen is None else chosen
+    with view_of(study, trials, progress) as view:
+        result = run_plan(plan, folder, trials, execution, view, retry=False, **options)
+    if result.exit_code == 130:
+        raise Interrupted(f"Stopped; what was recorded is in {folder}. The same call goes on from there.")
+    if not any(o.status == "finished" for o in result.outcomes.values()):
+        told = "\n".join(result.messages()) or "no trial finished"
+        raise LabError(f"No trial of {folder} came to an end:\n{told}")
+    return result

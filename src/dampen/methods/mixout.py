@@ -1,0 +1,173 @@
+"""Mixout: drop towards the pre-trained weights, and its closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from dampen.formulas.explicit.layer import fit, map_penalty, sequence_first
+from dampen.formulas.explicit.precision import as_wide, no_autocast
+from dampen.masks import drop
+from dampen.methods.drop_connect import GROUPS, check_targets
+from dampen.regularizer import Call, LinearCall, Regularizer, UnsupportedModel
+from dampen.schedules import Value
+from dampen.sockets.roles import weight_of
+
+PROJECTIONS = frozenset({"q", "k", "v", "qkv", "kv"})
+
+
+class FromStart(Regularizer):
+    """What both methods share: the weights U that the chosen maps had when the method was attached.
+
+    U is kept as parameters that need no gradient, beside the layer's own: so FSDP shards it with W, the optimizer
+    leaves it alone, the model's state_dict has nothing of it and the handle's has.
+    """
+
+    def __init__(self, rate: Value, targets: str | Sequence[str]) -> None:
+        super().__init__()
+        self.scheduled("rate", rate)
+        self.roles = check_targets(targets, type(self).__name__)
+
+    def check_layer(self, roles: set[str], where: str) -> None:
+        super().check_layer(roles, where)
+        adapted = sorted(r for r in self.roles if f"lora_{r}" in roles)
+        if adapted:
+            raise UnsupportedModel(
+                f"{type(self).__name__}: the map {adapted[0]} at '{where}' is frozen under a LoRA adapter, so it never "
+                "leaves its pre-trained weight and there is nothing to mix. Use it when all weights are trained, or "
+                "leave these maps out with targets=."
+            )
+
+    def prepare(self, model: nn.Module) -> None:
+        for i, (module, role) in enumerate(self.linears):
+            if role in self.roles:
+                self._keep(f"start_{i}", weight_of(module), role)
+        for i, module in enumerate(self.neighbors):
+            if isinstance(module, nn.MultiheadAttention):
+                for role, weight in zip("qkv", _in_projections(module), strict=True):
+                    if role in self.roles:
+                        self._keep(f"start_{role}_{i}", weight, role)
+
+    def _keep(self, name: str, weight: Tensor, role: str) -> None:
+        if weight.is_meta or not weight.is_floating_point():
+            state = "has no values yet (meta)" if weight.is_meta else f"is stored as {weight.dtype}"
+            raise UnsupportedModel(
+                f"{type(self).__name__} keeps the weights that the model starts from, but the map {role} at "
+                f"'{self.site.name if self.site else ''}' {state}. Load the pre-trained weights first, in a floating "
+                "dtype, and regularize then."
+            )
+        self.register_parameter(name, nn.Parameter(weight.detach().clone(), requires_grad=False))
+
+    def distance(self, call: LinearCall) -> Tensor:
+        """W - U of the map that a call is about."""
+        for i, (module, _) in enumerate(self.linears):
+            if module is call.module:
+                return call.weight - getattr(self, f"start_{i}")
+        for i, module in enumerate(self.neighbors):
+            if module is call.module:
+                return call.weight - getattr(self, f"start_{call.role}_{i}")
+        raise RuntimeError(
+            f"{type(self).__name__} has no starting weight of the map {call.role}: attach it with dampen.regularize."
+        )
+
+    def extra_repr(self) -> str:
+        named = next((name for name, roles in GROUPS.items() if set(roles) == self.roles), " ".join(sorted(self.roles)))
+        return f"{super().extra_repr()}, targets={named}"
+
+
+class Mixout(FromStart):
+    """Put random weights back to their pre-trained values, one mask per forward: Mixout (arXiv 1909.11299).
+
+    W_used = U + (1 - m) * (W - U) / (1 - p), m ~ Bernoulli(p) per weight, U the weights at the moment of `regularize`:
+    DropConnect on the difference, so that E[W_used] = W and a model that has not moved yet is not disturbed. It is
+    computed as W + ((1 - m) / (1 - p) - 1) (W - U), which rounds the difference and not W.
+
+    Load the pre-trained weights before `regularize`. U costs the memory of the chosen weights once more; it is saved
+    in `reg.state_dict()`, so that a resumed run knows where it started. Departure: biases and embeddings are not mixed.
+
+    Args:
+        rate: probability to put a weight back. The paper takes 0.7 to 0.9 for fine-tuning BERT.
+        targets: which maps: "all" (default), "ffn", "attention", or roles among q, k, v, qkv, kv, out, ffn_in, ffn_out.
+
+    >>> from dampen import Mixout
+    >>> Mixout(0.7, targets="attention")
+    Mixout(rate=0.7, targets=attention)
+    """
+
+    rate: Tensor
+
+    def __init__(self, rate: Value = 0.7, targets: str | Sequence[str] = "all") -> None:
+        super().__init__(rate, targets)
+
+    def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
+        moved = self.distance(call)
+        return x, weight + (drop(moved, self.rate) - moved)
+
+
+class ExplicitMixout(FromStart):
+    """The expectation of Mixout (arXiv 1909.11299) as a penalty: weight decay towards the pre-trained weights, each
+    column weighted by the power of its feature.
+
+    J = 1/2 p / (1 - p) sum_j (mean_i x_ij^2) (sum_o (W - U)_oj^2), the mean over valid tokens: half the expected
+    squared change of a map's output under Mixout, which has no bias part because E[W_used] = W. Derived as Explicit
+    Dropout (arXiv 2604.20505) is from dropout. Deterministic; nothing of the size of a weight is drawn.
+
+    Args:
+        weight: the penalty's factor; a number, a schedule or one value per layer.
+        rate: p of the Mixout that it stands for.
+        targets: as for `Mixout`.
+        detach_inputs: gradients go to the weights alone, not to the activations.
+
+    >>> from dampen import ExplicitMixout
+    >>> ExplicitMixout(0.1)
+    ExplicitMixout(rate=0.7, weight=0.1, targets=all)
+    """
+
+    stochastic = False
+    needs_valid = True
+    rate: Tensor
+    weight: Tensor
+
+    def __init__(
+        self,
+        weight: Value = 1.0,
+        rate: Value = 0.7,
+        targets: str | Sequence[str] = "all",
+        detach_inputs: bool = False,
+    ) -> None:
+        super().__init__(rate, targets)
+        self.scheduled("weight", weight, high=math.inf)
+        self.detach_inputs = detach_inputs
+        wanted = {"qkv": bool(self.roles & PROJECTIONS), "product": bool(self.roles - PROJECTIONS)}
+        self.stages = frozenset(stage for stage, on in wanted.items() if on)
+
+    def product(self, y: Tensor, call: LinearCall) -> Tensor:
+        """The maps after attention, where padding is known: out and the feed-forward."""
+        if call.role not in PROJECTIONS:
+            self._penalize(call, sequence_first(self.neighbors) and call.role.startswith("ffn"))
+        return y
+
+    def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """The projections: the model's mask is known here."""
+        for role, linear in call.maps.items():
+            if role in self.roles & PROJECTIONS:
+                valid = call.valid if role in ("q", "qkv") else call.valid_keys
+                tokens = linear.input.shape[-2]
+                self._penalize(dataclasses.replace(linear, valid=fit(valid, tokens, call)), False)
+        return q, k, v
+
+    def _penalize(self, call: LinearCall, swapped: bool) -> None:
+        x = call.input.detach() if self.detach_inputs else call.input
+        with no_autocast(x.device.type):
+            moved = dataclasses.replace(call, input=x, weight=self.distance(call), output=None, bias=None)
+            value = map_penalty(moved, as_wide(self.rate, x), "inverted", "mean", swapped=swapped and x.ndim == 3)
+            self.penalize(self.weight * value)
+
+
+def _in_projections(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:
+    if module._qkv_same_embed_dim:
+        return module.in_proj_weight.chunk(3)
+    return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight

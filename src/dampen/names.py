@@ -1,0 +1,41 @@
+"""Names: the stages, how a class is called in the registry, and the nearest known word for a wrong one.
+
+No torch here, so that the command can list, show and complain without waiting for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+MODEL_STAGES = ("inputs", "embeddings", "outputs")
+BLOCK_STAGES = ("tokens", "branch", "block")
+LINEAR_STAGES = ("operands", "product")
+ATTENTION_STAGES = ("qkv", "mask", "logits", "probs", "heads")
+STAGES = ("inputs", "embeddings", "tokens", *LINEAR_STAGES, *ATTENTION_STAGES, "branch", "block", "outputs")
+"""All of them, in the order in which the data meets them."""
+MATRIX_STAGES = ("logits", "probs")
+"""Those that need the N x M matrix of scores or weights, so that no fused kernel can run."""
+
+
+def snake_case(name: str) -> str:
+    """The registry name of a class.
+
+    >>> snake_case("DropKey"), snake_case("RDrop")
+    ('drop_key', 'r_drop')
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """'; did you mean X?', or else what is known.
+
+    >>> nearest("learning_rte", ["learning_rate", "epochs"])
+    "; did you mean 'learning_rate'?"
+    >>> nearest("zzz", ["lr", "epochs"])
+    '; known: epochs, lr'
+    """
+    words = list(known)
+    close = difflib.get_close_matches(str(word), words, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(words))}"

@@ -1,0 +1,349 @@
+// The kernels of dampen.native: random masks, inverted dropout, and attention that hides keys on the way.
+//
+// Plain C functions on raw pointers, called through ctypes: no header of torch, so it compiles in seconds and needs no
+// particular version. The products of large matrices are done by the sgemm that libtorch brings, given at start.
+//
+// Letters: B batch, H heads, G key heads, N queries, M keys, D channels of a query, E channels of a value.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+using i64 = std::int64_t;
+using u64 = std::uint64_t;
+using u32 = std::uint32_t;
+using u16 = std::uint16_t;
+using u8 = std::uint8_t;
+
+using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
+                      const int*, const float*, const int*, const float*, float*, const int*);
+Gemm sgemm = nullptr;
+
+// C (m x n) = alpha op(A) op(B) + beta C, column-major as in BLAS
+void multiply(char ta, char tb, int m, int n, int k, float alpha, const float* a, i64 lda, const float* b, i64 ldb,
+              float beta, float* c, i64 ldc) {
+  const int la = (int)lda, lb = (int)ldb, lc = (int)ldc;
+  sgemm(&ta, &tb, &m, &n, &k, &alpha, a, &la, b, &lb, &beta, c, &lc);
+}
+
+// --- random numbers: Philox4x32-10 (Salmon et al., SC 2011), a function of (seed, stream, slab, index) alone ----------
+
+constexpr int LANES = 16, CHUNK = 8 * LANES;  // a chunk is 128 draws of 16 bits
+
+// the draws of one chunk: draw[128] for counters (chunk * 16 + lane, slab, stream)
+void philox_chunk(u64 seed, u32 stream, u64 slab, u64 chunk, u16* draw) {
+  u32 a[LANES], b[LANES], c[LANES], d[LANES];
+  for (int l = 0; l < LANES; l++) {
+    const u64 counter = chunk * LANES + l;
+    a[l] = (u32)counter;
+    b[l] = (u32)(counter >> 32) ^ (stream << 24);
+    c[l] = (u32)slab;
+    d[l] = (u32)(slab >> 32);
+  }
+  u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
+  for (int round = 0; round < 10; round++) {
+#pragma omp simd
+    for (int l = 0; l < LANES; l++) {
+      const u64 p = (u64)0xD2511F53u * a[l], q = (u64)0xCD9E8D57u * c[l];
+      const u32 na = (u32)(q >> 32) ^ b[l] ^ k0, nc = (u32)(p >> 32) ^ d[l] ^ k1;
+      b[l] = (u32)q;
+      d[l] = (u32)p;
+      a[l] = na;
+      c[l] = nc;
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+#pragma omp simd
+  for (int l = 0; l < LANES; l++) {
+    draw[l] = (u16)a[l], draw[LANES + l] = (u16)(a[l] >> 16);
+    draw[2 * LANES + l] = (u16)b[l], draw[3 * LANES + l] = (u16)(b[l] >> 16);
+    draw[4 * LANES + l] = (u16)c[l], draw[5 * LANES + l] = (u16)(c[l] >> 16);
+    draw[6 * LANES + l] = (u16)d[l], draw[7 * LANES + l] = (u16)(d[l] >> 16);
+  }
+}
+
+enum Stream : u32 { KEYS = 0, GUARD = 1, DITHER = 2, FEATURES = 3 };
+
+// 16-bit draws with the numbers start .. start + count of a slab; `room` grows as needed
+const u16* draws(u64 seed, u32 stream, u64 slab, u64 start, u64 count, std::vector<u16>& room) {
+  const u64 first = start / CHUNK, last = count ? (start + count - 1) / CHUNK : first;
+  const u64 size = (last - first + 1) * CHUNK;
+  if (room.size() < size) room.resize(size);
+  for (u64 c = first; c <= last; c++) philox_chunk(seed, stream, slab, c, room.data() + (c - first) * CHUNK);
+  return room.data() + (start - first * CHUNK);
+}
+
+// 32 bits with the number `index` of a slab
+u32 word(u64 seed, u32 stream, u64 slab, u64 index) {
+  u16 d[CHUNK];
+  philox_chunk(seed, stream, slab, index / LANES, d);
+  return (u32)d[index % LANES] << 16 | d[LANES + index % LANES];
+}
+
+// draws below this are dropped; one uniform number per call dithers it, so that the rate is exact in the mean
+u32 threshold(double rate, u64 seed) {
+  return (u32)std::floor(rate * 65536 + word(seed, DITHER, 0, 0) / 4294967296.0);
+}
+
+// --- one row of scores ------------------------------------------------------------------------------------------------
+
+// exp(x) for x <= 0 to 2 ulp (Cephes); 0 below -87, so also at -inf
+inline float exponential(float x) {
+  const float z = x < -87.0f ? -87.0f : x;
+  const float n = std::floor(z * 1.44269504088896341f + 0.5f);
+  float r = z - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const std::int32_t bits = ((std::int32_t)n + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return x < -87.0f ? 0.0f : p * power;
+}
+
+int count_from(const float* s, int M, float t) {
+  int c = 0;
+#pragma omp simd reduction(+ : c)
+  for (int j = 0; j < M; j++) c += s[j] >= t;
+  return c;
+}
+
+// A threshold that the k largest of s reach, and with them whatever ties with the k-th. It lies between the k-th and the
+// next, so the rounding of scores that are computed again in the backward does not move a key across it.
+float top_threshold(const float* s, int M, int k) {
+  float low = INF, high = -INF;
+#pragma omp simd reduction(min : low) reduction(max : high)
+  for (int j = 0; j < M; j++) {
+    low = s[j] > -INF && s[j] < low ? s[j] : low;
+    high = s[j] > high ? s[j] : high;
+  }
+  if (k <= 0 || high == -INF) return INF;
+  int at_low = count_from(s, M, low), at_high = 0;
+  high = std::nextafter(high, INF);
+  if (at_low <= k) return low;
+  for (int step = 0; step < 64; step++) {  // at_low > k > at_high always holds
+    const float share = (at_low - k + 0.5f) / (float)(at_low - at_high);
+    float t = step % 3 == 2 ? 0.5f * low + 0.5f * high : low + (high - low) * share;
+    if (!(t > low && t < high)) t = 0.5f * low + 0.5f * high;
+    if (!(t > low && t < high)) return low;  // neighbors: the k-th ties with others
+    const int c = count_from(s, M, t);
+    if (c == k) return t;
+    if (c > k) low = t, at_low = c;
+    else high = t, at_high = c;
+  }
+  return low;
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Problem {
+  i64 B, H, G, N, M, D, E, threads, mode, causal, share_num, share_den;  // mode: 0 plain, 1 DropKey, 2 hard masking
+  double scale, rate;
+  u64 seed;
+  const float *q, *k, *v, *go;
+  const u8* mask;  // True may be seen; null: all
+  float *o, *lse, *top, *dq, *dk, *dv;
+  i64 sq[3], sk[3], sv[3], so[3], sgo[3], sdq[3], sdk[3], sdv[3], smask[4];
+};
+
+void dampen_start(void* gemm) { sgemm = (Gemm)gemm; }
+}
+
+namespace {
+
+const float* at(const float* p, const i64* s, i64 b, i64 h, i64 n) { return p + b * s[0] + h * s[1] + n * s[2]; }
+float* at(float* p, const i64* s, i64 b, i64 h, i64 n) { return p + b * s[0] + h * s[1] + n * s[2]; }
+
+// Hide keys of the row (b, h, i): what the model hides, then what is drawn. A row that would lose all its visible keys
+// keeps one of them, at random. `top`: where hard masking keeps its threshold; NaN there asks for it to be found.
+void hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, const u16* draw, float* top) {
+  const int M = (int)p.M;
+  int seen = M;
+  if (p.mask || p.causal) {
+    const u8* m = p.mask ? p.mask + b * p.smask[0] + h * p.smask[1] + i * p.smask[2] : nullptr;
+    seen = 0;
+    for (int j = 0; j < M; j++) {
+      const bool sees = (!m || m[j * p.smask[3]]) && (!p.causal || j <= i);
+      s[j] = sees ? s[j] : -INF;
+      seen += sees;
+    }
+  }
+  if (!p.mode || !seen) return;
+  float limit = -INF;
+  if (p.mode == 2) {
+    if (std::isnan(*top)) {
+      const i64 k = p.share_den ? (seen * p.share_num + p.share_den - 1) / p.share_den : std::min<i64>(p.share_num, seen);
+      *top = top_threshold(s, M, (int)k);
+    }
+    limit = *top;
+  }
+  const i64 row = (b * p.H + h) * p.N + i;
+  int kept = 0;
+#pragma omp simd reduction(+ : kept)
+  for (int j = 0; j < M; j++) {
+    const bool dropped = draw[j] < thr && s[j] >= limit;
+    s[j] = dropped ? -INF : s[j];
+    kept += s[j] > -INF;
+  }
+  if (kept) return;
+  int rank = (int)(((u64)word(p.seed, GUARD, 0, row) * (u64)seen) >> 32);
+  const u8* m = p.mask ? p.mask + b * p.smask[0] + h * p.smask[1] + i * p.smask[2] : nullptr;
+  for (int j = 0; j < M; j++)  // any finite score: the only key has weight 1 and passes no gradient to the scores
+    if ((!m || m[j * p.smask[3]]) && (!p.causal || j <= i) && rank-- == 0) s[j] = 0;
+}
+
+constexpr i64 BLOCK = 1 << 18;  // scores at a time; measured at 2,048 keys, where a quarter of it takes 1.1 times as long
+
+// Queries at a time, in blocks of nearly equal size.
+int query_block(const Problem& p) {
+  const i64 most = std::max<i64>(16, std::min<i64>(128, BLOCK / std::max<i64>(1, p.M)));
+  const i64 blocks = (p.N + most - 1) / most;
+  return blocks ? (int)((p.N + blocks - 1) / blocks) : 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+void dampen_attention(const Problem* problem) {
+  const Problem& p = *problem;
+  const int bq = query_block(p), M = (int)p.M, D = (int)p.D, E = (int)p.E;
+  const i64 blocks = bq ? (p.N + bq - 1) / bq : 0, tasks = p.B * p.H * blocks;
+  const u32 thr = threshold(p.rate, p.seed);
+#pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
+  {
+    std::vector<float> scores((size_t)bq * M);
+    std::vector<u16> room;
+#pragma omp for schedule(static)
+    for (i64 task = 0; task < tasks; task++) {
+      const i64 bh = task / blocks, b = bh / p.H, h = bh % p.H, g = h * p.G / p.H, i0 = (task % blocks) * bq;
+      const int n = (int)std::min<i64>(bq, p.N - i0);
+      float* out = at(p.o, p.so, b, h, i0);
+      multiply('T', 'N', M, n, D, (float)p.scale, at(p.k, p.sk, b, g, 0), p.sk[2], at(p.q, p.sq, b, h, i0), p.sq[2],
+               0.f, scores.data(), M);
+      const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i0 * M, (u64)n * M, room) : nullptr;
+      for (int i = 0; i < n; i++) {
+        float* s = scores.data() + (size_t)i * M;
+        const i64 row = bh * p.N + i0 + i;
+        hide(p, thr, b, h, i0 + i, s, draw ? draw + (size_t)i * M : nullptr, p.top ? p.top + row : nullptr);
+        float largest = -INF, total = 0;
+#pragma omp simd reduction(max : largest)
+        for (int j = 0; j < M; j++) largest = s[j] > largest ? s[j] : largest;
+        if (largest == -INF) {  // the model shows this query nothing: zeros, as SDPA gives
+          std::memset(s, 0, sizeof(float) * M);
+          p.lse[row] = INF;
+          continue;
+        }
+#pragma omp simd reduction(+ : total)
+        for (int j = 0; j < M; j++) {
+          s[j] = exponential(s[j] - largest);
+          total += s[j];
+        }
+        p.lse[row] = largest + std::log(total);
+        const float inverse = 1 / total;
+#pragma omp simd
+        for (int j = 0; j < M; j++) s[j] *= inverse;
+      }
+      multiply('N', 'N', E, n, M, 1.f, at(p.v, p.sv, b, g, 0), p.sv[2], scores.data(), M, 0.f, out, p.so[2]);
+    }
+  }
+}
+
+void dampen_attention_backward(const Problem* problem) {
+  const Problem& p = *problem;
+  const int bq = query_block(p), M = (int)p.M, D = (int)p.D, E = (int)p.E, shared = (int)(p.H / p.G);
+  const u32 thr = threshold(p.rate, p.seed);
+  const i64 tasks = p.B * p.G;  // heads that share a key add to its gradient one after the other
+#pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
+  {
+    std::vector<float> weights((size_t)bq * M), back((size_t)bq * M);
+    std::vector<u16> room;
+#pragma omp for schedule(static)
+    for (i64 task = 0; task < tasks; task++) {
+      const i64 b = task / p.G, g = task % p.G;
+      const float *k = at(p.k, p.sk, b, g, 0), *v = at(p.v, p.sv, b, g, 0);
+      float *dk = at(p.dk, p.sdk, b, g, 0), *dv = at(p.dv, p.sdv, b, g, 0);
+      float more = 0;  // 0: overwrite dk and dv, 1: add
+      for (i64 h = g * shared; h < (g + 1) * shared; h++)
+        for (i64 i0 = 0; i0 < p.N; i0 += bq, more = 1) {
+          const int n = (int)std::min<i64>(bq, p.N - i0);
+          const i64 bh = b * p.H + h;
+          const float *q = at(p.q, p.sq, b, h, i0), *go = at(p.go, p.sgo, b, h, i0), *o = at(p.o, p.so, b, h, i0);
+          multiply('T', 'N', M, n, D, (float)p.scale, k, p.sk[2], q, p.sq[2], 0.f, weights.data(), M);
+          multiply('T', 'N', M, n, E, 1.f, v, p.sv[2], go, p.sgo[2], 0.f, back.data(), M);
+          const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i0 * M, (u64)n * M, room) : nullptr;
+          for (int i = 0; i < n; i++) {
+            float *s = weights.data() + (size_t)i * M, *d = back.data() + (size_t)i * M;
+            const i64 row = bh * p.N + i0 + i;
+            hide(p, thr, b, h, i0 + i, s, draw ? draw + (size_t)i * M : nullptr, p.top ? p.top + row : nullptr);
+            float own = 0;
+            const float lse = p.lse[row], scale = (float)p.scale;
+#pragma omp simd reduction(+ : own)
+            for (int e = 0; e < E; e++) own += go[i * p.sgo[2] + e] * o[i * p.so[2] + e];
+#pragma omp simd
+            for (int j = 0; j < M; j++) {
+              s[j] = exponential(s[j] - lse);
+              d[j] = s[j] * (d[j] - own) * scale;
+            }
+          }
+          multiply('N', 'T', E, M, n, 1.f, go, p.sgo[2], weights.data(), M, more, dv, p.sdv[2]);
+          multiply('N', 'T', D, M, n, 1.f, q, p.sq[2], back.data(), M, more, dk, p.sdk[2]);
+          multiply('N', 'N', D, n, M, 1.f, k, p.sk[2], back.data(), M, 0.f, at(p.dq, p.sdq, b, h, i0), p.sdq[2]);
+        }
+    }
+  }
+}
+
+// y = x * keep / (1 - rate); the backward is the same call on the gradient
+void dampen_dropout(const float* x, float* y, i64 size, double rate, u64 seed, i64 threads) {
+  const u32 thr = threshold(rate, seed);
+  const float scale = (float)(1 / (1 - rate));
+  const i64 block = 4096, blocks = (size + block - 1) / block;
+#pragma omp parallel num_threads((int)threads) if (threads > 1)
+  {
+    std::vector<u16> room;
+#pragma omp for schedule(static)
+    for (i64 t = 0; t < blocks; t++) {
+      const i64 start = t * block, n = std::min(block, size - start);
+      const u16* draw = draws(seed, FEATURES, 0, (u64)start, (u64)n, room);
+      const float* in = x + start;
+      float* out = y + start;
+#pragma omp simd
+      for (i64 j = 0; j < n; j++) out[j] = draw[j] < thr ? 0.f : in[j] * scale;
+    }
+  }
+}
+
+// Which keys of a (slabs, N, M) matrix attention hides under the same seed: for tests and for the battery
+void dampen_mask(u8* hidden, i64 slabs, i64 N, i64 M, double rate, u64 seed) {
+  const u32 thr = threshold(rate, seed);
+  std::vector<u16> room;
+  for (i64 slab = 0; slab < slabs; slab++)
+    for (i64 i = 0; i < N; i++) {
+      const u16* draw = draws(seed, KEYS, slab, (u64)i * M, (u64)M, room);
+      u8* row = hidden + (slab * N + i) * M;
+      i64 kept = 0;
+      for (i64 j = 0; j < M; j++) row[j] = draw[j] < thr, kept += !row[j];
+      if (!kept && M) row[((u64)word(seed, GUARD, 0, slab * N + i) * (u64)M) >> 32] = 0;
+    }
+}
+
+void dampen_draws(u16* out, i64 count, u64 seed, i64 stream, u64 slab) {
+  std::vector<u16> room;
+  const u16* d = draws(seed, (u32)stream, slab, 0, (u64)count, room);
+  std::memcpy(out, d, sizeof(u16) * count);
+}
+}

@@ -1,0 +1,35 @@
+"""Which machine this is, and where what was measured and built for it is kept."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def cache_folder() -> Path:
+    """$DAMPEN_CACHE, or ~/.cache/dampen."""
+    said = os.environ.get("DAMPEN_CACHE")
+    return Path(said or os.path.expanduser("~/.cache/dampen"))
+
+
+def machine_key() -> dict[str, str]:
+    """What a table holds for: another processor or torch needs its own."""
+    return {
+        "cpu": cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda or "",  # not the device's name: asking for it would start CUDA
+        "torch": torch.__version__,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's model name."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"

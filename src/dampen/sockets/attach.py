@@ -1,0 +1,256 @@
+"""Put clones of the regularizers into a model: which sites open, and what each keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from dampen.regularizer import (
+    ATTENTION_STAGES,
+    BLOCK_STAGES,
+    LINEAR_STAGES,
+    MODEL_STAGES,
+    Regularizer,
+    Site,
+    UnsupportedModel,
+)
+from dampen.sockets.adapters import connect_adapters, is_lora
+from dampen.sockets.embeddings import find_embeddings, open_embeddings
+from dampen.sockets.entry import EntrySite
+from dampen.sockets.find import LayerPlan, LinearPlan, find_layers, is_cross, is_keyless, stack_of
+from dampen.sockets.forwards import first_argument, model_input
+from dampen.sockets.instance import check_own_forward
+from dampen.sockets.roles import weight_of
+from dampen.sockets.state import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
+from dampen.sockets.swap import is_swapped, swap
+from dampen.two_pass.own_randomness import own_randomness
+from dampen.two_pass.reuse import SharedBlocks, plan_prefix
+
+
+def check_model(model: Any) -> None:
+    """Raise where a model cannot be regularized, saying the right order of things."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"regularize takes an nn.Module, got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("regularize cannot change a TorchScript module. Regularize the Python model instead.")
+    for name, module in model.named_modules():
+        where = f"'{name}'" if name else "the model"
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise ValueError(f"{where} is compiled already. Regularize first, then torch.compile(model).")
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            raise ValueError(
+                f"{where} is wrapped in {type(module).__name__} already. Regularize first, then wrap: "
+                f"{type(module).__name__}(model)."
+            )
+        if any(c.__name__ in ("FSDPModule", "FullyShardedDataParallel") for c in type(module).__mro__):
+            raise ValueError(f"{where} is sharded already. Regularize first, then fully_shard(model).")
+        if is_swapped(module):
+            raise ValueError(
+                "the model is regularized already. Give all methods in one call, regularize(model, [a, b]), or "
+                "reg.remove() first."
+            )
+
+
+def attach(
+    model: nn.Module,
+    methods: Sequence[Regularizer],
+    sites: str | Sequence[str],
+    attention: str,
+    projections: Mapping[str, str] | None,
+    depth: str = "stack",
+) -> tuple[list[Layer], list[Regularizer], SharedBlocks]:
+    """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is
+    wrong."""
+    _check_methods(methods)
+    plans = find_layers(model, sites, attention, projections)
+    layered = [m for m in methods if m.stages - set(MODEL_STAGES)]
+    whole = [m for m in methods if m.stages & set(MODEL_STAGES)]
+    _check_plans(layered, plans, _readable_adapters(model))
+    sites_of = _sites(plans, depth)
+    layers = [_layer(layered, plan, site) for plan, site in zip(plans, sites_of, strict=True)]
+    own = [_clone(m, Site("")) for m in whole]
+    clones = [c for layer in layers for c in layer.clones] + own
+    for clone in clones:
+        clone.prepare(model)
+    embedded = [c for c in own if "embeddings" in c.stages]
+    embeddings = find_embeddings(model) if embedded else {}
+    _check_passes(methods, clones, model)
+    comparing = any(m.passes > 1 for m in methods)
+    everywhere = find_layers(model, projections=projections) if comparing else []
+    prefix, blocks = plan_prefix(everywhere, {layer.site.name: layer.clones for layer in layers}, own)
+    for plan, layer in zip(plans, layers, strict=True):
+        _check_modules(plan, layer)
+    for plan, layer in zip(plans, layers, strict=True):
+        _open(plan, layer)
+        holder = next(
+            iter(plan.attentions.values())
+        )  # never a ModuleList or Sequential, which would count the newcomer
+        here = [*layer.clones, *own] if layer is layers[0] else layer.clones
+        holder.add_module("dampen_regularizers", nn.ModuleList(here))
+        for clone in here:
+            clone.train(holder.training)
+    for block, place in blocks:
+        swap(block, "prefix", place)
+    blockless = [layer for plan, layer in zip(plans, layers, strict=True) if plan.block is None]
+    whole_model = ModelSite(clones, own, model_input(model), blockless)
+    whole_model.layers = layers
+    for module, kind, state in open_embeddings(model, embeddings, embedded, whole_model):
+        swap(module, kind, state)
+    if any("inputs" in c.stages or c.passes > 1 for c in own):
+        entry = EntrySite()
+        whole_model.watch_entry(entry)
+        swap(plans[0].block or next(iter(plans[0].attentions.values())), "entry", entry)
+    swap(model, "model", whole_model)
+    connect_adapters(model)
+    return layers, clones, prefix
+
+
+def _check_methods(methods: Sequence[Any]) -> None:
+    if not methods:
+        raise ValueError("regularize needs at least one regularizer, got an empty list.")
+    for m in methods:
+        if isinstance(m, type) and issubclass(m, Regularizer):
+            raise TypeError(f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}(...).")
+        if not isinstance(m, Regularizer):
+            raise TypeError(
+                f"regularize takes regularizers such as DropKey(0.1), got {m!r} of type {type(m).__name__}."
+            )
+        if not m.stages:
+            raise ValueError(f"{type(m).__name__} overrides no stage, so it would do nothing.")
+        if m.does_nothing:
+            name, arguments = type(m).__name__, ", ".join(f"{k}={v}" for k, v in m.example.items())
+            raise ValueError(
+                f"{name}() would do nothing: everything that it can act on is left at 0 or off. "
+                f"Say what it should act on, for example {name}({arguments or '...'})."
+            )
+
+
+def _check_passes(methods: Sequence[Regularizer], clones: Sequence[Regularizer], model: nn.Module) -> None:
+    comparing = [m for m in methods if m.passes > 1]
+    drawing = [c for c in clones if c.stochastic and c.passes == 1]
+    if comparing and all(c.always_idle for c in drawing) and not own_randomness(model.named_modules()):
+        name = type(comparing[0]).__name__
+        beside = f"{drawing[0]} never drops anything" if drawing else "no stochastic method stands beside it"
+        raise ValueError(
+            f"{name} compares {comparing[0].passes} passes, but nothing is random in them: {beside} and "
+            f"{type(model).__name__} has no dropout, so it would always be zero. Add one: "
+            f"regularize(model, [DropKey(0.1), {name}(...)])."
+        )
+
+
+def _readable_adapters(model: nn.Module) -> set[int]:
+    """The maps whose low-rank adapters can be read (peft's), by the ids of the two modules of each."""
+    layers = [m for m in model.modules() if is_lora(m)]
+    return {id(part) for m in layers for parts in (m.lora_A, m.lora_B) for part in parts.modules()}  # type: ignore[union-attr]
+
+
+def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], readable: set[int]) -> None:
+    for method in methods:
+        suitable = [plan for plan in plans if plan.suits(method.stages)]
+        if not suitable:
+            pools = "only pools tokens, without a residual"
+            what = pools if plans[0].pools else "has no softmax over tokens (it is of channels, linear or deformable)"
+            raise UnsupportedModel(
+                f"{type(method).__name__} finds nothing to act on: the attention of every layer chosen "
+                f"('{plans[0].name}') {what}."
+            )
+        for plan in suitable:
+            known = {p.role for p in plan.linears.values() if p.role.startswith("lora_") and id(p.module) in readable}
+            method.check_layer(plan.roles - known if method.reads_adapters else plan.roles, plan.name)
+            needed = sorted(method.stages & set(BLOCK_STAGES))
+            if needed and plan.block is None:
+                raise ValueError(
+                    f"{type(method).__name__} acts on whole blocks (stage {', '.join(needed)}), but around the "
+                    f"attention '{next(iter(plan.attentions))}' no module is the block. "
+                    "Put attention and feed-forward of one layer into one module."
+                )
+
+
+def _sites(plans: Sequence[LayerPlan], depth: str) -> list[Site]:
+    """Where each layer stands among all that were chosen, and in its own stack."""
+    if depth not in ("stack", "model"):
+        raise ValueError(f"depth must be 'stack' or 'model', got {depth!r}.")
+    stacks = [stack_of(plan.name) if depth == "stack" else "" for plan in plans]
+    several = len(set(stacks)) > 1
+    return [
+        Site(plan.name, i, len(plans), (stacks[:i].count(s), stacks.count(s)) if several else None)
+        for i, (plan, s) in enumerate(zip(plans, stacks, strict=True))
+    ]
+
+
+def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer:
+    index = site.index
+    # what acts on the tokens sits in the first layer
+    chosen = [m for m in methods if (index == 0 or m.stages != {"tokens"}) and plan.suits(m.stages)]
+    layer = Layer(site, [_clone(m, site) for m in chosen])
+    layer.attentions = list(plan.attentions)
+    for clone in layer.clones:
+        clone.neighbors = [*plan.attentions.values(), *(linear.module for linear in plan.linears.values())]
+        clone.linears = [(linear.module, linear.role) for linear in plan.linears.values()]
+    return layer
+
+
+def _clone(method: Regularizer, site: Site) -> Regularizer:
+    clone = copy.deepcopy(method)
+    clone.place(site)
+    return clone
+
+
+def _check_modules(plan: LayerPlan, layer: Layer) -> None:
+    """Raise where a module of the layer cannot be opened although the code of the model does not show it."""
+    for name, linear in _wanted_linears(plan, layer).items():
+        check_own_forward(linear.module, name)
+        weight = weight_of(linear.module)
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"'{name}' ({type(linear.module).__name__}) keeps its weight as {weight.dtype} (a quantized load), "
+                "which is not the matrix that it multiplies with, and "
+                f"{', '.join(type(c).__name__ for c in layer.clones if linear.role in c.roles)} would read it as one. "
+                "Load the model without quantization, or leave the layer out with sites=."
+            )
+    for name, module in plan.attentions.items():
+        if isinstance(module, nn.MultiheadAttention):
+            check_own_forward(module, name)
+
+
+def _wanted_linears(plan: LayerPlan, layer: Layer) -> dict[str, LinearPlan]:
+    """The linear maps of a layer that its clones ask to see."""
+    roles = {r for c in layer.clones for r in c.roles}
+    return {
+        name: linear
+        for name, linear in plan.linears.items()
+        if linear.role in roles and (linear.attention is None or linear.attention in plan.attentions)
+    }
+
+
+def _open(plan: LayerPlan, layer: Layer) -> None:
+    """Swap the classes of the modules that the layer's clones need to see."""
+    stages = {s for c in layer.clones for s in c.stages}
+    roles = {r for c in layer.clones for r in c.roles}
+    linear_sites: dict[str, list[nn.Module]] = {name: [] for name in plan.attentions}
+    for linear in _wanted_linears(plan, layer).values():
+        swap(linear.module, "linear", LinearSite(layer, linear.role))
+        if linear.attention is not None:
+            linear_sites[linear.attention].append(linear.module)
+    torch_maps = any(isinstance(m, nn.MultiheadAttention) for m in plan.attentions.values())  # it inlines its maps
+    maps = roles & ({"q", "k", "v", "out"} if torch_maps else {"q", "k", "v"})
+    if stages & set(ATTENTION_STAGES) or maps or any(c.needs_valid for c in layer.clones):
+        for name, module in plan.attentions.items():
+            if is_keyless(module):
+                layer.kernels[name] = "left out (no softmax over tokens)"
+                swap(module, "mark", layer)
+                continue
+            layer.kernels[name] = ""  # nothing ran yet; a place that appears in the first step would compile it twice
+            swap(module, "attention", AttentionSite(layer, name, is_cross(name, module), linear_sites[name]))
+    elif "branch" in stages:
+        for module in plan.attentions.values():
+            swap(module, "mark", layer)
+    if plan.block is not None:
+        wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(roles & plan.roles)
+        first = layer.site.index == 0
+        swap(plan.block, "block", BlockSite(layer, first, plan.branches, wants_linear, first_argument(plan.block)))

@@ -1,0 +1,99 @@
+"""Which linear map of a block does what: q, k, v, a fused qkv or kv, the output, and the feed-forward's two layers.
+
+Found by the usual names, then by shape, then by order; the user can say it instead (`regularize(...,
+projections=...)`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+_NAMES = {
+    "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q",
+    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k",
+    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v",
+    "qkv": "qkv in_proj c_attn wqkv Wqkv qkv_proj to_qkv",
+    "kv": "kv kv_proj to_kv c_kv",
+    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out",
+}
+ATTENTION_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
+_FFN_NAMES = {
+    "ffn_in": "fc1 linear1 lin1 wi wi_0 wi_1 up_proj gate_proj gate_up_proj c_fc intermediate intermediate_dense "
+    "dense_h_to_4h fc_in fc1_g fc1_x w12 w_in ffn",
+    "ffn_out": "fc2 linear2 lin2 wo down_proj c_proj output output_dense dense_4h_to_h fc_out ffn_output w_out",
+}
+_FFN_IN, _FFN_OUT = (set(names.split()) for names in _FFN_NAMES.values())
+_NOT_FFN = ("modulation", "adaln", "router", "gate", "time", "cond", "norm", "pos", "adapter", "lora")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """An `nn.Linear`, or the transposed Conv1D of Hugging Face's GPT-2."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers.pytorch_utils.Conv1D, found without importing transformers."""
+    return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of a linear map as (out, in)."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.t() if is_conv1d(module) else weight
+
+
+def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
+    """The role of a linear map inside an attention module, by the last telling part of its name; "other" if none
+    tells.
+
+    >>> attention_role("q_proj.base_layer", {}), attention_role("q_proj.lora_B.default", {})
+    ('q', 'lora_q')
+    """
+    for part in reversed(name.split(".")):
+        if part in ATTENTION_ROLES:
+            role = ATTENTION_ROLES[part]
+            role = "kv" if part == "c_attn" and "q_attn" in siblings else role  # GPT-2's cross-attention
+            return f"lora_{role}" if _is_adapter(name) else role
+    return "other"
+
+
+def _is_adapter(name: str) -> bool:
+    """Whether a map is one of the two that LoRA puts beside another (peft: lora_A, lora_B)."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def _feed_forward_role(parts: Sequence[str]) -> str:
+    """What the last telling part of a name says: "ffn.lin2" is the second map. A part "ffn" tells only at the end
+    (ALBERT), because elsewhere it holds both maps."""
+    for i in range(len(parts) - 1, -1, -1):
+        if parts[i] == "ffn" and i < len(parts) - 1:
+            continue
+        if (parts[i] in _FFN_IN) != (parts[i] in _FFN_OUT):
+            return "ffn_in" if parts[i] in _FFN_IN else "ffn_out"
+    return ""
+
+
+def feed_forward_roles(maps: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The roles of a block's linear maps outside attention: ffn_in, ffn_out or other.
+
+    >>> maps = {"mlp.gate_proj": nn.Linear(4, 8), "mlp.up_proj": nn.Linear(4, 8), "mlp.down_proj": nn.Linear(8, 4)}
+    >>> list(feed_forward_roles(maps).values())
+    ['ffn_in', 'ffn_in', 'ffn_out']
+    """
+    roles = dict.fromkeys(maps, "other")
+    rest = []
+    for name in maps:
+        parts = name.split(".")
+        telling = _feed_forward_role(parts)
+        if telling:
+            roles[name] = f"lora_{telling}" if _is_adapter(name) else telling
+        elif not any(word in part.lower() for part in parts for word in _NOT_FFN):
+            rest.append(name)
+    if rest and "ffn_in" not in roles.values() and "ffn_out" not in roles.values() and len(rest) > 1:
+        shapes = {name: tuple(weight_of(maps[name]).shape) for name in rest}
+        width = shapes[rest[0]][1]  # the first map reads the tokens
+        narrowing = [name for name in rest if shapes[name][0] == width and shapes[name][1] != width]
+        for name in rest:
+            roles[name] = "ffn_out" if name in (narrowing or rest[-1:]) else "ffn_in"
+    return roles

@@ -1,0 +1,140 @@
+"""What is kept on the modules of a model while regularizers are attached to it, and what the sites of a layer share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dampen.ledger import Ledger
+from dampen.regularizer import Regularizer, Site
+from dampen.sockets.entry import EntrySite
+from dampen.sockets.frame import Frame
+from dampen.sockets.own_dropout import OwnRate, is_flipped
+
+
+class Layer:
+    """What the sites of one layer share: the clones, and the frames of the forwards under way."""
+
+    def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
+        self.site = site
+        self.clones = list(clones)
+        self.enabled = True
+        self.sampling = False  # Monte-Carlo averaging: stochastic methods act in eval too
+        self.frames: list[Frame] = []  # one per forward under way; see `frame.py`
+        self.attentions: list[str] = []  # the names of its attention modules
+        self.kernels: dict[str, str] = {}  # attention name -> what ran last, and why; "" before it ran
+
+    def active(self, module: nn.Module) -> list[Regularizer]:
+        """The clones at work in this forward of one of the layer's modules."""
+        if not self.enabled:
+            return []
+        training = module.training and not is_flipped(module)
+        found = [r for r in self.clones if (training or r.in_eval or (self.sampling and r.stochastic)) and not r.asleep]
+        if torch.compiler.is_compiling():  # a graph may not depend on the numbers of a schedule, only on its form
+            found = [r for r in found if not r.idle_forever]
+        else:
+            found = [r for r in found if not r.idle]
+        if found and "_is_replica" in module.__dict__:
+            raise_replica(self.site.name)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: one that is made during a forward or inside a with block is not inside it."""
+        return {**self.__dict__, "frames": [], "enabled": True, "sampling": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "frames": []})  # models pickled with 0.1 have none
+
+
+def raise_replica(where: str) -> None:
+    """The copies that nn.DataParallel makes share the regularizers of the first one: no penalty would be right."""
+    raise RuntimeError(
+        f"nn.DataParallel runs a copy of '{where or 'the model'}' per device, and all of them share the regularizers "
+        "of the first: penalties would be mixed or lost, and draws would stand on the wrong device. Use one device, or "
+        "torch.nn.parallel.DistributedDataParallel, which has one process per device."
+    )
+
+
+class AttentionSite:
+    """What is kept on an attention module."""
+
+    def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
+        self.layer, self.name, self.cross = layer, name, cross
+        self.linears = list(linears)  # linear sites inside, for projections that the module inlines
+        self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
+
+
+class LinearSite:
+    """What is kept on a linear map."""
+
+    adapter: nn.Module | None = None  # models pickled with 0.1 have none
+
+    def __init__(self, layer: Layer, role: str) -> None:
+        self.layer, self.role = layer, role
+        self.adapter: nn.Module | None = None  # the LoRA layer around the map
+
+
+class BlockSite:
+    """What is kept on a block."""
+
+    def __init__(self, layer: Layer, first: bool, branches: int, wants_linear: bool, input_name: str) -> None:
+        self.layer, self.first, self.branches, self.wants_linear = layer, first, branches, wants_linear
+        self.input_name = input_name
+
+
+class ModelSite:
+    """What is kept on the model itself."""
+
+    sampling = False  # models pickled with 0.1 have none
+
+    def __init__(
+        self,
+        clones: Sequence[Regularizer],
+        own: Sequence[Regularizer],
+        model_input: tuple[str, int],
+        blockless: Sequence[Layer] = (),
+    ) -> None:
+        self.clones = list(clones)  # all of them
+        self.blockless = list(blockless)  # layers that are no module: their frame is open during the model's forward
+        self.own = list(own)  # those with a stage of the whole model
+        self.input_name, self.input_position = model_input
+        self.enabled = True
+        self.ledger = Ledger(None, clones, strict=False)
+        self.entry: EntrySite | None = None
+        self.layers: list[Layer] = []
+        self.own_rates: list[OwnRate] = []  # of the model's own dropout, those that the handle has set
+
+    @contextlib.contextmanager
+    def holding(self, name: str, value: bool) -> Iterator[None]:
+        """A switch of all layers and of the model, set inside and then as it was: blocks may nest."""
+        places: list[Layer | ModelSite] = [self, *self.layers]
+        before = [getattr(place, name) for place in places]
+        for place in places:
+            setattr(place, name, value)
+        try:
+            yield
+        finally:
+            for place, was in zip(places, before, strict=True):
+                setattr(place, name, was)
+
+    def watch_entry(self, entry: EntrySite) -> None:
+        """Have the first block look whether the model's forward is under way."""
+        self.entry, entry.model = entry, self
+
+    def acts(self, r: Regularizer, training: bool) -> bool:
+        """Whether a clone with a stage of the whole model is at work in this forward."""
+        return self.enabled and (training or r.in_eval or (self.sampling and r.stochastic))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "enabled": True, "sampling": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({"blockless": [], "entry": None, "layers": [], "own_rates": [], **state})
+        if self.entry is not None:
+            self.entry.model = self
+        if "ledger" not in state:  # a model pickled with 0.1
+            self.ledger = Ledger(None, self.clones, strict=False)

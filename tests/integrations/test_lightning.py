@@ -1,0 +1,182 @@
+"""Lightning's Trainer and Fabric against a loop written by hand."""
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import dampen
+from dampen import DropKey, ExplicitDropout, HardMasking, RDrop
+from dampen.integrations.lightning import Regularize, setup
+from tests.integrations.tiny import METHODS, same, weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*litlogger.*"),
+    pytest.mark.filterwarnings("ignore:.*GPU available but not used.*"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*"),
+]
+RATE = 0.1
+
+
+def vit(seed=0):
+    torch.manual_seed(seed)
+    return dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16)
+
+
+def images(count=32):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(3, 8, 8, generator=generator), i % 3) for i in range(count)]
+
+
+class Task(lightning.LightningModule):
+    """A module as users write it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.model(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+class Seeded(Callback):
+    """The same draws as in the loop by hand, and the losses of each micro-batch."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, index):
+        torch.manual_seed(100 + index)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, index):
+        self.losses.append(outputs["loss"].item())
+
+
+def train(model, reg, data, accumulation, folder, ckpt=None, callbacks=(), **options):
+    task, seeded = Task(model), Seeded()
+    added = [] if reg is None else [Regularize(reg)]
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=accumulation, default_root_dir=folder, callbacks=[seeded, *added, *callbacks],
+        **{"enable_checkpointing": False, **options},
+    )  # fmt: skip
+    trainer.fit(task, DataLoader(data, batch_size=2), ckpt_path=ckpt)
+    return trainer, seeded.losses
+
+
+def bare(model, reg, data, accumulation):
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    model.train()
+    losses, batches = [], [next(iter(DataLoader(data[i : i + 2], batch_size=2))) for i in range(0, len(data), 2)]
+    steps = len(batches) // accumulation
+    for index, (x, y) in enumerate(batches):
+        torch.manual_seed(100 + index)
+        if reg is None:
+            loss = F.cross_entropy(model(x), y)
+        else:
+            reg.progress(index // accumulation / steps)
+            loss, _ = reg.loss(lambda x=x: model(x), lambda out, y=y: F.cross_entropy(out, y))
+        (loss / accumulation).backward()
+        losses.append(loss.item() / accumulation)
+        if (index + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def regularized(model, kind):
+    methods = METHODS[kind]()
+    return None if methods is None else dampen.regularize(model, methods)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("kind", METHODS)
+def test_same_losses_and_weights_as_a_loop_by_hand(tmp_path, kind, accumulation):
+    model, twin, data = vit(), vit(), images()
+    _, losses = train(model, regularized(model, kind), data, accumulation, tmp_path)
+    expected = bare(twin, regularized(twin, kind), data, accumulation)
+    scale = losses[0] / expected[0]  # Lightning reports a micro-batch's loss before or after dividing it
+    assert [v / scale for v in losses] == pytest.approx(expected, rel=1e-6)
+    assert min(abs(scale - s) for s in (1.0, accumulation)) < 1e-6
+    same(weights(model), weights(twin))
+
+
+def test_terms_are_logged_and_the_module_is_given_back(tmp_path):
+    model = vit()
+    reg = dampen.regularize(model, [DropKey(0.3), ExplicitDropout(value=3.0), RDrop(1.0)])
+    trainer, _ = train(model, reg, images(), 2, tmp_path)
+    found = trainer.logged_metrics | trainer.callback_metrics
+    assert {"dampen/task", "dampen/explicit_dropout.value", "dampen/r_drop"} <= set(found)
+    assert found["dampen/r_drop"] > 0
+    assert "training_step" not in vars(trainer.lightning_module)
+
+
+@pytest.mark.parametrize("kind", [*METHODS, "learned"])
+def test_resumed_in_the_middle_equals_a_run_in_one_go(tmp_path, kind):
+    made, results = {**METHODS, "learned": lambda: [HardMasking(0.3, learn="rate")]}, []
+    for resume in (False, True):
+        model = vit()
+        reg = None if made[kind]() is None else dampen.regularize(model, made[kind]())
+        keep = ModelCheckpoint(
+            tmp_path, filename="half", every_n_train_steps=4, save_top_k=-1, save_on_train_epoch_end=False
+        )
+        path = tmp_path / "half.ckpt"
+        train(
+            model, reg, images(), 2, tmp_path, ckpt=str(path) if resume else None,
+            callbacks=[] if resume else [keep], enable_checkpointing=not resume,
+        )  # fmt: skip
+        if not resume:
+            (tmp_path / "half-v1.ckpt").unlink(missing_ok=True)  # of the last step
+        results.append((weights(model), {} if reg is None else reg.state_dict()["parameters"]))
+    same(results[0][0], results[1][0])
+    same(results[0][1], results[1][1])
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    reg = dampen.regularize(vit(), DropKey(0.1))
+    with pytest.raises(ValueError, match="does not hold the model"):
+        train(vit(), reg, images(4), 1, tmp_path)
+    model = vit()
+    task = Task(model)
+    task.automatic_optimization = False
+    callback = Regularize(dampen.regularize(model, DropKey(0.1)))
+    with pytest.raises(ValueError, match="automatic_optimization=False"):
+        callback.setup(None, task, "fit")
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_fabric_equals_a_loop_by_hand(kind):
+    model, twin, data = vit(), vit(), images()
+    expected = bare(twin, regularized(twin, kind), data, 4)
+    reg = regularized(model, kind)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    model.train()
+    wrapped, optimizer = fabric.setup(model, optimizer) if reg is None else setup(fabric, reg, optimizer)
+    losses = []
+    for index in range(16):
+        x, y = next(iter(DataLoader(data[2 * index : 2 * index + 2], batch_size=2)))
+        torch.manual_seed(100 + index)
+        if reg is None:
+            loss = F.cross_entropy(wrapped(x), y)
+        else:
+            reg.progress(index // 4 / 4)
+            loss, _ = reg.loss(lambda x=x: wrapped(x), lambda out, y=y: F.cross_entropy(out, y))
+        fabric.backward(loss / 4)
+        losses.append(loss.item() / 4)
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses == expected
+    same(weights(model), weights(twin))

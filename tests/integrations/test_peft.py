@@ -1,0 +1,165 @@
+"""LoRA before and after regularize: penalties of W + s B A against the merged model, values and gradients."""
+
+import copy
+
+import pytest
+import torch
+
+import dampen
+from dampen import AroraDropout, DropKey, ExplicitDropout, Mixout, hidden_key
+from dampen.formulas.explicit.low_rank import LowRank
+from dampen.formulas.explicit.squares import column_power
+from dampen.integrations.peft import connect, lora_dropout
+from dampen.regularizer import UnsupportedModel
+from tests.integrations.tiny import batch, bert, llama, texts
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.*")
+TARGETS = ["q_proj", "v_proj", "down_proj", "up_proj"]
+INPUTS = batch(texts(4))
+
+
+def config(**options):
+    return peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False, **options
+    )
+
+
+def adapted(model, **options):
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, config(**options)).train()
+
+
+def test_the_closed_form_of_columns_and_output():
+    torch.manual_seed(0)
+    w, x = torch.randn(5, 7, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
+    parts = tuple((torch.randn(2, 7).double(), torch.randn(5, 2).double(), s) for s in (0.5, 3.0))
+    low = LowRank(parts)
+    merged = w + sum(s * b @ a for a, b, s in parts)
+    torch.testing.assert_close(low.merged(w), merged)
+    torch.testing.assert_close(low.columns(w), column_power(merged))
+    torch.testing.assert_close(x @ w.t() + low.output(x), x @ merged.t())
+    torch.testing.assert_close(low.rows(slice(1, 3)).merged(w[1:3]), merged[1:3])
+
+
+@pytest.mark.parametrize("form", ["paper", "exact", "inverted"])
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("order", ["lora first", "regularize first"])
+def test_penalties_are_those_of_the_merged_model(form, detach, dropout, order):
+    """LoRA's own dropout is no part of the map: without it in the forward the numbers are those of the merged model."""
+    terms = {"value": 1.0, "ffn": 1.0, "query": 1.0}
+
+    def method():
+        return ExplicitDropout(**terms, form=form, detach_inputs=detach)
+
+    base = llama()
+    if order == "lora first":
+        model = adapted(base, lora_dropout=dropout)
+        merged = copy.deepcopy(model).merge_and_unload().train()
+        reg = dampen.regularize(model, method())
+    else:
+        reg = dampen.regularize(base, method())
+        model = adapted(base, lora_dropout=dropout)
+        assert connect(reg) == 2 * len(TARGETS)
+        plain = adapted(llama(), lora_dropout=dropout)
+        merged = plain.merge_and_unload().train()
+    other = dampen.regularize(merged, method())
+    if dropout:  # switch the noise of the forward off, keeping its place: inputs of later layers must agree
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    _, got = reg.loss(lambda: model(**INPUTS), lambda out: out.loss)
+    _, expected = other.loss(lambda: merged(**INPUTS), lambda out: out.loss)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6)
+    penalty = sum(v for n, v in got.items() if n != "task")
+    penalty.backward()
+    gradients = [p.grad for n, p in model.named_parameters() if "lora_" in n and p.grad is not None]
+    assert gradients
+    assert all(torch.isfinite(g).all() for g in gradients)
+    assert any(g.abs().sum() > 0 for g in gradients)
+
+
+def test_gradients_equal_those_through_the_merged_weight():
+    """Of A and B of one value projection, against autograd through W + s B A."""
+    model = adapted(llama())
+    reg = dampen.regularize(model, ExplicitDropout(value=1.0, form="exact"), sites="*layers.0*")
+    lora = model.base_model.model.model.layers[0].self_attn.v_proj
+    seen = []
+    lora.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    value = reg.loss(lambda: model(**INPUTS), lambda out: out.loss)[1]["explicit_dropout.value"]
+    a, b = lora.lora_A["default"].weight, lora.lora_B["default"].weight
+    got = torch.autograd.grad(value, [a, b])
+    w, x = lora.base_layer.weight + 3.0 * b @ a, seen[0].detach()
+    valid, p = INPUTS["attention_mask"].bool(), 0.2
+    y, power = (x @ w.t())[valid].square().sum(), x[valid].square().sum(0) @ w.square().sum(0)
+    slow = 0.5 * (p * p * y + p * (1 - p) * power) / valid.sum()
+    torch.testing.assert_close(value, slow, rtol=1e-5, atol=1e-7)
+    for g, e in zip(got, torch.autograd.grad(slow, [a, b]), strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-7)
+
+
+def test_lora_dropout_does_not_enter_the_penalty():
+    model = adapted(llama(), lora_dropout=0.5)
+    reg = dampen.regularize(model, ExplicitDropout(value=1.0, form="exact"), sites="*layers.0*")
+    values = [reg.loss(lambda: model(**INPUTS), lambda out: out.loss)[1]["explicit_dropout.value"] for _ in range(2)]
+    torch.testing.assert_close(values[0], values[1])  # the first layer's input has no noise in it
+
+
+def test_disabled_and_merged_adapters():
+    model = adapted(llama())
+    plain = dampen.regularize(other := llama().train(), ExplicitDropout(value=1.0))
+    expected = plain.loss(lambda: other(**INPUTS), lambda out: out.loss)[1]
+    reg = dampen.regularize(model, ExplicitDropout(value=1.0))
+    whole = reg.loss(lambda: model(**INPUTS), lambda out: out.loss)[1]
+    with model.disable_adapter(), torch.no_grad():
+        got = reg.loss(lambda: model(**INPUTS), lambda out: out.loss)[1]
+    torch.testing.assert_close(got["explicit_dropout.value"], expected["explicit_dropout.value"])
+    model.merge_adapter()
+    with torch.no_grad():
+        got = reg.loss(lambda: model(**INPUTS), lambda out: out.loss)[1]
+    torch.testing.assert_close(got["explicit_dropout.value"], whole["explicit_dropout.value"], rtol=1e-4, atol=1e-6)
+
+
+def test_arora_and_hidden_key():
+    model = adapted(llama())
+    reg = dampen.regularize(model, [AroraDropout(value=1.0, ffn=1.0), *hidden_key(0.2, 0.1, 1.0)])
+    loss, terms = reg.loss(
+        lambda: model(**INPUTS), lambda out: out.loss, valid=INPUTS["attention_mask"].bool()
+    )  # fmt: skip
+    loss.backward()
+    assert {"arora_dropout.value", "arora_dropout.ffn", "r_drop"} <= set(terms)
+    assert terms["r_drop"] > 0
+
+
+def test_what_cannot_be_read_is_refused():
+    with pytest.raises(UnsupportedModel, match=r"LoRA"):
+        dampen.regularize(adapted(llama()), ExplicitDropout(attended_value=1.0))
+    with pytest.raises(UnsupportedModel, match="nothing to mix"):
+        dampen.regularize(adapted(llama()), Mixout())
+    model = adapted(llama(), use_dora=True)
+    reg = dampen.regularize(model, ExplicitDropout(value=1.0))
+    with pytest.raises(UnsupportedModel, match="no plain LoRA"):
+        reg.loss(lambda: model(**INPUTS), lambda out: out.loss)
+    with pytest.raises(ValueError, match="has no LoRA layers"):
+        connect(dampen.regularize(bert(), DropKey(0.1)))
+
+
+def test_lora_dropout_by_pattern():
+    model = adapted(llama(), lora_dropout=0.1)
+    assert lora_dropout(model, {"*.q_proj": 0.0, "*layers.1.*": 0.3}) == len(TARGETS) + 1
+    layers = model.base_model.model.model.layers
+    assert isinstance(layers[0].self_attn.q_proj.lora_dropout["default"], torch.nn.Identity)
+    assert layers[1].self_attn.q_proj.lora_dropout["default"].p == 0.3
+    assert layers[0].self_attn.v_proj.lora_dropout["default"].p == 0.1
+    with pytest.raises(ValueError, match="no LoRA layer matches"):
+        lora_dropout(model, {"*.k_proj": 0.1})
+
+
+def test_adapters_save_alone():
+    """What is saved of an adapted, regularized model is what peft saves."""
+    model = adapted(llama())
+    keys = set(peft.get_peft_model_state_dict(model))
+    dampen.regularize(model, ExplicitDropout(value=1.0))
+    assert set(peft.get_peft_model_state_dict(model)) == keys

@@ -1,0 +1,97 @@
+"""What dampen imports: `import dampen` needs torch alone, whatever is broken beside it; the cure of torchvision stands
+before every import that needs it; names of torch that are private may be missing."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dampen
+from dampen import _torch
+
+SOURCES = Path(dampen.__file__).parent
+NEED_THE_CURE = {"timm", "transformers", "torchmetrics", "lightning", "torchvision", "peft", "trl", "accelerate"}
+BROKEN = ("timm", "transformers", "torchvision", "torchmetrics", "lightning", "peft", "accelerate")
+
+
+def test_import_dampen_does_not_break_on_what_is_broken(tmp_path):
+    for name in BROKEN:
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('broken')\n")
+    code = (
+        "import torch, dampen\n"
+        "model = dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp=8)\n"
+        "reg = dampen.regularize(model, [dampen.DropKey(0.1), dampen.DropPath(0.1), dampen.FeedForwardDropout(0.1)])\n"
+        "loss, _ = reg.loss(lambda: model(torch.randn(2, 3, 8, 8)), lambda out: out.mean())\n"
+        "loss.backward(); print(reg); dampen.remove(model)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(SOURCES.parent)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def imports(tree):
+    """(node, name of the package) of every import that runs, and the innermost function around it, if any."""
+    for scope in ast.walk(tree):
+        if isinstance(scope, ast.FunctionDef | ast.Module):
+            for node in own_nodes(scope):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+                for name in names:
+                    yield scope, node, name.split(".")[0]
+
+
+def own_nodes(scope):
+    """The nodes of a function or module, apart from those of functions inside and of blocks for type checkers."""
+    todo = list(ast.iter_child_nodes(scope))
+    while todo:
+        node = todo.pop()
+        typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not isinstance(node, ast.FunctionDef | ast.Lambda) and not typing:
+            yield node
+            todo += ast.iter_child_nodes(node)
+
+
+def cures(scope, before):
+    calls = (n for n in own_nodes(scope) if isinstance(n, ast.Call) and ast.unparse(n.func) == "cure_torchvision")
+    return any(call.lineno < before for call in calls)
+
+
+@pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCES)))
+def test_the_cure_comes_before(path):
+    tree = ast.parse(path.read_text())
+    for scope, node, name in imports(tree):
+        if name in NEED_THE_CURE:
+            cured = cures(scope, node.lineno) or (scope is not tree and cures(tree, node.lineno))
+            assert cured, f"{path.name}:{node.lineno} imports {name} without cure_torchvision() before it"
+
+
+def test_two_passes_without_the_private_name(monkeypatch):
+    """torch 2.6 has no `_top_saved_tensors_default_hooks`: less is shared between the passes, and all is right."""
+    losses = []
+    for missing in (False, True):
+        if missing:
+            monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+        torch.manual_seed(0)
+        model = dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=3, heads=2, mlp=12).train()
+        reg = dampen.regularize(model, [dampen.DropKey([0.0, 0.3, 0.3]), dampen.RDrop(1.0)])
+        x = torch.randn(2, 3, 8, 8)
+        torch.manual_seed(1)
+        loss, _ = reg.loss(lambda model=model, x=x: model(x), lambda out: out.square().mean())
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[0], losses[1])
+    assert _torch.saved_tensors_are_hooked()
+    assert not _torch.checkpointing_now()
+    with dampen.deterministic(model):
+        model(x)
+
+
+@pytest.mark.parametrize("name", ["_is_amx_tile_supported", "_is_avx512_bf16_supported"])
+def test_without_the_questions_to_the_processor(name, monkeypatch):
+    monkeypatch.delattr(torch.cpu, name, raising=False)
+    assert _torch.half_in_hardware() in (True, False)
