@@ -2,6 +2,7 @@
 file."""
 
 import os
+import sys
 import tempfile
 from collections import defaultdict
 
@@ -23,6 +24,13 @@ BUDGETS = {
 BUDGET = 60
 
 _spent: dict[str, float] = defaultdict(float)
+
+
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch):
+    """A file that a test loads puts its folder on `sys.path`, and with it the entry points that lie there: processes
+    that later tests start would inherit them."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
