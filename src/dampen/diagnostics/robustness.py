@@ -145,5 +145,11 @@ def _foolbox() -> Any:
     with warnings.catch_warnings():
         # foolbox 3.3 imports from a namespace that SciPy has deprecated; nothing a user can act on.
         warnings.filterwarnings("ignore", message=r".*scipy\.ndimage.*", category=DeprecationWarning)
-        import foolbox
+        try:
+            import foolbox
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"Attacks need foolbox, and {error.name} is not installed here. Run: pip install 'dampen[attacks]'",
+                name=error.name,
+            ) from error
     return foolbox

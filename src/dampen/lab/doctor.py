@@ -18,9 +18,9 @@ OPTIONAL = {
     "ray": "the ray engine (pip install 'dampen[ray]')",
     "tokenizers": "translation and BPE language models",
     "sacrebleu": "BLEU",
-    "foolbox": "PGD robustness",
-    "optuna": "search beyond the grid",
-    "tensorboard": "--tensorboard",
+    "foolbox": "PGD robustness (pip install 'dampen[attacks]')",
+    "optuna": "--tune and --search (pip install 'dampen[search]')",
+    "tensorboard": "--tensorboard (pip install 'dampen[tensorboard]')",
 }
 
 

@@ -7,6 +7,7 @@ together. What was cut off is resumed from its checkpoint.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import shutil
@@ -71,6 +72,9 @@ def search(
     """
     if trials < 1:
         raise ValueError(f"trials must be 1 or more, got {trials}.")
+    if importlib.util.find_spec("optuna") is None:
+        told = "optuna is not installed here, and tuning needs it; run: pip install 'dampen[search]'"
+        raise ConfigError("The search", [told])
     opened, axes = make_searchable(recipe, scale)
     folder.mkdir(parents=True, exist_ok=True)
     at = opened.at(scale)
