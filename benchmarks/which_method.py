@@ -39,21 +39,21 @@ class Situation:
 
 
 SITUATIONS = (
-    Situation("a few hundred", "image classification", "from scratch", "demo.json.xz"),
+    Situation("a few hundred examples", "image classification", "from scratch", "demo.json.xz"),
     Situation(
-        "a few hundred, penalties",
+        "a few hundred examples, penalties",
         "image classification",
         "from scratch",
         "explicit_dropout/lambda_digits-study.json.xz",
         "lambda.md",
     ),
     Situation(
-        "a few hundred, AttentionDrop's methods",
+        "a few hundred examples, AttentionDrop's methods",
         "image classification",
         "from scratch",
         "attentiondrop/digits-study.json.xz",
     ),
-    Situation("4,500", "image classification", "from scratch", "explicit_dropout/table_1-study.json.xz"),
+    Situation("4,500 examples", "image classification", "from scratch", "explicit_dropout/table_1-study.json.xz"),
     Situation("200 videos", "action detection on features", "from scratch", "explicit_dropout/table_3-study.json.xz"),
     Situation(
         "five examples of each of 77 classes",
