@@ -47,7 +47,9 @@ def demo() -> str | None:
     found = verdicts(table)
     better = [c.difference for _, c in found if c.verdict == "better"]
     told = f"**On {_examples(table)} digits, {len(better)} of {len(found)} methods beat plain training**, by "
-    told += f"{min(better):.1f} to {max(better):.1f} points, {max(c.n for _, c in found)} seeds, after correction for all rows "
+    told += (
+        f"{min(better):.1f} to {max(better):.1f} points, {max(c.n for _, c in found)} seeds, corrected for all rows "
+    )
     return told + "(`make demo`, `records/demo.json.xz`)."
 
 
@@ -85,11 +87,13 @@ def penalty() -> str | None:
     gains = [c.difference for c in against[lambda_page.PLAIN].values()]
     shown = sum(c.verdict == "better" for c in against[lambda_page.PLAIN].values())
     told_apart = sum(c.verdict in ("better", "worse") for c in against[lambda_page.IMPLICIT].values())
-    told = f"**Dropout as a penalty helps where dropout helps**: on 337 digits {len(forms)} variants of Explicit Dropout gain "
-    told += (
-        f"{min(gains):.1f} to {max(gains):.1f} points ({shown} of {len(forms)} shown), and {told_apart} of them can be "
+    told = (
+        f"**Dropout as a penalty helps where dropout helps**: on 337 digits {len(forms)} variants of Explicit Dropout "
     )
-    return told + "told from implicit dropout ([page](docs/lambda.md))."
+    told += (
+        f"gain {min(gains):.1f} to {max(gains):.1f} points ({shown} of {len(forms)} shown), and {told_apart} of them "
+    )
+    return told + "can be told from implicit dropout ([page](docs/lambda.md))."
 
 
 FINDINGS: tuple[Callable[[], str | None], ...] = (demo, depth, penalty)
