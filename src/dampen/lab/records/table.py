@@ -18,7 +18,7 @@ from dampen.lab.errors import DamagedRecord
 from dampen.lab.records.metric import Metric, describe
 from dampen.lab.records.paper import AgainstPaper, Published, against_paper, published_figures
 from dampen.lab.records.record import Record
-from dampen.lab.records.recorded import RecordedTrial, read_trial
+from dampen.lab.records.recorded import RecordedTrial, on_one_path, read_trial
 from dampen.lab.records.stats import Summary, summarize
 from dampen.lab.records.step_cost import Cost, cost_against, cost_of
 from dampen.lab.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
@@ -42,6 +42,7 @@ class Entry:
     unfinished: int
     problems: list[str]  # why runs have no result
     reference: str | None = None  # the entry it is compared with; None if it is a reference itself
+    unpaired: list[str] = field(default_factory=list)  # seeds that ran on other kernels than the reference's
     same_as: str | None = None  # an entry before it whose runs are the same, bit by bit
     comparison: Comparison | None = None
     secondary: dict[str, Comparison] = field(default_factory=dict)  # the other metrics, each corrected over the rows
@@ -64,7 +65,13 @@ class Entry:
             return f"failed: {self.problems[0].partition(': ')[2]}" if self.problems else "failed"
         if self.comparison is None or self.verdict in ("no run yet", "reference", ""):
             return self.verdict
-        return sentence(self.comparison, metric) if numbers else words(self.comparison, metric)
+        told = sentence(self.comparison, metric) if numbers else words(self.comparison, metric)
+        seeds = f"{len(self.unpaired)} seed{'s' * (len(self.unpaired) != 1)}"
+        return f"{told}; {seeds} not paired: other kernels than the reference" if self.unpaired else told
+
+    def paired(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Values by seed without those that may not be paired with the reference."""
+        return {seed: value for seed, value in values.items() if seed not in self.unpaired}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for programs."""
@@ -77,6 +84,7 @@ class Entry:
         plain |= {**asdict(self.summary), "planned": self.cell.planned, "baseline": self.row.baseline}
         plain |= {"metrics": {m: asdict(s) for m, s in self.metrics.items()}, "valid": self.valid}
         plain |= {"reference": self.reference, "same_as": self.same_as, "verdict": self.verdict}
+        plain["unpaired"] = self.unpaired
         plain["comparison"] = asdict(self.comparison) if self.comparison else None
         plain["secondary"] = {m: asdict(c) for m, c in self.secondary.items()}
         plain |= {"cost": asdict(self.cost), "published": {m: asdict(p) for m, p in self.published.items()}}
@@ -290,8 +298,16 @@ def _set_references(table: ResultTable) -> None:
             if entry is not reference:
                 entry.reference = reference.name
                 entry.cost = cost_against(entry.cost, entry.cell.finished(), reference.cell.finished())
+                entry.unpaired = _unpaired(entry, reference, table.study.header.get("folds") or 1)
         if not table.study.show_all:
             _find_twins([reference, *(e for e in entries if e is not reference)])
+
+
+def _unpaired(entry: Entry, reference: Entry, folds: int) -> list[str]:
+    """Seeds (or rounds of folds) of which a run and the reference's were on different kernels."""
+    ours, theirs = entry.cell.finished(), reference.cell.finished()
+    other = [int(s) // folds for s in ours if s in theirs and not on_one_path(ours[s], theirs[s])]
+    return [str(n) for n in dict.fromkeys(other)]
 
 
 def _find_twins(entries: list[Entry]) -> None:
@@ -329,14 +345,15 @@ def _judge(table: ResultTable) -> None:
         elif entry.reference is None and study.show_all:
             entry.verdict = ""
     rows = [e for e in table.entries if e.reference and not e.same_as and e.verdict != "failed"]
-    pairs = {e.name: (e.values, table.entry(e.reference or "").values) for e in rows}
+    pairs = {e.name: (e.paired(e.values), table.entry(e.reference or "").values) for e in rows}
     for name, found in judge_pairs(pairs, study.metric, better=study.mode, margin=study.margin, test=test).items():
         entry = table.entry(name)
         entry.comparison = found
         entry.verdict = entry.verdict if entry.verdict == "no run yet" else found.verdict
     for metric in (m for m in table.other_metrics() if describe(m).better):
         pairs = {
-            e.name: (e.by_seed.get(metric, {}), table.entry(e.reference or "").by_seed.get(metric, {})) for e in rows
+            e.name: (e.paired(e.by_seed.get(metric, {})), table.entry(e.reference or "").by_seed.get(metric, {}))
+            for e in rows
         }
         for name, found in judge_pairs({n: p for n, p in pairs.items() if p[0]}, metric, test=test).items():
             table.entry(name).secondary[metric] = found

@@ -179,7 +179,7 @@ def race_plan(
         return run([seeded(plan, row, seed) for row, seed in pairs])
 
     def values() -> dict[str, dict[str, float]]:
-        return {entry.name: entry.values for entry in table().entries}
+        return {entry.name: entry.paired(entry.values) for entry in table().entries}
 
     rows = [row.name for row in plan.rows if row.name != reference]
     found = race(

@@ -19,7 +19,7 @@ from dampen.lab.records.rebuild import load_plan
 from dampen.lab.records.record import Record
 from dampen.lab.study.rows import PLAIN, Rows, check_params, read_rows
 from dampen.lab.training.function import Function
-from dampen.lab.training.own import direction
+from dampen.lab.training.own_result import direction
 from dampen.lab.training.parts import Parts
 
 

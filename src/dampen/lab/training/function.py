@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dampen.lab.config.code import Code, code_of, digest_of_file, local_files, package_root
+from dampen.lab.config.methods_text import OBJECT, build_methods
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, LabError
 
 _reading: list[str] = []
@@ -62,6 +64,23 @@ def package_root_of(code: Code) -> Path:
     """The folder that the names of a code's files are relative to."""
     assert code.root is not None  # code in files has one
     return code.root
+
+
+def row_methods(spec: TrialSpec, function: Function | None, row: str) -> list[Any]:
+    """The regularizers of a trial: built from their plain data, or unpickled where they have none."""
+    objects = function.objects if function else {}
+    made = []
+    for method in spec.methods:
+        if OBJECT not in method:
+            made += build_methods([method])
+            continue
+        if method[OBJECT] not in objects:
+            problem = f"the regularizer {method['name']!r} of row {row!r} is an object that was not sent along"
+            raise ConfigError("The trial", [f"{problem}; start the comparison from where it is defined"])
+        import cloudpickle
+
+        made.append(cloudpickle.loads(objects[method[OBJECT]]))
+    return made
 
 
 def as_function(train: Callable[[Any], Any]) -> Function:
