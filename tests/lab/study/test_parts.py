@@ -221,25 +221,6 @@ def test_a_fingerprint_reads_a_file_again_only_when_size_or_time_changed(tmp_pat
     assert fingerprint(folder) != first
 
 
-def test_a_changed_official_set_is_refused_when_a_trial_resumes(tmp_path, small, quick, monkeypatch):
-    from dataclasses import replace
-
-    from dampen.lab.errors import Interrupted
-    from dampen.lab.training.state import TrialState
-
-    trial, steps = small(), []
-    with pytest.raises(Interrupted):
-        run_trial(
-            trial,
-            tmp_path / "t",
-            replace(quick, checkpoint_steps=1),
-            stop=lambda: bool(steps.append(1)) or len(steps) > 3,
-        )
-    monkeypatch.setattr(TrialState, "data_identity", lambda self: "other")
-    with pytest.raises(DamagedData, match="has changed since the checkpoint"):
-        run_trial(trial, tmp_path / "t", quick)
-
-
 @pytest.mark.slow
 def test_a_function_builds_the_model_and_another_reads_the_data(tmp_path, build, capsys):
     command = ["compare", "--data", f"{build}:load", "--model", f"{build}:build(width=8)", "--seeds", "1", "--json"]

@@ -59,7 +59,7 @@ def ask_parts(
     base = merge(base, {"model": chosen}) if chosen is not None else base
     if chosen is None and section["name"] == "function":
         raise ConfigError("--model", ["data from a function needs a model: say --model file.py:build or another"])
-    base = merge(base, _sections(params or {}, base, "params"))
+    base = merge(base, sections(params or {}, base, "params"))
     rows = read_rows(methods, reference)
     said = metric_of(metric)
     name = base["model"]["name"]
@@ -73,7 +73,7 @@ def ask_parts(
         base["seeds"] = [folds * seed + fold for seed in seeds_of(seeds) for fold in range(folds)]
         title += f" of {folds} folds each, averaged"
     short = "".join(c if c.isalnum() or c in "-_." else "-" for c in f"compare-{shown}-{name}")
-    recipe = recipe_of(short, title, _plain_rows(rows), reference, base, judged, shlex.join(command))
+    recipe = recipe_of(short, title, plain_rows(rows), reference, base, judged, shlex.join(command))
     recipe = replace(recipe, rows=[_with_params(r, rows, base) for r in recipe.rows])
     asked = make_plan(recipe, settings=settings)
     asked.header |= {"folds": folds} if folds is not None else {}
@@ -154,7 +154,7 @@ def _arguments(text: str) -> tuple[str, dict[str, Any]]:
     return name.strip(), {k: v for k, v in parsed.items() if k != "name"}
 
 
-def _plain_rows(rows: Rows) -> Rows:
+def plain_rows(rows: Rows) -> Rows:
     """The rows without their parameters; the lab's trainer cannot take regularizers that have no plain form."""
     if rows.objects:
         named = [r.name for r in rows.rows if any("object" in m for m in r.methods)]
@@ -165,10 +165,10 @@ def _plain_rows(rows: Rows) -> Rows:
 
 def _with_params(row: dict[str, Any], rows: Rows, base: Mapping[str, Any]) -> dict[str, Any]:
     (own,) = (r for r in rows.rows if r.name == row["name"])
-    return {**row, **_sections(own.params, base, f"params of row {own.name!r}")}
+    return {**row, **sections(own.params, base, f"params of row {own.name!r}")}
 
 
-def _sections(params: Mapping[str, Any], base: Mapping[str, Any], where: str) -> dict[str, Any]:
+def sections(params: Mapping[str, Any], base: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Parameters such as weight_decay, label_smoothing, patience or mixup, in the sections that they belong to."""
     found: dict[str, Any] = {}
     problems = []
