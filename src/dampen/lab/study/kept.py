@@ -42,11 +42,9 @@ def save_parts(parts: Parts, folder: Path, data_dir: str | None = None) -> None:
 
 def load_parts(folder: Path, plan: Plan) -> tuple[Parts, str | None]:
     """Read them back, with the folder of official sets; raise where they are no longer what the study was run on."""
-    own = any(
-        key in part for t in plan.trials.values() for part in (t.data, t.model) for key in ("fingerprint", "code")
-    )
+    sections = [section for trial in plan.trials.values() for section in (trial.data, trial.model)]
     if not (folder / PARTS).exists():
-        if own:
+        if any("fingerprint" in section or "code" in section for section in sections):
             raise LabError(f"{folder} does not say where its data and model are. Call dampen.compare again.")
         return Parts(), None
     kept = read_json(folder / PARTS)

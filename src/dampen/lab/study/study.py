@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,6 +200,8 @@ def _add_seeds(plan: Plan, seeds: int | Sequence[int]) -> None:
     rounds = range(first, first + seeds) if isinstance(seeds, int) else seeds
     more = [folds * n + fold for n in rounds for fold in range(folds)]
     plan.seeds += [seed for seed in more if seed not in plan.seeds]
+    count = len({seed // folds for seed in plan.seeds})
+    plan.header["title"] = re.sub(r", \d+ seeds\b", f", {count} seeds", plan.header.get("title", ""))
     for row in plan.rows:
         for point in row.points:
             template = plan.trials[next(iter(point.trials.values()))]
