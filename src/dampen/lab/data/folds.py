@@ -67,8 +67,8 @@ def _cut(data: Dataset, pool: ImageSplit | ArraySplit, rows: dict[str, Tensor], 
     elif change is not None:
         pool, change = _renormalized(pool, rows["train"], change)
     info |= {"normalization": change.facts()} if change is not None else {}
-    parts = {part: taken(pool, index) for part, index in rows.items()}
-    return replace(data, **parts, info=info, normalization=change)
+    train, valid, test = (taken(pool, rows[part]) for part in ("train", "valid", "test"))
+    return replace(data, train=train, valid=valid, test=test, info=info, normalization=change)
 
 
 def _renormalized(pool: ArraySplit, train: Tensor, before: Normalization) -> tuple[ArraySplit, Normalization]:

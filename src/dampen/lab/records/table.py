@@ -241,6 +241,11 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     validated = [f.validated for f in finals.values() if f.validated is not None]
     statuses = [run.status for run in cell.runs.values()]
     without = [f"seed {s}: {run.reason}" for s, run in cell.runs.items() if run.status in ("diverged", "failed")]
+    without += [
+        f"seed {s}: it returned no {study.metric}, only {', '.join(v)}"
+        for s, v in found.items()
+        if v and study.metric not in v
+    ]
     return Entry(
         name=name,
         row=row,
@@ -315,7 +320,7 @@ def _find_twins(entries: list[Entry]) -> None:
     first: dict[tuple[str, str], list[tuple[Entry, dict[str, str]]]] = {}
     for entry in entries:
         marks = {s: r.final.last_weights for s, r in entry.cell.finished().items() if r.final}
-        if not marks or not all(marks.values()):
+        if not entry.summary.n or not all(marks.values()):
             continue
         alike = first.setdefault(min(marks.items()), [])
         twin = next((e.name for e, other in alike if all(marks[s] == other[s] for s in marks.keys() & other)), None)

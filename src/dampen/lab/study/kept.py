@@ -49,7 +49,7 @@ def load_parts(folder: Path, plan: Plan) -> tuple[Parts, str | None]:
         return Parts(), None
     kept = read_json(folder / PARTS)
     data_dir = kept.pop("data_dir", None)
-    parts = Parts(**{k: _function(v) if isinstance(v, dict) else v for k, v in kept.items()})
+    parts = Parts(kept["data"], _maybe(kept["read"]), kept["model"], _maybe(kept["build"]))
     for trial in plan.trials.values():
         _check(parts.data, trial.data.get("fingerprint"), "data")
         _check(parts.model, trial.model.get("fingerprint"), "model")
@@ -83,6 +83,10 @@ def _plain(function: Function) -> dict[str, Any]:
         "objects": {k: _text(v) for k, v in function.objects.items()},
         "metric": list(function.metric) if function.metric else None,
     }
+
+
+def _maybe(kept: dict[str, Any] | None) -> Function | None:
+    return _function(kept) if kept is not None else None
 
 
 def _function(kept: dict[str, Any]) -> Function:

@@ -12,7 +12,6 @@ from typing import Any
 
 from dampen.lab.config.methods_text import parse_rows
 from dampen.lab.config.names import task_of
-from dampen.lab.config.plan import make_plan
 from dampen.lab.config.presets import preset
 from dampen.lab.config.recipe import Recipe, merge
 from dampen.lab.config.trial import TrainOptions
@@ -23,7 +22,7 @@ from dampen.lab.data.recognize import recognize
 from dampen.lab.errors import ConfigError
 from dampen.lab.metrics import PRIMARY
 from dampen.lab.records.fingerprint import fingerprint
-from dampen.lab.study.asked import Asked, metric_of, recipe_of, seeds_of, with_recorded
+from dampen.lab.study.asked import Asked, metric_of, planned, recipe_of, seeds_of, with_recorded
 from dampen.lab.study.rows import PLAIN, Rows, read_rows
 from dampen.lab.training.build import MODEL
 from dampen.lab.training.function import Function, as_function, function_in_file
@@ -75,7 +74,7 @@ def ask_parts(
     short = "".join(c if c.isalnum() or c in "-_." else "-" for c in f"compare-{shown}-{name}")
     recipe = recipe_of(short, title, plain_rows(rows), reference, base, judged, shlex.join(command))
     recipe = replace(recipe, rows=[_with_params(r, rows, base) for r in recipe.rows])
-    asked = make_plan(recipe, settings=settings)
+    asked = planned(recipe, settings)
     asked.header |= {"folds": folds} if folds is not None else {}
     place = _place(asked.name, asked.trials, folder, out, resume)
     plan = with_recorded(asked, place)
@@ -97,7 +96,7 @@ def comparison(data: Any, model: Any, methods: Any, seeds: int, settings: Sequen
 def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts]:
     """The data of the trials as plain data, and where it is. A user's own has a fingerprint of its content."""
     if callable(data) or (isinstance(data, str) and ".py:" in data):
-        function = as_function(data) if callable(data) else function_in_file(data)
+        function = as_function(data) if callable(data) else function_in_file(data, "--data")
         content = content_hash(read_parts(function.load(), function.code.name))
         section = {"name": "function", "source": function.code.name, "code": function.code.digest}
         return section | {"fingerprint": content}, Parts(read=function)
@@ -136,7 +135,7 @@ def model_section(model: Any, parts: Parts) -> tuple[dict[str, Any] | None, Part
         return section, replace(parts, model=str(folder.resolve()))
     if ".py:" in text:
         name, arguments = _arguments(text)
-        found: Function = function_in_file(name)
+        found: Function = function_in_file(name, "--model")
         return {"name": found.code.name, "code": found.code.digest, **arguments}, replace(parts, build=found)
     name, arguments = _arguments(text)
     return {"name": name, **arguments}, parts

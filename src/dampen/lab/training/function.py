@@ -110,21 +110,24 @@ def _at(module: Any, name: str) -> Any:
     return found
 
 
-def function_in_file(text: str) -> Function:
-    """`train.py:train`, as on the command line."""
-    path, _, name = text.rpartition(":")
+def function_in_file(text: str, what: str = "The training function") -> Function:
+    """`train.py:train`, as on the command line; `what` is what an error is about."""
+    path, colon, name = text.rpartition(":")
+    if not colon or path.endswith(("/", "\\")) or name.endswith(".py"):
+        path, name = text, ""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError("The training function", [f"{text}: there is no file {path!r}; write file.py:function"])
+        raise ConfigError(what, [f"{text}: there is no file {path!r}; write file.py:function"])
     digest = digest_of_file(file)
     module = _import(str(file.resolve()), digest)
-    found = _at(module, name)
+    found = _at(module, name) if name else None
     if not callable(found):
         own = sorted(
             n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
         )
-        known = f"; it has {', '.join(own)}" if own else ""
-        raise ConfigError("The training function", [f"{text}: {file.name} has no function {name!r}{known}"])
+        known = f"; it has {', '.join(own)}" if own else "; it defines none"
+        missing = f"{file.name} has no function {name!r}" if name else f"say which function of {file.name}"
+        raise ConfigError(what, [f"{text}: {missing}{known}. Write {path}:FUNCTION"])
     code = Code(f"{file.name}:{name}", digest, package_root(file), local_files(file))
     return Function(code, str(file.resolve()), name)
 

@@ -13,6 +13,8 @@ from dampen.lab.training.losses import NotFinite
 from dampen.lab.training.own_log import numbers
 
 WANTED = 'return {"accuracy": 0.9} or {"test": {...}, "valid": {...}}, of the test part'
+RETURNED = "returned "
+"""How a metric that is no number is named among what went wrong."""
 Metrics = dict[str, float]
 
 
@@ -82,6 +84,8 @@ def diverged(id: str, bad: NotFinite, judged: tuple[str, str] | None) -> dict[st
     before = ", ".join(f"{k} {v:.4g}" for k, v in bad.before.items()) or "nothing yet"
     terms = " and ".join(map(repr, bad.names))
     reason = f"Training stopped at step {bad.step}: {terms} became NaN or infinite first (the step before: {before})."
+    if bad.names[0].startswith(RETURNED):
+        reason = f"After {bad.step} steps the function {bad.names[0]} (the last training loss: {before})."
     result: dict[str, Any] = {"id": id, "format": FORMAT, "status": "diverged", "task": "own", "reason": reason}
     result |= {"primary": list(judged or ("", "max")), "selection": list(judged or ("", "max"))}
     return result | {"terms": bad.names, "step": bad.step, "data": {}}

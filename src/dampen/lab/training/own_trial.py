@@ -21,7 +21,7 @@ from dampen.lab.training.function import Function, row_methods
 from dampen.lab.training.losses import Meter, NotFinite
 from dampen.lab.training.own_costs import costs, weights_of
 from dampen.lab.training.own_log import OwnLog
-from dampen.lab.training.own_result import diverged, finished, judged_by, read_metrics
+from dampen.lab.training.own_result import RETURNED, diverged, finished, judged_by, read_metrics
 from dampen.lab.training.state import Execution
 from dampen.lab.training.watched import Clock, PlainHandle, Stream, Watch, watch
 from dampen.native import library
@@ -227,7 +227,8 @@ class Trial:
         judged = judged_by(test, self._function.metric if self._function else None, self._named())
         known = self._log.known
         if not math.isfinite(test[judged[0]]):
-            raise NotFinite(self._count(), [f"test {judged[0]}"], known.get("train", {}))
+            told = f"{RETURNED}{judged[0]} = {test[judged[0]]}, by which this study is judged"
+            raise NotFinite(self._count(), [told], known.get("train", {}))
         self._flush()
         train = self._meter.latest or known.get("train", {})
         result = finished(self._spec.id, test, valid or known.get("valid", {}), train, judged)
