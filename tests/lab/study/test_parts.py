@@ -245,11 +245,14 @@ def test_a_timm_model_gets_the_size_of_the_images(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny_bert(tmp_path_factory):
+    return write_bert(tmp_path_factory.mktemp("hub") / "tiny-bert")
+
+
+def write_bert(folder):
     """A tiny BERT with its tokenizer, saved as Hugging Face does, with random weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("hub") / "tiny-bert"
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
