@@ -66,16 +66,6 @@ class RecordedTrial:
         return self._log[0]
 
 
-def on_one_path(ours: RecordedTrial, theirs: RecordedTrial) -> bool:
-    """Whether two runs may be paired: both on torch's kernels, or both on the native ones.
-
-    A trial without methods uses none of these kernels, and an old record does not say which it used: both pair as they
-    always did.
-    """
-    paths = {run.final.kernels for run in (ours, theirs) if run.final and run.final.kernels}
-    return len(paths) < 2 or not ours.config.get("methods") or not theirs.config.get("methods")
-
-
 def read_trial(folder: Path, trial: TrialSpec) -> RecordedTrial | None:
     """A planned trial from its folder; None while it has neither a result nor an error."""
     record = Record(folder)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dampen.lab.records.final import Final
-from dampen.lab.records.recorded import RecordedTrial, on_one_path
+from dampen.lab.records.pairing import on_one_path
+from dampen.lab.records.recorded import RecordedTrial
 
 
 @dataclass(frozen=True)

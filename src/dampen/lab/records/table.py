@@ -16,9 +16,10 @@ from typing import Any
 from dampen.lab.config.plan import Plan, PlannedRow, Point
 from dampen.lab.errors import DamagedRecord
 from dampen.lab.records.metric import Metric, describe
+from dampen.lab.records.pairing import averaged_folds, unpaired
 from dampen.lab.records.paper import AgainstPaper, Published, against_paper, published_figures
 from dampen.lab.records.record import Record
-from dampen.lab.records.recorded import RecordedTrial, on_one_path, read_trial
+from dampen.lab.records.recorded import RecordedTrial, read_trial
 from dampen.lab.records.stats import Summary, summarize
 from dampen.lab.records.step_cost import Cost, cost_against, cost_of
 from dampen.lab.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
@@ -263,18 +264,6 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     )
 
 
-def averaged_folds(values: Mapping[str, float], folds: int) -> dict[str, float]:
-    """The mean of each whole round of cross-validation; seed = round x folds + fold. Folds alone are no repetitions.
-
-    >>> averaged_folds({"0": 1.0, "1": 3.0, "2": 5.0}, 2)
-    {'0': 2.0}
-    """
-    rounds: dict[int, list[float]] = {}
-    for seed, value in values.items():
-        rounds.setdefault(int(seed) // folds, []).append(value)
-    return {str(n): statistics.fmean(found) for n, found in sorted(rounds.items()) if len(found) == folds}
-
-
 def diagnosed(measured: Mapping[str, Any]) -> dict[str, float]:
     """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap."""
     found: dict[str, Any] = {}
@@ -300,16 +289,11 @@ def _set_references(table: ResultTable) -> None:
             if entry is not reference:
                 entry.reference = reference.name
                 entry.cost = cost_against(entry.cost, entry.cell.finished(), reference.cell.finished())
-                entry.unpaired = _unpaired(entry, reference, table.study.header.get("folds") or 1)
+                entry.unpaired = unpaired(
+                    entry.cell.finished(), reference.cell.finished(), table.study.header.get("folds") or 1
+                )
         if not table.study.show_all:
             _find_twins([reference, *(e for e in entries if e is not reference)])
-
-
-def _unpaired(entry: Entry, reference: Entry, folds: int) -> list[str]:
-    """Seeds (or rounds of folds) of which a run and the reference's were on different kernels."""
-    ours, theirs = entry.cell.finished(), reference.cell.finished()
-    other = [int(s) // folds for s in ours if s in theirs and not on_one_path(ours[s], theirs[s])]
-    return [str(n) for n in dict.fromkeys(other)]
 
 
 def _find_twins(entries: list[Entry]) -> None:
