@@ -242,11 +242,9 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     validated = [f.validated for f in finals.values() if f.validated is not None]
     statuses = [run.status for run in cell.runs.values()]
     without = [f"seed {s}: {run.reason}" for s, run in cell.runs.items() if run.status in ("diverged", "failed")]
-    without += [
-        f"seed {s}: it returned no {study.metric}, only {', '.join(v)}"
-        for s, v in found.items()
-        if v and study.metric not in v
-    ]
+    for seed, values_of in found.items():
+        if finals[seed].task == "own" and study.metric not in values_of:
+            without.append(f"seed {seed}: it returned no {study.metric}, only {', '.join(values_of)}")
     return Entry(
         name=name,
         row=row,
