@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dampen.cli import main
+from tests.lab.study.test_parts import write_bert
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -40,12 +41,17 @@ def write_data(folder):
     )
 
 
+PAGES = ["own_training.md", "own_parts.md", "own/timm.md", "own/build.md", "own/finetune.md", "own/csv.md"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["own_training.md", "own_parts.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_of_the_page_plan_and_take_steps(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_files(page, tmp_path)
     write_data(tmp_path)
+    if "hf/my-bert" in (DOCS / page).read_text():
+        write_bert(tmp_path / "my-bert")
     commands = [line for block in blocks(page, "sh") for line in block.splitlines()]
     assert commands
     for line in commands:
@@ -69,3 +75,25 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "report.html").exists()
     assert len(names["frame"]) == 12  # four rows, two seeds and one more
     assert "plain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["lightning_module.py", "hf_trainer.py"])
+def test_the_pages_of_examples_show_them_as_they_are(name):
+    """tests/test_examples.py compares them with three methods each."""
+    page = {"lightning_module.py": "own/lightning.md", "hf_trainer.py": "own/hf_trainer.md"}[name]
+    (shown,) = blocks(page, "python")
+    assert shown == (DOCS.parent / "examples" / name).read_text()
+    (command,) = blocks(page, "sh")
+    assert f"examples/{name}:train" in command
+
+
+def test_every_page_is_linked_and_compares_at_least_three_methods():
+    from dampen.lab.study.rows import read_rows
+
+    overview, site = (DOCS / "own_training.md").read_text(), (DOCS.parent / "mkdocs.yml").read_text()
+    for page in sorted((DOCS / "own").glob("*.md")):
+        assert f"own/{page.name}" in overview
+        assert f"own/{page.name}" in site
+        for line in (line for block in blocks(f"own/{page.name}", "sh") for line in block.splitlines()):
+            words = shlex.split(line)
+            assert len(read_rows(words[words.index("--methods") + 1]).rows) >= 4, line  # and the plain one

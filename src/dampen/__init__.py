@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dampen.lab.study.compare import compare as compare
     from dampen.lab.study.study import Study as Study
     from dampen.lab.study.study import load as load
-    from dampen.lab.training.own import Trial as Trial
+    from dampen.lab.training.own_trial import Trial as Trial
     from dampen.public import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 _STUDIES = {
     "Stopped": "dampen.lab.errors",
     "Study": "dampen.lab.study.study",
-    "Trial": "dampen.lab.training.own",
+    "Trial": "dampen.lab.training.own_trial",
     "compare": "dampen.lab.study.compare",
     "load": "dampen.lab.study.study",
 }

@@ -87,7 +87,7 @@ def compare(
 
     heed_signals()
     warm_up()
-    from dampen.lab.study.kept import save_function
+    from dampen.lab.study.kept import save_function, save_parts
     from dampen.lab.study.preflight import check_rows
     from dampen.lab.training.state import Execution
 
@@ -131,6 +131,8 @@ def compare(
         execution["function"] = _named(asked, plan)
     if execution["function"] is not None:
         save_function(execution["function"], folder)
+    elif asked.parts is not None:
+        save_parts(asked.parts, folder, data_dir)
     if until_decided or budget is not None:
         from dampen.cli.racing import race_and_conclude
 

@@ -13,6 +13,8 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -69,6 +71,24 @@ def available() -> bool:
     if not _looked and not torch.compiler.is_compiling():
         _look()
     return _library is not None
+
+
+def path() -> str:
+    """ "native" where the kernels are in use, else "torch": records name it, and runs are paired within one."""
+    return "native" if available() else "torch"
+
+
+@contextmanager
+def torch_only(why: str) -> Iterator[None]:
+    """Inside, everything runs on torch alone, as if nothing had been built; `status` says why."""
+    global _library, _why_not
+    available()  # so that nobody looks inside
+    before = _library, _why_not
+    _library, _why_not = None, why
+    try:
+        yield
+    finally:
+        _library, _why_not = before
 
 
 def status() -> str:

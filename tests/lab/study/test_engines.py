@@ -64,3 +64,15 @@ def test_a_metric_that_is_not_returned_is_told(ask, run):
         run(ask(metric="f1", seeds=1))
     with pytest.raises(ConfigError):
         ask(metric="f1:up")
+
+
+@pytest.mark.slow
+def test_the_threads_of_the_environment_and_those_that_are_said_are_obeyed(script, tmp_path, monkeypatch):
+    """What torch used, as the function itself saw it."""
+    text = script.read_text().replace('"nll": loss.item()}', '"nll": loss.item(), "threads": torch.get_num_threads()}')
+    script.write_text(text)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    options = {"params": {"epochs": 1}, "workers": 1, "progress": False, "folder": tmp_path / "study"}
+    study = dampen.compare(f"{script}:train", methods="drop_key", seeds=1, **options)
+    study.add(seeds=1, threads=2)
+    assert {tuple(row.by_seed["threads"].values()) for row in study.rows} == {(3.0, 2.0)}

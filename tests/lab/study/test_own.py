@@ -12,6 +12,7 @@ from dampen.lab.config.code import digest_of_file
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, Diverged, LabError, Stopped
 from dampen.lab.records.record import Record
+from dampen.lab.report import make_report
 from dampen.lab.study.rows import plain_form, read_rows
 from dampen.lab.training.function import as_function
 from dampen.lab.training.state import Execution
@@ -181,6 +182,10 @@ def test_changed_code_makes_new_trials_and_says_so_unless_told_it_is_the_same(sc
     same = ask(seeds=1, same_code=True)
     assert set(same.plan.trials) == set(first.plan.trials)
     assert "count all the same" in same.remark
+    run(changed)
+    listed = [skipped.reason for skipped in make_report([changed.folder]).skipped]
+    assert len(listed) == 2
+    assert "a result of older code of train.py:train (plain, seed 0); --same-code" in " ".join(listed)
 
 
 def test_code_that_changes_while_a_study_runs_is_refused(script, ask, run):

@@ -221,25 +221,6 @@ def test_a_fingerprint_reads_a_file_again_only_when_size_or_time_changed(tmp_pat
     assert fingerprint(folder) != first
 
 
-def test_a_changed_official_set_is_refused_when_a_trial_resumes(tmp_path, small, quick, monkeypatch):
-    from dataclasses import replace
-
-    from dampen.lab.errors import Interrupted
-    from dampen.lab.training.state import TrialState
-
-    trial, steps = small(), []
-    with pytest.raises(Interrupted):
-        run_trial(
-            trial,
-            tmp_path / "t",
-            replace(quick, checkpoint_steps=1),
-            stop=lambda: bool(steps.append(1)) or len(steps) > 3,
-        )
-    monkeypatch.setattr(TrialState, "data_identity", lambda self: "other")
-    with pytest.raises(DamagedData, match="has changed since the checkpoint"):
-        run_trial(trial, tmp_path / "t", quick)
-
-
 @pytest.mark.slow
 def test_a_function_builds_the_model_and_another_reads_the_data(tmp_path, build, capsys):
     command = ["compare", "--data", f"{build}:load", "--model", f"{build}:build(width=8)", "--seeds", "1", "--json"]
@@ -264,11 +245,14 @@ def test_a_timm_model_gets_the_size_of_the_images(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny_bert(tmp_path_factory):
+    return write_bert(tmp_path_factory.mktemp("hub") / "tiny-bert")
+
+
+def write_bert(folder):
     """A tiny BERT with its tokenizer, saved as Hugging Face does, with random weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("hub") / "tiny-bert"
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]

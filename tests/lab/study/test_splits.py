@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,47 @@ def test_every_example_is_tested_once_in_a_round_of_folds(kind, tmp_path):
                 assert not rows_of(fold.test) & rows_of(fold.train)
                 assert not rows_of(fold.valid) & rows_of(fold.train)
     assert "fold 1 of 4 in round 2" in " ".join(folds[4].info["departures"])
+
+
+def test_each_fold_is_normalized_by_its_own_training_part(tmp_path):
+    """Against the obvious reference: the raw values of the fold's training rows."""
+    first, second = (load_data({"name": "digits", "folds": 3}, None, None, seed) for seed in (0, 1))
+    for fold in (first, second):
+        raw = fold.train.images.float() / 255
+        assert fold.normalization.mean.item() == pytest.approx(raw.mean().item(), abs=1e-6)
+        assert fold.normalization.std.item() == pytest.approx(raw.std(correction=0).item(), abs=1e-6)
+        assert fold.test.normalization is fold.train.normalization is fold.normalization
+        assert fold.info["normalization"] == fold.normalization.facts()
+        assert fold.info["examples"] == {part: len(split) for part, split in fold.splits.items()}
+    assert first.normalization.mean != second.normalization.mean
+
+
+def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(3, 5, (60, 4, 2)).astype("float32"), np.arange(60) % 3
+    np.savez(tmp_path / "a.npz", x=x, y=y)
+    asked = ask_parts(None, tmp_path / "a.npz", "drop_key", 1, folds=3)
+    data, parts = next(iter(asked.plan.trials.values())).data, asked.parts
+    for seed in (0, 1):
+        fold = load_data(data, None, parts, seed)
+        inputs = fold.train.inputs[0]
+        torch.testing.assert_close(inputs.mean((0, 1)), torch.zeros(2), atol=1e-5, rtol=0)
+        torch.testing.assert_close(inputs.std((0, 1), correction=0), torch.ones(2))
+        change = fold.normalization  # what is recorded brings the file's own numbers back
+        back = torch.cat([s.inputs[0] for s in fold.splits.values()]) * change.std + change.mean
+        expected = torch.from_numpy(x).flatten(1)
+        torch.testing.assert_close(back.flatten(1).sort(0)[0], expected.sort(0)[0], atol=1e-4, rtol=1e-4)
+    words = [f"{'abc'[i % 3] * 3} word{i} word{i}" for i in range(60)]
+    lines = "".join(f"{text},{'abc'[i % 3]}\n" for i, text in enumerate(words))
+    (tmp_path / "t.csv").write_text("text,label\n" + lines)
+    asked = ask_parts(None, tmp_path / "t.csv", "drop_key", 1, folds=3)
+    data, parts = next(iter(asked.plan.trials.values())).data, asked.parts
+    one, two = (load_data(data, None, parts, seed) for seed in (0, 1))
+    assert not torch.equal(one.train.ids[:5], two.train.ids[:5])
+    for fold in (one, two):
+        assert int(fold.train.ids.max()) < fold.model_args["vocab"]
+        longest = {part: int(split.lengths.max()) for part, split in fold.splits.items()}
+        assert longest["train"] < longest["test"]  # words of the training part became tokens, those of others did not
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dampen import DropKey
 from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.report import make_report
 from tests.lab.study.conftest import SCRIPT
+from tests.lab.study.test_parts import write_csv
 
 
 class Halved(DropKey):
@@ -111,3 +112,25 @@ def test_wrong_calls_are_told(script, tmp_path):
         dampen.compare(f"{script}:train", methods="drop_key", params={"x": object()})
     with pytest.raises(LabError, match="holds no study"):
         dampen.load(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_study_of_the_labs_trainer_on_own_data_opens_again_and_goes_on(tmp_path):
+    """Rows with methods, with parameters, and further seeds; data that changed since is refused."""
+    data = write_csv(tmp_path / "t.csv", rows=40)
+    few = {"params": {"epochs": 1, "batch_size": 8}, "workers": 1, "threads": 1, "progress": False}
+    first = dampen.compare(data=data, methods="drop_key", seeds=1, folder=tmp_path / "study", **few)
+    again = dampen.load(first.folder)
+    again.add(seeds=1, methods={"decay": {"params": {"weight_decay": 0.3}}}, workers=1, progress=False)
+    assert {row.name: row.summary.n for row in again.rows} == {"plain": 2, "drop_key": 2, "decay": 2}
+    assert "2 seeds" in again.plan.header["title"]
+    decay = again.plan.trials[again.plan.rows[2].points[0].trials["0"]]
+    assert decay.train.weight_decay == 0.3
+    with pytest.raises(ConfigError, match="unknown parameter 'weight_decoy'.*weight_decay"):
+        again.add(methods={"typo": {"params": {"weight_decoy": 0.3}}})
+    data.write_text(data.read_text() + "more of it,pos\n")
+    with pytest.raises(LabError, match="has changed since this study was run"):
+        dampen.load(first.folder).add(seeds=1)
+    data.unlink()
+    with pytest.raises(LabError, match="is no longer at"):
+        dampen.load(first.folder).add(seeds=1)

@@ -98,8 +98,8 @@ def array_dataset(
         "test": (rows.test_from, rows.test),
     }
     first = inputs["train"][0]
-    axis = 1 if first.dim() == 4 else first.dim() - 1
-    change = _statistics(inputs["train"][0][rows.train], axis) if normalize else None
+    axis = feature_axis(first)
+    change = statistics_of(inputs["train"][0][rows.train], axis) if normalize else None
     splits = {}
     for part, (where, index) in places.items():
         x = tuple(t[index] for t in inputs[where])
@@ -119,7 +119,13 @@ def array_dataset(
     return Dataset(spec.name, spec.task, *made, classes, facts, model, normalization=change)
 
 
-def _statistics(x: Tensor, axis: int) -> Normalization:
+def feature_axis(x: Tensor) -> int:
+    """The axis that is normalized: the channels of images, the features of sequences."""
+    return 1 if x.dim() == 4 else x.dim() - 1
+
+
+def statistics_of(x: Tensor, axis: int) -> Normalization:
+    """Mean and standard deviation of each entry along an axis; what never varies is only shifted."""
     others = [i for i in range(x.dim()) if i != axis]
     std = x.std(dim=others, correction=0)
     return Normalization(x.mean(dim=others), torch.where(std > 0, std, torch.ones_like(std)))

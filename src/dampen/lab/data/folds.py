@@ -1,33 +1,34 @@
 """Cross-validation of small sets: each example is tested once per round of folds.
 
 All parts are pooled; the seed of a trial says which round and which fold of it (seed = round x folds + fold). The fold
-is tested on, the rest is drawn by class into train and validation. Tables average the folds of a round first.
+is tested on, the rest is drawn by class into train and validation. What is learned from data before training, a
+normalization or a vocabulary, is learned from the fold's own training part. Tables average the folds of a round first.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from dampen.lab.data.dataset import Dataset, Split
+from dampen.lab.data.arrays import feature_axis, statistics_of
+from dampen.lab.data.dataset import Dataset, Normalization, Split
+from dampen.lab.data.images import channel_statistics
 from dampen.lab.data.labeled import ArraySplit, TokenSplit
 from dampen.lab.data.splits import ImageSplit
 from dampen.lab.data.stratified import stratified
-
-REMARK = "the vocabulary or normalization is that of one training draw, the same for all folds"
 
 
 def fold_of(data: Dataset, folds: int, seed: int, train_fraction: float = 0.7) -> Dataset:
     """The data set in which one fold tests and the others train and validate."""
     from sklearn.model_selection import StratifiedKFold
 
-    pool = joined([data.train, data.valid, data.test])
-    labels = pool.labels
+    labels = labels_of([data.train, data.valid, data.test])
     fewest = int(torch.bincount(labels).min())
     if fewest < folds:
         raise ValueError(f"{folds} folds need as many examples of every class: the smallest class has {fewest}.")
@@ -40,41 +41,66 @@ def fold_of(data: Dataset, folds: int, seed: int, train_fraction: float = 0.7) -
         "valid": torch.from_numpy(rest)[valid],
         "test": torch.from_numpy(held),
     }
-    parts = {name: taken(pool, index) for name, index in rows.items()}
     said = f"cross-validation, fold {fold + 1} of {folds} in round {number + 1}"
-    info = {**data.info, "departures": [*data.info.get("departures", []), said, REMARK]}
-    info.pop("examples", None)
-    return replace(data, train=parts["train"], valid=parts["valid"], test=parts["test"], info=info)
+    info = {**data.info, "departures": [*data.info.get("departures", []), said]}
+    del info["examples"]  # counted anew
+    if "encode" in data.extras:
+        return _texts_cut(data, labels, rows, info)
+    return _cut(data, joined([data.train, data.valid, data.test], labels), rows, info)
 
 
-def joined(splits: Sequence[Split]) -> Any:
+def _texts_cut(data: Dataset, labels: Tensor, rows: dict[str, Tensor], info: dict[str, Any]) -> Dataset:
+    """These rows of all texts as the parts; a vocabulary is learned from the training rows alone."""
+    texts = reduce(operator.add, data.extras["texts"].values())
+    chosen = {part: texts.take(index) for part, index in rows.items()}
+    splits, learned = data.extras["encode"](chosen, {part: labels[index] for part, index in rows.items()})
+    info["cut_to_max_tokens"] = learned.pop("cut")
+    return replace(data, **splits, info=info, model_args={**data.model_args, **learned})
+
+
+def _cut(data: Dataset, pool: ImageSplit | ArraySplit, rows: dict[str, Tensor], info: dict[str, Any]) -> Dataset:
+    """These rows of the pool as the parts, normalized by the training rows alone."""
+    change = data.normalization
+    if isinstance(pool, ImageSplit):
+        change = channel_statistics(pool.images[rows["train"]])
+        pool = ImageSplit(pool.images, pool.labels, change)
+    elif change is not None:
+        pool, change = _renormalized(pool, rows["train"], change)
+    info |= {"normalization": change.facts()} if change is not None else {}
+    train, valid, test = (taken(pool, rows[part]) for part in ("train", "valid", "test"))
+    return replace(data, train=train, valid=valid, test=test, info=info, normalization=change)
+
+
+def _renormalized(pool: ArraySplit, train: Tensor, before: Normalization) -> tuple[ArraySplit, Normalization]:
+    """Arrays that one draw's statistics have normalized, by those of other rows: two such steps make one.
+
+    ((x - m) / s - m') / s' = (x - (m + s m')) / (s s')
+    """
+    x = pool.inputs[0]
+    axis = feature_axis(x)
+    own = statistics_of(x[train], axis)
+    shape = [-1 if i == axis else 1 for i in range(x.dim())]
+    inputs = ((x - own.mean.view(shape)) / own.std.view(shape), *pool.inputs[1:])
+    return ArraySplit(inputs, pool.labels), Normalization(before.mean + before.std * own.mean, before.std * own.std)
+
+
+def labels_of(splits: Sequence[Any]) -> Tensor:
+    """The classes of all examples, part after part."""
+    if not all(isinstance(s, ImageSplit | ArraySplit | TokenSplit) for s in splits):
+        raise ValueError("Folds are for images, texts and arrays with one class each: this set has other targets.")
+    return torch.cat([s.labels for s in splits])
+
+
+def joined(splits: Sequence[Any], labels: Tensor) -> ImageSplit | ArraySplit:
     """Parts of one set, one behind the other."""
-    kind = type(splits[0])
-    whole: Any = list(splits)
-    labels = torch.cat([s.labels for s in whole]) if all(hasattr(s, "labels") for s in whole) else None
-    if labels is not None and kind is ImageSplit:
-        return ImageSplit(torch.cat([s.images for s in whole]), labels, whole[0].normalization)
-    if labels is not None and kind is ArraySplit:
-        columns = zip(*(s.inputs for s in whole), strict=True)
-        return ArraySplit(tuple(torch.cat(column) for column in columns), labels)
-    if labels is not None and kind is TokenSplit:
-        width = max(s.ids.shape[1] for s in whole)
-        ids = torch.cat([_wide(s.ids, width) for s in whole])
-        types = torch.cat([_wide(s.types, width) for s in whole]) if whole[0].types is not None else None
-        return TokenSplit(ids, torch.cat([s.lengths for s in whole]), labels, types)
-    raise ValueError("Folds are for images, texts and arrays with one class each: this set has other targets.")
+    if isinstance(splits[0], ImageSplit):
+        return ImageSplit(torch.cat([s.images for s in splits]), labels, splits[0].normalization)
+    columns = zip(*(s.inputs for s in splits), strict=True)
+    return ArraySplit(tuple(torch.cat(column) for column in columns), labels)
 
 
-def _wide(table: Tensor, width: int) -> Tensor:
-    return F.pad(table, (0, width - table.shape[1]))  # what is beyond a text's length is never looked at
-
-
-def taken(split: Any, index: Tensor) -> Split:
+def taken(split: ImageSplit | ArraySplit, index: Tensor) -> Split:
     """Some examples of a joined set."""
-    labels = split.labels[index]
     if isinstance(split, ImageSplit):
-        return ImageSplit(split.images[index], labels, split.normalization)
-    if isinstance(split, ArraySplit):
-        return ArraySplit(tuple(x[index] for x in split.inputs), labels)
-    types = split.types[index] if split.types is not None else None
-    return TokenSplit(split.ids[index], split.lengths[index], labels, types)
+        return ImageSplit(split.images[index], split.labels[index], split.normalization)
+    return ArraySplit(tuple(x[index] for x in split.inputs), split.labels[index])

@@ -12,7 +12,8 @@ from dampen.lab.data.errors import DamagedData, MissingData
 from dampen.lab.data.folder import fitted
 from dampen.lab.data.images import image_dataset
 from dampen.lab.data.labeled import class_numbers
-from dampen.lab.data.texts import LABEL, NAMES, Texts, column_of, text_dataset, texts_of
+from dampen.lab.data.text_sets import Columns, Texts, text_reader
+from dampen.lab.data.texts import LABEL, NAMES, column_of, texts_of
 from dampen.lab.records.fingerprint import fingerprint
 
 LAYOUT = "what datasets.Dataset or DatasetDict.save_to_disk writes; splits train, validation, test where they exist"
@@ -45,30 +46,16 @@ def image_column(parts: dict[str, Any]) -> str | None:
     return next((name for name, kind in features.items() if type(kind).__name__ == "Image"), None)
 
 
-def load_saved_text(
-    ask: Request,
-    *,
-    text: str | None = None,
-    second: str | None = None,
-    label: str | None = None,
-    tokenizer: str | None = None,
-    vocabulary: int = 4000,
-    max_tokens: int = 128,
-    test_fraction: float = 0.25,
-    test_limit: int | None = None,
-) -> Dataset:
-    """Texts with their classes; see `load_table` for the options."""
-    path = Path(ask.data_dir or ".")
+def _read_texts(path: Path, said: Columns) -> tuple[dict[str, Texts], dict[str, Any]]:
     parts: dict[str, Texts] = {}
     for part, content in open_saved(path).items():
-        columns = {name: list(content[name]) for name in content.column_names}
-        found = texts_of(columns, path, text, second, label)
-        parts[part] = Texts(found.first, found.second, _named(content, columns, label, path))
-    options = {"text": text, "second": second, "label": label, "max_tokens": max_tokens, "vocabulary": vocabulary}
-    facts = {"layout": "datasets", "source": path.name, "sha256": {"files": fingerprint(path)}, "options": options}
-    cuts = {"seed": ask.seed, "train_fraction": ask.train_fraction, "limit": ask.limit}
-    cuts |= {"test_fraction": test_fraction, "test_limit": test_limit}
-    return text_dataset(ask.spec, parts, facts, cuts, tokenizer, vocabulary, max_tokens)
+        table = {name: list(content[name]) for name in content.column_names}
+        found = texts_of(table, path, said)
+        parts[part] = Texts(found.first, found.second, _named(content, table, said.label, path))
+    return parts, {"layout": "datasets", "source": path.name, "sha256": {"files": fingerprint(path)}}
+
+
+load_saved_text = text_reader(_read_texts)
 
 
 def _named(content: Any, columns: dict[str, list[Any]], label: str | None, path: Path) -> list[Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.lab.allocator import describe_malloc
+from dampen.native import library
 from dampen.native.machine import cpu_name
 
 PACKAGES = ("dampen", "torch", "lightning", "torchmetrics", "numpy", "scikit-learn", "timm", "transformers")
@@ -25,6 +26,7 @@ def describe(threads: int, device: str) -> dict[str, Any]:
         "cores": usable_cores(),
         "threads": threads,
         "malloc": describe_malloc(),
+        "kernels": library.path(),
         "device": device,
         "packages": versions(),
         "commit": commit(),

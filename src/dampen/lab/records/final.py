@@ -38,6 +38,7 @@ class Final(msgspec.Struct, kw_only=True):
     device: str | None = None
     threads: int | None = None
     malloc: Any = None
+    kernels: str = ""  # "torch" or "native": which path the trial was on; older records do not say
     resumed: int = 0
     last_weights: str = ""  # fingerprints: equal ones mean equal weights, bit by bit
     selected_weights: str = ""

@@ -10,7 +10,9 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dampen.lab.files import write_json
 
@@ -22,18 +24,17 @@ FRESH_NS = 2_000_000_000
 def fingerprint(path: Path | str) -> str:
     """The hash of a file, or of the names and contents of all files below a folder; hidden files do not count."""
     path = Path(path).resolve()
-    known, changed = _load(), False
+    known, fresh = cached(CACHE), dict[str, Any]()
     lines = []
     for file in files_of(path):
         stat = file.stat()
         key, mark = str(file), [stat.st_size, stat.st_mtime_ns]
         entry = known.get(key)
         if entry is None or entry[:2] != mark or time.time_ns() - stat.st_mtime_ns < FRESH_NS:
-            entry, changed = [*mark, file_hash(file)], True
-            known[key] = entry
+            entry = fresh[key] = [*mark, file_hash(file)]
         lines.append(f"{entry[2]}  {file.relative_to(path).as_posix() if path.is_dir() else file.name}")
-    if changed:
-        write_json(_place(), known)
+    if fresh:
+        keep(CACHE, fresh)
     if path.is_file():
         lines = [line.split("  ", 1)[0] for line in lines]  # a file is known by its content, whatever its name
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -55,14 +56,31 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _place() -> Path:
-    root = os.environ.get("DAMPEN_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "dampen") / CACHE
+def sizes_and_times(path: Path) -> str | None:
+    """A mark that changes when a file does, without reading any; None where one changed too lately to be sure."""
+    lines = []
+    for file in files_of(path):
+        stat = file.stat()
+        if time.time_ns() - stat.st_mtime_ns < FRESH_NS:
+            return None
+        lines.append(f"{file} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _load() -> dict[str, list[int | str]]:
+def cached(name: str) -> dict[str, Any]:
+    """What a file of the cache holds; one that is not there or damaged is made anew."""
     try:
-        content = json.loads(_place().read_text())
-    except (OSError, ValueError):  # a cache that is not there or damaged is made anew
+        content = json.loads((_folder() / name).read_text())
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def keep(name: str, more: Mapping[str, Any]) -> None:
+    """Add to a file of the cache."""
+    write_json(_folder() / name, cached(name) | dict(more))
+
+
+def _folder() -> Path:
+    root = os.environ.get("DAMPEN_CACHE")
+    return Path(root) if root else Path.home() / ".cache" / "dampen"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dampen.lab.records.final import Final
+from dampen.lab.records.pairing import on_one_path
 from dampen.lab.records.recorded import RecordedTrial
 
 
@@ -38,12 +39,12 @@ def cost_of(finals: Sequence[Final]) -> Cost:
 
 
 def cost_against(cost: Cost, ours: Mapping[str, RecordedTrial], theirs: Mapping[str, RecordedTrial]) -> Cost:
-    """The ratios of step times of shared seeds, of runs on the same machine, with as many threads and the same
-    malloc."""
+    """The ratios of step times of shared seeds, of runs on the same machine and path of kernels, with as many threads
+    and the same malloc."""
     ratios = []
     for seed, run in ours.items():
         other = theirs.get(seed)
-        if other and run.final and other.final and run.place == other.place:
+        if other and run.final and other.final and run.place == other.place and on_one_path(run, other):
             own, plain = run.final.step_time, other.final.step_time
             if own and plain:
                 ratios.append(own / plain)

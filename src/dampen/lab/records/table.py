@@ -16,6 +16,7 @@ from typing import Any
 from dampen.lab.config.plan import Plan, PlannedRow, Point
 from dampen.lab.errors import DamagedRecord
 from dampen.lab.records.metric import Metric, describe
+from dampen.lab.records.pairing import averaged_folds, unpaired
 from dampen.lab.records.paper import AgainstPaper, Published, against_paper, published_figures
 from dampen.lab.records.record import Record
 from dampen.lab.records.recorded import RecordedTrial, read_trial
@@ -42,6 +43,7 @@ class Entry:
     unfinished: int
     problems: list[str]  # why runs have no result
     reference: str | None = None  # the entry it is compared with; None if it is a reference itself
+    unpaired: list[str] = field(default_factory=list)  # seeds that ran on other kernels than the reference's
     same_as: str | None = None  # an entry before it whose runs are the same, bit by bit
     comparison: Comparison | None = None
     secondary: dict[str, Comparison] = field(default_factory=dict)  # the other metrics, each corrected over the rows
@@ -64,7 +66,13 @@ class Entry:
             return f"failed: {self.problems[0].partition(': ')[2]}" if self.problems else "failed"
         if self.comparison is None or self.verdict in ("no run yet", "reference", ""):
             return self.verdict
-        return sentence(self.comparison, metric) if numbers else words(self.comparison, metric)
+        told = sentence(self.comparison, metric) if numbers else words(self.comparison, metric)
+        seeds = f"{len(self.unpaired)} seed{'s' * (len(self.unpaired) != 1)}"
+        return f"{told}; {seeds} not paired: other kernels than the reference" if self.unpaired else told
+
+    def paired(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Values by seed without those that may not be paired with the reference."""
+        return {seed: value for seed, value in values.items() if seed not in self.unpaired}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for programs."""
@@ -77,6 +85,7 @@ class Entry:
         plain |= {**asdict(self.summary), "planned": self.cell.planned, "baseline": self.row.baseline}
         plain |= {"metrics": {m: asdict(s) for m, s in self.metrics.items()}, "valid": self.valid}
         plain |= {"reference": self.reference, "same_as": self.same_as, "verdict": self.verdict}
+        plain["unpaired"] = self.unpaired
         plain["comparison"] = asdict(self.comparison) if self.comparison else None
         plain["secondary"] = {m: asdict(c) for m, c in self.secondary.items()}
         plain |= {"cost": asdict(self.cost), "published": {m: asdict(p) for m, p in self.published.items()}}
@@ -233,6 +242,9 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     validated = [f.validated for f in finals.values() if f.validated is not None]
     statuses = [run.status for run in cell.runs.values()]
     without = [f"seed {s}: {run.reason}" for s, run in cell.runs.items() if run.status in ("diverged", "failed")]
+    for seed, values_of in found.items():
+        if finals[seed].task == "own" and study.metric not in values_of:
+            without.append(f"seed {seed}: it returned no {study.metric}, only {', '.join(values_of)}")
     return Entry(
         name=name,
         row=row,
@@ -248,18 +260,6 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
         problems=without,
         published=published_figures(cell.published or row.published),
     )
-
-
-def averaged_folds(values: Mapping[str, float], folds: int) -> dict[str, float]:
-    """The mean of each whole round of cross-validation; seed = round x folds + fold. Folds alone are no repetitions.
-
-    >>> averaged_folds({"0": 1.0, "1": 3.0, "2": 5.0}, 2)
-    {'0': 2.0}
-    """
-    rounds: dict[int, list[float]] = {}
-    for seed, value in values.items():
-        rounds.setdefault(int(seed) // folds, []).append(value)
-    return {str(n): statistics.fmean(found) for n, found in sorted(rounds.items()) if len(found) == folds}
 
 
 def diagnosed(measured: Mapping[str, Any]) -> dict[str, float]:
@@ -287,6 +287,9 @@ def _set_references(table: ResultTable) -> None:
             if entry is not reference:
                 entry.reference = reference.name
                 entry.cost = cost_against(entry.cost, entry.cell.finished(), reference.cell.finished())
+                entry.unpaired = unpaired(
+                    entry.cell.finished(), reference.cell.finished(), table.study.header.get("folds") or 1
+                )
         if not table.study.show_all:
             _find_twins([reference, *(e for e in entries if e is not reference)])
 
@@ -296,7 +299,7 @@ def _find_twins(entries: list[Entry]) -> None:
     first: dict[tuple[str, str], list[tuple[Entry, dict[str, str]]]] = {}
     for entry in entries:
         marks = {s: r.final.last_weights for s, r in entry.cell.finished().items() if r.final}
-        if not marks or not all(marks.values()):
+        if not entry.summary.n or not all(marks.values()):
             continue
         alike = first.setdefault(min(marks.items()), [])
         twin = next((e.name for e, other in alike if all(marks[s] == other[s] for s in marks.keys() & other)), None)
@@ -341,14 +344,15 @@ def _judge(table: ResultTable) -> None:
         elif entry.reference is None and study.show_all:
             entry.verdict = ""
     rows = [e for e in table.entries if e.reference and not e.same_as and e.verdict != "failed"]
-    pairs = {e.name: (e.values, table.entry(e.reference or "").values) for e in rows}
+    pairs = {e.name: (e.paired(e.values), table.entry(e.reference or "").values) for e in rows}
     for name, found in judge_pairs(pairs, study.metric, better=study.mode, margin=study.margin, test=test).items():
         entry = table.entry(name)
         entry.comparison = found
         entry.verdict = entry.verdict if entry.verdict == "no run yet" else found.verdict
     for metric in (m for m in table.other_metrics() if describe(m).better):
         pairs = {
-            e.name: (e.by_seed.get(metric, {}), table.entry(e.reference or "").by_seed.get(metric, {})) for e in rows
+            e.name: (e.paired(e.by_seed.get(metric, {})), table.entry(e.reference or "").by_seed.get(metric, {}))
+            for e in rows
         }
         for name, found in judge_pairs({n: p for n, p in pairs.items() if p[0]}, metric, test=test).items():
             table.entry(name).secondary[metric] = found

@@ -29,8 +29,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
         for run in found.runs.values():
             if run.folder.parent == folder and run.folder not in used:
                 claimed.add(run.folder)
-                reason = "belongs to no row of plan.json; it was run under an earlier plan or other settings"
-                skipped.append(Skipped(run.folder.name, reason))
+                skipped.append(Skipped(run.folder.name, _why_not(run, plan)))
         if study.runs():
             study.protocol = check_protocol(study.name, study.runs(), study.grid_keys(), planned=True)
             studies.append(study)
@@ -46,6 +45,16 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
             study.protocol = check_protocol(study.name, study.runs(), study.grid_keys(), planned=False)
             studies.append(study)
     return studies, skipped
+
+
+def _why_not(run: RecordedTrial, plan: Plan) -> str:
+    """Why a trial beside a plan is in none of its rows."""
+    function = run.config.get("function") or {}
+    codes = {t.function["code"] for t in plan.trials.values() if t.function}
+    if codes and function.get("code") not in codes:
+        row = f"{describe(run.config['methods'])}, seed {run.seed}"
+        return f"a result of older code of {function.get('name')} ({row}); --same-code (same_code=True) counts it"
+    return "belongs to no row of plan.json; it was run under an earlier plan or other settings"
 
 
 def _from_plan(

@@ -170,16 +170,17 @@ def race_plan(
     problems += ["there is no row to compare with"] if reference is None else []
     if problems or reference is None:
         raise ConfigError("--until-decided", problems)
+    folds = plan.header.get("folds") or 1  # a seed of the race is then a round of them, averaged
     plan.header |= {"test": "sequential"} | ({} if margin is None else {"margin": margin})
 
     def table() -> Any:
         return plan_table(plan, read_runs(plan, folder))
 
     def train(pairs: list[Pair]) -> bool:
-        return run([seeded(plan, row, seed) for row, seed in pairs])
+        return run([seeded(plan, row, folds * seed + fold) for row, seed in pairs for fold in range(folds)])
 
     def values() -> dict[str, dict[str, float]]:
-        return {entry.name: entry.values for entry in table().entries}
+        return {entry.name: entry.paired(entry.values) for entry in table().entries}
 
     rows = [row.name for row in plan.rows if row.name != reference]
     found = race(

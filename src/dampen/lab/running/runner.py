@@ -14,6 +14,7 @@ from dampen.lab.records.plain import finite
 from dampen.lab.records.record import Record
 from dampen.lab.records.table import ResultTable, plan_table, read_runs
 from dampen.lab.running.engine import Job, Outcome, Report, make_engine
+from dampen.lab.training.data_identity import check_recorded
 from dampen.lab.training.state import Execution
 
 EXIT_CODES = {"disk full": 6, "no data": 3, "interrupted": 130, "failed": 1, "locked": 4, "diverged": 5}
@@ -72,9 +73,8 @@ def run_plan(
     """Run the trials of a plan in `folder`, one subfolder each."""
     if engine == "local":
         execution.check_here()
-    plan.save(folder)
     outcomes: dict[str, Outcome] = {}
-    jobs = []
+    jobs, recorded = [], []
     for trial in trials:
         record = Record(folder / trial.id)
         try:
@@ -89,6 +89,9 @@ def run_plan(
             jobs.append(Job(trial, record.folder))
         else:
             outcomes[trial.id] = Outcome(final["status"], final, final.get("reason", ""))
+            recorded.append((trial, final))
+    check_recorded(recorded, execution.data_dir, folder)
+    plan.save(folder)
     if jobs:
         if engine == "local":
             engine_options.setdefault("planned", len(trials))

@@ -19,7 +19,7 @@ from dampen.lab.records.rebuild import load_plan
 from dampen.lab.records.record import Record
 from dampen.lab.study.rows import PLAIN, Rows, check_params, read_rows
 from dampen.lab.training.function import Function
-from dampen.lab.training.own import direction
+from dampen.lab.training.own_result import direction
 from dampen.lab.training.parts import Parts
 
 
@@ -94,7 +94,7 @@ def ask_own(
     title = f"{function.code.name}, {len(base['seeds'])} seeds"
     recipe = recipe_of(name, title, rows, reference, base, judged[0] if judged else "", shlex.join(command))
     recipe = replace(recipe, grid={f"function.params.{k}": v for k, v in (grid or {}).items()})
-    asked = make_plan(recipe)
+    asked = planned(recipe)
     plan = with_recorded(asked, place)
     return Asked(recipe, plan, place, asked.chosen(), sent(function, plan, rows, judged), remark)
 
@@ -120,6 +120,20 @@ def recipe_of(
         rows=listed,
         scales={"laptop": {}},
     )
+
+
+def planned(recipe: Recipe, settings: Sequence[str] = ()) -> Plan:
+    """The plan of a comparison. Problems are told in words of the comparison: nobody wrote a recipe, and what is wrong
+    in every row is said once."""
+    try:
+        return make_plan(recipe, settings=settings)
+    except ConfigError as error:
+        marks = [f"rows[{i}] {row['name']}: " for i, row in enumerate(recipe.rows)]
+        by_row = {mark: [p.removeprefix(mark) for p in error.problems if p.startswith(mark)] for mark in marks}
+        common = [p for p in by_row[marks[0]] if all(p in found for found in by_row.values())]
+        rest = [p for p in error.problems if not p.startswith(tuple(marks))]
+        own = [f"row {row['name']!r}: {p}" for row, mark in zip(recipe.rows, marks, strict=True) for p in by_row[mark]]
+        raise ConfigError("The comparison", rest + common + [p for p in own if not p.endswith(tuple(common))]) from None
 
 
 def sent(function: Function, plan: Plan, rows: Rows, metric: tuple[str, str] | None) -> Function:

@@ -14,12 +14,13 @@ from dampen.lab.running.racing import race_plan, seconds
 from dampen.lab.running.runner import RunResult, run_plan
 from dampen.lab.running.search import search
 from dampen.lab.study.asked import Asked, ask_own
-from dampen.lab.study.kept import save_function
+from dampen.lab.study.kept import save_function, save_parts
 from dampen.lab.study.preflight import check_rows
 from dampen.lab.study.progress import view_of
 from dampen.lab.study.rows import PLAIN
 from dampen.lab.study.study import Study
 from dampen.lab.training.function import as_function, being_read, function_in_file
+from dampen.lab.training.parts import Parts
 from dampen.lab.training.state import Execution
 
 
@@ -143,17 +144,18 @@ def run(
     threads: int | None = None,
     progress: bool = True,
     loggers: tuple[str, ...] = (),
+    data_dir: str | None = None,
 ) -> RunResult:
     """Run what is missing of a study's plan; raise where nothing came out of it."""
     plan, folder = study.plan, study.folder
     if study.function is not None:
         names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
         study.function = replace(study.function, rows=names, objects={**study.function.objects, **objects})
-        folder.mkdir(parents=True, exist_ok=True)
         save_function(study.function, folder)
-    execution = Execution(
-        threads=threads, function=study.function, parts=study.parts, keep_weights=False, loggers=loggers
-    )
+    else:
+        save_parts(study.parts or Parts(), folder, data_dir)
+    own: dict[str, Any] = {"function": study.function, "parts": study.parts, "data_dir": data_dir}
+    execution = Execution(threads=threads, keep_weights=False, loggers=loggers, **own)
     options: dict[str, Any] = {"engine": engine, "workers": workers}
     options |= {"address": address} if engine == "ray" else {}
     trials = plan.chosen() if chosen is None else chosen

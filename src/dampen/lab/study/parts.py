@@ -12,7 +12,6 @@ from typing import Any
 
 from dampen.lab.config.methods_text import parse_rows
 from dampen.lab.config.names import task_of
-from dampen.lab.config.plan import make_plan
 from dampen.lab.config.presets import preset
 from dampen.lab.config.recipe import Recipe, merge
 from dampen.lab.config.trial import TrainOptions
@@ -23,7 +22,7 @@ from dampen.lab.data.recognize import recognize
 from dampen.lab.errors import ConfigError
 from dampen.lab.metrics import PRIMARY
 from dampen.lab.records.fingerprint import fingerprint
-from dampen.lab.study.asked import Asked, metric_of, recipe_of, seeds_of, with_recorded
+from dampen.lab.study.asked import Asked, metric_of, planned, recipe_of, seeds_of, with_recorded
 from dampen.lab.study.rows import PLAIN, Rows, read_rows
 from dampen.lab.training.build import MODEL
 from dampen.lab.training.function import Function, as_function, function_in_file
@@ -59,7 +58,7 @@ def ask_parts(
     base = merge(base, {"model": chosen}) if chosen is not None else base
     if chosen is None and section["name"] == "function":
         raise ConfigError("--model", ["data from a function needs a model: say --model file.py:build or another"])
-    base = merge(base, _sections(params or {}, base, "params"))
+    base = merge(base, sections(params or {}, base, "params"))
     rows = read_rows(methods, reference)
     said = metric_of(metric)
     name = base["model"]["name"]
@@ -73,9 +72,9 @@ def ask_parts(
         base["seeds"] = [folds * seed + fold for seed in seeds_of(seeds) for fold in range(folds)]
         title += f" of {folds} folds each, averaged"
     short = "".join(c if c.isalnum() or c in "-_." else "-" for c in f"compare-{shown}-{name}")
-    recipe = recipe_of(short, title, _plain_rows(rows), reference, base, judged, shlex.join(command))
+    recipe = recipe_of(short, title, plain_rows(rows), reference, base, judged, shlex.join(command))
     recipe = replace(recipe, rows=[_with_params(r, rows, base) for r in recipe.rows])
-    asked = make_plan(recipe, settings=settings)
+    asked = planned(recipe, settings)
     asked.header |= {"folds": folds} if folds is not None else {}
     place = _place(asked.name, asked.trials, folder, out, resume)
     plan = with_recorded(asked, place)
@@ -97,7 +96,7 @@ def comparison(data: Any, model: Any, methods: Any, seeds: int, settings: Sequen
 def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts]:
     """The data of the trials as plain data, and where it is. A user's own has a fingerprint of its content."""
     if callable(data) or (isinstance(data, str) and ".py:" in data):
-        function = as_function(data) if callable(data) else function_in_file(data)
+        function = as_function(data) if callable(data) else function_in_file(data, "--data")
         content = content_hash(read_parts(function.load(), function.code.name))
         section = {"name": "function", "source": function.code.name, "code": function.code.digest}
         return section | {"fingerprint": content}, Parts(read=function)
@@ -136,7 +135,7 @@ def model_section(model: Any, parts: Parts) -> tuple[dict[str, Any] | None, Part
         return section, replace(parts, model=str(folder.resolve()))
     if ".py:" in text:
         name, arguments = _arguments(text)
-        found: Function = function_in_file(name)
+        found: Function = function_in_file(name, "--model")
         return {"name": found.code.name, "code": found.code.digest, **arguments}, replace(parts, build=found)
     name, arguments = _arguments(text)
     return {"name": name, **arguments}, parts
@@ -154,7 +153,7 @@ def _arguments(text: str) -> tuple[str, dict[str, Any]]:
     return name.strip(), {k: v for k, v in parsed.items() if k != "name"}
 
 
-def _plain_rows(rows: Rows) -> Rows:
+def plain_rows(rows: Rows) -> Rows:
     """The rows without their parameters; the lab's trainer cannot take regularizers that have no plain form."""
     if rows.objects:
         named = [r.name for r in rows.rows if any("object" in m for m in r.methods)]
@@ -165,10 +164,10 @@ def _plain_rows(rows: Rows) -> Rows:
 
 def _with_params(row: dict[str, Any], rows: Rows, base: Mapping[str, Any]) -> dict[str, Any]:
     (own,) = (r for r in rows.rows if r.name == row["name"])
-    return {**row, **_sections(own.params, base, f"params of row {own.name!r}")}
+    return {**row, **sections(own.params, base, f"params of row {own.name!r}")}
 
 
-def _sections(params: Mapping[str, Any], base: Mapping[str, Any], where: str) -> dict[str, Any]:
+def sections(params: Mapping[str, Any], base: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Parameters such as weight_decay, label_smoothing, patience or mixup, in the sections that they belong to."""
     found: dict[str, Any] = {}
     problems = []

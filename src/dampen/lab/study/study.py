@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any
 from dampen.lab.config.plan import Plan, PlannedRow, Point
 from dampen.lab.config.recipe import merge
 from dampen.lab.config.trial import TrialSpec
-from dampen.lab.errors import ConfigError, LabError
+from dampen.lab.errors import LabError
 from dampen.lab.records.table import Entry, ResultTable, plan_table, read_results, read_runs
 from dampen.lab.running.racing import Race
-from dampen.lab.study.kept import load_function
+from dampen.lab.study.kept import load_function, load_parts
 from dampen.lab.study.rows import PLAIN, read_rows
 from dampen.lab.training.function import Function
 from dampen.lab.training.parts import Parts
@@ -118,16 +119,19 @@ class Study:
 
         if self.function is None and any(t.function for t in self.plan.trials.values()):
             self.function = load_function(self.folder)
-        if self.parts is None and any(
-            "source" in t.data or "fingerprint" in t.model for t in self.plan.trials.values()
-        ):
-            raise LabError(f"{self.folder} does not say where its data and model are. Call dampen.compare again.")
+        if self.parts is None and self.function is None:
+            self.parts, place = load_parts(self.folder, self.plan)
+            self.settings.setdefault("data_dir", place)
         objects: dict[str, bytes] = {}
         if methods is not None:
             baseline = next((row.name for row in self.plan.rows if row.baseline), PLAIN)
             known = {row.name for row in self.plan.rows}
             found = read_rows(methods)
             objects = found.objects
+            if self.function is None:
+                from dampen.lab.study.parts import plain_rows
+
+                plain_rows(found)  # refuses what the lab's trainer cannot take
             for row in found.rows:
                 if row.name not in known and row.name != PLAIN:
                     _add_row(self.plan, baseline, row.name, row.methods, row.params)
@@ -172,10 +176,7 @@ def _add_row(plan: Plan, like: str, name: str, methods: list[dict[str, Any]], pa
         trials = {}
         for seed, id in point.trials.items():
             plain = merge(plan.trials[id].to_dict(), {"methods": methods})
-            if params and plan.trials[id].function is None:
-                raise ConfigError("study.add", ["params of a row are for one's own training function"])
-            if params:
-                plain = merge(plain, {"function": {"params": params}})
+            plain = merge(plain, _params(plain, name, params)) if params else plain
             trial = TrialSpec.from_dict(plain)
             plan.trials[trial.id] = trial
             trials[seed] = trial.id
@@ -183,11 +184,24 @@ def _add_row(plan: Plan, like: str, name: str, methods: list[dict[str, Any]], pa
     plan.rows.append(PlannedRow(name, methods, points))
 
 
+def _params(trial: dict[str, Any], row: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Where the parameters of a row stand: in the user's function, or in the sections of the lab's trainer."""
+    if "function" in trial:
+        return {"function": {"params": params}}
+    from dampen.lab.study.parts import sections
+
+    return sections(params, trial, f"params of row {row!r}")
+
+
 def _add_seeds(plan: Plan, seeds: int | Sequence[int]) -> None:
-    """Further seeds for every row: so many after the last one, or those named."""
-    first = max(plan.seeds, default=-1) + 1
-    more = list(range(first, first + seeds)) if isinstance(seeds, int) else [s for s in seeds if s not in plan.seeds]
-    plan.seeds += more
+    """Further seeds for every row: so many after the last one, or those named. With folds, each is a round of them."""
+    folds = plan.header.get("folds") or 1
+    first = (max(plan.seeds, default=-1) + folds) // folds
+    rounds = range(first, first + seeds) if isinstance(seeds, int) else seeds
+    more = [folds * n + fold for n in rounds for fold in range(folds)]
+    plan.seeds += [seed for seed in more if seed not in plan.seeds]
+    count = len({seed // folds for seed in plan.seeds})
+    plan.header["title"] = re.sub(r", \d+ seeds\b", f", {count} seeds", plan.header.get("title", ""))
     for row in plan.rows:
         for point in row.points:
             template = plan.trials[next(iter(point.trials.values()))]

@@ -23,6 +23,7 @@ from dampen.lab.training.distributed import all_ranks, is_sharded, load_model_st
 from dampen.lab.training.losses import NotFinite
 from dampen.lab.training.optim import learning_rate
 from dampen.lab.training.state import Execution, TrialState
+from dampen.native import library
 
 Event = dict[str, Any]
 
@@ -154,7 +155,7 @@ class Bookkeeping:
 
     def save(self) -> None:
         """Write a checkpoint; the one before stays until the next."""
-        facts = {"threads": torch.get_num_threads(), "resumed": self.s.resumed}
+        facts = {"threads": torch.get_num_threads(), "kernels": library.path(), "resumed": self.s.resumed}
         state = {**self.s.state(), **facts, "lines": len(self.log), "log": json.dumps(self.log)}
         if self.writes:
             save_state(self.record.folder, "checkpoint", self.s.step, state)
@@ -234,6 +235,7 @@ class Bookkeeping:
             "device": s.device.type,
             "threads": torch.get_num_threads(),
             "malloc": describe_malloc(),
+            "kernels": library.path(),
             "resumed": s.resumed,
         }
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import random
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,8 @@ def seed_all(seed: int) -> None:
 
 
 @lru_cache(maxsize=2)
-def _load(arguments: str, data_dir: str | None) -> Any:
+def _load(arguments: str, data_dir: str | None, mark: Any = None) -> Any:
+    """Loaded once; `mark` changes when the files do."""
     from dampen.lab.data import load
 
     options = json.loads(arguments)
@@ -50,6 +52,8 @@ def _load(arguments: str, data_dir: str | None) -> Any:
 
 def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = None, seed: int = 0) -> Any:
     """The data set of a trial; workers that stay alive load it once. `split_seed = "seed"` draws by the trial's own."""
+    from dampen.lab.data.locations import locate
+
     options = {k: v for k, v in data.items() if k not in ("augment", "source", "fingerprint", "code", "folds")}
     chosen = options.pop("split_seed", 0)
     if data.get("folds"):
@@ -62,10 +66,19 @@ def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = 
     if options.get("tokenizer") == MODEL:
         options["tokenizer"] = parts.model
     place = parts.data if parts.data is not None else data_dir
-    loaded = _load(json.dumps(options, sort_keys=True), place)
+    files = Path(parts.data) if parts.data is not None else locate(data["name"], data_dir)
+    loaded = _load(json.dumps(options, sort_keys=True), place, _newest(files))
     if "fingerprint" in data:
         _check_fingerprint(data["fingerprint"], parts.data or loaded.root)
     return loaded
+
+
+def _newest(path: Path | None) -> tuple[int, int]:
+    """Sizes and times of the files of a set, added up: data that is changed between two trials is read again."""
+    from dampen.lab.records.fingerprint import files_of
+
+    stats = [file.stat() for file in files_of(path)] if path is not None and path.exists() else []
+    return sum(s.st_size for s in stats), sum(s.st_mtime_ns for s in stats)
 
 
 def _check_fingerprint(planned: str, place: Any) -> None:

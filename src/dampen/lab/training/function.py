@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dampen.lab.config.code import Code, code_of, digest_of_file, local_files, package_root
+from dampen.lab.config.methods_text import OBJECT, build_methods
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, LabError
 
 _reading: list[str] = []
@@ -64,6 +66,23 @@ def package_root_of(code: Code) -> Path:
     return code.root
 
 
+def row_methods(spec: TrialSpec, function: Function | None, row: str) -> list[Any]:
+    """The regularizers of a trial: built from their plain data, or unpickled where they have none."""
+    objects = function.objects if function else {}
+    made = []
+    for method in spec.methods:
+        if OBJECT not in method:
+            made += build_methods([method])
+            continue
+        if method[OBJECT] not in objects:
+            problem = f"the regularizer {method['name']!r} of row {row!r} is an object that was not sent along"
+            raise ConfigError("The trial", [f"{problem}; start the comparison from where it is defined"])
+        import cloudpickle
+
+        made.append(cloudpickle.loads(objects[method[OBJECT]]))
+    return made
+
+
 def as_function(train: Callable[[Any], Any]) -> Function:
     """A function object, ready to be sent."""
     if not callable(train):
@@ -91,21 +110,24 @@ def _at(module: Any, name: str) -> Any:
     return found
 
 
-def function_in_file(text: str) -> Function:
-    """`train.py:train`, as on the command line."""
-    path, _, name = text.rpartition(":")
+def function_in_file(text: str, what: str = "The training function") -> Function:
+    """`train.py:train`, as on the command line; `what` is what an error is about."""
+    path, colon, name = text.rpartition(":")
+    if not colon or path.endswith(("/", "\\")) or name.endswith(".py"):
+        path, name = text, ""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError("The training function", [f"{text}: there is no file {path!r}; write file.py:function"])
+        raise ConfigError(what, [f"{text}: there is no file {path!r}; write file.py:function"])
     digest = digest_of_file(file)
     module = _import(str(file.resolve()), digest)
-    found = _at(module, name)
+    found = _at(module, name) if name else None
     if not callable(found):
         own = sorted(
             n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
         )
-        known = f"; it has {', '.join(own)}" if own else ""
-        raise ConfigError("The training function", [f"{text}: {file.name} has no function {name!r}{known}"])
+        known = f"; it has {', '.join(own)}" if own else "; it defines none"
+        missing = f"{file.name} has no function {name!r}" if name else f"say which function of {file.name}"
+        raise ConfigError(what, [f"{text}: {missing}{known}. Write {path}:FUNCTION"])
     code = Code(f"{file.name}:{name}", digest, package_root(file), local_files(file))
     return Function(code, str(file.resolve()), name)
 

@@ -17,6 +17,7 @@ from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import Diverged
 from dampen.lab.records.record import PRETRAIN, Record, clean_folder, locked
 from dampen.lab.training.bookkeeping import Bookkeeping, Event, set_threads
+from dampen.lab.training.kernel_path import on_its_path
 from dampen.lab.training.losses import NotFinite
 from dampen.lab.training.optim import learning_rate, set_learning_rate
 from dampen.lab.training.own import run_own
@@ -57,6 +58,7 @@ def _way(trial: TrialSpec) -> Callable[..., dict[str, Any]]:
     return train if trial.train.devices == 1 else _train_on_ranks
 
 
+@on_its_path
 def train(
     trial: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
