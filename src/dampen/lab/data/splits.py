@@ -8,7 +8,7 @@ from torch import Tensor
 from dampen.lab.data.dataset import Batch, Normalization, Split
 
 KEPT_READY = 2**21
-"""Pixels up to which a split keeps its images normalized, 8 MB: a step on a tiny model is too short to do it each time."""
+"""Pixels up to which a split keeps its images normalized (8 MB): for tiny models that takes its part of every step."""
 
 
 class ImageSplit(Split):

@@ -157,8 +157,8 @@ def _work(pipe: Any, execution: Execution) -> None:
     stop_on_signals(asked_to_stop)
 
     def stopped() -> bool:
-        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop. Asked after every step,
-        and answered anew a few times a second: looking at a pipe takes as long as some part of a tiny step."""
+        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop. Asked after every
+        step and answered anew a few times a second, because looking at a pipe takes its part of a tiny step."""
         nonlocal stopping, looked
         if not stopping and time.monotonic() - looked >= LOOK_SECONDS:
             stopping, looked = pipe.poll(), time.monotonic()
