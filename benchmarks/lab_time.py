@@ -11,6 +11,7 @@ because other programs on the machine only ever add to it. DESIGN's target is 3 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -97,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, default=RECORD)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--before", type=Path, help="the record of an older version, whose rows are kept beside")
     parser.add_argument("--note", default="", help="what else ran on the machine, for the record")
     arguments = parser.parse_args()
     keep_freed_memory()
@@ -104,6 +106,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = {row: measure(row, arguments.pairs, Path(folder)) for row in ROWS}
     told = {"command": "python -m benchmarks.lab_time", "target": TARGET, "note": arguments.note, "rows": rows}
+    if arguments.before:
+        older = json.loads(arguments.before.read_text())
+        told["before"] = {"rows": older["rows"], "commit": older["environment"]["commit"]}
     write_json(arguments.out, told | {"environment": describe(1, "cpu")})
     for row, found in rows.items():
         print(f"{row}: {found['share']:.1%} of a trial is the lab's own ({found['share_of_sums']:.1%} of all pairs)")

@@ -306,7 +306,9 @@ def test_ten_thousand_rows_open_in_seconds(browser, tmp_path):
     page.close()
 
 
-def test_prints_without_controls(page):
+def test_prints_without_controls(browser, report):
+    page = browser.page()
+    page.open(report, DONE)
     page.resize(720, 1000)  # about what a sheet of paper has between its margins
     page.media(kind="print")
     heads = "[...document.querySelectorAll('table.sortable thead th')]"
@@ -320,8 +322,7 @@ def test_prints_without_controls(page):
     assert page.run("document.querySelector('.cards').getClientRects().length") == 1
     pdf = page.send("Page.printToPDF", {"printBackground": True})
     assert len(pdf["data"]) > 20_000
-    page.media()
-    page.resize(1280, 900)
+    page.close()
 
 
 def test_keyboard_and_screen_reader(page):
