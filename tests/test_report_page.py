@@ -249,6 +249,28 @@ def test_the_picker_drives_the_charts_and_not_the_differences(browser, report):
     page.close()
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_of_rows_are_whole_in_charts(browser, report, width):
+    """Every name stands unbroken at its row, or (beside points, on a phone) in the legend; none leaves its chart."""
+    page = browser.page(width=width)
+    page.open(report, DONE)
+    texts = """[...document.querySelectorAll('#t1 .chart')].filter(
+        chart => /forest|cost|results/.test(chart.dataset.figure)
+    ).map(chart => {
+        const all = chart.getBoundingClientRect();
+        const inside = (own) => own.left >= all.left - 2 && own.right <= all.right + 2;
+        const labels = [...chart.querySelectorAll('svg text')];
+        return [chart.dataset.figure, labels.map(t => [t.textContent, inside(t.getBoundingClientRect())])];
+    })"""
+    found = dict(page.run(texts))
+    assert len(found) == 3
+    for figure, labels in found.items():
+        assert all(inside for _, inside in labels), (figure, labels)
+        assert not [text for text, _ in labels if "…" in text], figure
+        assert any(text in ROWS for text, _ in labels), figure
+    page.close()
+
+
 def test_two_rows_side_by_side(page, report):
     page.run("document.querySelector('#t1 details.pair').open = true")
     page.wait("document.querySelector('#t1 details.pair tbody td')")
@@ -284,14 +306,23 @@ def test_ten_thousand_rows_open_in_seconds(browser, tmp_path):
     page.close()
 
 
-def test_prints_without_controls(page):
+def test_prints_without_controls(browser, report):
+    page = browser.page()
+    page.open(report, DONE)
+    page.resize(720, 1000)  # about what a sheet of paper has between its margins
     page.media(kind="print")
+    heads = "[...document.querySelectorAll('table.sortable thead th')]"
+    said = page.run(f"{heads}.map(h => [h.dataset.title, getComputedStyle(h, '::before').content])")
+    assert said, "no table has headers"
+    assert all(content == f'"{title}"' and title for title, content in said), "words are repeated, buttons are not"
+    wide = "t => t.getBoundingClientRect().right - document.querySelector('.cards').getBoundingClientRect().right"
+    assert page.run(f"Math.max(...[...document.querySelectorAll('table.sortable')].map({wide}))") < 2
     for gone in (".top", "details.block:not([open])", "summary"):
         assert page.run(f"[...document.querySelectorAll('{gone}')].every(n => !n.getClientRects().length)"), gone
     assert page.run("document.querySelector('.cards').getClientRects().length") == 1
     pdf = page.send("Page.printToPDF", {"printBackground": True})
     assert len(pdf["data"]) > 20_000
-    page.media()
+    page.close()
 
 
 def test_keyboard_and_screen_reader(page):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -119,6 +119,11 @@ class Regularizer(nn.Module):
         self.idle_forever = False  # and will stay so, by construction: then they are not in a compiled graph either
         self.lost = False  # a penalty was made where gradients are off inside a forward that has them
         self.watched: tuple[nn.Module, str, nn.Parameter] | None = None  # tells the ledger of a backward
+
+    @classmethod
+    def canonical(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The one spelling of all arguments that make the same function: the lab trains rows that agree here once."""
+        return dict(arguments)
 
     # --- the stages, in the order in which the data meets them
     # ------------------------------------------------------------

@@ -121,6 +121,9 @@ def compare(
     plan, folder = asked.plan, asked.folder
     if margin is not None:
         plan.header["margin"] = margin
+    said = {"--margin": margin, "--tune": tune, "--budget": budget}
+    words = [f" {name} {value}" for name, value in said.items() if value is not None]
+    plan.header["command"] += "".join(words) + (" --until-decided" if until_decided else "")
     check_rows(plan, folder, Execution(**execution))
     steps = [
         "rows that are not decided: the same command with --until-decided adds seeds to them and keeps all records"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -147,6 +148,14 @@ class ExplicitDropout(Regularizer):
         self.reads_adapters = "attended_value" not in self.terms  # A V holds the noise of LoRA's own dropout
 
     example: ClassVar[dict[str, Any]] = {"value": 0.05, "ffn": 0.05}
+
+    @classmethod
+    def canonical(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """J_k is J_q in the paper's form, and only there: the variances of queries and keys differ."""
+        plain = dict(arguments)
+        if plain.get("form", "paper") == "paper" and is_off(plain.get("query", 0)) and "key" in plain:
+            plain["query"] = plain.pop("key")
+        return plain
 
     def _is_idle(self) -> bool:
         """Without weights nothing is left, whatever the rate."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ def describe(threads: int, device: str) -> dict[str, Any]:
         "malloc": describe_malloc(),
         "kernels": library.path(),
         "device": device,
-        "packages": versions(),
+        "packages": dict(versions()),
         "commit": commit(),
     }
 
 
+@cache
 def versions() -> dict[str, str]:
-    """The installed versions of what can change a result."""
+    """The installed versions of what can change a result; read once, because it takes as long as some steps."""
     found = {}
     for name in PACKAGES:
         try:

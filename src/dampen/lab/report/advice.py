@@ -101,7 +101,8 @@ def _others(compared: list[Entry], table: ResultTable) -> list[str]:
     if open_:
         nearest = min(open_, key=lambda e: (e.comparison.needed if e.comparison else None) or math.inf)
         needs = nearest.comparison.needed if nearest.comparison else None
-        next_ = f"; the nearest, {nearest.name}, needs about {needs:,} seeds" if needs else ""
+        who = "it" if len(open_) == 1 else f"the nearest, {nearest.name},"
+        next_ = f"; {who} needs about {needs:,} seeds" if needs else ""
         told.append(f"Not decided: {listed([e.name for e in open_])}{next_}.")
     few = [e.name for e in by_word["not decided"] if not e.comparison or e.comparison.p is None]
     failed = [e.name for e in table.entries if e.verdict == "failed"]

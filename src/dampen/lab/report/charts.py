@@ -94,7 +94,7 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
         records.append(record | {"fast": e.cost.low or e.cost.ratio, "slow": e.cost.high or e.cost.ratio})
     shown = [r for r in records if r["row"] in names]
     ratios = [r[k] for r in shown for k in ("fast", "slow")]
-    axis = alt.Axis(format=".2f" if max(ratios) - min(ratios) > 0.1 else ".3f", labelOverlap=True)
+    axis = alt.Axis(format=".2f" if max(ratios) - min(ratios) > 0.1 else ".3f", labelOverlap=True, tickCount=8)
     x_scale, y_scale = alt.Scale(zero=False, padding=16), alt.Scale(zero=False, padding=12)
     x = alt.X("ratio:Q", title="time of a training step (reference = 1)", scale=x_scale, axis=axis)
     y = alt.Y("mean:Q", title=table.metric.title, scale=y_scale)
@@ -141,7 +141,7 @@ def _labels(shown: list[dict[str, Any]]) -> list[tuple[Any, int, list[dict[str, 
     for record in sorted(shown, key=lambda r: r["mean"]):
         side = sides["left" if record["ratio"] <= middle else "right"]
         at = max(record["mean"], side[-1]["at"] + row) if side else record["mean"]
-        side.append({**record, "at": at, "text": shortened(record["row"], 34)})
+        side.append({**record, "at": at, "text": shortened(record["row"], 48)})
     for side in sides.values():
         ceiling = max(means) + row
         for record in reversed(side):  # push down what was pushed beyond the top

@@ -24,7 +24,7 @@ def curves(table: ResultTable, palette: Palette) -> list[Figure]:
     metric = next((f.final.selection[0] for e in entries for f in e.cell.finished().values() if f.final), "accuracy")
     made = []
     valid = _curve_records(logs, "valid", metric)
-    if valid:
+    if len({r["epoch"] for r in valid}) > 1:  # validated once, there is no curve to draw
         title = f"validation {describe(metric).title}"
         caption = "Mean over seeds; the band is one standard deviation. The rows are those chosen above."
         caption += note(len(names), len(entries)) + damaged

@@ -115,7 +115,7 @@ def _legend(names: list[str], lines: bool = False) -> Legend:
 
     options: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 2.5, "symbolSize": 260} if lines else {}
     longest = max(map(len, names), default=1)
-    columns = max(1, min(4, int(520 / (6.3 * longest + 30))))  # as many as half a page has room for
+    columns = max(1, min(4, int(500 / (7 * longest + 40))))  # as many as half a page has room for
     return alt.Legend(
         title=None, orient="bottom", columns=columns, labelLimit=320, symbolLimit=0, symbolOpacity=1, **options
     )

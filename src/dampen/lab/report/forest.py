@@ -24,10 +24,10 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
     records = [_record(e, table) for e in entries]
     names = [e.name for e in shown]
     drawn = records[: len(shown)]
-    y = alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=260, domain=False, ticks=False))
+    y = alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=360, domain=False, ticks=False))
     unit = f" ({table.metric.points.strip()})" if table.metric.points else ""
     title = f"difference to {reference.name} in {table.metric.label}{unit}"
-    x = alt.X("difference:Q", title=title, scale=alt.Scale(zero=True, padding=12))
+    x = alt.X("difference:Q", title=title, scale=alt.Scale(zero=True, padding=12), axis=alt.Axis(tickCount=8))
     base = alt.Chart(alt.Data(values=drawn)).encode(y=y, color=palette.color(names, legend=False))
     layers: list[Any] = []
     if table.margin:

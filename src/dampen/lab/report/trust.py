@@ -65,7 +65,7 @@ def _power(table: ResultTable, tested: list[Entry]) -> list[str]:
     seeds = plural(most, "seed") if fewest == most else f"{fewest} to {most} seeds"
     told = f"With {seeds} and this spread, a true difference of about {smallest:.{metric.digits}f}{metric.points} "
     told += f"would be shown in {100 * POWER:.0f} of 100 such tables"
-    told += f"; what matters is {table.margin:g}{metric.points} (the margin)." if table.margin else "."
+    told += f"; what matters is the margin, {table.margin:g}{metric.points}." if table.margin else "."
     return [told]
 
 

@@ -111,6 +111,11 @@ def facts(study: StudyRuns) -> list[str]:
     return [*found, f"{finished:,} of {study.planned():,} runs finished"]
 
 
+def _mark(name: str, palette: Palette) -> str:
+    """The row's marker in charts, as a letter."""
+    return MARKERS.get(palette.shapes[name], "●")
+
+
 def picker_view(table: ResultTable, pick: str | None, palette: Palette, dark: dict[str, str]) -> list[dict[str, Any]]:
     """The rows that the charts can draw, with their colors and marks."""
     from dampen.lab.report.picking import chosen_rows
@@ -119,7 +124,7 @@ def picker_view(table: ResultTable, pick: str | None, palette: Palette, dark: di
     made = []
     for name in found["rows"]:
         light = palette.colors[name]
-        look = {"color": light, "dark": dark.get(light, light), "mark": MARKERS.get(palette.shapes[name], "●")}
+        look = {"color": light, "dark": dark.get(light, light), "mark": _mark(name, palette)}
         made.append({"name": name, "on": name in found["first"], **look})
     return made
 
@@ -185,7 +190,7 @@ def _row(
     notes += [entry.row.note] if entry.row.note else []
     light = palette.colors[entry.name]
     view = {"cells": cells, "pick": entry.name == pick, "note": "; ".join(notes), "color": light}
-    return view | {"dark": dark.get(light, light)}
+    return view | {"dark": dark.get(light, light), "mark": _mark(entry.name, palette)}
 
 
 def _verdict_cell(entry: Entry, table: ResultTable) -> dict[str, Any]:
@@ -315,7 +320,9 @@ def _measured(table: ResultTable, palette: Palette, dark: dict[str, str]) -> dic
             s = entry.metrics.get(metric.name)
             cells.append(number(s.mean, s.sd, metric) if s else _cell("", "", "num"))
         light = palette.colors[entry.name]
-        rows.append({"cells": cells, "color": light, "dark": dark.get(light, light)})
+        rows.append(
+            {"cells": cells, "color": light, "dark": dark.get(light, light), "mark": _mark(entry.name, palette)}
+        )
     return {"columns": [Head("Row"), *(Head(m.title, "num") for m in shown)], "rows": rows}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from dampen.lab.training.state import Execution
 
 RETRIES = 2
 """How often a trial is tried again after its worker died."""
+LOOK_SECONDS = 0.05
+"""How often a worker looks whether it is to stop."""
 
 
 @dataclass
@@ -145,7 +148,7 @@ def _finish(worker: _Worker) -> None:
 
 def _work(pipe: Any, execution: Execution) -> None:
     """The life of a worker: take a job, run it, say how it went, until the pipe closes or 'stop' comes."""
-    stopping = False
+    stopping, looked = False, 0.0
 
     def asked_to_stop(number: int, frame: Any) -> None:
         nonlocal stopping
@@ -154,9 +157,11 @@ def _work(pipe: Any, execution: Execution) -> None:
     stop_on_signals(asked_to_stop)
 
     def stopped() -> bool:
-        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop."""
-        nonlocal stopping
-        stopping = stopping or pipe.poll()
+        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop. Asked after every
+        step and answered anew a few times a second, because looking at a pipe takes its part of a tiny step."""
+        nonlocal stopping, looked
+        if not stopping and time.monotonic() - looked >= LOOK_SECONDS:
+            stopping, looked = pipe.poll(), time.monotonic()
         return stopping
 
     def tell(event: dict[str, Any]) -> None:

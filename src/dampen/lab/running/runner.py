@@ -14,6 +14,7 @@ from dampen.lab.records.plain import finite
 from dampen.lab.records.record import Record
 from dampen.lab.records.table import ResultTable, plan_table, read_runs
 from dampen.lab.running.engine import Job, Outcome, Report, make_engine
+from dampen.lab.running.twins import take_over, trained_once
 from dampen.lab.training.data_identity import check_recorded
 from dampen.lab.training.state import Execution
 
@@ -92,10 +93,14 @@ def run_plan(
             recorded.append((trial, final))
     check_recorded(recorded, execution.data_dir, folder)
     plan.save(folder)
+    jobs, twins = trained_once(jobs, plan.trials.values(), folder)
     if jobs:
         if engine == "local":
-            engine_options.setdefault("planned", len(trials))
+            engine_options.setdefault("planned", len(trials) - len(twins))
         outcomes |= make_engine(engine, **engine_options).run(jobs, execution, report)
+    for job, first in twins:
+        outcomes[job.trial.id] = outcome = take_over(job, first, outcomes)
+        report(job.trial.id, {"kind": "outcome", "status": outcome.status, "message": outcome.message})
     runs = read_runs(plan, folder)
     table = plan_table(plan, runs)
     if not plan.header["metric"] and runs:

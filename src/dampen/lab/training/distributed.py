@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,17 @@ if TYPE_CHECKING:
 
 
 def make_fabric(options: TrainOptions, accelerator: str) -> Fabric:
-    """Fabric for these options. Autocast leaves the inputs in float32, and fp16 works on the CPU too."""
+    """Fabric for these options; trials on one device share theirs, which keeps nothing of a trial (fp16 has a scaler).
+
+    Making one reads the entry points of all installed packages, and the trials of a demo are short.
+    """
+    shared = options.devices == 1 and options.precision != "fp16"
+    make = _shared_fabric if shared else _make_fabric
+    return make(accelerator, options.devices, options.strategy, options.precision)
+
+
+def _make_fabric(accelerator: str, devices: int, strategy: str, precision: str) -> Fabric:
+    """Autocast leaves the inputs in float32, and fp16 works on the CPU too."""
     cure_torchvision()
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision.amp import MixedPrecision
@@ -29,18 +40,21 @@ def make_fabric(options: TrainOptions, accelerator: str) -> Fabric:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # no banner per process
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    strategy: Any = "auto"
-    if options.devices > 1 and options.strategy == "ddp":
+    spread: Any = "auto"
+    if devices > 1 and strategy == "ddp":
         # scheduled rates are buffers, equal on all ranks; copying them in each pass would break two-pass methods
-        strategy = DDPStrategy(forward_sync_buffers=False)
-    elif options.devices > 1:
-        strategy = ModelParallelStrategy(_shard, data_parallel_size=options.devices, tensor_parallel_size=1)
+        spread = DDPStrategy(forward_sync_buffers=False)
+    elif devices > 1:
+        spread = ModelParallelStrategy(_shard, data_parallel_size=devices, tensor_parallel_size=1)
     plugins: list[Any] = []
-    if options.precision != "fp32":
-        plugins.append(Autocast("bf16-mixed" if options.precision == "bf16" else "16-mixed", device=accelerator))
-    fabric = Fabric(accelerator=accelerator, devices=options.devices, strategy=strategy, plugins=plugins)
+    if precision != "fp32":
+        plugins.append(Autocast("bf16-mixed" if precision == "bf16" else "16-mixed", device=accelerator))
+    fabric = Fabric(accelerator=accelerator, devices=devices, strategy=spread, plugins=plugins)
     fabric.launch()
     return fabric
+
+
+_shared_fabric = cache(_make_fabric)
 
 
 def _shard(model: nn.Module, mesh: Any) -> nn.Module:

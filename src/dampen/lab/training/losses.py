@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -52,6 +54,10 @@ class Meter:
 
     def add(self, step: int, terms: dict[str, Tensor], share: float = 1.0) -> None:
         """Take the terms of one (part of a) step; `share` is that part's weight in the step."""
+        if self.every == 1 and share == 1 and len(terms) == 1:
+            self.count += 1
+            self._read(step, {name: t.item() for name, t in terms.items()})
+            return
         values = [t.detach() for t in terms.values()]
         together = values[0].view(1) if len(values) == 1 else torch.stack([v.float() for v in values])
         self._pending.append((step, list(terms), together if share == 1 else together * share))
@@ -63,13 +69,15 @@ class Meter:
         """Read the pending terms; raise NotFinite at the first one that is not a finite number."""
         pending, self._pending = self._pending, []
         for step, names, values in pending:
-            numbers = dict(zip(names, values.tolist(), strict=True))
-            bad = [n for n, v in numbers.items() if not -float("inf") < v < float("inf")]
-            if bad:
-                raise NotFinite(step, bad, self.latest)
-            for name, value in numbers.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value
-            self.latest = numbers
+            self._read(step, dict(zip(names, values.tolist(), strict=True)))
+
+    def _read(self, step: int, numbers: dict[str, float]) -> None:
+        bad = [n for n, v in numbers.items() if not math.isfinite(v)]
+        if bad:
+            raise NotFinite(step, bad, self.latest)
+        for name, value in numbers.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.latest = numbers
 
     def means(self, steps: int) -> dict[str, float]:
         """The mean of each term per step."""

@@ -135,7 +135,11 @@ class TrialState:
         for i in range(self.step % self.per_epoch, self.per_epoch):
             if self.step >= self.total:
                 return
-            mine = order[i * size : (i + 1) * size][rank::world]
+            mine = order[i * size : (i + 1) * size]
+            if world == 1 and self.options.accumulate == 1:  # the usual case, on the way of every step of a tiny model
+                yield [(self.batch(mine), 1.0)]
+                continue
+            mine = mine[rank::world]
             parts = [self.batch(part) for part in mine.chunk(self.options.accumulate)]
             yield list(zip(parts, self._shares(parts), strict=True))
 

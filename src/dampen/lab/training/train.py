@@ -80,7 +80,7 @@ def train(
                     with s.part_of_step(last=i + 1 == len(parts)):
                         loss, terms = s.losses(batch)  # inputs -> ... -> outputs -> penalties by name
                         s.meter.add(s.step, terms, share)  # raises NotFinite before a bad gradient reaches the weights
-                        s.fabric.backward(loss * share)
+                        s.fabric.backward(loss if share == 1 else loss * share)
                 s.check_gradient()
                 if options.clip is not None:
                     s.fabric.clip_gradients(s.model, s.optimizer, max_norm=options.clip, error_if_nonfinite=False)

@@ -45,6 +45,7 @@
     const heads = [...table.tHead.rows[0].cells];
     heads.forEach((head, i) => {
       const button = make("button", { type: "button", className: "sort", textContent: head.textContent });
+      head.dataset.title = head.textContent;  // for print: browsers repeat a header on every page, but not its buttons
       head.textContent = "";
       head.append(button);
       button.addEventListener("click", () => {
@@ -281,7 +282,7 @@
     const font = getComputedStyle(document.body).fontFamily;
     return {
       background: null, font, view: { stroke: null }, padding: 2,
-      axis: { labelColor: muted, titleColor: muted, gridColor: line, domainColor: color("--line-strong"), tickColor: color("--line-strong"), labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500, titlePadding: 8, gridOpacity: 1, labelFlush: false, labelOverlap: true },
+      axis: { labelColor: muted, titleColor: muted, gridColor: line, domainColor: color("--line-strong"), tickColor: color("--line-strong"), labelFontSize: 12, titleFontSize: 12, titleFontWeight: 500, titlePadding: 8, gridOpacity: 1, labelFlush: false, labelOverlap: true, labelSeparation: 8 },
       legend: { labelColor: ink, titleColor: muted, labelFontSize: 12, symbolSize: 90, rowPadding: 5, columnPadding: 16 },
       rule: { color: muted }, line: { color: muted }, text: { color: ink, fontSize: 12 },
     };
@@ -295,6 +296,7 @@
     place.parentElement.hidden = !some;
     if (!some) { place.dataset.state = "drawn"; place.replaceChildren(); return; }
     spec.config = config();
+    namesAbove(spec, place.clientWidth);
     if (place.clientWidth < 460) narrow(spec);
     place.dataset.state = "drawing";
     try {
@@ -308,12 +310,27 @@
       console.error(error);
     }
   };
-  // On a phone the legend takes fewer columns and long row names give way to the plot.
+  // Names of rows that would take the plot's room stand above their marks instead of beside the axis, unbroken.
+  const namesAbove = (spec, width) => {
+    const axes = [spec, ...(spec.layer || [])].map((l) => l.encoding && l.encoding.y).filter((y) => y && y.field === "row" && y.axis);
+    const rows = new Set((spec.layer || [spec]).flatMap((l) => (l.data && l.data.values) || []).map((v) => v.row).filter(Boolean));
+    const longest = Math.max(0, ...[...rows].map((n) => n.length));
+    if (!axes.length || 6.8 * longest < 0.33 * width) return;
+    axes.forEach((y) => { Object.assign(y.axis, { labelAlign: "left", labelPadding: -4, labelOffset: -13, labelLimit: width - 24, ticks: false, domain: false }); });
+    spec.height = Math.max(spec.height, 46 * rows.size);
+  };
+  // On a phone the legend takes fewer columns, and names beside points would be cut: the legend has them.
   const narrow = (spec) => {
+    const named = (spec.layer || []).some((l) => l.mark && l.mark.type === "text" && l.encoding.text && l.encoding.text.field === "text");
+    if (named) {
+      spec.layer = spec.layer.filter((l) => l.mark.type !== "text" && l.mark.type !== "rule");
+      spec.layer.forEach((l) => ["color", "shape"].forEach((channel) => {
+        if (l.encoding[channel] && l.encoding[channel].field === "row") l.encoding[channel].legend = { title: null, orient: "bottom", columns: 1, labelLimit: 300, symbolLimit: 0 };
+      }));
+    }
     const visit = (node) => {
       if (!node || typeof node !== "object") return;
       if (node.legend && node.legend.columns) node.legend.columns = Math.max(1, Math.floor(node.legend.columns * 0.7));
-      if (node.axis && node.axis.labelLimit) node.axis.labelLimit = 110;
       Object.values(node).forEach(visit);
     };
     visit(spec.encoding);

@@ -1,0 +1,118 @@
+"""The lab's own time: how much of a demo trial is spent on batches, metrics, records and checks, not on training.
+
+    python -m benchmarks.lab_time [-o benchmarks/records/lab_time.json] [--pairs 5]
+
+A trial of the demo (plain, and DropKey) beside the same training by hand: the same model, optimizer, order of batches,
+learning rates and number of steps, the images normalized once, and the forward passes of validation and test, but no
+metrics, records, checks or progress. Processor time of one thread, in turns; the share is that of the fastest of each,
+because other programs on the machine only ever add to it. DESIGN's target is 3 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import dampen
+from dampen.lab.allocator import keep_freed_memory
+from dampen.lab.config.catalog import catalog
+from dampen.lab.config.demo import demo_recipe
+from dampen.lab.config.methods_text import build_methods
+from dampen.lab.config.plan import make_plan
+from dampen.lab.config.trial import TrialSpec
+from dampen.lab.files import write_json
+from dampen.lab.records.environment import describe
+from dampen.lab.training.build import derive, load_data, make_model, seed_all
+from dampen.lab.training.optim import learning_rate, make_optimizer
+from dampen.lab.training.state import Execution
+from dampen.lab.training.train import run_trial
+
+RECORD = Path(__file__).parent / "records" / "lab_time.json"
+ROWS = ("plain", "drop_key (keys)")
+TARGET = 0.03
+
+
+def by_hand(trial: TrialSpec) -> None:
+    """What the trial trains, with nothing around it."""
+    options, data = trial.train, load_data(trial.data, None, None, trial.seed)
+    seed_all(derive(trial.seed, "init"))
+    model = make_model(trial.model, data.model_args).train()
+    handle = dampen.regularize(model, build_methods(trial.methods)) if trial.methods else None
+    optimizer = make_optimizer(model, [], options)
+    seed_all(derive(trial.seed, "train", 0))
+    everything = data.train.batch(torch.arange(len(data.train)))
+    images, labels = everything["inputs"][0], everything["target"]
+    per_epoch = len(labels) // options.batch_size
+    total = per_epoch * options.epochs
+    for step in range(total):
+        if step % per_epoch == 0:
+            generator = torch.Generator().manual_seed(derive(trial.seed, "order", step // per_epoch))
+            order = torch.randperm(len(labels), generator=generator)
+        chosen = order[step % per_epoch * options.batch_size :][: options.batch_size]
+        x, y = images[chosen], labels[chosen]
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, total, per_epoch, options)
+        if handle is None:
+            loss = F.cross_entropy(model(x), y)
+        else:
+            handle.progress(step / total)
+            loss, _ = handle.loss(lambda x=x: model(x), lambda out, y=y: F.cross_entropy(out, y))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    model.eval()
+    with torch.no_grad():
+        for part in (data.valid, data.test):
+            for start in range(0, len(part), options.eval_batch_size):
+                model(*part.batch(torch.arange(start, min(start + options.eval_batch_size, len(part))))["inputs"])
+
+
+def processor_seconds(work: Callable[[], Any]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def measure(row: str, pairs: int, folder: Path) -> dict[str, Any]:
+    """Both, in turns, with one seed after the other; the first pair of all warms up."""
+    execution = Execution(threads=1, accelerator="cpu")
+    trials = make_plan(demo_recipe(list(catalog()), pairs + 1)).chosen([row])
+    hand, lab = [], []
+    for n, trial in enumerate(trials):
+        hand.append(processor_seconds(lambda trial=trial: by_hand(trial)))  # type: ignore[misc]
+        lab.append(processor_seconds(lambda trial=trial, n=n: run_trial(trial, folder / row / str(n), execution)))  # type: ignore[misc]
+    hand, lab = hand[1:], lab[1:]
+    found = {"hand_seconds": [round(s, 3) for s in hand], "lab_seconds": [round(s, 3) for s in lab]}
+    return found | {"share": round(1 - min(hand) / min(lab), 4), "share_of_sums": round(1 - sum(hand) / sum(lab), 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--out", type=Path, default=RECORD)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--before", type=Path, help="the record of an older version, whose rows are kept beside")
+    parser.add_argument("--note", default="", help="what else ran on the machine, for the record")
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = {row: measure(row, arguments.pairs, Path(folder)) for row in ROWS}
+    told = {"command": "python -m benchmarks.lab_time", "target": TARGET, "note": arguments.note, "rows": rows}
+    if arguments.before:
+        older = json.loads(arguments.before.read_text())
+        told["before"] = {"rows": older["rows"], "commit": older["environment"]["commit"]}
+    write_json(arguments.out, told | {"environment": describe(1, "cpu")})
+    for row, found in rows.items():
+        print(f"{row}: {found['share']:.1%} of a trial is the lab's own ({found['share_of_sums']:.1%} of all pairs)")
+
+
+if __name__ == "__main__":
+    main()

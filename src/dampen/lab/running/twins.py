@@ -1,0 +1,100 @@
+"""Trials that are the same training under two names are trained once; the other takes over the result.
+
+J_q and J_k of Explicit Dropout are one function (the paper's tables have a row for each), and `drop_key` is
+`drop_key(rate=0.1)`. `Regularizer.canonical` says which arguments agree. Both trials get a whole record of their own,
+so that tables, pages and older readers see nothing unusual; the second one's result says whose training it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dampen.extensions import is_in_file
+from dampen.lab.config.methods_text import OBJECT
+from dampen.lab.config.trial import TrialSpec
+from dampen.lab.errors import DamagedRecord
+from dampen.lab.records.record import Record, locked
+from dampen.lab.running.engine import Job, Outcome
+
+
+def training_of(trial: TrialSpec) -> str:
+    """What is trained, as text: equal for trials that compute the same.
+
+    A pretraining has a folder of its own and a user's function sees the name of its row, so such trials agree with
+    none but themselves.
+
+    >>> parts = {"data": {"name": "digits"}, "model": {"name": "vit"}}
+    >>> make = lambda **terms: TrialSpec.from_dict({**parts, "methods": [{"name": "explicit_dropout", **terms}]})
+    >>> training_of(make(query=0.1)) == training_of(make(key=0.1)), make(query=0.1).id == make(key=0.1).id
+    (True, False)
+    >>> training_of(make(query=0.1, form="exact")) == training_of(make(key=0.1, form="exact"))
+    False
+    """
+    if trial.function is not None or trial.pretrain is not None:
+        return trial.id
+    plain = trial.canonical()
+    plain["methods"] = [_method(m) for m in plain["methods"]]
+    return json.dumps(plain, sort_keys=True)
+
+
+def _method(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A method in its one spelling: no argument that says the default."""
+    from dampen.registry import find_method
+
+    if is_in_file(spec["name"]) or OBJECT in spec:
+        return dict(spec)
+    cls = find_method(spec["name"])
+    defaults = {k: p.default for k, p in inspect.signature(cls).parameters.items()}
+    given = cls.canonical({k: v for k, v in spec.items() if k != "name"})
+    return {"name": spec["name"]} | {k: v for k, v in given.items() if k not in defaults or v != defaults[k]}
+
+
+def trained_once(
+    jobs: Sequence[Job], planned: Iterable[TrialSpec], folder: Path
+) -> tuple[list[Job], list[tuple[Job, TrialSpec]]]:
+    """The jobs to train, and those that take over the result of another trial of the plan, each with that trial.
+
+    What is recorded, or has begun, goes before what is not.
+    """
+    asked = {job.trial.id for job in jobs}
+    groups: dict[str, list[TrialSpec]] = {}
+    for trial in planned:
+        groups.setdefault(training_of(trial), []).append(trial)
+    own, twins = [], []
+    for job in jobs:
+        alike = [t for t in groups.get(training_of(job.trial), [job.trial]) if t.id in asked or _done(folder / t.id)]
+        first = min(alike, key=lambda t: (not _done(folder / t.id), not (folder / t.id).exists()))
+        if first.id == job.trial.id:
+            own.append(job)
+        else:
+            twins.append((job, first))
+    return own, twins
+
+
+def take_over(job: Job, first: TrialSpec, outcomes: Mapping[str, Outcome]) -> Outcome:
+    """Write the record of a trial from that of the one that was trained; what became of it where that has none."""
+    source = Record(job.folder.parent / first.id)
+    final = source.final()
+    if final is None:
+        return outcomes.get(first.id, Outcome("interrupted", None, "not started"))
+    with locked(job.folder):
+        record = Record(job.folder)
+        record.start(job.trial, source.sessions()[-1])
+        record.write_lines(source.lines())
+        for weights in source.folder.glob("*.safetensors"):
+            shutil.copyfile(weights, job.folder / weights.name)
+        result = {**final, "id": job.trial.id, "same_as": first.id}
+        record.finish(result)
+    return Outcome(final["status"], result, final.get("reason", ""))
+
+
+def _done(folder: Path) -> bool:
+    try:
+        return Record(folder).final() is not None
+    except DamagedRecord:  # the run says so where it meets it
+        return False
