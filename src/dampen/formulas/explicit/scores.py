@@ -8,17 +8,16 @@ backward pass, so that memory stays linear in the length.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from dampen.formulas.explicit.features import sum_of_squared_products, sum_of_squares
 from dampen.formulas.explicit.maps import HeadMap
 from dampen.formulas.explicit.pairs import Needed, PairParts
-from dampen.formulas.explicit.precision import wide
+from dampen.formulas.explicit.precision import again, in_full_precision, wide
 from dampen.formulas.explicit.reductions import Pairs
 from dampen.masks import causal_rows
 from dampen.regularizer import Call
@@ -94,14 +93,28 @@ def chunked_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Needed, keep: Keep 
         return out
 
     cuts = list(_chunks(y_q.shape[0] * y_q.shape[1], y_q.shape[2], y_k.shape[2]))
-    again = len(cuts) > 1 and torch.is_grad_enabled()
     total = [y_q.new_zeros(()) for wanted in need if wanted]
     for cut in cuts:
         seen = None if keep is None else keep(cut)
-        part = checkpoint(chunk, cut, seen, use_reentrant=False) if again else chunk(cut, seen)
+        part = again(chunk, cut, seen) if len(cuts) > 1 else chunk(cut, seen)
         total = [a + b for a, b in zip(total, part, strict=True)]
     values = iter(total)
     return PairParts(*(next(values) if wanted else None for wanted in need))
+
+
+def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
+    """sum_h (y_h W_h)^2 of (B, H, T, dh) and (H, dh, in): (B, T, in)."""
+    return functools.reduce(torch.add, (again(_square_of_product, y[:, h], w) for h, w in enumerate(weight)))
+
+
+@in_full_precision
+def _square_of_product(y: Tensor, weight: Tensor) -> Tensor:
+    return (wide(y) @ wide(weight)).square()
+
+
+def sum_of_squared_products(left: Tensor, right: Tensor) -> Tensor:
+    """sum_h (left_h^T right_h)^2 of (H, dh, in) and (H, dh, in'): (in, in')."""
+    return sum((a.t() @ b).square() for a, b in zip(wide(left), wide(right), strict=True))
 
 
 def _keep(call: Call, head: int = 0) -> Keep:
