@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.maps import HeadMap
-from dampen.formulas.explicit.precision import again, wide
+from dampen.formulas.explicit.precision import wide
 from dampen.formulas.explicit.squares import column_power, column_sums, mixed_power
 from dampen.formulas.explicit.tap import squared_norm
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.forms import Number
 from dampen.formulas.explicit.maps import HeadMap
-from dampen.formulas.explicit.precision import again, wide
+from dampen.formulas.explicit.precision import wide
 from dampen.formulas.explicit.reductions import Pairs
 
 

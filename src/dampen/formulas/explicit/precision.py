@@ -10,7 +10,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,11 +44,3 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
-
-
-def again(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """A deterministic function whose intermediate tensors are made again in the backward rather than kept."""
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    out: R = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-    return out

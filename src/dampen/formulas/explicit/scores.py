@@ -11,13 +11,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.maps import HeadMap
 from dampen.formulas.explicit.pairs import Needed, PairParts
-from dampen.formulas.explicit.precision import again, in_full_precision, wide
+from dampen.formulas.explicit.precision import wide
 from dampen.formulas.explicit.reductions import Pairs
 from dampen.masks import causal_rows
 from dampen.regularizer import Call
@@ -80,26 +82,35 @@ def chunked_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Needed, keep: Keep 
     if need.w:
         features.append((power_q, power_k @ sum_of_squared_products(q.weight, w_k).t()))
 
-    def chunk(cut: slice, seen: Tensor | None) -> list[Tensor]:
-        r, out = _rows(rows, cut), []
-        if need.b:
-            squares = (y_q[:, :, cut] @ y_k.transpose(-2, -1)).square().sum(1)
-            out.append(_weighted(squares if seen is None else squares * seen, r, rows.keys))
-        for left, right in features:
-            right = right if rows.keys is None else right * rows.keys.unsqueeze(-1)
-            mixed = right.sum(1, keepdim=True) if seen is None else seen.to(right.dtype) @ right
-            per_query = (left[:, cut] * mixed).sum(-1)
-            out.append(per_query.sum() if r is None else (per_query * r).sum())
-        return out
-
     cuts = list(_chunks(y_q.shape[0] * y_q.shape[1], y_q.shape[2], y_k.shape[2]))
-    total = [y_q.new_zeros(()) for wanted in need if wanted]
+    run = again if len(cuts) > 1 else _call
+    total = y_q.new_zeros(sum(need))
     for cut in cuts:
+        left = [t for pair in features for t in (pair[0][:, cut], pair[1])]
         seen = None if keep is None else keep(cut)
-        part = again(chunk, cut, seen) if len(cuts) > 1 else chunk(cut, seen)
-        total = [a + b for a, b in zip(total, part, strict=True)]
+        total = total + run(_chunk, y_q[:, :, cut], y_k, _rows(rows, cut), rows.keys, seen, need.b, *left)
     values = iter(total)
     return PairParts(*(next(values) if wanted else None for wanted in need))
+
+
+def _call(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    return function(*args)
+
+
+def _chunk(
+    y_q: Tensor, y_k: Tensor, r: Tensor | None, keys: Tensor | None, seen: Tensor | None, b: bool, *features: Tensor
+) -> Tensor:
+    """The sums of some queries; `features` are three pairs at most, of the queries' and of all keys'."""
+    out = []
+    if b:
+        squares = (y_q @ y_k.transpose(-2, -1)).square().sum(1)
+        out.append(_weighted(squares if seen is None else squares * seen, r, keys))
+    for left, right in zip(features[::2], features[1::2], strict=True):
+        right = right if keys is None else right * keys.unsqueeze(-1)
+        mixed = right.sum(1, keepdim=True) if seen is None else seen.to(right.dtype) @ right
+        per_query = (left * mixed).sum(-1)
+        out.append(per_query.sum() if r is None else (per_query * r).sum())
+    return torch.stack(out)
 
 
 def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
@@ -107,7 +118,6 @@ def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
     return functools.reduce(torch.add, (again(_square_of_product, y[:, h], w) for h, w in enumerate(weight)))
 
 
-@in_full_precision
 def _square_of_product(y: Tensor, weight: Tensor) -> Tensor:
     return (wide(y) @ wide(weight)).square()
 
