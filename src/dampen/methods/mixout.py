@@ -168,6 +168,6 @@ class ExplicitMixout(FromStart):
 
 
 def _in_projections(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:
-    if module._qkv_same_embed_dim:
+    if module.in_proj_weight is not None:  # None where q, k and v have maps of their own
         return module.in_proj_weight.chunk(3)
     return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight

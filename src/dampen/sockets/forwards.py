@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from dampen._torch import pytree
 from dampen.kernels.attend import attend
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, Call, LinearCall, Regularizer
 from dampen.sockets.adapters import read_adapter

@@ -1,8 +1,8 @@
 """The penalty of the attended value, A V (arXiv 2604.20505).
 
-    b = sum_i ||(A V)_i||^2                                       the attention output without the value bias
-    v = sum_j (sum_i A_ij^2) sum_l x_jl^2 ||Wv_:l||^2             per head, mask on X before mixing ("pre", the appendix)
-    v = sum_i sum_l (A X)_il^2 ||Wv_:l||^2                        per head, mask on A X after it ("post", the main text)
+    b = sum_i ||(A V)_i||^2                                the attention output without the value bias
+    v = sum_j (sum_i A_ij^2) sum_l x_jl^2 ||Wv_:l||^2      per head, mask on X before mixing ("pre", the appendix)
+    v = sum_i sum_l (A X)_il^2 ||Wv_:l||^2                 per head, mask on A X after it ("post", the main text)
 
 b keeps the fused kernel. v needs the attention weights; in long sequences they come in chunks of queries.
 """

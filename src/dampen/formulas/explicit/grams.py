@@ -72,15 +72,15 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         y, bias, rows = ctx.saved_tensors
-        to_bias = to_rows = None
+        to_bias = None
         with no_autocast(y.device.type):
             bare, both = _bare(y, bias), grad + grad.transpose(-2, -1)
             parts = _parts(bare, rows)
-            out = torch.zeros_like(bare) if len(parts) > 1 else None
             to_rows = torch.zeros_like(rows) if ctx.needs_input_grad[2] else None
+            out = bare if len(parts) == 1 else torch.zeros_like(bare)
             for h, cut, r in parts:
                 mixed = bare[:, h] @ both[cut, h]
-                if out is None:
+                if len(parts) == 1:
                     out = _weigh(mixed, r).sum_to_size(bare.shape)
                 else:
                     out[:, h] += _weigh(mixed, r).sum(0)

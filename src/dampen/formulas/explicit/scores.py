@@ -1,5 +1,4 @@
-"""The sums over pairs from the scores themselves, in chunks of queries: for visible pairs only, and for all heads as
-one.
+"""The sums over pairs from the scores themselves, in chunks of queries: for visible pairs, and for all heads as one.
 
 Where a causal mask restricts the pairs, or where the heads are taken together (`heads="concat"`), no small Gram matrix
 carries the sum. The scores of a few queries at a time are made, squared, masked and added up, and made again in the
@@ -19,7 +18,7 @@ from torch import Tensor
 from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.maps import HeadMap
 from dampen.formulas.explicit.pairs import Needed, PairParts
-from dampen.formulas.explicit.precision import wide
+from dampen.formulas.explicit.precision import in_full_precision, wide
 from dampen.formulas.explicit.reductions import Pairs
 from dampen.masks import causal_rows
 from dampen.regularizer import Call
@@ -83,18 +82,14 @@ def chunked_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Needed, keep: Keep 
         features.append((power_q, power_k @ sum_of_squared_products(q.weight, w_k).t()))
 
     cuts = list(_chunks(y_q.shape[0] * y_q.shape[1], y_q.shape[2], y_k.shape[2]))
-    run = again if len(cuts) > 1 else _call
     total = y_q.new_zeros(sum(need))
     for cut in cuts:
         left = [t for pair in features for t in (pair[0][:, cut], pair[1])]
         seen = None if keep is None else keep(cut)
-        total = total + run(_chunk, y_q[:, :, cut], y_k, _rows(rows, cut), rows.keys, seen, need.b, *left)
+        operands: tuple[Any, ...] = (y_q[:, :, cut], y_k, _rows(rows, cut), rows.keys, seen, need.b, *left)
+        total = total + (again(_chunk, *operands) if len(cuts) > 1 else _chunk(*operands))
     values = iter(total)
     return PairParts(*(next(values) if wanted else None for wanted in need))
-
-
-def _call(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    return function(*args)
 
 
 def _chunk(
@@ -115,9 +110,12 @@ def _chunk(
 
 def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
     """sum_h (y_h W_h)^2 of (B, H, T, dh) and (H, dh, in): (B, T, in)."""
+    if weight.shape[0] == 1:  # of many heads, each one's (B, T, in) product is made again rather than kept
+        return _square_of_product(y[:, 0], weight[0])
     return functools.reduce(torch.add, (again(_square_of_product, y[:, h], w) for h, w in enumerate(weight)))
 
 
+@in_full_precision
 def _square_of_product(y: Tensor, weight: Tensor) -> Tensor:
     return (wide(y) @ wide(weight)).square()
 

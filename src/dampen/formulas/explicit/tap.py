@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen._torch import in_functorch, saved_tensors_are_hooked
+from dampen._torch import in_functorch, saved_tensors_are_hooked, version_of
 from dampen.formulas.explicit.forms import Number
 from dampen.formulas.explicit.precision import no_autocast, wide
 
@@ -96,7 +96,7 @@ class _Tap(torch.autograd.Function):
             ctx.save_for_backward(y if x is None else y.clone(), bias, weights, r)
         else:
             ctx.save_for_backward(None, bias, weights, r, x, weight)
-            ctx.kept, ctx.version = y.detach(), y._version
+            ctx.kept, ctx.version = y.detach(), version_of(y)
         return y.detach(), total * factor  # not a view: a model may go on in place
 
     @staticmethod
@@ -106,7 +106,7 @@ class _Tap(torch.autograd.Function):
         y, bias, weights, r, *made_by = ctx.saved_tensors
         if y is None:
             kept, ctx.kept = ctx.kept, None  # the graph may outlive its backward
-            if kept is not None and kept._version == ctx.version and not torch.is_grad_enabled():
+            if kept is not None and version_of(kept) == ctx.version and not torch.is_grad_enabled():
                 y = kept
             else:
                 y, bias_in_y = _again(*made_by), None
