@@ -112,7 +112,7 @@ def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
     """sum_h (y_h W_h)^2 of (B, H, T, dh) and (H, dh, in): (B, T, in)."""
     if weight.shape[0] == 1:  # of many heads, each one's (B, T, in) product is made again rather than kept
         return _square_of_product(y[:, 0], weight[0])
-    return functools.reduce(torch.add, (again(_square_of_product, y[:, h], w) for h, w in enumerate(weight)))
+    return functools.reduce(torch.add, (again(_square_of_product, y[:, h], w) for h, w in enumerate(wide(weight))))
 
 
 @in_full_precision

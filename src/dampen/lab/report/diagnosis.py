@@ -50,7 +50,7 @@ def measured_figures(table: ResultTable, palette: Palette) -> list[Figure]:
 
 
 def _measured(entry: Entry, key: str) -> list[Any]:
-    return [run.measured[key] for run in entry.cell.finished().values() if run.measured.get(key)]
+    return [found for run in entry.cell.finished().values() if (found := run.measured.section(key))]
 
 
 def calibration(entries: list[Entry], palette: Palette) -> Figure | None:
