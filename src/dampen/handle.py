@@ -19,7 +19,7 @@ from dampen.sockets.carrier import CarrierSite
 from dampen.sockets.describe import describe
 from dampen.sockets.detach import remove
 from dampen.sockets.example import run_example
-from dampen.sockets.own_dropout import OwnRate, choose_own, find_own
+from dampen.sockets.own_dropout import OwnRate, choose_own, depth_of, own_rates
 from dampen.sockets.sampling import sampling_own
 from dampen.sockets.state import Layer, ModelSite
 from dampen.sockets.swap import swap
@@ -334,7 +334,7 @@ class Regularization:
         [self_attn.dropout: attention dropout 0.3]
         """
         self._alive()
-        rates = self._own_rates()
+        rates = own_rates(self.model, self._model_site.own_rates)
         chosen = choose_own(rates, sites) if rate is not None or sites != "*" else rates
         if rate is None:
             return chosen
@@ -345,7 +345,7 @@ class Regularization:
                 "Give one value per layer, one number for all, or a schedule such as linear(0.3, 0.0)."
             )
         for r in chosen:
-            r.schedule, r.depth = schedule, self._depth_of(r.place)
+            r.schedule, r.depth = schedule, depth_of(r.place, self.model, self.layers)
             r.at(self._progress)
         self._model_site.own_rates = [r for r in rates if r.schedule is not None]
         return chosen
@@ -375,20 +375,6 @@ class Regularization:
     def _model_site(self) -> ModelSite:
         return self.model._dampen_model  # type: ignore[return-value]
 
-    def _own_rates(self) -> list[OwnRate]:
-        """Every drop rate of the model's own; those that were set here with what they were before."""
-        known = {(id(r.module), r.attribute): r for r in self._model_site.own_rates}
-        return [known.get((id(r.module), r.attribute), r) for r in find_own(self.model)]
-
-    def _depth_of(self, place: str) -> float:
-        """The depth of the layer that a module lies in; 0 before the first layer, 1 after the last."""
-        order = {name: i for i, (name, _) in enumerate(self.model.named_modules())}
-        for layer in self.layers:
-            name = layer.site.name
-            if place == name or name == "" or place.startswith(name + "."):
-                return layer.site.depth
-        return 0.0 if order[place] < order[self.layers[0].site.name] else 1.0
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Regularization:
         """A copy of the model and of its regularizers, independent of this one."""
         new = object.__new__(type(self))
@@ -406,8 +392,8 @@ def _logits(output: Any, take: Callable[[Any], Tensor] | None) -> Tensor:
     value = output if take is None else take(output)
     if isinstance(value, Tensor):
         return value
-    if isinstance(getattr(value, "logits", None), Tensor):
-        return value.logits
+    if isinstance(logits := getattr(value, "logits", None), Tensor):
+        return logits
     raise TypeError(
         f"the model's output is a {type(value).__name__}, neither a tensor nor an object with .logits. "
         "Say where the logits are: reg.loss(forward, criterion, logits=lambda out: out['scores']), or out[0]."

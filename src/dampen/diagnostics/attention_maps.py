@@ -131,7 +131,8 @@ def token_map(
     low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
     scaled = (values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)
     if size is None:
-        return scaled
+        out: Tensor = scaled
+        return out
     return F.interpolate(scaled.unsqueeze(1), size=size, mode="bilinear", align_corners=False).squeeze(1).clamp(0, 1)
 
 

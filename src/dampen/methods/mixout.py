@@ -65,10 +65,12 @@ class FromStart(Regularizer):
         """W - U of the map that a call is about."""
         for i, (module, _) in enumerate(self.linears):
             if module is call.module:
-                return call.weight - getattr(self, f"start_{i}")
+                out: Tensor = call.weight - getattr(self, f"start_{i}")
+                return out
         for i, module in enumerate(self.neighbors):
             if module is call.module:
-                return call.weight - getattr(self, f"start_{call.role}_{i}")
+                out: Tensor = call.weight - getattr(self, f"start_{call.role}_{i}")
+                return out
         raise RuntimeError(
             f"{type(self).__name__} has no starting weight of the map {call.role}: attach it with dampen.regularize."
         )

@@ -52,7 +52,8 @@ def squared_norm(y: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tens
 def _plain(y: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
     bare = wide(y) if bias is None else wide(y) - wide(bias)
     squares = torch.linalg.vector_norm(bare, dim=-1).square()
-    return squares.sum() if weights is None else (squares * weights).sum()
+    out: Tensor = squares.sum() if weights is None else (squares * weights).sum()
+    return out
 
 
 class _Tap(torch.autograd.Function):

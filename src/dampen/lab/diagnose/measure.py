@@ -121,7 +121,8 @@ def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
             return task_loss(output, labels, valid, t.data.loss, t.label_smoothing)
 
         if t.handle is None:
-            return criterion(model(*batch["inputs"]))
+            out: Tensor = criterion(model(*batch["inputs"]))
+            return out
         return t.handle.loss(lambda: model(*batch["inputs"]), criterion, valid=valid)[0]
 
     return asdict(gradient_variance(t.model, batches, loss=loss, seed=s.seed))

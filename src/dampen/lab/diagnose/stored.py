@@ -31,7 +31,7 @@ def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     merged["measured_with"] = {**_measured_with(old), **now}
     merged["seconds"] = {**old.get("seconds", {}), **result["seconds"]}
     merged["environment"] = describe(torch.get_num_threads(), "cpu")
-    plain = _plain(merged)
+    plain: dict[str, Any] = _plain(merged)
     parse_diagnosis(plain)  # what the report reads
     write_json(folder / MEASURED, plain)
     return plain

@@ -102,7 +102,8 @@ def _pooled(diagrams: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ece(bins: list[dict[str, Any]]) -> float:
-    return sum(b["share"] * abs(b["accuracy"] - b["confidence"]) for b in bins)
+    out: float = sum(b["share"] * abs(b["accuracy"] - b["confidence"]) for b in bins)
+    return out
 
 
 def attacks(entries: list[Entry], palette: Palette) -> Figure | None:

@@ -195,7 +195,8 @@ class Bookkeeping:
                 logger.finish(_finite(result))
             self._drop_checkpoints()
         self.report({"kind": "finish", "status": "finished", "test": test, "valid": s.best["valid"]})
-        return _finite(result)
+        out: dict[str, Any] = _finite(result)
+        return out
 
     def diverged(self, bad: NotFinite) -> dict[str, Any]:
         """Keep the last good weights, say which term went first, and close the trial."""
