@@ -104,11 +104,10 @@ class Ledger:
             )
         names = ", ".join(sorted({name_of(key) for c in self.clones for key in list(c._penalties)})) or "none now"
         return (
-            f"a backward pass ran through the model while its penalties ({names}) had not been taken, so they were "
-            "not in the loss. Write loss = task + reg.penalty() before loss.backward(), or "
-            "loss, terms = reg.loss(lambda: model(x), lambda out: F.cross_entropy(out, y)). "
-            "A copy of a model has no handle: copy.deepcopy(reg) copies both, dampen.remove(copy) makes it plain. "
-            f"{end}"
+            f"a backward pass ran through the model while its penalties ({names}) had not been taken, so "
+            "they were not in the loss. Write loss = task + reg.penalty() before loss.backward(), or loss, "
+            "terms = reg.loss(lambda: model(x), lambda out: F.cross_entropy(out, y)). A copy of a model "
+            f"has no handle: copy.deepcopy(reg) copies both, dampen.remove(copy) makes it plain. {end}"
         )
 
     # --- waiting, taken, forgotten ----------------------------------------------------------------------------------

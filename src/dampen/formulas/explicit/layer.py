@@ -140,9 +140,9 @@ def check_shared(call: Call) -> None:
     """One mask on X feeds queries and keys only where both read the same X."""
     if call.cross or call.projection("q").input is not call.projection("k").input:
         raise RuntimeError(
-            f"shared_mask=True is one mask on the input of queries and keys, but in {type(call.module).__name__} at "
-            f"'{_where(call)}' they read different inputs. Use shared_mask=False there, or regularize(..., "
-            f"attention='self')."
+            "shared_mask=True is one mask on the input of queries and keys, but in "
+            f"{type(call.module).__name__} at '{_where(call)}' they read different "
+            "inputs. Use shared_mask=False there, or regularize(..., attention='self')."
         )
 
 
