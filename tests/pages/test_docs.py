@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.method_cards import main, markdown, pages
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_generated_pages_are_up_to_date(capsys):

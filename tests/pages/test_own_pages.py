@@ -10,7 +10,7 @@ import pytest
 
 from dampen.cli import main
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def blocks(page, language):
