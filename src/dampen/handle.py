@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.kernels.kernel import use_tuned_table
-from dampen.ledger import Ledger, makes_penalties
 from dampen.regularizer import Regularizer, as_schedule
 from dampen.schedules import Value, per_layer
 from dampen.sockets.attach import attach, check_model

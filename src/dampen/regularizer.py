@@ -31,7 +31,7 @@ from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
 from dampen.calls import LinearCall as LinearCall
 from dampen.calls import Site as Site
-from dampen.ledger import Ledger, name_of, slot
+from dampen.calls.ledger import Ledger, name_of, slot
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES

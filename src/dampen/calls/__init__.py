@@ -1,5 +1,6 @@
-"""What a stage is told: the layer it sits in, the linear map, the residual branch or the attention that is under way.
+"""What passes between a layer and its methods: what a stage is told, here; the penalties that it leaves, `ledger.py`.
 
+A stage is told the layer it sits in, and the linear map, the residual branch or the attention that is under way.
 Letters as in `regularizer.py`: B batch, H heads, N queries, M keys, D channels.
 """
 
