@@ -65,12 +65,12 @@ class FromStart(Regularizer):
         """W - U of the map that a call is about."""
         for i, (module, _) in enumerate(self.linears):
             if module is call.module:
-                out: Tensor = call.weight - getattr(self, f"start_{i}")
-                return out
+                start: Tensor = getattr(self, f"start_{i}")
+                return call.weight - start
         for i, module in enumerate(self.neighbors):
             if module is call.module:
-                out: Tensor = call.weight - getattr(self, f"start_{call.role}_{i}")
-                return out
+                start = getattr(self, f"start_{call.role}_{i}")
+                return call.weight - start
         raise RuntimeError(
             f"{type(self).__name__} has no starting weight of the map {call.role}: attach it with dampen.regularize."
         )
