@@ -122,7 +122,8 @@ def _square_of_product(y: Tensor, weight: Tensor) -> Tensor:
 
 def sum_of_squared_products(left: Tensor, right: Tensor) -> Tensor:
     """sum_h (left_h^T right_h)^2 of (H, dh, in) and (H, dh, in'): (in, in')."""
-    return functools.reduce(torch.add, ((a.t() @ b).square() for a, b in zip(wide(left), wide(right), strict=True)))
+    squares: list[Tensor] = [(a.t() @ b).square() for a, b in zip(wide(left), wide(right), strict=True)]
+    return functools.reduce(torch.add, squares)
 
 
 def _keep(call: Call, head: int = 0) -> Keep:
