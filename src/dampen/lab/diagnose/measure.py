@@ -121,9 +121,9 @@ def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
             return task_loss(output, labels, valid, t.data.loss, t.label_smoothing)
 
         if t.handle is None:
-            out: Tensor = criterion(model(*batch["inputs"]))
-            return out
-        return t.handle.loss(lambda: model(*batch["inputs"]), criterion, valid=valid)[0]
+            return criterion(model(*batch["inputs"]))
+        out: Tensor = t.handle.loss(lambda: model(*batch["inputs"]), criterion, valid=valid)[0]
+        return out
 
     return asdict(gradient_variance(t.model, batches, loss=loss, seed=s.seed))
 
