@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.kernels.kernel import use_tuned_table
 from dampen.regularizer import Regularizer, as_schedule
-from dampen.schedules import Value, per_layer
+from dampen.schedules import Value, check_progress, per_layer
 from dampen.sockets.attach import attach, check_model
 from dampen.sockets.carrier import CarrierSite
 from dampen.sockets.describe import describe
@@ -135,11 +135,7 @@ class Regularization:
     def progress(self, t: float) -> None:
         """Tell the schedules how far training is, in [0, 1]. Call it between steps."""
         self._alive()
-        if isinstance(t, bool) or not isinstance(t, int | float):
-            raise TypeError(f"progress takes a number in [0, 1], got {t!r}.")
-        if not 0 <= t <= 1:  # NaN too
-            raise ValueError(f"progress is the fraction of training done, in [0, 1], got {t}. Give step / steps.")
-        self._progress = float(t)
+        self._progress = check_progress(t)
         for r in self.clones:
             r.at(self._progress)
         for rate in self._model_site.own_rates:
