@@ -35,7 +35,7 @@ lint: install
 # what a developer needs while working, in under 2 minutes
 quick: install
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' tests/methods tests/test_handle.py tests/test_masks.py tests/test_schedules.py tests/lab/test_stats.py tests/lab/test_record.py tests/test_recipes.py
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' tests/methods tests/test_handle.py tests/test_masks.py tests/test_schedules.py tests/lab/records/test_stats.py tests/lab/records/test_record.py tests/recipes/test_recipes.py
 	@echo 'Left out by make quick: types, imports, slow tests, contracts (test_conformance*), families of models, engines, resume, reports, browser, distributed. make test runs them all.'
 
 # the tests that profit from real data, where the data are at hand

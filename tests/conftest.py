@@ -16,9 +16,9 @@ os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(prefix="dampen-tests-")  # what `d
 torch.set_num_threads(1)
 
 BUDGETS = {
-    "tests/test_conformance.py": 900,
-    "tests/test_distributed.py": 120,
-    "tests/test_integrations.py": 90,
+    "tests/checking/test_conformance.py": 900,
+    "tests/checking/test_distributed.py": 120,
+    "tests/sockets/test_integrations.py": 90,
 }
 """Seconds on one quiet core. CI should stay under 25 minutes on two, so every other file has `BUDGET`."""
 BUDGET = 60

@@ -3,6 +3,7 @@ before every import that needs it; names of torch that are private may be missin
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,34 @@ def test_two_passes_without_the_private_name(monkeypatch):
 def test_without_the_questions_to_the_processor(name, monkeypatch):
     monkeypatch.delattr(torch.cpu, name, raising=False)
     assert _torch.half_in_hardware() in (True, False)
+
+
+PRIVATE = re.compile(
+    r"\btorch\._(?!_)|torch\.\w+\._[a-z]|from torch[\w.]* import _|from torch[\w.]*\._\w+ import"
+    r"|\._version\b|\._parameters\b|\._modules\b|\._buffers\b|\._forward_(pre_)?hooks|\._qkv_same_embed_dim|\._reversed_padding"
+)
+
+
+def test_what_is_private_of_torch_stands_in_one_file():
+    found = [
+        f"{path.relative_to(SOURCES)}: {line.strip()}"
+        for path in sorted(SOURCES.rglob("*.py"))
+        if path.name != "_torch.py"
+        for line in path.read_text().splitlines()
+        if PRIVATE.search(line) and "self._version" not in line
+    ]
+    assert found == []
+    assert PRIVATE.search((SOURCES / "_torch.py").read_text())  # seeing works
+
+
+def test_averages_move_without_the_joint_operation(monkeypatch):
+    """`_foreach_lerp_` and the loop that stands for it give the same numbers."""
+    ends = []
+    for missing in (False, True):
+        if missing:
+            monkeypatch.delattr(torch, "_foreach_lerp_")
+        these, towards = [torch.zeros(3), torch.ones(2)], [torch.ones(3), torch.arange(2.0)]
+        _torch.lerp_all(these, towards, 0.25)
+        ends.append(torch.cat(these))
+    torch.testing.assert_close(ends[0], ends[1])
+    torch.testing.assert_close(ends[0], torch.tensor([0.25, 0.25, 0.25, 0.75, 1.0]))

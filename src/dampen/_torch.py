@@ -12,12 +12,70 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["DropoutModule", "TorchDispatchMode", "cure_torchvision", "pytree"]
+"""`torch.utils._pytree` (torch 1.8 and newer) finds the tensors in nested outputs; `TorchDispatchMode` (torch 1.13 and
+newer) sees every kernel, for the contracts. Without them dampen cannot be imported."""
 
 DropoutModule = torch.nn.modules.dropout._DropoutNd
 """What nn.Dropout and its kin have in common: torch 1.0 and newer."""
+
+
+def version_of(t: torch.Tensor) -> int:
+    """How often a tensor was changed in place: `Tensor._version`, torch 0.4 and newer."""
+    return t._version
+
+
+def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
+    """A module's own parameter, past every `__getattr__` that a library puts before it (`Module._parameters`, torch 0.1
+    and newer); None where there is none of this name."""
+    return module._parameters.get(name)
+
+
+def has_forward_hooks(module: torch.nn.Module, before: bool = True, after: bool = True) -> bool:
+    """Whether the user's hooks run around this module's forward (`Module._forward_hooks`, torch 0.1 and newer)."""
+    return (before and bool(module._forward_pre_hooks)) or (after and bool(module._forward_hooks))
+
+
+def convolution_padding(module: torch.nn.Conv1d | torch.nn.Conv2d) -> list[int]:
+    """The padding of a convolution as `F.pad` takes it (`_reversed_padding_repeated_twice`, torch 1.5 and newer)."""
+    return list(module._reversed_padding_repeated_twice)
+
+
+def lerp_all(these: Sequence[torch.Tensor], towards: Sequence[torch.Tensor], weight: float) -> None:
+    """Move many tensors towards others in place: `torch._foreach_lerp_`, torch 2.1 and newer; else one by one."""
+    together = getattr(torch, "_foreach_lerp_", None)
+    if together is not None:
+        together(these, towards, weight)
+        return
+    for a, b in zip(these, towards, strict=True):
+        a.lerp_(b, weight)
+
+
+def compile_counter(backend: str) -> Callable[..., Any]:
+    """A back end for `torch.compile` that counts its graphs in `frame_count` (`torch._dynamo.testing`, torch 2.0 and
+    newer); only the contract of compiled graphs needs it."""
+    import torch._dynamo.testing as testing
+
+    counter: Callable[..., Any] = testing.CompileCounterWithBackend(backend)
+    return counter
+
+
+def inductor_draws_as_eager() -> AbstractContextManager[Any]:
+    """A context in which compiled graphs draw the random numbers that eager code draws (`torch._inductor.config`, torch
+    2.0 and newer); only the contract of compiled graphs needs it."""
+    import torch._inductor.config as config
+
+    patched: AbstractContextManager[Any] = config.patch(fallback_random=True)
+    return patched
 
 
 def in_backward() -> bool:

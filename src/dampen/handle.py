@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.kernels.kernel import use_tuned_table
-from dampen.ledger import Ledger, makes_penalties
 from dampen.regularizer import Regularizer, as_schedule
-from dampen.schedules import Value, per_layer
+from dampen.schedules import Value, check_progress, per_layer
 from dampen.sockets.attach import attach, check_model
 from dampen.sockets.carrier import CarrierSite
 from dampen.sockets.describe import describe
 from dampen.sockets.detach import remove
 from dampen.sockets.example import run_example
-from dampen.sockets.own_dropout import OwnRate, choose_own, find_own
+from dampen.sockets.own_dropout import OwnRate, choose_own, depth_of, own_rates
 from dampen.sockets.sampling import sampling_own
 from dampen.sockets.state import Layer, ModelSite
 from dampen.sockets.swap import swap
@@ -135,11 +135,7 @@ class Regularization:
     def progress(self, t: float) -> None:
         """Tell the schedules how far training is, in [0, 1]. Call it between steps."""
         self._alive()
-        if isinstance(t, bool) or not isinstance(t, int | float):
-            raise TypeError(f"progress takes a number in [0, 1], got {t!r}.")
-        if not 0 <= t <= 1:  # NaN too
-            raise ValueError(f"progress is the fraction of training done, in [0, 1], got {t}. Give step / steps.")
-        self._progress = float(t)
+        self._progress = check_progress(t)
         for r in self.clones:
             r.at(self._progress)
         for rate in self._model_site.own_rates:
@@ -334,7 +330,7 @@ class Regularization:
         [self_attn.dropout: attention dropout 0.3]
         """
         self._alive()
-        rates = self._own_rates()
+        rates = own_rates(self.model, self._model_site.own_rates)
         chosen = choose_own(rates, sites) if rate is not None or sites != "*" else rates
         if rate is None:
             return chosen
@@ -345,7 +341,7 @@ class Regularization:
                 "Give one value per layer, one number for all, or a schedule such as linear(0.3, 0.0)."
             )
         for r in chosen:
-            r.schedule, r.depth = schedule, self._depth_of(r.place)
+            r.schedule, r.depth = schedule, depth_of(r.place, self.model, self.layers)
             r.at(self._progress)
         self._model_site.own_rates = [r for r in rates if r.schedule is not None]
         return chosen
@@ -375,20 +371,6 @@ class Regularization:
     def _model_site(self) -> ModelSite:
         return self.model._dampen_model  # type: ignore[return-value]
 
-    def _own_rates(self) -> list[OwnRate]:
-        """Every drop rate of the model's own; those that were set here with what they were before."""
-        known = {(id(r.module), r.attribute): r for r in self._model_site.own_rates}
-        return [known.get((id(r.module), r.attribute), r) for r in find_own(self.model)]
-
-    def _depth_of(self, place: str) -> float:
-        """The depth of the layer that a module lies in; 0 before the first layer, 1 after the last."""
-        order = {name: i for i, (name, _) in enumerate(self.model.named_modules())}
-        for layer in self.layers:
-            name = layer.site.name
-            if place == name or name == "" or place.startswith(name + "."):
-                return layer.site.depth
-        return 0.0 if order[place] < order[self.layers[0].site.name] else 1.0
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Regularization:
         """A copy of the model and of its regularizers, independent of this one."""
         new = object.__new__(type(self))
@@ -406,8 +388,8 @@ def _logits(output: Any, take: Callable[[Any], Tensor] | None) -> Tensor:
     value = output if take is None else take(output)
     if isinstance(value, Tensor):
         return value
-    if isinstance(getattr(value, "logits", None), Tensor):
-        return value.logits
+    if isinstance(logits := getattr(value, "logits", None), Tensor):
+        return logits
     raise TypeError(
         f"the model's output is a {type(value).__name__}, neither a tensor nor an object with .logits. "
         "Say where the logits are: reg.loss(forward, criterion, logits=lambda out: out['scores']), or out[0]."

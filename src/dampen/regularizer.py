@@ -31,7 +31,7 @@ from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
 from dampen.calls import LinearCall as LinearCall
 from dampen.calls import Site as Site
-from dampen.ledger import Ledger, name_of, slot
+from dampen.calls.ledger import Ledger, name_of, slot
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
@@ -260,9 +260,9 @@ class Regularizer(nn.Module):
         for name, (schedule, high) in list(self._schedules.items()):
             if isinstance(schedule, per_layer) and len(schedule.values) != site.total:
                 raise ValueError(
-                    f"{type(self).__name__}({name}=...) has {len(schedule.values)} values, but {site.total} layers "
-                    "were chosen. Give one value per layer, one number for all, or a schedule such as linear(0.3, "
-                    "0.0)."
+                    f"{type(self).__name__}({name}=...) has {len(schedule.values)} "
+                    f"values, but {site.total} layers were chosen. Give one value per "
+                    "layer, one number for all, or a schedule such as linear(0.3, 0.0)."
                 )
             if isinstance(schedule, per_layer):  # counts all layers, whatever stack they are in
                 self._schedules[name] = (constant(schedule.values[site.index]), high)
@@ -279,9 +279,9 @@ class Regularizer(nn.Module):
         """Raise if a layer lacks the linear maps that the method needs. `roles` are those found at `where`."""
         if self.roles and not self.roles & roles:
             raise ValueError(
-                f"{type(self).__name__} acts on the linear maps {', '.join(sorted(self.roles))}, but '{where}' has "
-                f"only {', '.join(sorted(roles)) or 'none'}. Leave the layer out with sites=, or name the maps with "
-                "projections=."
+                f"{type(self).__name__} acts on the linear maps {', '.join(sorted(self.roles))}, "
+                f"but '{where}' has only {', '.join(sorted(roles)) or 'none'}. Leave the layer "
+                "out with sites=, or name the maps with projections=."
             )
 
     @property

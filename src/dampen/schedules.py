@@ -231,3 +231,16 @@ def _check_axis(along: str) -> None:
 def _check_fraction(name: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"{name} is a fraction of training in [0, 1], got {value}.")
+
+
+def check_progress(t: object) -> float:
+    """How far training is, as a number in [0, 1]; raises for anything else.
+
+    >>> check_progress(1)
+    1.0
+    """
+    if isinstance(t, bool) or not isinstance(t, int | float):
+        raise TypeError(f"progress takes a number in [0, 1], got {t!r}.")
+    if not 0 <= t <= 1:  # NaN too
+        raise ValueError(f"progress is the fraction of training done, in [0, 1], got {t}. Give step / steps.")
+    return float(t)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dampen.formulas.explicit.features import sum_of_squares
 from dampen.formulas.explicit.grams import gram, spread
 from dampen.formulas.explicit.maps import only_weight
+from dampen.formulas.explicit.scores import sum_of_squares
 from dampen.formulas.explicit.squares import column_sums, feature_power, mixed_power
 from dampen.formulas.explicit.tap import squared_norm, tap
 

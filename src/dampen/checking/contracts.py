@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager
 from dampen.checking.attached import Attached, Make, plain_logits, with_companion
 from dampen.checking.subjects import SHALLOW, Subject
 from dampen.handle import regularize
@@ -125,11 +125,9 @@ def copies(make: Make, subject: Subject) -> None:
 
 def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
     """7. torch.compile(fullgraph=True) gives the same loss and gradients, with one graph over a whole schedule."""
-    import torch._dynamo.testing as testing
-
-    torch._dynamo.reset()
+    torch.compiler.reset()
     trial = Attached(make, subject)
-    counter = testing.CompileCounterWithBackend(backend)
+    counter: Any = compile_counter(backend)
     run = torch.compile(trial.model, fullgraph=True, backend=counter)
     graphs = None
     for progress in (0.0, 0.3, 0.6, 1.0):
@@ -142,14 +140,12 @@ def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
         require(
             counter.frame_count == graphs, f"{counter.frame_count} graphs instead of {graphs} at progress {progress}"
         )
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def compiled_inductor(make: Make, subject: Subject) -> None:
     """7, once with the real compiler: inductor gives the same loss and gradients."""
-    import torch._inductor.config as config
-
-    with config.patch(fallback_random=True):  # the same draws as eager
+    with inductor_draws_as_eager():
         compiled(make, SHALLOW if subject.name == "vit" else subject, "inductor")
 
 

@@ -21,6 +21,10 @@ DataDir = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", envvar="DAMPEN_RUNS", help="Folder that holds the runs.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")]
+Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")]
+Loggers = Annotated[
+    list[str] | None, typer.Option("--logger", help="Tell another logger too: wandb, or one of a package. Repeatable.")
+]
 Weights = Annotated[bool, typer.Option("--weights/--no-weights", help="Keep the selected weights of each trial.")]
 Settings = Annotated[
     list[str] | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dampen.cli.common import DataDir, Json, Out, Settings, Weights, Workers, command
+from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command
 from dampen.cli.racing import Budget, Margin, Tune, UntilDecided
 from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched
 
@@ -70,10 +70,8 @@ def compare(
     search: SearchBy = None,
     search_trials: SearchTrials = 20,
     storage: Storage = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")] = False,
-    logger: Annotated[
-        list[str] | None, typer.Option(help="Tell another logger too: wandb, or one of a package. Repeatable.")
-    ] = None,
+    tensorboard: Tensorboard = False,
+    logger: Loggers = None,
     weights: Weights = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check all, time a few steps, and say what would run.")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dampen.cli.common import DataDir, Json, Out, Settings, Weights, Workers, command, print_json
+from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command, print_json
 from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
 from dampen.lab.config.plan import Plan, make_plan
 from dampen.lab.config.recipe import Recipe, load_recipe
@@ -42,10 +42,8 @@ def run(
     search: SearchBy = None,
     search_trials: SearchTrials = 20,
     storage: Storage = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")] = False,
-    logger: Annotated[
-        list[str] | None, typer.Option(help="Tell another logger too: wandb, or one of a package. Repeatable.")
-    ] = None,
+    tensorboard: Tensorboard = False,
+    logger: Loggers = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run trials again whose loss became NaN.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
     weights: Weights = True,

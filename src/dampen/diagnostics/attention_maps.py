@@ -105,9 +105,9 @@ def rollout(
         one = a.mean(1) if heads == "mean" else a.amax(1) if heads == "max" else a.amin(1)
         if one.shape != shape:
             raise ValueError(
-                f"rollout multiplies self-attention over the same {shape[-1]} tokens of {shape[0]} samples: got "
-                f"weights of shape {tuple(a.shape)}. It is not defined for window attention, cross-attention or "
-                "dropped tokens."
+                f"rollout multiplies self-attention over the same {shape[-1]} tokens "
+                f"of {shape[0]} samples: got weights of shape {tuple(a.shape)}. It is "
+                "not defined for window attention, cross-attention or dropped tokens."
             )
         mixed = residual * torch.eye(shape[-1], device=one.device) + (1 - residual) * one
         total = (mixed / mixed.sum(-1, keepdim=True)) @ total
@@ -131,7 +131,8 @@ def token_map(
     low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
     scaled = (values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)
     if size is None:
-        return scaled
+        out: Tensor = scaled
+        return out
     return F.interpolate(scaled.unsqueeze(1), size=size, mode="bilinear", align_corners=False).squeeze(1).clamp(0, 1)
 
 
@@ -139,8 +140,8 @@ def overlay(images: Tensor, maps: Tensor) -> Tensor:
     """Images (B, C, H, W) in [0, 1] darkened where a map (B, H, W) is low: (B, 3, H, W)."""
     if images.shape[-2:] != maps.shape[-2:] or len(images) != len(maps):
         raise ValueError(
-            f"images and maps must be of one size: got {tuple(images.shape)} and {tuple(maps.shape)}. Give token_map "
-            "a size=."
+            f"images and maps must be of one size: got {tuple(images.shape)} "
+            f"and {tuple(maps.shape)}. Give token_map a size=."
         )
     color = images if images.shape[1] == 3 else images.mean(1, keepdim=True).expand(-1, 3, -1, -1)
     return color * (0.2 + 0.8 * maps.unsqueeze(1))

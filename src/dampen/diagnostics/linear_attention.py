@@ -30,7 +30,8 @@ def linear_attention_bound(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Ten
     x, wq, wk, wv = (t.double() for t in (x, wq, wk, wv))
     _, s, vh = torch.linalg.svd(x, full_matrices=False)
     constant = _kappa(vh @ (wq @ wk.mT) @ vh.mT) * _kappa(vh @ wv)
-    return constant * (s[..., 0] / s[..., -1]) ** 3
+    out: Tensor = constant * (s[..., 0] / s[..., -1]) ** 3
+    return out
 
 
 @contextmanager
@@ -87,4 +88,5 @@ def _weights(plan: LayerPlan, name: str, module: nn.Module) -> tuple[Tensor, Ten
 def _kappa(x: Tensor) -> Tensor:
     s = torch.linalg.svdvals(x)
     floor = torch.finfo(torch.float64).eps * max(x.shape[-2:])
-    return s[..., 0] / torch.maximum(s[..., -1], floor * s[..., 0]).clamp(min=torch.finfo(torch.float64).tiny)
+    out: Tensor = s[..., 0] / torch.maximum(s[..., -1], floor * s[..., 0]).clamp(min=torch.finfo(torch.float64).tiny)
+    return out

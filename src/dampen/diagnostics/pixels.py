@@ -57,7 +57,8 @@ class Pixels:
                 f"{images.max():.4g}. Give the right bounds, or, if the data are normalized, "
                 "Pixels(mean=..., std=..., normalized=True)."
             )
-        return images.clamp(low, high)  # rounding of the normalization only
+        out: Tensor = images.clamp(low, high)  # rounding of the normalization only
+        return out
 
     def to_model(self, pixels: Tensor) -> Tensor:
         """Pixels as the model expects them."""

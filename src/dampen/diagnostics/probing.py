@@ -20,6 +20,7 @@ from dampen.diagnostics.predictions import device_of, in_mode
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site
 from dampen.sockets.find import LayerPlan, find_layers, is_cross
 from dampen.sockets.forwards import first_argument
+from dampen.sockets.own_dropout import no_fast_path
 from dampen.sockets.state import AttentionSite, BlockSite, Layer
 from dampen.sockets.swap import swap
 
@@ -47,7 +48,7 @@ def probed(model: nn.Module, make: Callable[[], P]) -> Iterator[list[tuple[Layer
         stack.enter_context(in_mode(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_kept(model))
-        stack.enter_context(_no_fast_path())
+        stack.enter_context(no_fast_path())
         probes = []
         for i, plan in enumerate(plans):
             probe = make()
@@ -93,17 +94,6 @@ def valid_tokens(inputs: Any) -> Tensor | None:
 def batch_first(plan: LayerPlan) -> bool:
     """Whether tokens come as (B, N, D); torch.nn's layers take (N, B, D) unless told otherwise."""
     return all(m.batch_first for m in plan.attentions.values() if isinstance(m, nn.MultiheadAttention))
-
-
-@contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """torch.nn's encoder layers have a fused eval path that calls none of their modules."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

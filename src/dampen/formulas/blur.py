@@ -96,4 +96,5 @@ def apply_kernel(k: Tensor, weights: Tensor, near: Neighbors) -> Tensor:
             return band @ k
         merged = k.transpose(1, 2).flatten(2)  # (B, M, H D): one matrix for all heads
         blurred = (band[0, 0] if band.shape[0] == 1 else band[:, 0]) @ merged
-        return blurred.unflatten(-1, (k.shape[1], k.shape[3])).transpose(1, 2)
+        out: Tensor = blurred.unflatten(-1, (k.shape[1], k.shape[3])).transpose(1, 2)
+        return out

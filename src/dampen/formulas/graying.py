@@ -81,8 +81,8 @@ def gray_tokens(x: Tensor, kind: Kind = "dct", eps: float | None = None, restore
     check_kind(kind)
     if x.dim() < 2 or not x.is_floating_point():
         raise TypeError(
-            f"Token Graying takes floating-point tokens (..., tokens, channels), got {x.dtype} of shape "
-            f"{tuple(x.shape)}."
+            "Token Graying takes floating-point tokens (..., tokens, "
+            f"channels), got {x.dtype} of shape {tuple(x.shape)}."
         )
     eps = DEFAULT_EPS[kind] if eps is None else eps
     return gray_svd(x, eps, restore_scale) if kind == "svd" else gray_dct(x, eps, restore_scale)

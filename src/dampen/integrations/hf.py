@@ -190,8 +190,8 @@ def check(trainer: Any, reg: Regularization) -> None:
         )
     if trainer.args.neftune_noise_alpha is not None and any(isinstance(m, NEFTune) for m in reg.methods):
         raise ValueError(
-            "TrainingArguments(neftune_noise_alpha=...) and dampen.NEFTune would both add noise to the embeddings. "
-            "Leave one of them out."
+            "TrainingArguments(neftune_noise_alpha=...) and dampen.NEFTune "
+            "would both add noise to the embeddings. Leave one of them out."
         )
     random = [r for r in reg.clones if r.stochastic and r.passes == 1 and not r.always_idle]
     if getattr(trainer.args, "disable_dropout", False) and random:

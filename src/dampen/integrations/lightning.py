@@ -91,9 +91,9 @@ def check(pl_module: Any, reg: Regularization) -> None:
         )
     if not pl_module.automatic_optimization:
         raise ValueError(
-            f"{type(pl_module).__name__} has automatic_optimization=False, so its training_step owns the loss. Write "
-            "loss, terms = reg.loss(lambda: self(x), criterion) there and self.manual_backward(loss), without this "
-            "callback."
+            f"{type(pl_module).__name__} has automatic_optimization=False, so its "
+            "training_step owns the loss. Write loss, terms = reg.loss(lambda: self(x), "
+            "criterion) there and self.manual_backward(loss), without this callback."
         )
 
 

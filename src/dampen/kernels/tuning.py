@@ -156,7 +156,8 @@ def measure(dtype: torch.dtype, keys: int, masked: bool, rounds: int, device: st
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
     s = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    return (s if keep is None else s.masked_fill(~keep, torch.finfo(s.dtype).min)).softmax(-1) @ v
+    out: Tensor = (s if keep is None else s.masked_fill(~keep, torch.finfo(s.dtype).min)).softmax(-1) @ v
+    return out
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:

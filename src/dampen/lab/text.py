@@ -46,7 +46,8 @@ class Bpe:
         return cls(tokenizer)
 
     def __len__(self) -> int:
-        return self.tokenizer.get_vocab_size()
+        out: int = self.tokenizer.get_vocab_size()
+        return out
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Token numbers of each line, without special tokens (text that looks like one is split into bytes)."""
@@ -54,7 +55,8 @@ class Bpe:
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """The text of each list of tokens; special tokens are left out."""
-        return self.tokenizer.decode_batch([list(t) for t in tokens], skip_special_tokens=True)
+        out: list[str] = self.tokenizer.decode_batch([list(t) for t in tokens], skip_special_tokens=True)
+        return out
 
     def characters(self) -> Tensor:
         """How many characters each token stands for, as (vocabulary,) of float64.

@@ -71,7 +71,8 @@ class DropKey(Regularizer):
     def mask(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         batch, heads, queries, keys = *q.shape[:3], k.shape[2]
         if self.unit == "column":
-            return call.memory[self.serial]
+            out: Tensor = call.memory[self.serial]
+            return out
         rate = self.current("rate")
         if self.unit == "element":
             return bernoulli((batch, heads, queries, keys), rate, q.device)

@@ -120,8 +120,7 @@ class ExplicitDropout(Regularizer):
         if heads == "concat" and "attended_value" in self.terms:
             raise ValueError(
                 "ExplicitDropout: attended_value has no form with heads='concat', because every head attends "
-                "differently. "
-                "Use heads='per_head', or a second ExplicitDropout(attended_value=...) beside this one."
+                "differently. Use heads='per_head', or a second ExplicitDropout(attended_value=...) beside this one."
             )
         self.form, self.reduction, self.attended = form, reduction, attended
         self.concat, self.shared_mask = heads == "concat", shared_mask

@@ -65,10 +65,12 @@ class FromStart(Regularizer):
         """W - U of the map that a call is about."""
         for i, (module, _) in enumerate(self.linears):
             if module is call.module:
-                return call.weight - getattr(self, f"start_{i}")
+                start: Tensor = getattr(self, f"start_{i}")
+                return call.weight - start
         for i, module in enumerate(self.neighbors):
             if module is call.module:
-                return call.weight - getattr(self, f"start_{call.role}_{i}")
+                start = getattr(self, f"start_{call.role}_{i}")
+                return call.weight - start
         raise RuntimeError(
             f"{type(self).__name__} has no starting weight of the map {call.role}: attach it with dampen.regularize."
         )
@@ -168,6 +170,6 @@ class ExplicitMixout(FromStart):
 
 
 def _in_projections(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:
-    if module._qkv_same_embed_dim:
+    if module.in_proj_weight is not None:  # None where q, k and v have maps of their own
         return module.in_proj_weight.chunk(3)
     return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight

@@ -40,8 +40,8 @@ class NEFTune(Regularizer):
         hooked = next((n for n, m in model.named_modules() if hasattr(m, "neftune_noise_alpha")), None)
         if hooked is not None:
             raise UnsupportedModel(
-                f"'{hooked}' has transformers' own noise (neftune_noise_alpha), and NEFTune would add a second. "
-                "Leave one of them out."
+                f"'{hooked}' has transformers' own noise (neftune_noise_alpha), "
+                "and NEFTune would add a second. Leave one of them out."
             )
 
     def embeddings(self, x: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -103,9 +103,9 @@ def find_patch_size(model: nn.Module) -> tuple[int, int]:
                 return check_patch_size(tuple(size) if isinstance(size, list) else size)
     found = "it has no convolution" if first is None else f"its first convolution, '{name}', is {first}"
     raise UnsupportedModel(
-        f"TokenGraying acts on the patches of images, but {type(model).__name__} has no patch embedding that tells "
-        f"their size: {found}. Give patch_size=(height, width), or patch_size='tokens' if the model takes tokens "
-        "(B, N, D)."
+        f"TokenGraying acts on the patches of images, but {type(model).__name__} has "
+        f"no patch embedding that tells their size: {found}. Give patch_size=(height, "
+        "width), or patch_size='tokens' if the model takes tokens (B, N, D)."
     )
 
 

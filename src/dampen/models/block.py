@@ -55,7 +55,8 @@ class SelfAttention(nn.Module):
         # (B, N, 3D) -> three of (B, H, N, D/H)
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=self.causal)
-        return self.proj(o.transpose(1, 2).flatten(2))
+        out: Tensor = self.proj(o.transpose(1, 2).flatten(2))
+        return out
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, causal={self.causal}"
@@ -78,7 +79,8 @@ class SeparateAttention(nn.Module):
         q, k, v = self.q_proj(x), self.k_proj(memory), self.v_proj(memory)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
-        return self.out_proj(o.transpose(1, 2).flatten(2))
+        out: Tensor = self.out_proj(o.transpose(1, 2).flatten(2))
+        return out
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}"
@@ -94,7 +96,8 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
+        out: Tensor = self.fc2(self.act(self.fc1(x)))
+        return out
 
 
 class Block(nn.Module):

@@ -22,7 +22,8 @@ class ConvMixerBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         branch = self.norm1(self.act(self.depthwise(x)))
         x = x + branch if self.skip else branch
-        return self.norm2(self.act(self.pointwise(x)))
+        out: Tensor = self.norm2(self.act(self.pointwise(x)))
+        return out
 
     def extra_repr(self) -> str:
         return f"skip={self.skip}"
@@ -62,4 +63,5 @@ class ConvMixer(nn.Module):
         x = self.norm(self.act(self.patch_embed(images)))
         for block in self.blocks:
             x = block(x)
-        return self.head(x.mean(dim=(2, 3)))
+        out: Tensor = self.head(x.mean(dim=(2, 3)))
+        return out

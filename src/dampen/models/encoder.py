@@ -54,7 +54,8 @@ class FeatureEncoder(nn.Module):
         for block in self.blocks:
             x = block(x, keep)
         x = self.norm(x)
-        return self.head(x if self.per_token else _mean(x, padding))
+        out: Tensor = self.head(x if self.per_token else _mean(x, padding))
+        return out
 
     def _check(self, x: Tensor) -> None:
         if x.dim() != 3 or x.shape[2] != self.features:

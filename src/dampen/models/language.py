@@ -54,4 +54,5 @@ class LanguageModel(nn.Module):
         x = self.token_embed(tokens) + self.pos_embed.weight[:n]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        out: Tensor = self.head(self.norm(x))
+        return out

@@ -127,7 +127,8 @@ class MaskedAutoencoder(nn.Module):
         x = torch.cat([prefix.to(patches.dtype), patches], dim=1)
         for block in self.decoder:
             x = block(x)
-        return self.pixels(self.decoder_norm(x[:, 1:]))
+        out: Tensor = self.pixels(self.decoder_norm(x[:, 1:]))
+        return out
 
 
 def load_encoder(classifier: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -38,7 +38,8 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         self._check(images)
         x = self.proj(images)
-        return x.flatten(2).transpose(1, 2) if self.flatten else x
+        out: Tensor = x.flatten(2).transpose(1, 2) if self.flatten else x
+        return out
 
     def _check(self, images: Tensor) -> None:
         if images.dim() != 4:
@@ -88,4 +89,5 @@ class ConvStem(nn.Module):
                 f"The model was built for images of {self.image_size[0]} x {self.image_size[1]}: got shape "
                 f"{tuple(images.shape)}. Build it with another image_size, or resize the images."
             )
-        return self.layers(images).flatten(2).transpose(1, 2)
+        out: Tensor = self.layers(images).flatten(2).transpose(1, 2)
+        return out

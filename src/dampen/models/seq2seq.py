@@ -95,7 +95,8 @@ class Seq2Seq(nn.Module):
         memory_keep = visible_keys(padding)
         for block in self.decoder:
             x = block(x, memory, keep, memory_keep)
-        return self.head(self.decoder_norm(x))
+        out: Tensor = self.head(self.decoder_norm(x))
+        return out
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         return self.decode(target, *self.encode(source))
@@ -109,4 +110,5 @@ class Seq2Seq(nn.Module):
                 f"The {side} is longer than the model's positions: got {n} tokens, max_tokens is {self.max_tokens}. "
                 f"Cut it, or build the model with max_tokens={n}."
             )
-        return embed(tokens) * self.scale + self.positions[:n]
+        out: Tensor = embed(tokens) * self.scale + self.positions[:n]
+        return out

@@ -52,6 +52,9 @@ class TextEncoder(nn.Module):
             x = block(x, keep)
         x = self.norm(x)
         if padding is None:
-            return self.head(x.mean(dim=1))
-        count = (~padding).sum(dim=1, keepdim=True).clamp(min=1)
-        return self.head(x.masked_fill(padding[..., None], 0.0).sum(dim=1) / count)
+            mean = x.mean(dim=1)
+        else:
+            count = (~padding).sum(dim=1, keepdim=True).clamp(min=1)
+            mean = x.masked_fill(padding[..., None], 0.0).sum(dim=1) / count
+        out: Tensor = self.head(mean)
+        return out

@@ -61,7 +61,8 @@ class ViT(nn.Module):
 
     def embed(self, images: Tensor) -> Tensor:
         """Patch tokens with their positions, (B, N, D), class token not yet there."""
-        return self.patch_embed(images) + self.pos_embed[:, 1:]
+        out: Tensor = self.patch_embed(images) + self.pos_embed[:, 1:]
+        return out
 
     def encode(self, tokens: Tensor) -> Tensor:
         """Put the class token before any set of patch tokens and run the blocks: (B, 1 + N', D)."""
@@ -69,9 +70,11 @@ class ViT(nn.Module):
         x = torch.cat([cls_token, tokens], dim=1)
         for block in self.blocks:
             x = block(x)
-        return self.norm(x)
+        out: Tensor = self.norm(x)
+        return out
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.encode(self.embed(images))
         pooled = x[:, 0] if self.pool == "cls" else x[:, 1:].mean(dim=1)
-        return self.head(pooled)
+        out: Tensor = self.head(pooled)
+        return out

@@ -51,8 +51,8 @@ def check_model(model: Any) -> None:
             raise ValueError(f"{where} is sharded already. Regularize first, then fully_shard(model).")
         if is_swapped(module):
             raise ValueError(
-                "the model is regularized already. Give all methods in one call, regularize(model, [a, b]), or "
-                "reg.remove() first."
+                "the model is regularized already. Give all methods in one "
+                "call, regularize(model, [a, b]), or reg.remove() first."
             )
 
 

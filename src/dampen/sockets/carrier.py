@@ -81,7 +81,8 @@ def share_of_step(kwargs: Mapping[str, Any], shifts: bool = False) -> Tensor | f
         labels = labels[..., 1:] if shifts and isinstance(labels, Tensor) else labels
     if items is None or not isinstance(labels, Tensor):
         return 1.0
-    return (labels != -100).sum() / items
+    out: Tensor | float = (labels != -100).sum() / items
+    return out
 
 
 def _loss(output: Any) -> Tensor | None:

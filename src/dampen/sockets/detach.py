@@ -49,4 +49,5 @@ def remove(model: nn.Module) -> None:
             for rate in site.own_rates:
                 rate.restore()
         unswap(module)
-        module._modules.pop("dampen_regularizers", None)
+        if "dampen_regularizers" in dict(module.named_children()):
+            del module.dampen_regularizers

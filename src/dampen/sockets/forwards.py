@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from dampen._torch import pytree
 from dampen.kernels.attend import attend
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, Call, LinearCall, Regularizer
 from dampen.sockets.adapters import read_adapter
@@ -247,9 +247,9 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         layer = site.layer
         active = layer.active(self)
         if not active:
-            return base(self, input)
+            return cast(Tensor, base(self, input))
         if not torch.compiler.is_compiling() and input.numel() == 0:  # an expert, or a modality, without tokens
-            return base(self, input)
+            return cast(Tensor, base(self, input))
         weight, frame = weight_of(self), frame_of(layer)
         valid = None if frame is None else frame.valid
         if frame is not None and valid is not None and frame.sequence_first and frame.call is None:
@@ -262,9 +262,9 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
         def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             if x is input and w is weight:
-                return base(self, input)
+                return cast(Tensor, base(self, input))
             if is_conv1d(self):  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
-                return torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
+                return cast(Tensor, torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
 
         return apply_linear(frame, active, call, multiply)

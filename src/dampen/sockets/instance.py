@@ -59,10 +59,10 @@ def check_own_forward(module: nn.Module, name: str) -> None:
     if found is None or _is_of_the_class(module, found.forward):
         return
     raise ValueError(
-        f"'{name}' ({type(module).__name__}) has a forward of its own, an instance attribute (a wrapper: "
-        f"{getattr(found.forward, '__qualname__', type(found.forward).__name__)}), which a regularizer here would pass "
-        "over. Write it as a subclass or a forward hook, take it off (del module.forward), or leave the layer out with "
-        "sites=."
+        f"'{name}' ({type(module).__name__}) has a forward of its own, an instance attribute "
+        f"(a wrapper: {getattr(found.forward, '__qualname__', type(found.forward).__name__)}), "
+        "which a regularizer here would pass over. Write it as a subclass or a forward hook, "
+        "take it off (del module.forward), or leave the layer out with sites=."
     )
 
 

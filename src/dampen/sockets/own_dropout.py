@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from torch import nn
 from dampen._torch import DropoutModule
 from dampen.regularizer import Regularizer, check_value
 from dampen.schedules import Schedule
+
+if TYPE_CHECKING:
+    from dampen.sockets.state import Layer
 
 _ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
 _PATH = re.compile(r"drop_?path|stochastic_?depth|^drop_prob$", re.IGNORECASE)
@@ -106,6 +109,22 @@ def _is_used(cls: type, attribute: str) -> bool:
         if name not in ("__init__", "extra_repr") and isinstance(f, FunctionType)
     )
     return any(attribute in f.__code__.co_names for f in functions)
+
+
+def own_rates(model: nn.Module, known: Sequence[OwnRate]) -> list[OwnRate]:
+    """Every drop rate of the model's own; those that were set already with what they were before."""
+    before = {(id(r.module), r.attribute): r for r in known}
+    return [before.get((id(r.module), r.attribute), r) for r in find_own(model)]
+
+
+def depth_of(place: str, model: nn.Module, layers: Sequence[Layer]) -> float:
+    """The depth of the layer that a module lies in; 0 before the first layer, 1 after the last."""
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    for layer in layers:
+        name = layer.site.name
+        if place == name or name == "" or place.startswith(name + "."):
+            return layer.site.depth
+    return 0.0 if order[place] < order[layers[0].site.name] else 1.0
 
 
 def choose_own(rates: Sequence[OwnRate], sites: str | Sequence[str]) -> list[OwnRate]:

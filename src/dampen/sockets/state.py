@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dampen.ledger import Ledger
+from dampen.calls.ledger import Ledger
 from dampen.regularizer import Regularizer, Site
 from dampen.sockets.entry import EntrySite
 from dampen.sockets.frame import Frame

@@ -80,7 +80,7 @@ def mha_forward(
 
 
 def _weights(self: nn.MultiheadAttention) -> tuple[Tensor, Tensor, Tensor]:
-    if self._qkv_same_embed_dim:
+    if self.in_proj_weight is not None:  # None where q, k and v have maps of their own
         q, k, v = self.in_proj_weight.chunk(3)
         return q, k, v
     return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight

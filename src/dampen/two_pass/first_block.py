@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dampen._torch import saved_tensors_are_hooked
+from dampen._torch import saved_tensors_are_hooked, version_of
 
 SHARED = frozenset({F.linear, F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm})
 
@@ -40,7 +40,7 @@ class RememberedCall:
         )
 
     def _versions(self) -> list[int]:
-        return [v._version for v in (*self.args, *self.kwargs.values(), self.output) if isinstance(v, Tensor)]
+        return [version_of(v) for v in (*self.args, *self.kwargs.values(), self.output) if isinstance(v, Tensor)]
 
 
 class FirstBlock(TorchFunctionMode):

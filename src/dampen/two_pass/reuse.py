@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from dampen._torch import in_functorch, saved_tensors_are_hooked
+from dampen._torch import has_forward_hooks, in_functorch, pytree, saved_tensors_are_hooked, version_of
 from dampen.regularizer import MODEL_STAGES, Regularizer
 from dampen.two_pass.first_block import FirstBlock, RememberedCall
 from dampen.two_pass.own_randomness import own_randomness
@@ -121,7 +120,7 @@ class PrefixSite:
         if why := self._unfit(block, asked):
             self.prefix.give_up(why)
             return base(block, *args, **kwargs)
-        buffers = [(b, b._version) for b in block.buffers()]
+        buffers = [(b, version_of(b)) for b in block.buffers()]
         random = _random_state(asked)
         idle = [c for c in self.clones if c.stochastic]  # their rate is 0, but they may draw all the same
         for clone in idle:
@@ -131,7 +130,7 @@ class PrefixSite:
         finally:
             for clone in idle:
                 clone.asleep = False
-        if any(b._version != version for b, version in buffers):
+        if any(version_of(b) != version for b, version in buffers):
             self.prefix.give_up(f"'{self.name}' updates a state of its own (batch norm), once per pass")
         elif random != _random_state(asked):
             self.prefix.give_up(f"'{self.name}' draws at random")
@@ -157,7 +156,7 @@ class PrefixSite:
         """Run the first perturbed block and keep what its norms and maps make of its input."""
         asked = pytree.tree_leaves((args, kwargs))
         why = self._unfit_for_both(block, asked)
-        if not why and (block._forward_pre_hooks or saved_tensors_are_hooked()):
+        if not why and (has_forward_hooks(block, after=False) or saved_tensors_are_hooked()):
             why = f"'{self.name}' is checkpointed or hooked"
         if why:
             if not any(site.asked is not None for site in self.prefix.sites):
@@ -182,9 +181,7 @@ class PrefixSite:
     def _unfit(self, block: nn.Module, asked: list[Any]) -> str:
         if why := self._unfit_for_both(block, asked):
             return why
-        hooked = next(
-            (m for m in block.modules() if m is not block and (m._forward_hooks or m._forward_pre_hooks)), None
-        )
+        hooked = next((m for m in block.modules() if m is not block and has_forward_hooks(m)), None)
         return "" if hooked is None else f"a hook inside '{self.name}' ({type(hooked).__name__}) reads a lower state"
 
     def _unfit_for_both(self, block: nn.Module, asked: list[Any]) -> str:
@@ -269,7 +266,7 @@ def _same(first: list[Any], second: list[Any]) -> bool:
 
 
 def _versions(output: Any) -> list[int]:
-    return [t._version for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+    return [version_of(t) for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
 
 
 def _random_state(asked: list[Any]) -> list[bytes]:

@@ -20,7 +20,7 @@ from dampen.lab.training.build import _load
 from dampen.lab.training.train import run_trial
 from tests.lab.data import writers
 from tests.lab.data.readers import READERS, files, read
-from tests.lab.test_resume import interrupt_at
+from tests.lab.training.test_resume import interrupt_at
 
 REFUSED = (DamagedData, IncompleteData, MissingData)
 

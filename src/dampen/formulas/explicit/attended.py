@@ -1,19 +1,17 @@
 """The penalty of the attended value, A V (arXiv 2604.20505).
 
-    b = sum_i ||(A V)_i||^2                                       the attention output without the value bias
-    v, mask on X before mixing ("pre", the paper's appendix)      per head: sum_j (sum_i A_ij^2) sum_l x_jl^2
-    ||Wv_:l||^2 v, mask on A X after mixing ("post", the paper's main text)   per head: sum_i sum_l (A X)_il^2
-    ||Wv_:l||^2
+    b = sum_i ||(A V)_i||^2                                the attention output without the value bias
+    v = sum_j (sum_i A_ij^2) sum_l x_jl^2 ||Wv_:l||^2      per head, mask on X before mixing ("pre", the appendix)
+    v = sum_i sum_l (A X)_il^2 ||Wv_:l||^2                 per head, mask on A X after it ("post", the main text)
 
 b keeps the fused kernel. v needs the attention weights; in long sequences they come in chunks of queries.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.maps import HeadMap
 from dampen.formulas.explicit.precision import wide
 from dampen.formulas.explicit.squares import column_power, column_sums, mixed_power
@@ -45,9 +43,7 @@ def attended_variance(a: Tensor, v: HeadMap, rows: Tensor | None, attended: str)
     x = wide(v.x)
     total = x.new_zeros(())
     for h in range(a.shape[1]):
-        head = (wide(a[:, h]), x, columns[h], rows)
-        # a head's (B, N, in) tensor is made again rather than kept
-        total = total + (checkpoint(_post, *head, use_reentrant=False) if torch.is_grad_enabled() else _post(*head))
+        total = total + again(_post, wide(a[:, h]), x, columns[h], rows)
     return total
 
 

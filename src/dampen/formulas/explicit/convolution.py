@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen._torch import in_backward
+from dampen._torch import convolution_padding, in_backward
 from dampen.formulas.explicit.forms import Number, check_form, combine, is_off, single
 from dampen.formulas.explicit.precision import in_full_precision, wide
 from dampen.formulas.explicit.reductions import check_reduction, token_rows
@@ -85,7 +85,7 @@ def _convolve(module: Convolution, x: Tensor, weight: Tensor) -> Tensor:
     """The module's convolution of `x` with another weight and without bias, padded as the module pads."""
     padding: Any = module.padding
     if module.padding_mode != "zeros":
-        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        x = F.pad(x, convolution_padding(module), mode=module.padding_mode)
         padding = 0
     convolve: Any = F.conv1d if isinstance(module, nn.Conv1d) else F.conv2d
     out: Tensor = convolve(x, weight, None, module.stride, padding, module.dilation, module.groups)

@@ -15,10 +15,9 @@ The paper form takes equal mask entries as independent, so nothing changes there
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.forms import Number
 from dampen.formulas.explicit.maps import HeadMap
 from dampen.formulas.explicit.precision import wide
@@ -39,11 +38,7 @@ def shared_mask_excess(q: HeadMap, k: HeadMap, form: str, p: Number, weights: Te
     for h in range(heads):
         g = h // repeat
         r = weights if weights is None or weights.ndim == 2 else weights[:, h if weights.shape[1] > 1 else 0]
-        operands = (x, y_q[:, h], y_k[:, g], w_q[h], w_k[g], form, p, r)
-        if torch.is_grad_enabled():  # a head's (B, N, in) tensors are made again rather than kept
-            total = total + checkpoint(_head, *operands, use_reentrant=False)
-        else:
-            total = total + _head(*operands)
+        total = total + again(_head, x, y_q[:, h], y_k[:, g], w_q[h], w_k[g], form, p, r)
     return total
 
 

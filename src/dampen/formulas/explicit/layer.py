@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dampen.formulas.explicit.forms import Number, single
-from dampen.formulas.explicit.linear import linear_penalty
+from dampen.formulas.explicit.linear import linear_penalty, tap_linear
 from dampen.formulas.explicit.low_rank import add_adapter, merge
 from dampen.formulas.explicit.maps import HeadMap, only_weight, read_map
 from dampen.formulas.explicit.precision import wide
 from dampen.formulas.explicit.reductions import Rows, token_rows
-from dampen.formulas.explicit.squares import map_variance
-from dampen.formulas.explicit.tap import squared_norm, tap
 from dampen.regularizer import Call, LinearCall, UnsupportedModel
 
 
@@ -48,16 +46,13 @@ def tap_map(
     if swapped:
         batch, tokens, valid = x.shape[1], x.shape[0], None if valid is None else valid.t()
     rows = token_rows(reduction, batch, tokens, None if valid is None else valid.reshape(-1, tokens), wide(x).dtype)
-    weights = rows.weights if rows.weights is None or not swapped else rows.weights.t()
-    weights = None if weights is None else weights.reshape(x.shape[:-1])
-    factors, parts = single(form, rate), []
-    if factors.bias is not None:
-        y, part = tap(y, call.bias, weights, weight * factors.bias * rows.factor, made_by=(x, call.weight))
-        parts.append(part)
-        call.output = y  # what a second tap on this map sees
-    if factors.variance is not None:
-        parts.append(weight * factors.variance * rows.factor * map_variance(x, call.weight, weights))
-    return y, sum(parts[1:], start=parts[0])
+    if rows.weights is not None:
+        weights = rows.weights.t() if swapped else rows.weights
+        rows = rows._replace(weights=weights.reshape(x.shape[:-1]))
+    made_by = (x, call.weight)
+    y, value = tap_linear(y, call.bias, x, call.weight, rows, single(form, rate), weight, made_by=made_by)
+    call.output = y  # what a second tap on this map sees
+    return y, value
 
 
 def map_penalty(
@@ -99,18 +94,10 @@ def tap_projection(
     m = read_map(call, role, operand, operand.shape[-1], detach)
     batch, tokens = m.x.shape[:2]
     rows = token_rows(reduction, batch, tokens, fit(valid, tokens, call), wide(m.x).dtype)
-    factors, parts = single(form, rate), []
-    if factors.bias is not None:
-        factor = weight * factors.bias * rows.factor
-        if m.y is operand:
-            weights = None if rows.weights is None else rows.weights.unsqueeze(1)
-            operand, part = tap(operand, m.bias, weights, factor)
-            parts.append(part)
-        else:
-            parts.append(factor * squared_norm(*m.tokens, rows.weights))
-    if factors.variance is not None:
-        parts.append(weight * factors.variance * rows.factor * map_variance(m.x, m.weight.flatten(0, 1), rows.weights))
-    return operand, sum(parts[1:], start=parts[0])
+    factors, whole = single(form, rate), m.weight.flatten(0, 1)
+    if m.y is operand:
+        return tap_linear(operand, m.bias, m.x, whole, rows, factors, weight)
+    return operand, tap_linear(*m.tokens, m.x, whole, rows, factors, weight)[1]
 
 
 def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
@@ -153,9 +140,9 @@ def check_shared(call: Call) -> None:
     """One mask on X feeds queries and keys only where both read the same X."""
     if call.cross or call.projection("q").input is not call.projection("k").input:
         raise RuntimeError(
-            f"shared_mask=True is one mask on the input of queries and keys, but in {type(call.module).__name__} at "
-            f"'{_where(call)}' they read different inputs. Use shared_mask=False there, or regularize(..., "
-            f"attention='self')."
+            "shared_mask=True is one mask on the input of queries and keys, but in "
+            f"{type(call.module).__name__} at '{_where(call)}' they read different "
+            "inputs. Use shared_mask=False there, or regularize(..., attention='self')."
         )
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dampen.formulas.explicit.forms import Number, combine, single
+from dampen.formulas.explicit.forms import Number, Parts, single
 from dampen.formulas.explicit.precision import in_full_precision, wide
-from dampen.formulas.explicit.reductions import token_rows
+from dampen.formulas.explicit.reductions import Rows, token_rows
 from dampen.formulas.explicit.squares import feature_power, map_variance
-from dampen.formulas.explicit.tap import squared_norm
+from dampen.formulas.explicit.tap import tap
 
 
 @in_full_precision
@@ -53,13 +53,36 @@ def linear_penalty(
     tokens = x.shape[1:-1].numel() if x.ndim > 2 else x.shape[0]
     batch = x.shape[0] if x.ndim > 2 else 1
     rows = token_rows(reduction, batch, tokens, None if valid is None else valid.reshape(-1, tokens), wide(x).dtype)
-    factors = single(form, rate)
-    b = v = None
+    factors, flat = single(form, rate), x.reshape(batch, tokens, -1)
+    y = flat
     if factors.bias is not None:
         # a copy of the output, because a model may change it in place (nn.ReLU(inplace=True))
-        own = torch.nn.functional.linear(wide(x), wide(weight)) if output is None else output.clone()
-        b = squared_norm(own.reshape(batch, tokens, -1), bias, rows.weights)
+        y = torch.nn.functional.linear(wide(x), wide(weight)) if output is None else output.clone()
+    return tap_linear(y.reshape(batch, tokens, -1), bias, flat, weight, rows, factors, columns=columns)[1]
+
+
+def tap_linear(
+    y: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rows: Rows,
+    factors: Parts,
+    scale: Number = 1.0,
+    *,
+    made_by: tuple[Tensor, Tensor] | None = None,
+    columns: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and scale times the penalty of the map.
+
+    y is read where the form has a bias part; `made_by` as in `tap`.
+    """
+    values = []
+    if factors.bias is not None:
+        weights = rows.weights if rows.weights is None or y.ndim == x.ndim else rows.weights.unsqueeze(1)
+        y, value = tap(y, bias, weights, scale * factors.bias * rows.factor, made_by)
+        values.append(value)
     if factors.variance is not None:
-        x = x.reshape(batch, tokens, -1)
         v = map_variance(x, weight, rows.weights) if columns is None else feature_power(x, rows.weights) @ columns
-    return combine(factors, b, v) * rows.factor
+        values.append(scale * factors.variance * rows.factor * v)
+    return y, sum(values[1:], start=values[0])

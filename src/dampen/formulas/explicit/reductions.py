@@ -3,12 +3,11 @@
 Every penalty is a sum over tokens (or over pairs of tokens) of a token's own part. A reduction gives each token a
 row weight and the whole a factor, in which the 1/2 of the formulas sits:
 
-    mean        1/2 sum / number of valid tokens in the batch (pairs for query, key, query_key): lambda depends on
-    neither
-                batch size nor length
+    mean        1/2 sum / number of valid tokens in the batch (pairs for query, key and query_key): then lambda
+                depends on neither batch size nor length
     sum         1/2 sum
-    token_mean  1/2 batch sum of token means: each sample's sum divided by its valid tokens (queries), once for pairs
-    too author      as token_mean, without the 1/2: what the authors' public code does
+    token_mean  1/2 batch sum of token means: each sample's sum divided by its valid tokens (queries), for pairs too
+    author      as token_mean, without the 1/2: what the authors' public code does
 
 Padded tokens have row weight 0 and are in no divisor.
 """

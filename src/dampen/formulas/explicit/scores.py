@@ -1,5 +1,4 @@
-"""The sums over pairs from the scores themselves, in chunks of queries: for visible pairs only, and for all heads as
-one.
+"""The sums over pairs from the scores themselves, in chunks of queries: for visible pairs, and for all heads as one.
 
 Where a causal mask restricts the pairs, or where the heads are taken together (`heads="concat"`), no small Gram matrix
 carries the sum. The scores of a few queries at a time are made, squared, masked and added up, and made again in the
@@ -8,17 +7,18 @@ backward pass, so that memory stays linear in the length.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from dampen.formulas.explicit.features import sum_of_squared_products, sum_of_squares
+from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.maps import HeadMap
 from dampen.formulas.explicit.pairs import Needed, PairParts
-from dampen.formulas.explicit.precision import wide
+from dampen.formulas.explicit.precision import in_full_precision, wide
 from dampen.formulas.explicit.reductions import Pairs
 from dampen.masks import causal_rows
 from dampen.regularizer import Call
@@ -81,27 +81,49 @@ def chunked_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Needed, keep: Keep 
     if need.w:
         features.append((power_q, power_k @ sum_of_squared_products(q.weight, w_k).t()))
 
-    def chunk(cut: slice, seen: Tensor | None) -> list[Tensor]:
-        r, out = _rows(rows, cut), []
-        if need.b:
-            squares = (y_q[:, :, cut] @ y_k.transpose(-2, -1)).square().sum(1)
-            out.append(_weighted(squares if seen is None else squares * seen, r, rows.keys))
-        for left, right in features:
-            right = right if rows.keys is None else right * rows.keys.unsqueeze(-1)
-            mixed = right.sum(1, keepdim=True) if seen is None else seen.to(right.dtype) @ right
-            per_query = (left[:, cut] * mixed).sum(-1)
-            out.append(per_query.sum() if r is None else (per_query * r).sum())
-        return out
-
     cuts = list(_chunks(y_q.shape[0] * y_q.shape[1], y_q.shape[2], y_k.shape[2]))
-    again = len(cuts) > 1 and torch.is_grad_enabled()
-    total = [y_q.new_zeros(()) for wanted in need if wanted]
+    total = y_q.new_zeros(sum(need))
     for cut in cuts:
+        left = [t for pair in features for t in (pair[0][:, cut], pair[1])]
         seen = None if keep is None else keep(cut)
-        part = checkpoint(chunk, cut, seen, use_reentrant=False) if again else chunk(cut, seen)
-        total = [a + b for a, b in zip(total, part, strict=True)]
+        operands: tuple[Any, ...] = (y_q[:, :, cut], y_k, _rows(rows, cut), rows.keys, seen, need.b, *left)
+        total = total + (again(_chunk, *operands) if len(cuts) > 1 else _chunk(*operands))
     values = iter(total)
     return PairParts(*(next(values) if wanted else None for wanted in need))
+
+
+def _chunk(
+    y_q: Tensor, y_k: Tensor, r: Tensor | None, keys: Tensor | None, seen: Tensor | None, b: bool, *features: Tensor
+) -> Tensor:
+    """The sums of some queries; `features` are three pairs at most, of the queries' and of all keys'."""
+    out = []
+    if b:
+        squares = (y_q @ y_k.transpose(-2, -1)).square().sum(1)
+        out.append(_weighted(squares if seen is None else squares * seen, r, keys))
+    for left, right in zip(features[::2], features[1::2], strict=True):
+        right = right if keys is None else right * keys.unsqueeze(-1)
+        mixed = right.sum(1, keepdim=True) if seen is None else seen.to(right.dtype) @ right
+        per_query = (left * mixed).sum(-1)
+        out.append(per_query.sum() if r is None else (per_query * r).sum())
+    return torch.stack(out)
+
+
+def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
+    """sum_h (y_h W_h)^2 of (B, H, T, dh) and (H, dh, in): (B, T, in)."""
+    if weight.shape[0] == 1:  # of many heads, each one's (B, T, in) product is made again rather than kept
+        return _square_of_product(y[:, 0], weight[0])
+    return functools.reduce(torch.add, (again(_square_of_product, y[:, h], w) for h, w in enumerate(wide(weight))))
+
+
+@in_full_precision
+def _square_of_product(y: Tensor, weight: Tensor) -> Tensor:
+    return (wide(y) @ wide(weight)).square()
+
+
+def sum_of_squared_products(left: Tensor, right: Tensor) -> Tensor:
+    """sum_h (left_h^T right_h)^2 of (H, dh, in) and (H, dh, in'): (in, in')."""
+    squares: list[Tensor] = [(a.t() @ b).square() for a, b in zip(wide(left), wide(right), strict=True)]
+    return functools.reduce(torch.add, squares)
 
 
 def _keep(call: Call, head: int = 0) -> Keep:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen._torch import in_functorch, saved_tensors_are_hooked
+from dampen._torch import in_functorch, saved_tensors_are_hooked, version_of
 from dampen.formulas.explicit.forms import Number
 from dampen.formulas.explicit.precision import no_autocast, wide
 
@@ -52,7 +52,8 @@ def squared_norm(y: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tens
 def _plain(y: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
     bare = wide(y) if bias is None else wide(y) - wide(bias)
     squares = torch.linalg.vector_norm(bare, dim=-1).square()
-    return squares.sum() if weights is None else (squares * weights).sum()
+    out: Tensor = squares.sum() if weights is None else (squares * weights).sum()
+    return out
 
 
 class _Tap(torch.autograd.Function):
@@ -96,7 +97,7 @@ class _Tap(torch.autograd.Function):
             ctx.save_for_backward(y if x is None else y.clone(), bias, weights, r)
         else:
             ctx.save_for_backward(None, bias, weights, r, x, weight)
-            ctx.kept, ctx.version = y.detach(), y._version
+            ctx.kept, ctx.version = y.detach(), version_of(y)
         return y.detach(), total * factor  # not a view: a model may go on in place
 
     @staticmethod
@@ -106,7 +107,7 @@ class _Tap(torch.autograd.Function):
         y, bias, weights, r, *made_by = ctx.saved_tensors
         if y is None:
             kept, ctx.kept = ctx.kept, None  # the graph may outlive its backward
-            if kept is not None and kept._version == ctx.version and not torch.is_grad_enabled():
+            if kept is not None and version_of(kept) == ctx.version and not torch.is_grad_enabled():
                 y = kept
             else:
                 y, bias_in_y = _again(*made_by), None

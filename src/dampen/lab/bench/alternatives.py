@@ -23,7 +23,8 @@ class TorchAttention(nn.Module):
         self.attention.out_proj.weight, self.attention.out_proj.bias = attention.proj.weight, attention.proj.bias
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+        out: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return out
 
 
 class TimmAttention(nn.Module):
@@ -42,7 +43,8 @@ class TimmAttention(nn.Module):
         self.attention.fused_attn = fused  # type: ignore[misc]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.attention(x)
+        out: Tensor = self.attention(x)
+        return out
 
 
 def replaced(make: Callable[[Any], nn.Module]) -> Callable[[Subject], Callable[[], None]]:

@@ -199,7 +199,8 @@ def _mentions(value: Any, variable: str) -> bool:
         return any(_mentions(v, variable) for v in value.values())
     if isinstance(value, list | tuple):
         return any(_mentions(v, variable) for v in value)
-    return value == variable
+    out: bool = value == variable
+    return out
 
 
 def _fill(value: Any, chosen: Mapping[str, Any]) -> Any:

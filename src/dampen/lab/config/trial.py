@@ -186,12 +186,13 @@ class TrialSpec:
         if self.function is not None:
             return {k: plain[k] for k in ("function", "methods", "seed")}
         del plain["function"]
-        return plain
+        out: dict[str, Any] = plain
+        return out
 
     def canonical(self) -> dict[str, Any]:
         """Plain data without what equals the default, so that a new option does not rename old trials."""
         if self.function is not None:
-            return _plain_numbers({"format": FORMAT, **self.to_dict()})
+            return {"format": FORMAT, **{k: _plain_numbers(v) for k, v in self.to_dict().items()}}
         default = asdict(TrainOptions())
         train = {k: v for k, v in asdict(self.train).items() if v != default[k]}
         data = {k: v for k, v in self.data.items() if v is not None and v is not False}
@@ -204,7 +205,7 @@ class TrialSpec:
             "sites": self.sites,
             **({"pretrain": self.pretrain} if self.pretrain else {}),
         }
-        return _plain_numbers({"format": FORMAT, **parts})
+        return {"format": FORMAT, **{k: _plain_numbers(v) for k, v in parts.items()}}
 
     @property
     def id(self) -> str:

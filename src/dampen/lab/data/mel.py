@@ -77,7 +77,8 @@ def resample(wave: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     from scipy.signal import resample_poly
 
     divisor = math.gcd(rate, wanted)
-    return resample_poly(wave, wanted // divisor, rate // divisor).astype(np.float32)
+    out: np.ndarray = resample_poly(wave, wanted // divisor, rate // divisor).astype(np.float32)
+    return out
 
 
 def stack_frames(frames: Tensor, count: int) -> Tensor:

@@ -92,7 +92,8 @@ def _mixed_target(batch: Batch, partner: Tensor, weight: Tensor, dataset: Datase
     target = batch["target"]
     if not target.is_floating_point():
         target = nn.functional.one_hot(target, len(dataset.classes)).float()
-    return weight * target + (1 - weight) * target[partner]
+    out: Tensor = weight * target + (1 - weight) * target[partner]
+    return out
 
 
 def _stretch(rows: int, length: int, widest: int) -> Tensor:

@@ -93,7 +93,8 @@ def _mono(data: bytes, kind: str, bits: int, order: str, channels: int, path: Pa
         wave = samples / 2.0 ** (bits - 1)
     if not np.isfinite(wave).all():
         raise damaged(path, "samples", "infinite or undefined", "finite ones")
-    return wave.reshape(-1, channels).mean(axis=1).astype(np.float32)
+    out: np.ndarray = wave.reshape(-1, channels).mean(axis=1).astype(np.float32)
+    return out
 
 
 _CODES = {

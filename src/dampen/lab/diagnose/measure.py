@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.lab.diagnose.trained import Trained, inputs_of
+from dampen.lab.records.diagnosis import FORMAT
 from dampen.lab.training.losses import task_loss
 
 COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps", "draws")
@@ -58,7 +59,7 @@ def diagnose(
         raise ValueError(f"there is no section {unknown[0]!r}; known are {', '.join(SECTIONS)}.")
     chosen = [name for name in SECTIONS if not only or name in only]
     result: dict[str, Any] = {
-        "format": 1,
+        "format": FORMAT,
         "name": trained.name,
         "trial": trained.trial,
         "data": {"name": trained.data.name, "task": trained.data.task},
@@ -121,7 +122,8 @@ def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
 
         if t.handle is None:
             return criterion(model(*batch["inputs"]))
-        return t.handle.loss(lambda: model(*batch["inputs"]), criterion, valid=valid)[0]
+        out: Tensor = t.handle.loss(lambda: model(*batch["inputs"]), criterion, valid=valid)[0]
+        return out
 
     return asdict(gradient_variance(t.model, batches, loss=loss, seed=s.seed))
 

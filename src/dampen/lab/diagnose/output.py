@@ -75,7 +75,8 @@ def _settings(result: dict[str, Any]) -> str:
 
 def _cell(get: Any, result: dict[str, Any]) -> str:
     try:
-        return get(result)
+        out: str = get(result)
+        return out
     except (KeyError, TypeError, ValueError):  # not measured on this model
         return "-"
 

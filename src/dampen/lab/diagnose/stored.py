@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dampen.lab.diagnose.measure import SECTIONS, Settings
 from dampen.lab.files import read_json, write_json
+from dampen.lab.records.diagnosis import parse_diagnosis
 from dampen.lab.records.record import Record
 from dampen.lab.report.stored import MEASURED
 
@@ -30,7 +31,8 @@ def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     merged["measured_with"] = {**_measured_with(old), **now}
     merged["seconds"] = {**old.get("seconds", {}), **result["seconds"]}
     merged["environment"] = describe(torch.get_num_threads(), "cpu")
-    plain = _plain(merged)
+    plain: dict[str, Any] = _plain(merged)
+    parse_diagnosis(plain)  # what the report reads
     write_json(folder / MEASURED, plain)
     return plain
 
@@ -52,7 +54,11 @@ def _measured_with(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / MEASURED
-    return read_json(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found = read_json(path)
+    parse_diagnosis(found)
+    return cast(dict[str, Any], found)
 
 
 def _plain(value: Any) -> Any:

@@ -80,7 +80,8 @@ def tiou(one: np.ndarray, many: np.ndarray) -> np.ndarray:
     """
     common = (np.minimum(one[1], many[:, 1]) - np.maximum(one[0], many[:, 0])).clip(min=0)
     union = (one[1] - one[0]) + (many[:, 1] - many[:, 0]) - common
-    return common / np.maximum(union, 1e-12)
+    out: np.ndarray = common / np.maximum(union, 1e-12)
+    return out
 
 
 def interval_map(found: list[Interval], truth: list[Interval], threshold: float) -> float:

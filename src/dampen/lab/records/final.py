@@ -86,7 +86,8 @@ def parse_final(content: Any, id: str | None = None) -> Final:
         missing = [key for key in ("test", "valid", "selection", "primary") if key not in content]
         if missing:
             raise LabError(f"final.json has no {', '.join(missing)}")
-    return final
+    out: Final = final
+    return out
 
 
 def parse_lines(content: list[Any]) -> list[LogLine]:

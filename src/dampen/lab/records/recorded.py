@@ -9,6 +9,7 @@ from typing import Any
 from dampen.lab.allocator import AS_FOUND
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.files import read_json
+from dampen.lab.records.diagnosis import Diagnosis
 from dampen.lab.records.final import Final, LogLine, parse_final, parse_lines
 from dampen.lab.records.record import Record
 
@@ -22,7 +23,7 @@ class RecordedTrial:
     config: dict[str, Any]
     final: Final | None
     sessions: list[dict[str, Any]]
-    measured: dict[str, Any] = field(default_factory=dict)
+    measured: Diagnosis = field(default_factory=Diagnosis)
     error: str = ""  # what stopped it, where that was no divergence
     _log: list[tuple[list[LogLine], bool]] = field(default_factory=list, repr=False, compare=False)
 

@@ -120,7 +120,8 @@ def first_decisions(differences: np.ndarray, level: float) -> np.ndarray:
 
     e = log_e_matrix(differences)
     reached = e >= -math.log(level)
-    return np.where(reached.any(axis=1), reached.argmax(axis=1) + 2, differences.shape[1] + 1)
+    out: np.ndarray = np.where(reached.any(axis=1), reached.argmax(axis=1) + 2, differences.shape[1] + 1)
+    return out
 
 
 def log_e_matrix(differences: np.ndarray) -> np.ndarray:
@@ -134,4 +135,7 @@ def log_e_matrix(differences: np.ndarray) -> np.ndarray:
     variance = np.maximum(square - n * mean**2, 1e-300) / (n - 1)
     t_squared = n * mean**2 / variance
     spread = 1 + n * G
-    return -0.5 * np.log(spread) + n / 2 * (np.log1p(t_squared / (n - 1)) - np.log1p(t_squared / ((n - 1) * spread)))
+    out: np.ndarray = -0.5 * np.log(spread) + n / 2 * (
+        np.log1p(t_squared / (n - 1)) - np.log1p(t_squared / ((n - 1) * spread))
+    )
+    return out

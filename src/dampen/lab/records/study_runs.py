@@ -61,7 +61,8 @@ class StudyRuns:
     @property
     def test(self) -> str:
         """'fixed', or 'sequential' for a plan that was looked at while it grew."""
-        return self.header.get("test", "fixed")
+        out: str = self.header.get("test", "fixed")
+        return out
 
     def runs(self) -> list[RecordedTrial]:
         """Every run of the study."""

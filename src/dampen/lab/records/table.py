@@ -15,6 +15,7 @@ from typing import Any
 
 from dampen.lab.config.plan import Plan, PlannedRow, Point
 from dampen.lab.errors import DamagedRecord
+from dampen.lab.records.diagnosis import Diagnosis
 from dampen.lab.records.metric import Metric, describe
 from dampen.lab.records.pairing import averaged_folds, unpaired
 from dampen.lab.records.paper import AgainstPaper, Published, against_paper, published_figures
@@ -262,17 +263,17 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     )
 
 
-def diagnosed(measured: Mapping[str, Any]) -> dict[str, float]:
+def diagnosed(measured: Diagnosis) -> dict[str, float]:
     """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap."""
     found: dict[str, Any] = {}
     for attack in ("pgd", "fgsm"):
-        own = [a for a in measured.get("robustness", []) if a["attack"] == attack]
+        own = [a for a in measured.robustness if a["attack"] == attack]
         if own:
             found[f"{attack}_accuracy"] = max(own, key=lambda a: a["eps"])["accuracy"]
-    found["corrupted_accuracy"] = measured.get("corruptions", {}).get("mean_accuracy")
-    found["adaptive_ece"] = measured.get("calibration", {}).get("adaptive_ece")
-    found["gradient_variance"] = measured.get("gradient_variance", {}).get("normalized")
-    found["accuracy_gap"] = measured.get("generalization", {}).get("accuracy_gap")
+    found["corrupted_accuracy"] = measured.corruptions.get("mean_accuracy")
+    found["adaptive_ece"] = measured.calibration.get("adaptive_ece")
+    found["gradient_variance"] = measured.gradient_variance.get("normalized")
+    found["accuracy_gap"] = measured.generalization.get("accuracy_gap")
     return {k: v for k, v in found.items() if v is not None}
 
 

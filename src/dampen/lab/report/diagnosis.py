@@ -50,7 +50,7 @@ def measured_figures(table: ResultTable, palette: Palette) -> list[Figure]:
 
 
 def _measured(entry: Entry, key: str) -> list[Any]:
-    return [run.measured[key] for run in entry.cell.finished().values() if run.measured.get(key)]
+    return [found for run in entry.cell.finished().values() if (found := run.measured.section(key))]
 
 
 def calibration(entries: list[Entry], palette: Palette) -> Figure | None:
@@ -102,7 +102,8 @@ def _pooled(diagrams: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ece(bins: list[dict[str, Any]]) -> float:
-    return sum(b["share"] * abs(b["accuracy"] - b["confidence"]) for b in bins)
+    out: float = sum(b["share"] * abs(b["accuracy"] - b["confidence"]) for b in bins)
+    return out
 
 
 def attacks(entries: list[Entry], palette: Palette) -> Figure | None:

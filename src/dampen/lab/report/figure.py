@@ -139,7 +139,8 @@ def note(shown: int, total: int) -> str:
 
 def finish(chart: Any, height: int) -> dict[str, Any]:
     """The specification of a chart that fills the width of its place."""
-    return chart.properties(width="container", height=height).to_dict()
+    out: dict[str, Any] = chart.properties(width="container", height=height).to_dict()
+    return out
 
 
 def known(value: float) -> float | None:

@@ -191,7 +191,8 @@ def _secondary(entry: Entry, name: str) -> str:
     if s is None:
         return ""
     mark = f" {MARKS[c.verdict]}" if c is not None and c.verdict in MARKS else ""
-    return number(s.mean, s.sd, metric)["text"] + mark
+    out: str = number(s.mean, s.sd, metric)["text"] + mark
+    return out
 
 
 def _md_table(heads: list[str], rows: list[list[str]]) -> list[str]:

@@ -68,7 +68,7 @@ def make_page(
             data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)
     title = f"Report: {len(tables)} tables" if len(tables) > 1 else (*studies, *costs)[0]["title"]
     scripts = {"early": asset("early.js"), "vega": vega_bundle(), "js": asset("report.js")}
-    return _template().render(
+    out: str = _template().render(
         title=title,
         studies=studies,
         benches=costs,
@@ -82,6 +82,7 @@ def make_page(
         version=metadata.version("dampen"),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
+    return out
 
 
 def _references(tables: list[ResultTable]) -> list[str]:

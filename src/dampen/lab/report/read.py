@@ -13,6 +13,7 @@ from typing import Any
 from dampen.lab.config.plan import Plan
 from dampen.lab.errors import LabError
 from dampen.lab.files import read_json
+from dampen.lab.records.diagnosis import parse_diagnosis
 from dampen.lab.records.final import parse_final
 from dampen.lab.records.rebuild import rebuild_plan
 from dampen.lab.records.record import Record
@@ -119,7 +120,7 @@ def _read_run(folder: Path) -> RecordedTrial | str:
         config = read_json(folder / "config.json")
         content = record.final()
         final = None if content is None else parse_final(content, config["id"])
-        measured = read_json(folder / MEASURED) if (folder / MEASURED).exists() else {}
+        measured = parse_diagnosis(read_json(folder / MEASURED) if (folder / MEASURED).exists() else {})
         error = read_error(folder) if final is None else ""
         run = RecordedTrial(folder, config["id"], config, final, record.sessions(), measured, error)
         _check_config(config)

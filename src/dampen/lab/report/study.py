@@ -95,4 +95,5 @@ def _from_runs(folder: Path, runs: list[RecordedTrial]) -> StudyRuns:
 
 def _rate(run: RecordedTrial) -> float | None:
     """The learning rate; a training of the user's own has none that we know of."""
-    return run.config.get("train", {}).get("lr")
+    out: float | None = run.config.get("train", {}).get("lr")
+    return out

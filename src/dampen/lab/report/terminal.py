@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dampen.lab.records.events import Event
 from dampen.lab.records.metric import Metric
 from dampen.lab.records.table import Entry, ResultTable, grid_text
 
@@ -132,28 +133,28 @@ class LiveView:
     def _content(self) -> Group:
         return Group(self.overall, self.each, *([self.table()] if self.table and self.console.is_terminal else []))
 
-    def __call__(self, trial: str, event: dict[str, Any]) -> None:
+    def __call__(self, trial: str, event: Event) -> None:
         """Take one event of one trial."""
-        kind = event["kind"]
+        kind = event.kind
         if kind == "start":
             if trial in self.tasks:  # pretrained; now the training itself
                 self.each.remove_task(self.tasks.pop(trial))
-            self.tasks[trial] = self.each.add_task(escape(self.labels[trial]), total=event["steps"], told="")
-            if event["resumed"]:
-                self.console.print(f"  {escape(self.labels[trial])} goes on at step {event['step']}", highlight=False)
+            self.tasks[trial] = self.each.add_task(escape(self.labels[trial]), total=event.steps, told="")
+            if event.resumed:
+                self.console.print(f"  {escape(self.labels[trial])} goes on at step {event.step}", highlight=False)
         elif kind == "progress" and trial in self.tasks:
-            terms = "  ".join(f"{name} {value:.3g}" for name, value in event["terms"].items())
-            phase = f"{event['phase']}, " if "phase" in event else ""
-            place = f"epoch {event['epoch']}/{event['epochs']}" if event["epochs"] else f"step {event['count']}"
-            left = f"{event['eta']:.0f} s left" if event["eta"] is not None else ""
+            terms = "  ".join(f"{name} {value:.3g}" for name, value in event.terms.items() if value is not None)
+            phase = f"{event.phase}, " if event.phase else ""
+            place = f"epoch {event.epoch:g}/{event.epochs}" if event.epochs and event.epoch else f"step {event.count}"
+            left = f"{event.eta:.0f} s left" if event.eta is not None else ""
             told = f"{phase}{place}  {terms}  {left}"
-            self.each.update(self.tasks[trial], completed=event["step"], told=escape(told))
+            self.each.update(self.tasks[trial], completed=event.step, told=escape(told))
             self._minute(trial, f"{place} {terms}")
-            if event.get("steps"):
-                self.shares[trial] = event["step"] / event["steps"]
+            if event.steps:
+                self.shares[trial] = event.step / event.steps
                 self.overall.update(self.bar, completed=self.finished + sum(self.shares.values()), eta=self._left())
         elif kind == "warning":
-            self.console.print(f"[yellow]{escape(event['message'])}", highlight=False)
+            self.console.print(f"[yellow]{escape(event.message)}", highlight=False)
         elif kind == "outcome":
             self._outcome(trial, event)
 
@@ -167,7 +168,7 @@ class LiveView:
         line = f"{self.finished}/{self.total} trials done, {self._left() or 'time left not known yet'}; {running}"
         self.console.print(escape(line), highlight=False, soft_wrap=True)
 
-    def _outcome(self, trial: str, event: dict[str, Any]) -> None:
+    def _outcome(self, trial: str, event: Event) -> None:
         if trial in self.tasks:
             self.each.remove_task(self.tasks.pop(trial))
         self.finished += 1
@@ -175,8 +176,8 @@ class LiveView:
         self.overall.update(self.bar, completed=self.finished + sum(self.shares.values()), eta=self._left())
         if self.console.is_terminal:
             self.live.update(self._content())
-        if not self.console.is_terminal or event["status"] != "finished":
-            line = f"[{self.finished}/{self.total}] {self.labels[trial]}: {event['status']} {event['message']}"
+        if not self.console.is_terminal or event.status != "finished":
+            line = f"[{self.finished}/{self.total}] {self.labels[trial]}: {event.status} {event.message}"
             self.console.print(escape(line.rstrip()), highlight=False, soft_wrap=True)
 
     def _left(self) -> str:

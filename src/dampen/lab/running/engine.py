@@ -16,6 +16,7 @@ from dampen.extensions import from_packages
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, DiskFull, Diverged, Interrupted, Locked, portable
 from dampen.lab.files import write_json
+from dampen.lab.records.events import Event, marked
 from dampen.lab.records.record import Record
 from dampen.names import nearest
 
@@ -26,7 +27,7 @@ ENGINES = {"local": "dampen.lab.running.local:LocalEngine", "ray": "dampen.lab.r
 Status = Literal["finished", "diverged", "failed", "no data", "locked", "disk full", "interrupted", "waiting"]
 FATAL = ("no data", "disk full")
 """What would stop every other trial too: an engine hands out no more of them."""
-Report = Callable[[str, dict[str, Any]], None]
+Report = Callable[[str, Event], None]
 """Receives (trial id, event) in the process that called `run`."""
 
 
@@ -74,9 +75,12 @@ def run_job(
     from dampen.lab.data.errors import DamagedData, IncompleteData, MissingData
     from dampen.lab.training.train import run_trial
 
+    def tell(event: dict[str, Any]) -> None:
+        report(marked(event))
+
     (job.folder / "error.json").unlink(missing_ok=True)  # of an earlier attempt
     try:
-        return Outcome("finished", run_trial(job.trial, job.folder, execution, report, stop))
+        return Outcome("finished", run_trial(job.trial, job.folder, execution, tell, stop))
     except Diverged as error:
         return Outcome("diverged", Record(job.folder).final(), str(error))
     except Interrupted as error:

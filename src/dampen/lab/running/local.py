@@ -17,6 +17,7 @@ from typing import Any
 
 from dampen.lab.processes import start, stop_on_signals
 from dampen.lab.records.environment import asked_threads, usable_cores
+from dampen.lab.records.events import Event, parse_event
 from dampen.lab.running.engine import FATAL, Job, Outcome, Report, run_job
 from dampen.lab.training.state import Execution
 
@@ -109,11 +110,11 @@ class LocalEngine:
         if tries[job.trial.id] <= RETRIES:
             waiting.appendleft(job)
             message = f"The worker of trial {job.trial.id} was {how}; the trial goes on from its last checkpoint."
-            report(job.trial.id, {"kind": "warning", "message": message})
+            report(job.trial.id, Event(kind="warning", message=message))
         else:
             message = f"The worker of trial {job.trial.id} died {RETRIES + 1} times, last {how} (out of memory?)."
             outcomes[job.trial.id] = Outcome("failed", None, message)
-            report(job.trial.id, {"kind": "outcome", "status": "failed", "message": message})
+            report(job.trial.id, Event(kind="outcome", status="failed", message=message))
 
 
 def _start(execution: Execution) -> _Worker:
@@ -130,10 +131,10 @@ def _listen(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> No
             worker.dead = True
             return
         if worker.job is not None and kind == "event":
-            report(worker.job.trial.id, value)
+            report(worker.job.trial.id, parse_event(value))
         elif worker.job is not None:
             outcomes[worker.job.trial.id] = value
-            report(worker.job.trial.id, {"kind": "outcome", "status": value.status, "message": value.message})
+            report(worker.job.trial.id, Event(kind="outcome", status=value.status, message=value.message))
             worker.job = None
 
 

@@ -21,6 +21,7 @@ from dampen.lab.allocator import keep_freed_memory
 from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.files import atomic_file
 from dampen.lab.records.environment import asked_threads, usable_cores
+from dampen.lab.records.events import Event, parse_event
 from dampen.lab.running.engine import FATAL, Job, Outcome, Report, run_job
 from dampen.lab.training.state import Execution
 
@@ -137,7 +138,7 @@ class _Run:
             how = f"{type(e).__name__}: {str(e).splitlines()[0]}"
             if running.tries < RETRIES and not self.told_to_stop:
                 message = f"The worker of trial {trial} died ({how}); the trial goes on from its last checkpoint."
-                self.report(trial, {"kind": "warning", "message": message})
+                self.report(trial, Event(kind="warning", message=message))
                 self.waiting.appendleft(_Running(running.job, running.tries + 1))
                 return
             outcome = Outcome("failed", None, f"The worker of trial {trial} died {running.tries + 1} times, last {how}")
@@ -146,7 +147,7 @@ class _Run:
             outcome = Outcome("failed", None, told)
         self.outcomes[trial] = outcome
         self._pass_on_events()
-        self.report(trial, {"kind": "outcome", "status": outcome.status, "message": outcome.message})
+        self.report(trial, Event(kind="outcome", status=outcome.status, message=outcome.message))
 
     def _pass_on_events(self) -> None:
         try:
@@ -158,7 +159,7 @@ class _Run:
             ) from error
         for trial, event in events:
             if self.outcomes[trial].status == "waiting":
-                self.report(trial, event)
+                self.report(trial, parse_event(event))
 
     def _stop(self) -> None:
         self.told_to_stop = True

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from dampen.lab.config.trial import TrialSpec
+from dampen.lab.records.events import Event
 from dampen.lab.records.record import Record
 from dampen.lab.running.engine import Report
 
@@ -63,8 +64,8 @@ class NotebookView:
         self.done = sum(Record(study.folder / i).done for i in study.plan.trials)
         self.output = display(HTML(self._content()), display_id=True)
 
-    def __call__(self, trial: str, event: dict[str, Any]) -> None:
-        if event["kind"] == "outcome":
+    def __call__(self, trial: str, event: Event) -> None:
+        if event.kind == "outcome":
             self.done += 1
             self.output.update(self.html(self._content()))
 

@@ -17,6 +17,7 @@ from dampen.lab.loggers import Logger, flat, open_loggers
 from dampen.lab.metrics import SELECTION, judged_by
 from dampen.lab.records import environment
 from dampen.lab.records.final import FORMAT
+from dampen.lab.records.plain import finite
 from dampen.lab.records.record import Record
 from dampen.lab.training.checkpoint import fingerprint, load_newest, save_state, save_weights, saved_states
 from dampen.lab.training.distributed import all_ranks, is_sharded, load_model_state, whole_model_state
@@ -26,6 +27,8 @@ from dampen.lab.training.state import Execution, TrialState
 from dampen.native import library
 
 Event = dict[str, Any]
+"""As a worker sends it; listeners get it typed (`records/events.py`)."""
+_finite = finite  # under the name by which own training knows it
 
 
 def set_threads(execution: Execution, record: Record) -> None:
@@ -131,12 +134,12 @@ class Bookkeeping:
             s.seconds["evaluate"] += time.perf_counter() - began
             self._select(line["valid"], epoch)
         line["seconds"] = round(s.seconds["train"], 4)
-        self.log.append(_finite(line))
+        self.log.append(finite(line))
         if self.writes:
             self.record.log(self.log[-1])
             for logger in self.loggers:
                 logger.log(s.step, flat(self.log[-1]))
-        self.report({"kind": "epoch", **_finite(line), "epochs": s.options.epochs})
+        self.report({"kind": "epoch", **finite(line), "epochs": s.options.epochs})
         stop = self._stop()
         due = all_ranks(s.fabric, time.monotonic() - self.saved_at >= s.execution.checkpoint_seconds)[0]
         if stop or due or s.execution.checkpoint_steps is not None:
@@ -191,12 +194,13 @@ class Bookkeeping:
         if self.writes:
             if s.execution.keep_weights:
                 save_weights(self.record.folder, "weights", s.step, s.best["weights"])
-            self.record.finish(_finite(result))
+            self.record.finish(finite(result))
             for logger in self.loggers:
-                logger.finish(_finite(result))
+                logger.finish(finite(result))
             self._drop_checkpoints()
         self.report({"kind": "finish", "status": "finished", "test": test, "valid": s.best["valid"]})
-        return _finite(result)
+        out: dict[str, Any] = finite(result)
+        return out
 
     def diverged(self, bad: NotFinite) -> dict[str, Any]:
         """Keep the last good weights, say which term went first, and close the trial."""
@@ -262,12 +266,3 @@ class Bookkeeping:
 
 def _mean_of_ranks(parts: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(p[name] for p in parts) / len(parts) for name in parts[0]}
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: what is not a finite number becomes null."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import lerp_all
 from dampen.lab.config.trial import TrainOptions
 from dampen.lab.training.distributed import in_pieces_like, whole
 
@@ -77,7 +78,7 @@ class MovingAverage:
     def update(self, model: nn.Module) -> None:
         """Move the average towards the weights after one optimizer step."""
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        torch._foreach_lerp_(self.shadow, self._live(model), 1 - decay)
+        lerp_all(self.shadow, self._live(model), 1 - decay)
         self.steps += 1
 
     @contextmanager

@@ -102,4 +102,5 @@ def _rank(
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        out: int = probe.getsockname()[1]
+        return out

@@ -149,7 +149,8 @@ class TrialState:
         if self.augment is not None:
             seed = derive(self.trial.seed, "augment", self.step, int(indices[0]))
             batch = self.augment(batch, torch.Generator().manual_seed(seed))
-        return batch if self.device.type == "cpu" else self.fabric.to_device(batch)
+        out: dict[str, Any] = batch if self.device.type == "cpu" else self.fabric.to_device(batch)
+        return out
 
     def _shares(self, parts: list[dict[str, Any]]) -> list[Any]:
         """What each part counts: more with more valid positions, so that splitting a batch changes nothing."""
@@ -157,7 +158,8 @@ class TrialState:
             return [1 / len(parts)] * len(parts)
         counts = torch.stack([p["valid"].sum() for p in parts]).double()
         mean: Any = self.fabric.all_reduce(counts.sum(), reduce_op="mean")
-        return (counts / mean).tolist()
+        out: list[Any] = (counts / mean).tolist()
+        return out
 
     def forward(self, inputs: tuple[Any, ...]) -> Any:
         """The model's output. One device needs nothing of Fabric's wrapper but the precision, and not its hooks."""
@@ -174,7 +176,8 @@ class TrialState:
 
         def criterion(output: Any) -> Tensor:
             if self.data.loss == "reconstruction":
-                return output.loss
+                out: Tensor = output.loss
+                return out
             return task_loss(output, target, valid, self.data.loss, self.options.label_smoothing)
 
         if self.handle is None:

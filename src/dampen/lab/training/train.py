@@ -117,4 +117,5 @@ def _pretrain(
 def _train_on_ranks(
     trial: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
-    return launch(train, trial, folder, execution, report, stop)
+    out: dict[str, Any] = launch(train, trial, folder, execution, report, stop)
+    return out

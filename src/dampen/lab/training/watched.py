@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dampen.handle import Regularization
 from dampen.lab.training.build import derive
 from dampen.regularizer import as_schedule
-from dampen.schedules import per_layer
+from dampen.schedules import check_progress, per_layer
 from dampen.sockets.own_dropout import OwnRate, choose_own, find_own
 from dampen.sockets.sampling import sampling_own
 
@@ -198,11 +198,7 @@ class PlainHandle(Regularization):
 
     def progress(self, t: float) -> None:
         self._alive()
-        if isinstance(t, bool) or not isinstance(t, int | float):
-            raise TypeError(f"progress takes a number in [0, 1], got {t!r}.")
-        if not 0 <= t <= 1:  # NaN too
-            raise ValueError(f"progress is the fraction of training done, in [0, 1], got {t}. Give step / steps.")
-        self._progress = float(t)
+        self._progress = check_progress(t)
         for r in self._rates:
             r.at(self._progress)
         self.watch.clock.mark("progress")

@@ -9,6 +9,7 @@ from rich.console import Console
 from dampen.lab.config.plan import Plan, PlannedRow, Point
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import DiskFull
+from dampen.lab.records.events import parse_event
 from dampen.lab.records.final import parse_final
 from dampen.lab.records.recorded import RecordedTrial
 from dampen.lab.records.table import best_point, plan_table
@@ -195,7 +196,7 @@ def test_progress_names_the_loss_terms_and_what_is_left(terminal):
 
     with LiveView(console, {"a00": "a seed 0", "a01": "a seed 1"}, table=table) as view:
         for event in EVENTS:
-            view("a00", event)
+            view("a00", parse_event(event))
             if terminal:
                 view.live.refresh()
     shown = text.getvalue()

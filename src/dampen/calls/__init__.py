@@ -1,5 +1,6 @@
-"""What a stage is told: the layer it sits in, the linear map, the residual branch or the attention that is under way.
+"""What passes between a layer and its methods: what a stage is told, here; the penalties that it leaves, `ledger.py`.
 
+A stage is told the layer it sits in, and the linear map, the residual branch or the attention that is under way.
 Letters as in `regularizer.py`: B batch, H heads, N queries, M keys, D channels.
 """
 
@@ -121,10 +122,10 @@ def split_projection(call: Call, role: str) -> LinearCall:
         found = ", ".join(sorted(call.maps)) or "none"
         where = call.site.name if call.site else "this attention"
         raise RuntimeError(
-            f"{type(call.module).__name__} at '{where}': cannot tell which linear map makes {role} (roles found: "
-            f"{found}). "
-            f"Say it when regularizing: regularize(..., projections={{'q': 'name', 'k': 'name', 'v': 'name'}}) or "
-            f"{{'qkv': 'name'}}, with names inside the attention module."
+            f"{type(call.module).__name__} at '{where}': cannot tell which linear "
+            f"map makes {role} (roles found: {found}). Say it when regularizing: "
+            f"regularize(..., projections={{'q': 'name', 'k': 'name', 'v': 'name'}}) "
+            f"or {{'qkv': 'name'}}, with names inside the attention module."
         )
     whole = call.maps[fused]
     rows = _fused_rows(call, whole, fused)

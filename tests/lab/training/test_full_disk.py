@@ -17,7 +17,7 @@ from dampen.lab.records.record import Record
 from dampen.lab.running.runner import run_plan
 from dampen.lab.study.parts import comparison
 from dampen.lab.training.train import run_trial
-from tests.lab.test_resume import same
+from tests.lab.training.test_resume import same
 
 SETTINGS = ["data.limit=300", "train.epochs=2", "model.width=16", "model.depth=1", "model.heads=2", "model.mlp=16"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from dampen.lab.config.plan import make_plan
 from dampen.lab.config.recipe import load_recipe
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 def test_the_example_is_planned_as_it_says(tmp_path):

@@ -41,10 +41,10 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quic
     events, warnings, killed = [], [], []
 
     def report(trial, event):
-        events.append((trial, event["kind"]))
-        if event["kind"] == "warning":
-            warnings.append(event["message"])
-        if trial == long.id and event["kind"] == "progress" and event["step"] >= 12 and not killed:
+        events.append((trial, event.kind))
+        if event.kind == "warning":
+            warnings.append(event.message)
+        if trial == long.id and event.kind == "progress" and event.step >= 12 and not killed:
             killed.append(int((tmp_path / trial / "lock.holder").read_text().split()[1]))
             os.kill(killed[0], signal.SIGKILL)
 

@@ -20,7 +20,7 @@ from dampen.lab.training.pretraining import load_pretrained, without_labels
 from dampen.lab.training.state import TrialState
 from dampen.lab.training.train import run_trial
 from dampen.models import MaskedAutoencoder
-from tests.lab.test_resume import interrupt_at, log_without_times, same
+from tests.lab.training.test_resume import interrupt_at, log_without_times, same
 
 GRAY = {"name": "token_graying", "kind": "dct", "eps": 0.8}
 DECODER = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 16, "hide": 0.5}

@@ -19,7 +19,7 @@ from dampen.lab.study.parts import comparison
 from dampen.lab.training.checkpoint import load_state, save_state, saved_states
 from dampen.lab.training.train import run_trial
 from tests.lab.synthetic_runs import write_study
-from tests.lab.test_resume import interrupt_at, log_without_times, same
+from tests.lab.training.test_resume import interrupt_at, log_without_times, same
 
 
 def cut_at(trial, folder, execution, step):

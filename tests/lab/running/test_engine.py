@@ -32,9 +32,9 @@ def test_workers_stay_alive_between_trials_and_records_equal_those_of_one_proces
     for trial in trials:
         alone = run_trial(trial, tmp_path / "one" / trial.id, quick)
         assert outcomes[trial.id].result["last_weights"] == alone["last_weights"]
-    started = [i for i, e in events if e["kind"] == "start"]
+    started = [i for i, e in events if e.kind == "start"]
     assert sorted(started) == sorted(t.id for t in trials)
-    assert sum(e["kind"] == "outcome" for _, e in events) == 4
+    assert sum(e.kind == "outcome" for _, e in events) == 4
 
 
 @pytest.mark.slow
@@ -44,12 +44,12 @@ def test_a_killed_worker_is_replaced_and_its_trial_resumed_and_a_failure_stays_a
     killed = []
 
     def report(trial, event):
-        if trial == good.id and event["kind"] == "progress" and event["step"] >= 10 and not killed:
+        if trial == good.id and event.kind == "progress" and event.step >= 10 and not killed:
             holder = (tmp_path / trial / "lock.holder").read_text()
             killed.append(int(holder.split()[1]))
             os.kill(killed[0], signal.SIGKILL)
-        if event["kind"] == "warning":
-            warnings.append(event["message"])
+        if event.kind == "warning":
+            warnings.append(event.message)
 
     warnings: list[str] = []
     execution = replace(quick, checkpoint_steps=3)
@@ -70,8 +70,8 @@ def test_interrupting_leaves_checkpoints_that_resume(tmp_path, small, quick):
     seen: dict[str, int] = {}
 
     def report(trial, event):
-        if event["kind"] == "progress":
-            seen[trial] = event["step"]
+        if event.kind == "progress":
+            seen[trial] = event.step
 
     def press_ctrl_c():
         deadline = time.monotonic() + 120

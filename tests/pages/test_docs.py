@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.method_cards import main, markdown, pages
+from dampen.checking import CONTRACTS, check_regularizer
+from dampen.checking.contracts import ONCE
+from dampen.extensions import from_file
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_generated_pages_are_up_to_date(capsys):
@@ -33,6 +36,19 @@ def test_readme_example_runs_and_prints_what_it_says(capsys):
     printed = next(code for language, code in blocks if language == "text")
     exec(compile(example, "README.md", "exec"), {})
     assert capsys.readouterr().out == printed
+
+
+@pytest.mark.slow
+def test_the_method_of_the_readme_keeps_the_contracts(tmp_path, monkeypatch):
+    """All of them in the smallest model, but those that need a compiler or two processes."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "(dampen.Regularizer)" in block)
+    (tmp_path / "readme_method.py").write_text(f"import dampen\nfrom dampen.masks import drop\n\n\n{code}")
+    monkeypatch.chdir(tmp_path)
+    make = from_file("readme_method.py:HeadDropout")
+    outcomes = check_regularizer(make, subjects=["vit"], contracts=[c for c in CONTRACTS if c not in ONCE])
+    assert {o.state for o in outcomes} == {"kept"}
+    assert len(outcomes) >= 10
 
 
 @pytest.mark.slow

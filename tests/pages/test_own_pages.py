@@ -11,7 +11,7 @@ import pytest
 from dampen.cli import main
 from tests.lab.study.test_parts import write_bert
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def blocks(page, language):

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from dampen.lab.errors import ConfigError, LabError
+from dampen.lab.records.diagnosis import parse_diagnosis
 from dampen.lab.records.table import diagnosed
 from dampen.lab.report import format_of, make_report, write_report
 from dampen.lab.report.advice import advise
@@ -143,13 +144,13 @@ def test_what_was_diagnosed_stands_in_a_table_and_next_to_the_paper(tmp_path):
     plain = report.tables[0].entries[0]
     first = json.loads((tmp_path / next(iter(plan.trials)) / "diagnose.json").read_text())
     strongest = max(first["robustness"], key=lambda a: a["eps"])
-    assert diagnosed(first)["pgd_accuracy"] == strongest["accuracy"]
+    assert diagnosed(parse_diagnosis(first))["pgd_accuracy"] == strongest["accuracy"]
     assert plain.metrics["pgd_accuracy"].n == 5
     assert plain.metrics["corrupted_accuracy"].mean == pytest.approx(60.0)
     assert plain.against["pgd_accuracy"].word in ("reproduced", "not reproduced")
     assert "Measured on the trained models" in report.render("html")
     assert "| Row | PGD accuracy (%) | corrupted accuracy (%) |" in report.render("md")
-    assert diagnosed({}) == {}
+    assert diagnosed(parse_diagnosis({})) == {}
 
 
 def test_a_published_cost_stands_next_to_the_measured_one(tmp_path):

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dampen._torch import own_parameter
+
 if TYPE_CHECKING:
     from dampen.regularizer import Regularizer
 
@@ -102,11 +104,10 @@ class Ledger:
             )
         names = ", ".join(sorted({name_of(key) for c in self.clones for key in list(c._penalties)})) or "none now"
         return (
-            f"a backward pass ran through the model while its penalties ({names}) had not been taken, so they were "
-            "not in the loss. Write loss = task + reg.penalty() before loss.backward(), or "
-            "loss, terms = reg.loss(lambda: model(x), lambda out: F.cross_entropy(out, y)). "
-            "A copy of a model has no handle: copy.deepcopy(reg) copies both, dampen.remove(copy) makes it plain. "
-            f"{end}"
+            f"a backward pass ran through the model while its penalties ({names}) had not been taken, so "
+            "they were not in the loss. Write loss = task + reg.penalty() before loss.backward(), or loss, "
+            "terms = reg.loss(lambda: model(x), lambda out: F.cross_entropy(out, y)). A copy of a model "
+            f"has no handle: copy.deepcopy(reg) copies both, dampen.remove(copy) makes it plain. {end}"
         )
 
     # --- waiting, taken, forgotten ----------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class Ledger:
             return
         if clone.watched is not None:
             module, name, parameter = clone.watched
-            if parameter.requires_grad and module._parameters.get(name) is parameter:
+            if parameter.requires_grad and own_parameter(module, name) is parameter:
                 return
         clone.watched = _first_trained(clone.neighbors) or _first_trained([] if self.model is None else [self.model])
         if clone.watched is not None:
@@ -228,7 +229,7 @@ def _is_base(cls: type) -> bool:
 def _first_trained(modules: Iterable[nn.Module]) -> tuple[nn.Module, str, nn.Parameter] | None:
     for module in modules:
         for inner in module.modules():
-            for name, p in inner._parameters.items():
-                if isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf:
+            for name, p in inner.named_parameters(recurse=False):
+                if p.requires_grad and p.is_leaf:
                     return inner, name, p
     return None

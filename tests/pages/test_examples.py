@@ -6,7 +6,7 @@ import pytest
 
 import dampen
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROWS = {
     "plain_loop.py": "drop_key(rate=0.3), drop_path, r_drop + drop_head",
     "lightning_module.py": "drop_key(rate=0.3), drop_head, explicit_dropout(ffn=1)",

@@ -13,7 +13,7 @@ from dampen.lab.config.recipe import list_recipes, load_recipe, parse_recipe
 from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.training.build import make_model
 
-PAPERS = Path(__file__).resolve().parent / "papers"
+PAPERS = Path(__file__).resolve().parents[1] / "papers"
 NAMES = list(list_recipes())
 
 
