@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from dampen._torch import shared_until_written
 from dampen.formulas.explicit.layer import fit, map_penalty, sequence_first
 from dampen.formulas.explicit.precision import as_wide, no_autocast
 from dampen.masks import drop
@@ -23,7 +24,8 @@ class FromStart(Regularizer):
     """What both methods share: the weights U that the chosen maps had when the method was attached.
 
     U is kept as parameters that need no gradient, beside the layer's own: so FSDP shards it with W, the optimizer
-    leaves it alone, the model's state_dict has nothing of it and the handle's has.
+    leaves it alone, the model's state_dict has nothing of it and the handle's has. It shares W's memory until W is
+    written to: maps that are frozen, or not trained yet, cost nothing.
     """
 
     def __init__(self, rate: Value, targets: str | Sequence[str]) -> None:
@@ -59,7 +61,7 @@ class FromStart(Regularizer):
                 f"'{self.site.name if self.site else ''}' {state}. Load the pre-trained weights first, in a floating "
                 "dtype, and regularize then."
             )
-        self.register_parameter(name, nn.Parameter(weight.detach().clone(), requires_grad=False))
+        self.register_parameter(name, nn.Parameter(shared_until_written(weight), requires_grad=False))
 
     def distance(self, call: LinearCall) -> Tensor:
         """W - U of the map that a call is about."""
@@ -85,8 +87,8 @@ class Mixout(FromStart):
     DropConnect on the difference, so that E[W_used] = W and a model that has not moved yet is not disturbed. It is
     computed as W + ((1 - m) / (1 - p) - 1) (W - U), which rounds the difference and not W.
 
-    Load the pre-trained weights before `regularize`. U costs the memory of the chosen weights once more; it is saved
-    in `reg.state_dict()`, so that a resumed run knows where it started. Departure: biases and embeddings are not mixed.
+    Load the pre-trained weights before `regularize`. U costs the memory of the chosen weights once more as soon as they
+    move; it is saved in `reg.state_dict()`, so that a resumed run knows where it started. Departure: biases and embeddings are not mixed.
 
     Args:
         rate: probability to put a weight back. The paper takes 0.7 to 0.9 for fine-tuning BERT.
