@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import dampen
 from benchmarks.reference_stochastic import mixout
-from dampen._torch import is_shared
 from dampen import ExplicitMixout, Mixout, regularize
+from dampen._torch import is_shared
 from dampen.regularizer import UnsupportedModel
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from dampen._torch import shared_until_written
+from dampen.calls import check_whole
 from dampen.formulas.explicit.layer import fit, map_penalty, sequence_first
 from dampen.formulas.explicit.precision import as_wide, no_autocast
 from dampen.masks import drop
@@ -54,8 +55,10 @@ class FromStart(Regularizer):
                         self._keep(f"start_{role}_{i}", weight, role)
 
     def _keep(self, name: str, weight: Tensor, role: str) -> None:
-        if weight.is_meta or not weight.is_floating_point():
+        taken_apart = hasattr(weight, "ds_id")  # by deepspeed.zero.Init
+        if weight.is_meta or taken_apart or not weight.is_floating_point():
             state = "has no values yet (meta)" if weight.is_meta else f"is stored as {weight.dtype}"
+            state = "is sharded already (DeepSpeed's zero.Init)" if taken_apart else state
             raise UnsupportedModel(
                 f"{type(self).__name__} keeps the weights that the model starts from, but the map {role} at "
                 f"'{self.site.name if self.site else ''}' {state}. Load the pre-trained weights first, in a floating "
@@ -65,6 +68,7 @@ class FromStart(Regularizer):
 
     def distance(self, call: LinearCall) -> Tensor:
         """W - U of the map that a call is about."""
+        check_whole(call)
         for i, (module, _) in enumerate(self.linears):
             if module is call.module:
                 return call.weight - getattr(self, f"start_{i}")
@@ -88,7 +92,8 @@ class Mixout(FromStart):
     computed as W + ((1 - m) / (1 - p) - 1) (W - U), which rounds the difference and not W.
 
     Load the pre-trained weights before `regularize`. U costs the memory of the chosen weights once more as soon as they
-    move; it is saved in `reg.state_dict()`, so that a resumed run knows where it started. Departure: biases and embeddings are not mixed.
+    move; it is saved in `reg.state_dict()`, so that a resumed run knows where it started. Departure: biases and
+    embeddings are not mixed.
 
     Args:
         rate: probability to put a weight back. The paper takes 0.7 to 0.9 for fine-tuning BERT.
