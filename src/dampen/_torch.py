@@ -119,6 +119,20 @@ def has_numbers(t: torch.Tensor) -> bool:
     return type(t) is torch.Tensor and not torch.compiler.is_compiling() and not in_functorch()
 
 
+def shared_until_written(t: torch.Tensor) -> torch.Tensor:
+    """A copy that takes no memory until one of the two is written to, in whatever way: `torch._lazy_clone`, torch 2.2
+    and newer; where torch, the device or the kind of tensor has none of it, a copy at once."""
+    lazy = getattr(torch, "_lazy_clone", None)
+    plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type in ("cpu", "cuda")
+    return t.detach().clone() if lazy is None or not plain else lazy(t.detach())
+
+
+def is_shared(t: torch.Tensor) -> bool:
+    """Whether a tensor still shares its memory with what it was copied from by `shared_until_written`."""
+    ask = getattr(torch._C, "_is_cow_tensor", None)
+    return ask is not None and bool(ask(t))
+
+
 _library: torch.library.Library | None = None  # the declarations live as long as this object
 
 

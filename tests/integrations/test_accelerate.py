@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import dampen
 from dampen import DropKey, ExplicitDropout, HardMasking
 from dampen.integrations import accelerate as integration
-from tests.integrations.accelerate_worker import batches, methods, train, vit
+from tests.integrations.accelerate_worker import HALF, batches, run, vit
 from tests.integrations.tiny import METHODS, same, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*")
@@ -29,7 +29,9 @@ def fresh():
         state._reset_state()
 
 
-def by_hand(model, reg, accumulation):
+def by_hand(kind, accumulation):
+    model, methods = vit(), METHODS[kind]()
+    reg = None if methods is None else dampen.regularize(model, methods)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step, (x, y) in enumerate(batches()):
         torch.manual_seed(10 * step)
@@ -43,45 +45,49 @@ def by_hand(model, reg, accumulation):
         if (step + 1) % accumulation == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return losses
+    return losses, weights(model)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("kind", ["stochastic", "penalty", "two_pass"])
-def test_one_process_equals_a_loop_by_hand(kind, accumulation):
-    model, twin = vit(), vit()
-    reg = dampen.regularize(model, METHODS[kind]())
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    integration.install(accelerator, reg)
-    losses = train(wrapped, reg, accelerator, optimizer, accumulation)
-    assert losses == by_hand(twin, dampen.regularize(twin, METHODS[kind]()), accumulation)
-    same(weights(model), weights(twin))
+@pytest.mark.parametrize("kind", METHODS)
+def test_one_process_equals_a_loop_by_hand_also_when_resumed(kind, accumulation, tmp_path):
+    whole, resumed = run(tmp_path, kind, accumulation)
+    losses, expected = by_hand(kind, accumulation)
+    assert whole["losses"] == losses
+    assert resumed["losses"] == losses[HALF:]
+    same(whole["weights"], expected)
+    same(resumed["weights"], expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["penalty", "two_pass", "stochastic"])
-def test_two_processes(kind, tmp_path):
-    """Deterministic penalties: two ranks with half a batch each are one process with the whole. Random methods draw
+def test_two_processes(tmp_path):
+    """With the same batch and draws on both ranks they are one process, whatever the method, resumed or not.
+    Deterministic penalties: two ranks with half a batch each are one process with the whole. Random methods draw
     differently on each rank, and the ranks still end with one model."""
-    out = tmp_path / "out.pt"
-    port = str(29500 + os.getpid() % 400 + len(kind))
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}",
-        str(ROOT / "tests/integrations/accelerate_worker.py"), kind, str(out),
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0", str(ROOT / "tests/integrations/accelerate_worker.py"), str(tmp_path),
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
-    got = torch.load(out, weights_only=True)
-    assert got["ranks"] == 2
-    assert all(torch.isfinite(torch.tensor(v)) for v in got["losses"])
-    if kind == "penalty":
-        model = vit()
-        losses = by_hand(model, dampen.regularize(model, methods(kind)), 2)
-        assert got["losses"] == pytest.approx(losses, rel=1e-4)
-        same(got["weights"], weights(model), tolerance=1e-5)
+    got = torch.load(tmp_path / "out.pt", weights_only=True)
+    for kind in METHODS:
+        for accumulation in (1, 4):
+            losses, expected = by_hand(kind, accumulation)
+            whole, resumed = got[f"{kind}-{accumulation}"]
+            assert whole["losses"] == pytest.approx(losses, rel=1e-6)
+            assert resumed["losses"] == pytest.approx(losses[HALF:], rel=1e-6)
+            same(whole["weights"], expected, tolerance=1e-6)
+            same(resumed["weights"], expected, tolerance=1e-6)
+        halves = got[f"{kind}-halves"]
+        assert halves["ranks"] == 2
+        assert all(torch.isfinite(torch.tensor(v)) for v in halves["losses"])
+        if kind in ("plain", "penalty"):
+            losses, expected = by_hand(kind, 2)
+            assert halves["losses"] == pytest.approx(losses, rel=1e-4)
+            same(halves["weights"], expected, tolerance=1e-5)
 
 
 def test_save_state_and_load_state_carry_schedules_and_learned_rates(tmp_path):

@@ -155,28 +155,43 @@ def test_what_cannot_work_is_refused(tmp_path):
         callback.setup(None, task, "fit")
 
 
-@pytest.mark.parametrize("kind", METHODS)
-def test_fabric_equals_a_loop_by_hand(kind):
-    model, twin, data = vit(), vit(), images()
-    expected = bare(twin, regularized(twin, kind), data, 4)
+def by_fabric(folder, kind, accumulation, resume):
+    """The loop of a user of Fabric; it saves after 8 of 16 micro-batches, or starts there from other weights."""
+    model, data = vit(seed=5 if resume else 0), images()
     reg = regularized(model, kind)
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     model.train()
     wrapped, optimizer = fabric.setup(model, optimizer) if reg is None else setup(fabric, reg, optimizer)
-    losses = []
-    for index in range(16):
+    state, losses = {"model": wrapped, "optimizer": optimizer, "reg": {} if reg is None else reg.state_dict()}, []
+    if resume:
+        fabric.load(folder / "half.ckpt", state)
+        if reg is not None:
+            reg.load_state_dict(state["reg"])
+    for index in range(8 if resume else 0, 16):
+        if index == 8 and not resume:
+            fabric.save(folder / "half.ckpt", {**state, "reg": {} if reg is None else reg.state_dict()})
         x, y = next(iter(DataLoader(data[2 * index : 2 * index + 2], batch_size=2)))
         torch.manual_seed(100 + index)
         if reg is None:
             loss = F.cross_entropy(wrapped(x), y)
         else:
-            reg.progress(index // 4 / 4)
+            reg.progress(index // accumulation / (16 // accumulation))
             loss, _ = reg.loss(lambda x=x: wrapped(x), lambda out, y=y: F.cross_entropy(out, y))
-        fabric.backward(loss / 4)
-        losses.append(loss.item() / 4)
-        if index % 4 == 3:
+        fabric.backward(loss / accumulation)
+        losses.append(loss.item() / accumulation)
+        if (index + 1) % accumulation == 0:
             optimizer.step()
             optimizer.zero_grad()
-    assert losses == expected
-    same(weights(model), weights(twin))
+    return losses, weights(model)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("kind", METHODS)
+def test_fabric_equals_a_loop_by_hand_also_when_resumed(tmp_path, kind, accumulation):
+    twin = vit()
+    expected = bare(twin, regularized(twin, kind), images(), accumulation)
+    for resume in (False, True):
+        losses, found = by_fabric(tmp_path, kind, accumulation, resume)
+        assert losses == expected[8 if resume else 0 :]
+        same(found, weights(twin))

@@ -103,3 +103,23 @@ def test_r_drop_of_tokens_counts_valid_ones(distance):
     p, q = a.log_softmax(-1), b.log_softmax(-1)
     each = (a - b).square().mean(-1) if distance == "mse" else ((p.exp() - q.exp()) * (p - q)).sum(-1) / 2
     torch.testing.assert_close(got, each[valid].mean())
+
+
+def test_a_rate_of_its_own_for_the_last_layer_as_text_and_for_the_head():
+    """Written in a row of a table; the dropout before the head is the model's own and has a name."""
+    import transformers as tr
+
+    from dampen.lab.config.methods_text import build_methods, parse_rows
+
+    (specs,) = parse_rows("hidden_dropout(rate=last(value=0.3, rest=0.1))").values()
+    reg = regularize(vit(3), build_methods(specs))
+    assert [round(c.rate.item(), 6) for c in reg.clones] == [0.1, 0.1, 0.3]
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = tr.BertForSequenceClassification(tr.BertConfig(vocab_size=20, **sizes))
+    reg = regularize(model, HiddenDropout(0.1))
+    reg.own(rate=0.4, sites="dropout")
+    assert model.dropout.p == 0.4
+    assert model.bert.embeddings.dropout.p == 0.1
+    reg.remove()
+    assert model.dropout.p == 0.1

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import dampen
 from benchmarks.reference_stochastic import mixout
 from dampen import ExplicitMixout, Mixout, regularize
+from dampen._torch import is_shared
 from dampen.regularizer import UnsupportedModel
 
 
@@ -107,6 +108,33 @@ def test_optimizer_and_copies_leave_the_start_alone():
     first = model(X)
     torch.manual_seed(0)
     assert torch.equal(model(X), first)
+
+
+@pytest.mark.parametrize("move_by", ["optimizer", "data", "numpy", "load"])
+def test_the_start_shares_memory_until_the_weight_moves(move_by):
+    """No matter who writes: U stays, and only what was written to is copied."""
+    model = vit()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.blocks[1].requires_grad_(False)
+    reg = regularize(model, Mixout(0.5, targets="ffn"))
+    model(X).square().sum().backward()
+    maps = [m for block in model.blocks for m in (block.mlp.fc1, block.mlp.fc2)]
+    starts = [p for c in reg.clones for p in c.parameters()]
+    assert all(is_shared(t) for t in [*starts, *(m.weight for m in maps)])  # a forward and a backward only read
+    if move_by == "optimizer":
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    elif move_by == "data":
+        for m in maps[:2]:
+            m.weight.data.add_(1.0)
+    elif move_by == "numpy":
+        for m in maps[:2]:
+            m.weight.detach().numpy()[:] = 3.0
+    else:
+        model.blocks[0].load_state_dict(vit(seed=4).blocks[0].state_dict())
+    assert [is_shared(m.weight) for m in maps] == [False, False, True, True]
+    for start, name in zip(starts, ("0.mlp.fc1", "0.mlp.fc2", "1.mlp.fc1", "1.mlp.fc2"), strict=True):
+        assert torch.equal(start, before[f"blocks.{name}.weight"])
+    assert not torch.equal(maps[0].weight, starts[0])
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dampen import regularize
-from dampen.lab.config.methods_text import build_methods
+from dampen import hidden_key, regularize
+from dampen.lab.config.methods_text import build_methods, parse_rows
 from dampen.lab.config.plan import Plan, make_plan
 from dampen.lab.config.recipe import list_recipes, load_recipe, parse_recipe
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.training.build import make_model
 
@@ -27,7 +28,8 @@ def published(name):
 
 
 def test_every_paper_has_its_tables():
-    assert {n.split("/")[0] for n in NAMES} == {"explicit_dropout", "dropkey", "attentiondrop", "always_skip_attention"}
+    papers_shown = {"explicit_dropout", "dropkey", "attentiondrop", "always_skip_attention", "hidden_key"}
+    assert {n.split("/")[0] for n in NAMES} == papers_shown
     explicit = [n.removeprefix("explicit_dropout/") for n in NAMES if n.startswith("explicit")]
     assert explicit == ["lambda_cifar10", "lambda_digits", *(f"table_{i}" for i in range(1, 6))]
 
@@ -117,6 +119,7 @@ SHAPES = {  # what the data decides, without the data
         {"features": 512, "classes": 21, "max_tokens": 64, "per_token": True},
         lambda: (torch.randn(2, 64, 512), torch.arange(64).expand(2, 64) >= 60),
     ),
+    "tinyshakespeare": ({"vocab": 50}, lambda: (torch.randint(0, 50, (2, 12)),)),
     "multi30k": (
         {"source_vocab": 50, "target_vocab": 50},
         lambda: (torch.randint(3, 50, (2, 9)), torch.randint(3, 50, (2, 7))),
@@ -141,6 +144,23 @@ def test_the_methods_of_every_row_fit_the_model_of_its_laptop_scale(name):
         assert torch.isfinite(loss), row.name
         penalties = [m["name"] for m in trial.methods if m["name"] in ("explicit_dropout", "arora_dropout")]
         assert all(any(t.startswith(p) for t in terms) for p in penalties), (row.name, terms)
+
+
+def test_hidden_key_by_name_is_its_parts_written_out():
+    """In a recipe and on the command line; the trial is the same, and the objects are those of `dampen.hidden_key`."""
+    parts = "drop_key(rate=0.2, unit='column') + hidden_dropout(rate=0.1) + r_drop(weight=0.5)"
+    ((named,), (written,)) = (
+        parse_rows(text).values() for text in ("hidden_key(key=0.2, weight=0.5)", parts)
+    )  # fmt: skip
+    assert named == written
+    trial = {"data": {"name": "digits"}, "model": {"name": "vit"}}
+    row = {"name": "hidden_key", "key": 0.2, "weight": 0.5}
+    ids = {TrialSpec.from_dict({**trial, "methods": methods}).id for methods in ([row], written)}
+    assert len(ids) == 1
+    assert [repr(m) for m in build_methods(written)] == [repr(m) for m in hidden_key(0.2, 0.1, 0.5)]
+    with pytest.raises(ConfigError, match="did you mean 'hidden'"):
+        TrialSpec.from_dict({**trial, "methods": [{"name": "hidden_key", "hiden": 0.2}]})
+    assert len(TrialSpec.from_dict({**trial, "methods": [{"name": "hidden_key", "weight": 0}]}).methods) == 2
 
 
 def test_a_row_that_does_not_use_a_grid_value_has_one_point():

@@ -116,7 +116,7 @@ class Call:
 def split_projection(call: Call, role: str) -> LinearCall:
     """The linear map behind q, k or v of one attention call, cut out of a fused projection where it is fused."""
     if role in call.maps:
-        return call.maps[role]
+        return check_whole(call.maps[role])
     fused = "qkv" if "qkv" in call.maps else "kv" if "kv" in call.maps and role != "q" else None
     if fused is None:
         found = ", ".join(sorted(call.maps)) or "none"
@@ -127,7 +127,7 @@ def split_projection(call: Call, role: str) -> LinearCall:
             f"regularize(..., projections={{'q': 'name', 'k': 'name', 'v': 'name'}}) "
             f"or {{'qkv': 'name'}}, with names inside the attention module."
         )
-    whole = call.maps[fused]
+    whole = check_whole(call.maps[fused])
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
     cut = slice(start, start + rows[role])
@@ -139,6 +139,17 @@ def split_projection(call: Call, role: str) -> LinearCall:
         output=None if whole.output is None else whole.output[..., cut],
         adapter=None if whole.adapter is None else whole.adapter.rows(cut),
     )
+
+
+def check_whole(linear: LinearCall) -> LinearCall:
+    """The map itself; raise where DeepSpeed's ZeRO-3 has taken its weight apart again (it leaves an empty tensor)."""
+    if linear.weight.shape[0] == 0 and hasattr(linear.weight, "ds_id"):
+        raise RuntimeError(
+            f"the weight of the map {linear.role} is read where its attention runs, but DeepSpeed's ZeRO-3 keeps it "
+            "whole only while the map itself runs. Let it gather whole blocks, before deepspeed.initialize: "
+            "deepspeed.utils.set_z3_leaf_modules(model, [type(block)])."
+        )
+    return linear
 
 
 def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:

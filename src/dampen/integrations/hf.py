@@ -85,10 +85,13 @@ class Regularized:
         last: list[Any] = []
 
         def forward() -> tuple[Tensor, Tensor | None]:
-            loss, out = inner(  # a copy, because trainers take the labels out of what they get
-                model, dict(inputs), return_outputs=True, num_items_in_batch=num_items_in_batch, **kwargs
+            # a copy, because trainers take the labels out of what they get; outputs only where the trainer itself asks
+            # for them, because TRL's cost a forward of their own
+            loss = inner(
+                model, dict(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
-            last[:] = [out]
+            if return_outputs:
+                loss, last[:] = loss[0], [loss[1]]
             return loss, self._dampen_predictions(watch) if reg.passes > 1 else None
 
         trainer: Any = self
@@ -216,6 +219,8 @@ def averaged_already(trainer: Any, num_items_in_batch: Tensor | int | None) -> b
 def valid_positions(inputs: dict[str, Any], shift: bool) -> Tensor | None:
     """Which predictions count: of tokens those that have a label; all where there is one prediction per sample."""
     labels = inputs.get("labels")
+    if labels is None and "completion_mask" in inputs:  # DPO: the tokens whose probabilities are compared
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
     if isinstance(labels, Tensor) and labels.ndim >= 2 and not labels.is_floating_point():
         return (F.pad(labels[..., 1:], (0, 1), value=-100) if shift else labels) != -100
     return None

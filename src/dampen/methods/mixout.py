@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from dampen._torch import shared_until_written
+from dampen.calls import check_whole
 from dampen.formulas.explicit.layer import fit, map_penalty, sequence_first
 from dampen.formulas.explicit.precision import as_wide, no_autocast
 from dampen.masks import drop
@@ -23,7 +25,8 @@ class FromStart(Regularizer):
     """What both methods share: the weights U that the chosen maps had when the method was attached.
 
     U is kept as parameters that need no gradient, beside the layer's own: so FSDP shards it with W, the optimizer
-    leaves it alone, the model's state_dict has nothing of it and the handle's has.
+    leaves it alone, the model's state_dict has nothing of it and the handle's has. It shares W's memory until W is
+    written to: maps that are frozen, or not trained yet, cost nothing.
     """
 
     def __init__(self, rate: Value, targets: str | Sequence[str]) -> None:
@@ -52,17 +55,20 @@ class FromStart(Regularizer):
                         self._keep(f"start_{role}_{i}", weight, role)
 
     def _keep(self, name: str, weight: Tensor, role: str) -> None:
-        if weight.is_meta or not weight.is_floating_point():
+        taken_apart = hasattr(weight, "ds_id")  # by deepspeed.zero.Init
+        if weight.is_meta or taken_apart or not weight.is_floating_point():
             state = "has no values yet (meta)" if weight.is_meta else f"is stored as {weight.dtype}"
+            state = "is sharded already (DeepSpeed's zero.Init)" if taken_apart else state
             raise UnsupportedModel(
                 f"{type(self).__name__} keeps the weights that the model starts from, but the map {role} at "
                 f"'{self.site.name if self.site else ''}' {state}. Load the pre-trained weights first, in a floating "
                 "dtype, and regularize then."
             )
-        self.register_parameter(name, nn.Parameter(weight.detach().clone(), requires_grad=False))
+        self.register_parameter(name, nn.Parameter(shared_until_written(weight), requires_grad=False))
 
     def distance(self, call: LinearCall) -> Tensor:
         """W - U of the map that a call is about."""
+        check_whole(call)
         for i, (module, _) in enumerate(self.linears):
             if module is call.module:
                 start: Tensor = getattr(self, f"start_{i}")
@@ -87,8 +93,9 @@ class Mixout(FromStart):
     DropConnect on the difference, so that E[W_used] = W and a model that has not moved yet is not disturbed. It is
     computed as W + ((1 - m) / (1 - p) - 1) (W - U), which rounds the difference and not W.
 
-    Load the pre-trained weights before `regularize`. U costs the memory of the chosen weights once more; it is saved
-    in `reg.state_dict()`, so that a resumed run knows where it started. Departure: biases and embeddings are not mixed.
+    Load the pre-trained weights before `regularize`. U costs the memory of the chosen weights once more as soon as they
+    move; it is saved in `reg.state_dict()`, so that a resumed run knows where it started. Departure: biases and
+    embeddings are not mixed.
 
     Args:
         rate: probability to put a weight back. The paper takes 0.7 to 0.9 for fine-tuning BERT.

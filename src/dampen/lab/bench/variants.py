@@ -51,20 +51,32 @@ _TABLE: dict[str, list[tuple[str, str, float | None]]] = {  # method -> (what is
         ("cross", "drop_key(rate=0.1, unit='cross')", 1.10),
     ],
     "drop_path": [("", "drop_path(rate=0.1)", 1.02)],
+    "embedding_dropout": [("", "embedding_dropout(rate=0.1)", None)],
     "explicit_dropout": [
         ("", "explicit_dropout(value=0.05, ffn=0.05)", 1.03),
         ("all terms", f"explicit_dropout({_ALL_TERMS})", 1.12),
         ("exact", "explicit_dropout(value=0.05, ffn=0.05, form='exact')", 1.06),
         ("all terms, exact", f"explicit_dropout({_ALL_TERMS}, form='exact')", 1.60),
     ],
+    "explicit_mixout": [
+        ("", "explicit_mixout", None),
+        ("ffn", "explicit_mixout(targets='ffn')", None),
+    ],
     "hard_masking": [
         ("", "hard_masking", 1.15),
         ("zero", "hard_masking(fill='zero')", None),
     ],
+    "hidden_dropout": [("", "hidden_dropout(rate=0.1)", None)],
     "layer_drop": [("", "layer_drop(rate=0.2)", 1.02)],
+    "mixout": [
+        ("", "mixout", None),
+        ("ffn", "mixout(targets='ffn')", None),
+    ],
+    "nef_tune": [("", "nef_tune", None)],
     "r_drop": [
         ("", "drop_key(rate=0.1) + r_drop", 1.95),
         ("upper half", "drop_key(rate=0.1) + r_drop", 1.60),
+        ("HiddenKey", "drop_key(rate=0.1, unit='column') + hidden_dropout(rate=0.1) + r_drop", None),
     ],
     "skip_ablation": [("", "skip_ablation(attention=True, ffn=True)", None)],
     "token_graying": [

@@ -27,6 +27,32 @@ OBJECT = "object"
 CODE = "code"
 """The key that holds the hash of a method's own file (`my.py:HeadDropout`): other code is another trial."""
 SCHEDULES = ("constant", "linear", "cosine", "early", "late", "curriculum", "warmup", "vshape")
+WRITTEN = (*SCHEDULES, "last")
+"""What may be written; an object of Python's with `last` in it stays an object, because its trials have that name."""
+COMPOSED = ("hidden_key",)
+"""Names of rows that stand for several methods together: what `dampen.hidden_key` returns, as plain data."""
+
+
+def compose(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The methods behind a spec: itself, or the parts of a composition by its paper's name.
+
+    They are written out, so that a trial is the same whichever way it was said.
+
+    >>> [part["name"] for part in compose({"name": "hidden_key", "hidden": 0.2})]
+    ['drop_key', 'hidden_dropout', 'r_drop']
+    """
+    if spec["name"] not in COMPOSED:
+        return [dict(spec)]
+    rates = {"key": 0.1, "hidden": 0.1, "weight": 1.0}
+    unknown = unknown_keys(_arguments(spec), rates, f"{spec['name']}.")
+    if unknown:
+        raise ConfigError("A row", unknown)
+    rates |= _arguments(spec)
+    parts: list[dict[str, Any]] = [
+        {"name": "drop_key", "rate": rates["key"], "unit": "column"},
+        {"name": "hidden_dropout", "rate": rates["hidden"]},
+    ]
+    return parts if rates["weight"] == 0 else [*parts, {"name": "r_drop", "weight": rates["weight"]}]
 
 
 def build_methods(specs: Sequence[Mapping[str, Any]]) -> list[Regularizer]:
@@ -104,8 +130,8 @@ def _value(value: Any) -> Any:
     if len(value) != 1:
         raise ValueError(f"a schedule is a table with one key, such as {{ linear = [0.3, 0.0] }}, got {dict(value)!r}")
     ((name, arguments),) = value.items()
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}{nearest(name, SCHEDULES)}")
+    if name not in WRITTEN:
+        raise ValueError(f"unknown schedule {name!r}{nearest(name, WRITTEN)}")
     make = getattr(schedules, name)
     if isinstance(arguments, Mapping):
         return make(**{k: _value(v) for k, v in arguments.items()})
@@ -162,9 +188,9 @@ def _row(node: ast.expr, what: str) -> list[dict[str, Any]]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _row(node.left, what) + _row(node.right, what)
     if isinstance(node, ast.Name):
-        return [] if node.id == "plain" else [{"name": node.id}]
+        return [] if node.id == "plain" else compose({"name": node.id})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-        return [{"name": node.func.id, **_named(node, what)}]
+        return compose({"name": node.func.id, **_named(node, what)})
     raise ConfigError(what, [f"cannot read {ast.unparse(node)!r}: write name or name(argument=value)"])
 
 

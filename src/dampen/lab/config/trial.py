@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dampen.extensions import is_in_file
-from dampen.lab.config.methods_text import CODE, code_of_method
+from dampen.lab.config.methods_text import CODE, code_of_method, compose
 from dampen.lab.config.plain import check_plain
 from dampen.lab.config.schema import check_fields, coerce, unknown_keys
 from dampen.lab.errors import ConfigError
@@ -286,7 +286,10 @@ def parse_methods(methods: Any, path: str) -> tuple[tuple[dict[str, Any], ...], 
         plain = json.loads(json.dumps(dict(method)))
         if is_in_file(plain["name"]) and CODE not in plain and Path(plain["name"].rpartition(":")[0]).is_file():
             plain[CODE] = code_of_method(plain["name"])  # other code is another trial
-        parsed.append(plain)
+        try:
+            parsed += compose(plain)
+        except ConfigError as error:
+            problems += [f"{path}[{i}]: {problem}" for problem in error.problems]
     return tuple(parsed), problems
 
 
