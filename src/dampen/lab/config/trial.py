@@ -195,6 +195,8 @@ class TrialSpec:
         default = asdict(TrainOptions())
         train = {k: v for k, v in asdict(self.train).items() if v != default[k]}
         data = {k: v for k, v in self.data.items() if v is not None and v is not False}
+        if data.get("noise") == 0:  # no noise is the same as not saying it
+            del data["noise"]
         parts = {
             "data": data,
             "model": self.model,

@@ -100,7 +100,7 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
         raise LabError(f"{folder} cannot be diagnosed: {why}. Run the trial again to have them.")
     if trial.model["name"] == "mae":
         raise LabError(f"{folder} is a masked autoencoder's training; diagnose the classifier above it.")
-    data = load_data(trial.data, data_dir)
+    data = load_data(trial.data, data_dir, seed=trial.seed)
     before = rng_state(torch.device("cpu"))
     seed_all(derive(trial.seed, "init"))  # as Session does: the same initial weights
     model = make_model(trial.model, data.model_args)

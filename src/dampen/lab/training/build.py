@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dampen.lab.data.folds import fold_of
+from dampen.lab.data.label_noise import with_label_noise
 from dampen.lab.errors import ConfigError
 from dampen.lab.training.own_models import built_model, hub_model
 from dampen.lab.training.parts import Parts
@@ -49,8 +50,14 @@ def _load(arguments: str, data_dir: str | None) -> Any:
 
 
 def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = None, seed: int = 0) -> Any:
-    """The data set of a trial; workers that stay alive load it once. `split_seed = "seed"` draws by the trial's own."""
-    options = {k: v for k, v in data.items() if k not in ("augment", "source", "fingerprint", "code", "folds")}
+    """The data set of a trial; workers that stay alive load it once. `split_seed = "seed"` draws by the trial's own.
+
+    Wrong labels (`noise`) are always drawn by the trial's seed, so that rows of one seed meet the same ones.
+    """
+    if data.get("noise"):
+        clean = load_data({k: v for k, v in data.items() if k != "noise"}, data_dir, parts, seed)
+        return with_label_noise(clean, data["noise"], derive(seed, "noise"))
+    options = {k: v for k, v in data.items() if k not in ("augment", "source", "fingerprint", "code", "folds", "noise")}
     chosen = options.pop("split_seed", 0)
     if data.get("folds"):
         pooled = load_data({k: v for k, v in data.items() if k not in ("folds", "split_seed")}, data_dir, parts)
