@@ -91,7 +91,7 @@ def test_what_is_refused():
     assert not check_data({"name": "digits", "noise": 0.3}, "data.")
     assert "a number in [0, 1), got 1.5" in check_data({"name": "digits", "noise": 1.5}, "data.")[0]
     assert "got True" in check_data({"name": "digits", "noise": True}, "data.")[0]
-    assert "one class each" in check_data({"name": "shakespeare", "noise": 0.1}, "data.")[0]
+    assert "one class each" in check_data({"name": "thumos14", "noise": 0.1}, "data.")[0]
     data = load("digits")
     data.task = "translation"
     with pytest.raises(ValueError, match="digits is translation"):
