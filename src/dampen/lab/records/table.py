@@ -15,6 +15,7 @@ from typing import Any
 
 from dampen.lab.config.plan import Plan, PlannedRow, Point
 from dampen.lab.errors import DamagedRecord
+from dampen.lab.records.final import Final
 from dampen.lab.records.metric import Metric, describe
 from dampen.lab.records.paper import AgainstPaper, Published, against_paper, published_figures
 from dampen.lab.records.record import Record
@@ -222,7 +223,7 @@ def best_point(row: PlannedRow, results: Mapping[str, dict[str, Any]]) -> Point:
 
 def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     finals = {seed: run.final for seed, run in cell.finished().items() if run.final}
-    found = {s: {**f.test, **diagnosed(cell.runs[s].measured)} for s, f in finals.items()}
+    found = {s: {**f.test, **in_training(f), **diagnosed(cell.runs[s].measured)} for s, f in finals.items()}
     keys = list(dict.fromkeys(k for values in found.values() for k in values))
     by_seed = {
         k: {s: describe(k).scale * value for s, v in found.items() if (value := v.get(k)) is not None} for k in keys
@@ -262,6 +263,22 @@ def averaged_folds(values: Mapping[str, float], folds: int) -> dict[str, float]:
     return {str(n): statistics.fmean(found) for n, found in sorted(rounds.items()) if len(found) == folds}
 
 
+def in_training(final: Final) -> dict[str, float | None]:
+    """The variance of the gradient over training, where it was measured: itself, and by the gradient's squared norm."""
+    found = final.variance or {}
+    names = {"training_variance": "trace", "training_variance_normalized": "normalized"}
+    return {name: found[kind] for name, kind in names.items() if kind in found}
+
+
+def _variance_ratio(entry: Entry, reference: Entry) -> None:
+    """The variance against the reference's, seed by seed: the form in which AttentionDrop states its claim."""
+    ours, theirs = (e.by_seed.get("training_variance", {}) for e in (entry, reference))
+    ratios = {seed: ours[seed] / theirs[seed] for seed in ours.keys() & theirs.keys() if theirs[seed]}
+    if ratios:
+        entry.by_seed["variance_ratio"] = dict(sorted(ratios.items()))
+        entry.metrics["variance_ratio"] = summarize(list(entry.by_seed["variance_ratio"].values()))
+
+
 def diagnosed(measured: Mapping[str, Any]) -> dict[str, float]:
     """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap."""
     found: dict[str, Any] = {}
@@ -290,6 +307,7 @@ def _set_references(table: ResultTable) -> None:
             if entry is not reference:
                 entry.reference = reference.name
                 entry.cost = cost_against(entry.cost, entry.cell.finished(), reference.cell.finished())
+                _variance_ratio(entry, reference)
         if not table.study.show_all:
             _find_twins([reference, *(e for e in entries if e is not reference)])
 
