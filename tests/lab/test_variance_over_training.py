@@ -1,4 +1,4 @@
-"""The gradient's variance during training: equal to a loop over batches, unnoticed by training, through interruptions."""
+"""The gradient's variance during training: equal to a loop, unnoticed by training, through interruptions."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ def variance_figure(table: ResultTable, palette: Palette) -> Figure | None:
     caption = (
         "Trace of the covariance of the mini-batch gradient at the weights of that step, over a few batches of the "
     )
-    caption += "training part with the methods at work: mean over seeds, with a band of one standard deviation."
+    caption += "the training part with the methods at work: mean over seeds, with a band of one standard deviation."
     columns = [ROW, Column("step", "Step", 0), Column("mean", "Mean", 5), Column("sd", "SD over seeds", 5)]
     title = "Gradient variance over training"
     panels = [Panel("", finish(chart, 300))]
