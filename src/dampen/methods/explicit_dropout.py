@@ -28,6 +28,7 @@ from dampen.formulas.explicit.maps import read_map
 from dampen.formulas.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
 from dampen.formulas.explicit.precision import as_wide, no_autocast, wide
 from dampen.formulas.explicit.reductions import check_reduction, pair_rows
+from dampen.formulas.explicit.residual import BRANCHES, branch_penalty
 from dampen.formulas.explicit.scores import (
     chunked_pairs,
     count_visible,
@@ -38,11 +39,11 @@ from dampen.formulas.explicit.scores import (
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 
-TERMS = ("query", "key", "value", "attended_value", "query_key", "ffn1", "ffn2", "joint")
+TERMS = ("query", "key", "value", "attended_value", "query_key", "ffn1", "ffn2", "joint", "output", "residual")
 _READS = {  # the projections that each term reads
     "query": "qk", "key": "qk", "query_key": "qk", "value": "v", "attended_value": "v", "joint": "qkv",
 }  # fmt: skip
-_LAYER = {"ffn_in": "ffn1", "ffn_out": "ffn2"}
+_LAYER = {"ffn_in": "ffn1", "ffn_out": "ffn2", "out": "output"}
 
 
 class ExplicitDropout(Regularizer):
@@ -78,6 +79,8 @@ class ExplicitDropout(Regularizer):
         visible_only: query, key and query_key count the pairs that the model's mask lets see, instead of all.
         joint: lambda of one mask on X for queries, keys and values at once, to first order, `form="inverted"` only: a
             vector-Jacobian product with random signs (docs/joint_mask.md), about as dear as a second backward.
+        output: lambda of dropout on the input of the attention's output projection (`ProjectionDropout`).
+        residual: lambda of dropout on each residual branch (`HiddenDropout`), read at the branch's last linear map.
 
     >>> from dampen import ExplicitDropout
     >>> ExplicitDropout(value=0.05, ffn=0.05, rate=0.2)
@@ -107,6 +110,8 @@ class ExplicitDropout(Regularizer):
         detach_inputs: bool = False,
         visible_only: bool = False,
         joint: Value = 0,
+        output: Value = 0,
+        residual: Value = 0,
     ) -> None:
         super().__init__()
         check_form(form, "ExplicitDropout")
@@ -116,7 +121,7 @@ class ExplicitDropout(Regularizer):
         if attended not in ("pre", "post"):
             raise ValueError(f"ExplicitDropout: attended must be 'pre' or 'post', got {attended!r}.")
         weights = dict(zip(TERMS, (query, key, value, attended_value, query_key, ffn if ffn1 is None else ffn1,
-                                   ffn if ffn2 is None else ffn2, joint), strict=True))  # fmt: skip
+                                   ffn if ffn2 is None else ffn2, joint, output, residual), strict=True))  # fmt: skip
         for term, weight in weights.items():
             self.scheduled(term, weight, high=math.inf)
         self.scheduled("rate", rate)
@@ -129,6 +134,11 @@ class ExplicitDropout(Regularizer):
             )
         if "joint" in self.terms:
             check_joint(form, detach_inputs, heads)
+        if "residual" in self.terms and detach_inputs:
+            raise ValueError(
+                "ExplicitDropout: residual has no form with detach_inputs=True: no weight stands between its mask and "
+                "the branch. Use a second ExplicitDropout(residual=...) beside this one."
+            )
         self.form, self.reduction, self.attended = form, reduction, attended
         self.concat, self.shared_mask = heads == "concat", shared_mask
         self.detach_inputs, self.visible_only = detach_inputs, visible_only
@@ -144,7 +154,7 @@ class ExplicitDropout(Regularizer):
         joint = "joint" in self.terms
         self.stochastic = joint  # type: ignore[misc]  # random signs
         stages = {
-            "product": bool(self.terms & {"ffn1", "ffn2"}) or not self.terms,  # all off: present, sees nothing
+            "product": bool(self.terms & {"ffn1", "ffn2", "output", "residual"}) or not self.terms,  # all off: present, sees nothing
             "qkv": "value" in self.terms or bool(self.pair_terms),
             "operands": joint,
             "probs": self.reads_weights or joint,  # the plain kernel, which can be differentiated twice
@@ -154,6 +164,7 @@ class ExplicitDropout(Regularizer):
         reads = {r for term in self.terms for r in _READS.get(term, "")}
         fused = {"qkv", "kv"} if reads else set()
         self.roles = frozenset(reads | fused | {role for role, term in _LAYER.items() if term in self.terms})
+        self.roles |= frozenset(BRANCHES if "residual" in self.terms else ())
         self.needs_valid = bool(self.terms)  # type: ignore[misc]
         self.reads_adapters = not joint and "attended_value" not in self.terms  # A V holds the noise of LoRA's own dropout
 
@@ -177,13 +188,18 @@ class ExplicitDropout(Regularizer):
         return with_gradient(x, call), weight
 
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
-        """Feed-forward, layers 1 and 2."""
+        """Feed-forward, layers 1 and 2, the output projection, and the branches that they give out."""
         term = _LAYER.get(call.role)
+        swapped = call.role != "out" and sequence_first(self.neighbors)  # inside attention the batch is first
         if term in self.terms:
             with no_autocast(y.device.type):
                 y, value = tap_map(y, call, *self._numbers_of(term, y), self.form, self.reduction,
-                                   detach=self.detach_inputs, swapped=sequence_first(self.neighbors))  # fmt: skip
+                                   detach=self.detach_inputs, swapped=swapped)  # fmt: skip
             self.penalize(value, term)
+        if "residual" in self.terms and call.role in BRANCHES:
+            weight, rate = self._numbers_of("residual", y)
+            with no_autocast(y.device.type):
+                self.penalize(weight * branch_penalty(y, call, rate, self.form, self.reduction, swapped), "residual")
         return y
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
