@@ -136,7 +136,10 @@ def test_every_cell(reader):
     assert found.keys() == expected.keys()
     wrong = {path: (found[path], value) for path, value in expected.items() if not value == found[path]}
     assert not wrong, wrong
-    assert len(expected) >= {"explicit_dropout": 248, "dropkey": 22, "attentiondrop": 31, "always_skip_attention": 39}[name]
+    assert (
+        len(expected)
+        >= {"explicit_dropout": 248, "dropkey": 22, "attentiondrop": 31, "always_skip_attention": 39}[name]
+    )
 
 
 def test_every_paper_has_a_reader():

@@ -32,7 +32,9 @@ def test_the_identity_and_pinsker_over_random_predictions():
 
 def model_and_data(n=300):
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=4, channels=1, classes=CLASSES, width=16, depth=2, heads=2, mlp=16)
+    model = dampen.models.ViT(
+        image_size=8, patch_size=4, channels=1, classes=CLASSES, width=16, depth=2, heads=2, mlp=16
+    )
     with torch.no_grad():
         model.head.weight.mul_(30)  # predictions that say something, and differ between draws
     data = [(torch.randn(n // 2, 1, 8, 8), torch.randint(CLASSES, (n // 2,))) for _ in range(2)]  # synthetic

@@ -65,7 +65,9 @@ def test_first_order_is_the_leading_part_of_real_noise():
 
 
 MODELS = {
-    "own ViT, fused": lambda: dampen.models.ViT(image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=2, mlp=8),
+    "own ViT, fused": lambda: dampen.models.ViT(
+        image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=2, mlp=8
+    ),
     "torch's encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True),
 }
 

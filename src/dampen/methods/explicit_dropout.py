@@ -154,7 +154,8 @@ class ExplicitDropout(Regularizer):
         joint = "joint" in self.terms
         self.stochastic = joint  # type: ignore[misc]  # random signs
         stages = {
-            "product": bool(self.terms & {"ffn1", "ffn2", "output", "residual"}) or not self.terms,  # all off: present, sees nothing
+            "product": bool(self.terms & {"ffn1", "ffn2", "output", "residual"})
+            or not self.terms,  # all off: present, sees nothing
             "qkv": "value" in self.terms or bool(self.pair_terms),
             "operands": joint,
             "probs": self.reads_weights or joint,  # the plain kernel, which can be differentiated twice
@@ -166,7 +167,9 @@ class ExplicitDropout(Regularizer):
         self.roles = frozenset(reads | fused | {role for role, term in _LAYER.items() if term in self.terms})
         self.roles |= frozenset(BRANCHES if "residual" in self.terms else ())
         self.needs_valid = bool(self.terms)  # type: ignore[misc]
-        self.reads_adapters = not joint and "attended_value" not in self.terms  # A V holds the noise of LoRA's own dropout
+        self.reads_adapters = (
+            not joint and "attended_value" not in self.terms
+        )  # A V holds the noise of LoRA's own dropout
 
     example: ClassVar[dict[str, Any]] = {"value": 0.05, "ffn": 0.05}
 

@@ -11,6 +11,7 @@ from dampen.methods.drop_connect import check_targets
 from dampen.regularizer import LinearCall, Regularizer
 from dampen.schedules import Value
 
+
 class ProjectionDropout(Regularizer):
     """Plain dropout on the input of the attention's projections, by default of the output projection: with
     `FeedForwardDropout`, `DropAttention(normalized=False)`, `HiddenDropout` and `EmbeddingDropout` every place of figure

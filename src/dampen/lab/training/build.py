@@ -114,6 +114,16 @@ def _load_own(data: dict[str, Any], parts: Parts, arguments: str) -> Any:
     return load_own(kept["parts"], parts.read.code.name, kept["hash"], **cuts)
 
 
+def places(sites: str) -> dict[str, str]:
+    """Where a trial's methods sit, as `regularize` takes it: `cross:PATTERN` and `self:PATTERN` choose the attention.
+
+    >>> places("*"), places("cross:*")
+    ({'sites': '*'}, {'sites': '*', 'attention': 'cross'})
+    """
+    kind, colon, pattern = sites.partition(":")
+    return {"sites": pattern, "attention": kind} if colon and kind in ("self", "cross", "all") else {"sites": sites}
+
+
 def make_augment(chosen: Any, data: Any) -> Any:
     """The augmentations of a trial as a function of a batch and a generator, or None."""
     from dampen.lab.data import augment

@@ -17,7 +17,7 @@ from dampen.lab.config.trial import TrialSpec
 from dampen.lab.data.errors import DamagedData
 from dampen.lab.errors import ConfigError
 from dampen.lab.loggers import check_loggers
-from dampen.lab.training.build import derive, load_data, make_augment, make_model, seed_all
+from dampen.lab.training.build import derive, load_data, make_augment, make_model, places, seed_all
 from dampen.lab.training.checkpoint import rng_state, set_rng_state
 from dampen.lab.training.distributed import (
     all_ranks,
@@ -96,7 +96,7 @@ class TrialState:
         if trial.methods:
             from dampen import regularize
 
-            self.handle = regularize(self.raw, build_methods(trial.methods), sites=trial.sites)
+            self.handle = regularize(self.raw, build_methods(trial.methods), **places(trial.sites))
         self.own = cast(nn.Module, torch.compile(self.raw)) if self.options.compile else self.raw
         self.model = self.fabric.setup_module(self.own)
         extra = list(self.handle.parameters()) if self.handle else []
