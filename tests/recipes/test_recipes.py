@@ -114,6 +114,10 @@ SHAPES = {  # what the data decides, without the data
     "digits": ({"image_size": 8, "channels": 1, "classes": 10}, lambda: (torch.randn(2, 1, 8, 8),)),
     "cifar10": ({"image_size": 32, "channels": 3, "classes": 10}, lambda: (torch.randn(2, 3, 32, 32),)),
     "cifar100": ({"image_size": 32, "channels": 3, "classes": 100}, lambda: (torch.randn(2, 3, 32, 32),)),
+    "digit_captions": (
+        {"image_size": 8, "channels": 1, "classes": 2, "vocab": 20, "max_tokens": 5},
+        lambda: (torch.randn(2, 1, 8, 8), torch.randint(1, 20, (2, 5))),
+    ),
     "gtzan": ({"features": 128, "classes": 10, "max_tokens": 129}, lambda: (torch.randn(2, 129, 128),)),
     "thumos14": (
         {"features": 512, "classes": 21, "max_tokens": 64, "per_token": True},

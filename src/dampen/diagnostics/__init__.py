@@ -24,6 +24,7 @@ from dampen.diagnostics.calibration import (
     wilson_interval,
 )
 from dampen.diagnostics.conditioning import Condition, Conditioning, ConditionProbe, condition_of, measure_conditioning
+from dampen.diagnostics.consistency_bound import ConsistencyBound, consistency_bound
 from dampen.diagnostics.corruptions import CORRUPTIONS, Corruptions, corrupt, measure_corruptions
 from dampen.diagnostics.generalization import (
     GeneralizationGap,
@@ -47,6 +48,7 @@ __all__ = [
     "Condition",
     "ConditionProbe",
     "Conditioning",
+    "ConsistencyBound",
     "Corruptions",
     "GeneralizationGap",
     "GradientVariance",
@@ -62,6 +64,7 @@ __all__ = [
     "binary_kl_inverse",
     "calibration_of",
     "condition_of",
+    "consistency_bound",
     "corrupt",
     "estimate_condition",
     "expected_calibration_error",

@@ -21,6 +21,7 @@ from dampen.methods.layer_drop import LayerDrop
 from dampen.methods.mixout import ExplicitMixout, Mixout
 from dampen.methods.neftune import NEFTune
 from dampen.methods.patch_dropout import PatchDropout
+from dampen.methods.projection_dropout import ProjectionDropout
 from dampen.methods.r_drop import RDrop
 from dampen.methods.skip_ablation import SkipAblation
 from dampen.methods.token_graying import TokenGraying
@@ -46,6 +47,7 @@ __all__ = [
     "Mixout",
     "NEFTune",
     "PatchDropout",
+    "ProjectionDropout",
     "RDrop",
     "SkipAblation",
     "TokenGraying",

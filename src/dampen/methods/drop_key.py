@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.formulas.grid import check_grid, grid_of, model_grid
+from dampen.formulas.grid_cover import exact_seed_rate
 from dampen.masks import Rate, any_in_row, bernoulli, dilate, seed_rate
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
@@ -27,7 +28,10 @@ class DropKey(Regularizer):
     Departures: acts in training only (the published code has no such guard); a query that would lose all its keys
     gets one of them back, so the realized rate is p - p^m / m for m visible keys; seeds are drawn at the rate that
     hides each place with probability p away from borders (1 - (1-p)^(1/w^2) for blocks, 1 - (1-p)^(1/(w (gh+gw) -
-    w^2)) for crosses); prefix tokens (CLS) are dropped singly.
+    w^2)) for crosses), which hides less than p of a small grid (0.217 for p = 0.3, w = 3 on 4 x 4), or with
+    `exact_rate=True` at the rate gamma for which the mean over the grid of 1 - (1 - gamma)^c_ij is p, c_ij the number
+    of seeds that reach a place, so that structures are compared at equal strength; prefix tokens (CLS) are dropped
+    singly.
 
     The paper's two remedies for the gap between training and test: `DropKey(early(0.3, until=0.9))` fine-tunes
     without it, and `reg.mc_average(lambda: model(x))` averages over random masks at test time.
@@ -38,6 +42,7 @@ class DropKey(Regularizer):
         window: w, for block and cross.
         grid: (rows, columns) of the patch grid, for block and cross; by default the largest square, with at most 8
             prefix tokens.
+        exact_rate: whether block and cross hide a share p of the grid on average, not only of its middle.
 
     >>> from dampen import DropKey, linear
     >>> DropKey(linear(0.3, 0.0))
@@ -46,7 +51,12 @@ class DropKey(Regularizer):
     rate: Tensor
 
     def __init__(
-        self, rate: Value = 0.1, unit: Unit = "element", window: int = 1, grid: tuple[int, int] | None = None
+        self,
+        rate: Value = 0.1,
+        unit: Unit = "element",
+        window: int = 1,
+        grid: tuple[int, int] | None = None,
+        exact_rate: bool = False,
     ) -> None:
         super().__init__()
         if unit not in UNITS:
@@ -55,7 +65,10 @@ class DropKey(Regularizer):
             raise ValueError(f"DropKey: window is a number of patches, at least 1, got {window!r}.")
         if window > 1 and unit in ("element", "column"):
             raise ValueError(f"DropKey: window={window} needs unit='block' or 'cross', got unit={unit!r}.")
+        if exact_rate and unit in ("element", "column"):
+            raise ValueError(f"DropKey: exact_rate is for unit='block' and 'cross'; unit={unit!r} hides p as it is.")
         self.scheduled("rate", rate)
+        self.exact_rate = exact_rate
         self.unit, self.window, self.grid = unit, window, None if grid is None else check_grid(grid)
         self.patches: tuple[int, int] | None = None  # the grid that the model makes, if it tells
         self.per_query = unit != "column"
@@ -79,7 +92,9 @@ class DropKey(Regularizer):
         rows, columns = grid_of(keys, self.grid, patches=self.patches)
         places = (batch, heads, queries, rows, columns)
         on_grid = block_mask if self.unit == "block" else cross_mask
-        hidden = on_grid(places, rate, self.window, q.device).flatten(-2)
+        unit: Literal["block", "cross"] = "block" if self.unit == "block" else "cross"
+        seeds = exact_seed_rate(rate, rows, columns, self.window, unit) if self.exact_rate else None
+        hidden = on_grid(places, rate, self.window, q.device, seeds).flatten(-2)
         prefix = bernoulli((batch, heads, queries, keys - rows * columns), rate, q.device)
         return torch.cat([prefix, hidden], dim=-1)
 
@@ -91,19 +106,27 @@ class DropKey(Regularizer):
 
     def extra_repr(self) -> str:
         window = f", window={self.window}" if self.unit in ("block", "cross") else ""
-        return f"{super().extra_repr()}, unit={self.unit}{window}"
+        return f"{super().extra_repr()}, unit={self.unit}{window}{', exact_rate=True' if self.exact_rate else ''}"
 
 
-def block_mask(shape: tuple[int, ...], rate: Rate, window: int, device: torch.device) -> Tensor:
-    """Hide the window x window patches around random seeds of the (..., rows, columns) grid."""
-    seeds = bernoulli(shape, seed_rate(rate, window * window), device)
+def block_mask(
+    shape: tuple[int, ...], rate: Rate, window: int, device: torch.device, gamma: Rate | None = None
+) -> Tensor:
+    """Hide the window x window patches around random seeds of the (..., rows, columns) grid.
+
+    `gamma` is the rate of seeds; by default the one that hides a place away from borders with probability `rate`.
+    """
+    seeds = bernoulli(shape, seed_rate(rate, window * window) if gamma is None else gamma, device)
     return dilate(dilate(seeds, window, -1), window, -2)
 
 
-def cross_mask(shape: tuple[int, ...], rate: Rate, window: int, device: torch.device) -> Tensor:
+def cross_mask(
+    shape: tuple[int, ...], rate: Rate, window: int, device: torch.device, gamma: Rate | None = None
+) -> Tensor:
     """Hide window-wide horizontal and vertical stripes through random seeds of the (..., rows, columns) grid."""
     rows, columns = shape[-2:]
-    seeds = bernoulli(shape, seed_rate(rate, window * (rows + columns) - window * window), device)
+    covered = window * (rows + columns) - window * window
+    seeds = bernoulli(shape, seed_rate(rate, covered) if gamma is None else gamma, device)
     horizontal = dilate(any_in_row(seeds), window, -2)
     any_in_column = seeds.view(torch.uint8).amax(-2, keepdim=True).bool()  # on bytes: `any` over bools is slow on a CPU
     return horizontal | dilate(any_in_column, window, -1)

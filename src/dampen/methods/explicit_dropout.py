@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from dampen.formulas.explicit.attended import attended_bias, attended_bias_from_weights, attended_variance
 from dampen.formulas.explicit.diagonal import diagonal_weights, shared_mask_excess
 from dampen.formulas.explicit.forms import Number, check_form, combine, is_off, single
+from dampen.formulas.explicit.joint_mask import check_joint, joint_variance, with_gradient
 from dampen.formulas.explicit.layer import (
     as_one_head,
     check_roles,
@@ -27,6 +29,7 @@ from dampen.formulas.explicit.maps import read_map
 from dampen.formulas.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
 from dampen.formulas.explicit.precision import as_wide, no_autocast, wide
 from dampen.formulas.explicit.reductions import check_reduction, pair_rows
+from dampen.formulas.explicit.residual import BRANCHES, branch_penalty
 from dampen.formulas.explicit.scores import (
     chunked_pairs,
     count_visible,
@@ -37,11 +40,11 @@ from dampen.formulas.explicit.scores import (
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 
-TERMS = ("query", "key", "value", "attended_value", "query_key", "ffn1", "ffn2")
+TERMS = ("query", "key", "value", "attended_value", "query_key", "ffn1", "ffn2", "joint", "output", "residual")
 _READS = {  # the projections that each term reads
-    "query": "qk", "key": "qk", "query_key": "qk", "value": "v", "attended_value": "v",
+    "query": "qk", "key": "qk", "query_key": "qk", "value": "v", "attended_value": "v", "joint": "qkv",
 }  # fmt: skip
-_LAYER = {"ffn_in": "ffn1", "ffn_out": "ffn2"}
+_LAYER = {"ffn_in": "ffn1", "ffn_out": "ffn2", "out": "output"}
 
 
 class ExplicitDropout(Regularizer):
@@ -75,6 +78,10 @@ class ExplicitDropout(Regularizer):
             Self-attention only.
         detach_inputs: gradients go to the weights alone, not to the activations.
         visible_only: query, key and query_key count the pairs that the model's mask lets see, instead of all.
+        joint: lambda of one mask on X for queries, keys and values at once, to first order, `form="inverted"` only: a
+            vector-Jacobian product with random signs (docs/joint_mask.md), about as dear as a second backward.
+        output: lambda of dropout on the input of the attention's output projection (`ProjectionDropout`).
+        residual: lambda of dropout on each residual branch (`HiddenDropout`), read at the branch's last linear map.
 
     >>> from dampen import ExplicitDropout
     >>> ExplicitDropout(value=0.05, ffn=0.05, rate=0.2)
@@ -103,6 +110,9 @@ class ExplicitDropout(Regularizer):
         shared_mask: bool = False,
         detach_inputs: bool = False,
         visible_only: bool = False,
+        joint: Value = 0,
+        output: Value = 0,
+        residual: Value = 0,
     ) -> None:
         super().__init__()
         check_form(form, "ExplicitDropout")
@@ -112,7 +122,7 @@ class ExplicitDropout(Regularizer):
         if attended not in ("pre", "post"):
             raise ValueError(f"ExplicitDropout: attended must be 'pre' or 'post', got {attended!r}.")
         weights = dict(zip(TERMS, (query, key, value, attended_value, query_key, ffn if ffn1 is None else ffn1,
-                                   ffn if ffn2 is None else ffn2), strict=True))  # fmt: skip
+                                   ffn if ffn2 is None else ffn2, joint, output, residual), strict=True))  # fmt: skip
         for term, weight in weights.items():
             self.scheduled(term, weight, high=math.inf)
         self.scheduled("rate", rate)
@@ -121,6 +131,13 @@ class ExplicitDropout(Regularizer):
             raise ValueError(
                 "ExplicitDropout: attended_value has no form with heads='concat', because every head attends "
                 "differently. Use heads='per_head', or a second ExplicitDropout(attended_value=...) beside this one."
+            )
+        if "joint" in self.terms:
+            check_joint(form, detach_inputs, heads)
+        if "residual" in self.terms and detach_inputs:
+            raise ValueError(
+                "ExplicitDropout: residual has no form with detach_inputs=True: no weight stands between its mask and "
+                "the branch. Use a second ExplicitDropout(residual=...) beside this one."
             )
         self.form, self.reduction, self.attended = form, reduction, attended
         self.concat, self.shared_mask = heads == "concat", shared_mask
@@ -133,18 +150,26 @@ class ExplicitDropout(Regularizer):
         attends = "attended_value" in self.terms
         # A detached input leaves Wv alone, which the attention output cannot tell from A: take A itself
         self.reads_weights = attends and (self.form != "paper" or self.detach_inputs)
+        self.reads_output = attends and self.form != "inverted" and not self.detach_inputs
+        joint = "joint" in self.terms
+        self.stochastic = joint  # type: ignore[misc]  # random signs
         stages = {
-            "product": bool(self.terms & {"ffn1", "ffn2"}) or not self.terms,  # all off: present, sees nothing
+            "product": bool(self.terms & {"ffn1", "ffn2", "output", "residual"})
+            or not self.terms,  # all off: present, sees nothing
             "qkv": "value" in self.terms or bool(self.pair_terms),
-            "probs": self.reads_weights,
-            "heads": attends and self.form != "inverted" and not self.detach_inputs,
+            "operands": joint,
+            "probs": self.reads_weights or joint,  # the plain kernel, which can be differentiated twice
+            "heads": self.reads_output or joint,
         }
         self.stages = frozenset(stage for stage, on in stages.items() if on)
         reads = {r for term in self.terms for r in _READS.get(term, "")}
         fused = {"qkv", "kv"} if reads else set()
         self.roles = frozenset(reads | fused | {role for role, term in _LAYER.items() if term in self.terms})
+        self.roles |= frozenset(BRANCHES if "residual" in self.terms else ())
         self.needs_valid = bool(self.terms)  # type: ignore[misc]
-        self.reads_adapters = "attended_value" not in self.terms  # A V holds the noise of LoRA's own dropout
+        self.reads_adapters = (
+            not joint and "attended_value" not in self.terms
+        )  # A V holds the noise of LoRA's own dropout
 
     example: ClassVar[dict[str, Any]] = {"value": 0.05, "ffn": 0.05}
 
@@ -169,14 +194,23 @@ class ExplicitDropout(Regularizer):
 
     # --- the stages -------------------------------------------------------------------------------
 
+    def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
+        """One mask for q, k and v: their input must have a gradient, also where nothing below it is trained."""
+        return with_gradient(x, call), weight
+
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
-        """Feed-forward, layers 1 and 2."""
+        """Feed-forward, layers 1 and 2, the output projection, and the branches that they give out."""
         term = _LAYER.get(call.role)
+        swapped = call.role != "out" and sequence_first(self.neighbors)  # inside attention the batch is first
         if term in self.terms:
             with no_autocast(y.device.type):
                 y, value = tap_map(y, call, *self._numbers_of(term, y), self.form, self.reduction,
-                                   detach=self.detach_inputs, swapped=sequence_first(self.neighbors))  # fmt: skip
+                                   detach=self.detach_inputs, swapped=swapped)  # fmt: skip
             self.penalize(value, term)
+        if "residual" in self.terms and call.role in BRANCHES:
+            weight, rate = self._numbers_of("residual", y)
+            with no_autocast(y.device.type):
+                self.penalize(weight * branch_penalty(y, call, rate, self.form, self.reduction, swapped), "residual")
         return y
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,6 +226,8 @@ class ExplicitDropout(Regularizer):
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
         """Attended value: the parts that need the attention weights. `a` may hold some of the queries only."""
+        if not self.reads_weights:
+            return a
         with no_autocast(a.device.type):
             v = read_map(call, "v", None, call.value_size, self.detach_inputs)
             if v.x.shape[1] != a.shape[-1]:
@@ -211,7 +247,12 @@ class ExplicitDropout(Regularizer):
         return a
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
-        """Attended value: the part that the attention output tells."""
+        """Attended value: the part that the attention output tells; and one mask for q, k and v at once."""
+        if "joint" in self.terms and torch.is_grad_enabled():
+            rows = query_rows(call, self.reduction, wide(o).dtype)
+            self._penalize("joint", joint_variance(o, call, rows, as_wide(self.current("rate"), o)))
+        if not self.reads_output:
+            return o
         with no_autocast(o.device.type):
             linear = call.projection("v")
             bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, o.shape[-1]))

@@ -14,8 +14,8 @@ class HiddenDropout(Regularizer):
     (arXiv 1706.03762), `hidden_dropout_prob` of BERT-like models, switched on without editing the model.
 
     x + b becomes x + m * b / (1 - p), m ~ Bernoulli(1 - p) per feature, for the attention and the feed-forward branch
-    of each block. With `EmbeddingDropout`, `DropAttention(normalized=False)` and `FeedForwardDropout` it makes up the
-    places of dropout in figure 1 of Explicit Dropout (arXiv 2604.20505); with `DropKey(unit="column")` and `RDrop` it
+    of each block. With `EmbeddingDropout`, `DropAttention(normalized=False)`, `ProjectionDropout` and `FeedForwardDropout` it
+    makes up the places of dropout in figure 1 of Explicit Dropout (arXiv 2604.20505); with `DropKey(unit="column")` and `RDrop` it
     is HiddenKey (`dampen.hidden_key`). A model's own dropout stays as it is and acts besides.
 
     Args:

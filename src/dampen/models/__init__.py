@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from dampen.extensions import from_packages
+from dampen.models.caption import CaptionMatcher
 from dampen.models.convmixer import ConvMixer
 from dampen.models.encoder import FeatureEncoder
 from dampen.models.language import LanguageModel
@@ -19,6 +20,7 @@ from dampen.names import nearest
 
 __all__ = [
     "MODELS",
+    "CaptionMatcher",
     "ConvMixer",
     "FeatureEncoder",
     "LanguageModel",
@@ -38,6 +40,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "text": TextEncoder,
     "convmixer": ConvMixer,
     "mae": MaskedAutoencoder,
+    "captions": CaptionMatcher,
     **from_packages("dampen.models"),
 }
 """Models by name: ours, and those of installed packages (entry point `dampen.models`)."""

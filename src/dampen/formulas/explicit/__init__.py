@@ -1,6 +1,7 @@
 """Explicit Dropout's penalties as plain functions of tensors (arXiv 2604.20505), for `ExplicitDropout` and for your
 own modules."""
 
+from dampen.formulas.explicit.appendix_b import AppendixB, appendix_b, r_arora, r_cross
 from dampen.formulas.explicit.convolution import ConvolutionPenalties, convolution_penalty, regularize_convolutions
 from dampen.formulas.explicit.forms import FORMS
 from dampen.formulas.explicit.linear import linear_penalty
@@ -9,9 +10,13 @@ from dampen.formulas.explicit.reductions import REDUCTIONS, author_weight
 __all__ = [
     "FORMS",
     "REDUCTIONS",
+    "AppendixB",
     "ConvolutionPenalties",
+    "appendix_b",
     "author_weight",
     "convolution_penalty",
     "linear_penalty",
+    "r_arora",
+    "r_cross",
     "regularize_convolutions",
 ]

@@ -22,6 +22,7 @@ COMMON_DATA = (
     "fingerprint",
     "code",
     "folds",
+    "noise",
 )
 
 
@@ -60,7 +61,20 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
         problems.append(f"{path}split_seed: a whole number, or 'seed' to draw anew for each seed, got {drawn!r}")
     if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool) or folds < 2):
         problems.append(f"{path}folds: a whole number from 2, got {folds!r}")
+    problems += _check_noise(data.get("noise"), DATASETS[data["name"]].task, f"{path}noise")
     return problems + _check_augment(data.get("augment"), DATASETS[data["name"]].task, f"{path}augment")
+
+
+def _check_noise(share: Any, task: str, path: str) -> list[str]:
+    from dampen.lab.data.label_noise import TASKS
+
+    if share is None or share is False:
+        return []
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
+        return [f"{path}: the share of wrong training labels, a number in [0, 1), got {share!r}"]
+    if share and task not in TASKS:
+        return [f"{path}: wrong labels are for sets with one class each ({', '.join(TASKS)}); this set is {task}"]
+    return []
 
 
 def _check_augment(chosen: Any, task: str, path: str) -> list[str]:

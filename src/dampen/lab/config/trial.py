@@ -55,6 +55,7 @@ class TrainOptions:
     patience: int | None = None
     select: Literal["best", "last"] = "best"
     condition_every: int | None = None  # steps between measurements of condition numbers, on 16 validation examples
+    variance_every: int | None = None  # steps between measurements of the gradient's variance, on 8 training batches
 
     def problems(self, path: str = "train.") -> list[str]:
         """What is wrong with the values, beyond their types."""
@@ -69,6 +70,7 @@ class TrainOptions:
             "validate_every",
             "patience",
             "condition_every",
+            "variance_every",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -92,6 +94,8 @@ class TrainOptions:
                 f"{path}batch_size: {self.batch_size} samples cannot be shared by {self.devices} devices in "
                 f"{self.accumulate} equal parts; choose a multiple of {self.accumulate * self.devices}"
             )
+        if self.variance_every is not None and (self.devices > 1 or self.accumulate > 1):
+            found.append(f"{path}variance_every: the gradient of a whole batch is measured on one device, accumulate 1")
         if self.precision == "fp16" and self.strategy == "fsdp" and self.devices > 1:
             found.append(f"{path}precision: fp16 needs a gradient scaler, which fsdp does not have here; use bf16")
         return found
@@ -196,6 +200,8 @@ class TrialSpec:
         default = asdict(TrainOptions())
         train = {k: v for k, v in asdict(self.train).items() if v != default[k]}
         data = {k: v for k, v in self.data.items() if v is not None and v is not False}
+        if data.get("noise") == 0:  # no noise is the same as not saying it
+            del data["noise"]
         parts = {
             "data": data,
             "model": self.model,
@@ -266,7 +272,7 @@ def _before(trial: TrialSpec) -> dict[str, Any]:
         "data": own["data"] | over.get("data", {}),
         "model": {"name": "mae"} | encoder | over.get("model", {}),
         "methods": over.get("methods", own["methods"]),
-        "train": own["train"] | {"condition_every": None} | over.get("train", {}),
+        "train": own["train"] | {"condition_every": None, "variance_every": None} | over.get("train", {}),
         "seed": trial.seed,
         "sites": over.get("sites", trial.sites),
     }

@@ -12,6 +12,7 @@ from dampen.lab.data.arrays import FEATURE_ARRAYS, IMAGE_ARRAYS, load_arrays
 from dampen.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
 from dampen.lab.data.corpus import SHAKESPEARE, TEXT, load_corpus
 from dampen.lab.data.dataset import Dataset, DataSpec, Request
+from dampen.lab.data.digit_captions import DIGIT_CAPTIONS, load_digit_captions
 from dampen.lab.data.digits import DIGITS, load_digits
 from dampen.lab.data.folder import FOLDER, load_folder
 from dampen.lab.data.fsdd import FSDD, load_fsdd
@@ -30,6 +31,7 @@ def _needs_its_function(ask: Request, **options: Any) -> Dataset:
 
 _TABLE: list[tuple[DataSpec, Callable[..., Dataset]]] = [
     (DIGITS, load_digits),
+    (DIGIT_CAPTIONS, load_digit_captions),
     (CIFAR10, load_cifar),
     (CIFAR100, load_cifar),
     (FOLDER, load_folder),

@@ -192,6 +192,15 @@ def _bound(t: Trained, s: Settings) -> dict[str, Any]:
     return {**asdict(best), "prior": "the initial weights, before any training" if t.initial else "zeros"}
 
 
+def consistency(t: Trained, s: Settings) -> dict[str, Any]:
+    """How much two draws of the masks disagree, and the bound on the averaged prediction that follows from it."""
+    from dampen.diagnostics import consistency_bound
+
+    if t.data.task not in ("image", "audio", "text", "classification"):
+        raise ValueError(f"the bound is for independent examples with one class each; {t.data.name} is {t.data.task}")
+    return asdict(consistency_bound(t.model, t.batches("test", s.examples), t.handle, seed=s.seed))
+
+
 def _some_inputs(t: Trained, count: int) -> Any:
     return inputs_of(t.data.test.batch(torch.arange(min(count, len(t.data.test)))))
 
@@ -205,5 +214,6 @@ SECTIONS: dict[str, Callable[[Trained, Settings], Any]] = {
     "conditioning": conditioning,
     "attention_maps": attention_maps,
     "generalization": generalization,
+    "consistency": consistency,
 }
 """Name -> how to measure it. The names are the keys of diagnose.json, which the report reads."""

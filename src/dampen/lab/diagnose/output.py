@@ -19,6 +19,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "corrupted": lambda r: f"{100 * r['corruptions']['mean_accuracy']:.1f} %",
     "gradient variance": lambda r: f"{r['gradient_variance']['normalized']:.3f}",
     "gap": lambda r: f"{100 * r['generalization']['accuracy_gap']:.1f} %",
+    "Brier bound, averaged": lambda r: f"{r['consistency']['bound']:.3f}",
     "PAC-Bayes bound": lambda r: f"{r['generalization']['pac_bayes']['bound']:.3f}",
 }
 SHORT = ("accuracy", "NLL", "ECE", "PGD", "corrupted", "gap")

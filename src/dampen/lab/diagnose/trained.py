@@ -16,7 +16,7 @@ from dampen.diagnostics.pixels import Pixels
 from dampen.lab.config.methods_text import build_methods
 from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.records.record import PRETRAIN, Record
-from dampen.lab.training.build import derive, load_data, make_model, seed_all
+from dampen.lab.training.build import derive, load_data, make_model, places, seed_all
 from dampen.lab.training.checkpoint import load_newest, rng_state, set_rng_state
 
 PICTURE = "attention.png"
@@ -100,7 +100,7 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
         raise LabError(f"{folder} cannot be diagnosed: {why}. Run the trial again to have them.")
     if trial.model["name"] == "mae":
         raise LabError(f"{folder} is a masked autoencoder's training; diagnose the classifier above it.")
-    data = load_data(trial.data, data_dir)
+    data = load_data(trial.data, data_dir, seed=trial.seed)
     before = rng_state(torch.device("cpu"))
     seed_all(derive(trial.seed, "init"))  # as Session does: the same initial weights
     model = make_model(trial.model, data.model_args)
@@ -111,7 +111,7 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
     if trial.methods:
         from dampen import regularize
 
-        handle = regularize(model, build_methods(trial.methods), sites=trial.sites)
+        handle = regularize(model, build_methods(trial.methods), **places(trial.sites))
         handle.progress(1.0)
     name = " + ".join(m["name"] for m in trial.methods) or "plain"
     smoothing = trial.train.label_smoothing

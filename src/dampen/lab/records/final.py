@@ -44,6 +44,7 @@ class Final(msgspec.Struct, kw_only=True):
     selected_weights: str = ""
     data: dict[str, Any] = {}
     pretrain: dict[str, Any] | None = None
+    variance: dict[str, float | None] | None = None  # of the gradient, mean over training, where it was measured
     reason: str = ""
     terms: list[str] = []
     step: int | None = None
@@ -70,6 +71,7 @@ class LogLine(msgspec.Struct, kw_only=True):
     lr: float | None = None
     seconds: float | None = None
     conditioning: list[dict[str, Any]] = []
+    variance: list[dict[str, float | None]] = []
 
     @property
     def at(self) -> float:

@@ -24,6 +24,7 @@ from dampen.lab.records.recorded import RecordedTrial, read_trial
 from dampen.lab.records.stats import Summary, summarize
 from dampen.lab.records.step_cost import Cost, cost_against, cost_of
 from dampen.lab.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
+from dampen.lab.records.training_variance import in_training, ratios
 from dampen.lab.records.verdict import Comparison, Test, judge_pairs, sentence, words
 
 
@@ -232,7 +233,7 @@ def best_point(row: PlannedRow, results: Mapping[str, dict[str, Any]]) -> Point:
 
 def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     finals = {seed: run.final for seed, run in cell.finished().items() if run.final}
-    found = {s: {**f.test, **diagnosed(cell.runs[s].measured)} for s, f in finals.items()}
+    found = {s: {**f.test, **in_training(f), **diagnosed(cell.runs[s].measured)} for s, f in finals.items()}
     keys = list(dict.fromkeys(k for values in found.values() for k in values))
     by_seed = {
         k: {s: describe(k).scale * value for s, v in found.items() if (value := v.get(k)) is not None} for k in keys
@@ -263,6 +264,14 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     )
 
 
+def _variance_ratio(entry: Entry, reference: Entry) -> None:
+    """The variance against the reference's, seed by seed: the form in which AttentionDrop states its claim."""
+    found = ratios(*(e.by_seed.get("training_variance", {}) for e in (entry, reference)))
+    if found:
+        entry.by_seed["variance_ratio"] = found
+        entry.metrics["variance_ratio"] = summarize(list(found.values()))
+
+
 def diagnosed(measured: Diagnosis) -> dict[str, float]:
     """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap."""
     found: dict[str, Any] = {}
@@ -291,6 +300,7 @@ def _set_references(table: ResultTable) -> None:
                 entry.unpaired = unpaired(
                     entry.cell.finished(), reference.cell.finished(), table.study.header.get("folds") or 1
                 )
+                _variance_ratio(entry, reference)
         if not table.study.show_all:
             _find_twins([reference, *(e for e in entries if e is not reference)])
 

@@ -20,6 +20,7 @@ from dampen.lab.report.curves import curves
 from dampen.lab.report.diagnosis import measured_figures
 from dampen.lab.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
 from dampen.lab.report.forest import forest
+from dampen.lab.report.gradient_variance import variance_figure
 from dampen.lab.report.heatmap import grid
 from dampen.lab.report.picking import chosen_rows, pairs_view, rows_view
 from dampen.lab.report.read import Skipped
@@ -98,6 +99,7 @@ def table_figures(table: ResultTable, palette: Palette) -> list[Figure]:
         searched(table, palette),
         *curves(table, palette),
         conditioning_figure(table, palette),
+        variance_figure(table, palette),
         *measured_figures(table, palette),
     ]
     figures = sorted(

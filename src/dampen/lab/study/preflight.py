@@ -17,7 +17,7 @@ from dampen.lab.config.methods_text import build_methods
 from dampen.lab.config.plan import Plan
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, Interrupted, LabError
-from dampen.lab.training.build import load_data, make_model, seed_all
+from dampen.lab.training.build import load_data, make_model, places, seed_all
 from dampen.lab.training.losses import task_loss
 from dampen.lab.training.state import Execution
 from dampen.lab.training.train import run_trial
@@ -68,7 +68,7 @@ def _problem(trial: TrialSpec, execution: Execution) -> str:
             raise ConfigError("The model", [problem]) from error
         return ""
     try:
-        handle = regularize(model, build_methods(trial.methods), sites=trial.sites)
+        handle = regularize(model, build_methods(trial.methods), **places(trial.sites))
         handle.loss(lambda: model(*batch["inputs"]), criterion, valid=batch.get("valid"))
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)

@@ -24,6 +24,7 @@ from dampen.lab.training.distributed import all_ranks, is_sharded, load_model_st
 from dampen.lab.training.losses import NotFinite
 from dampen.lab.training.optim import learning_rate
 from dampen.lab.training.state import Execution, TrialState
+from dampen.lab.training.variance import over_training
 from dampen.native import library
 
 Event = dict[str, Any]
@@ -67,6 +68,7 @@ class Bookkeeping:
             s.resumed = max(len(self.record.sessions()) - 1, state.get("resumed", 0) + 1)
         else:
             s.measure_conditions()
+            s.measure_variance()
         if self.writes:
             for problem in [*(f"{problem} Going on from the one before." for problem in damage), *self._repair(state)]:
                 self.report({"kind": "warning", "message": problem})
@@ -101,6 +103,7 @@ class Bookkeeping:
         """Tell how far we are; save and stop where asked. The end of an epoch is left to `after_epoch`."""
         s, now = self.s, time.monotonic()
         s.measure_conditions()
+        s.measure_variance()
         if now - self.told_at >= s.execution.progress_seconds:
             self.told_at = now
             self._progress()
@@ -127,6 +130,8 @@ class Bookkeeping:
         line["lr"] = learning_rate(max(0, s.step - 1), s.total, s.per_epoch, s.options)
         if s.conditions:
             line["conditioning"], s.conditions = s.conditions, []
+        if s.variances:
+            line["variance"], s.variances = s.variances, []
         last = s.step >= s.total
         if epoch % s.options.validate_every == 0 or last:
             began = time.perf_counter()
@@ -189,6 +194,8 @@ class Bookkeeping:
             "selected_weights": fingerprint(s.best["weights"]),
             "data": s.data.info,
         }
+        if variance := over_training(self.log):
+            result["variance"] = variance
         if s.pretrained is not None:
             result["pretrain"] = s.pretrained.facts
         if self.writes:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dampen.lab.data.folds import fold_of
+from dampen.lab.data.label_noise import with_label_noise
 from dampen.lab.errors import ConfigError
 from dampen.lab.training.own_models import built_model, hub_model
 from dampen.lab.training.parts import Parts
@@ -51,10 +52,16 @@ def _load(arguments: str, data_dir: str | None, mark: Any = None) -> Any:
 
 
 def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = None, seed: int = 0) -> Any:
-    """The data set of a trial; workers that stay alive load it once. `split_seed = "seed"` draws by the trial's own."""
+    """The data set of a trial; workers that stay alive load it once. `split_seed = "seed"` draws by the trial's own.
+
+    Wrong labels (`noise`) are always drawn by the trial's seed, so that rows of one seed meet the same ones.
+    """
     from dampen.lab.data.locations import locate
 
-    options = {k: v for k, v in data.items() if k not in ("augment", "source", "fingerprint", "code", "folds")}
+    if data.get("noise"):
+        clean = load_data({k: v for k, v in data.items() if k != "noise"}, data_dir, parts, seed)
+        return with_label_noise(clean, data["noise"], derive(seed, "noise"))
+    options = {k: v for k, v in data.items() if k not in ("augment", "source", "fingerprint", "code", "folds", "noise")}
     chosen = options.pop("split_seed", 0)
     if data.get("folds"):
         pooled = load_data({k: v for k, v in data.items() if k not in ("folds", "split_seed")}, data_dir, parts)
@@ -118,6 +125,16 @@ def _load_own(data: dict[str, Any], parts: Parts, arguments: str) -> Any:
     options = {k: v for k, v in json.loads(arguments).items() if k != "name"}
     cuts = {"train_fraction": 0.7, "limit": None} | {k: v for k, v in options.items() if k != "partial"}
     return load_own(kept["parts"], parts.read.code.name, kept["hash"], **cuts)
+
+
+def places(sites: str) -> dict[str, str]:
+    """Where a trial's methods sit, as `regularize` takes it: `cross:PATTERN` and `self:PATTERN` choose the attention.
+
+    >>> places("*"), places("cross:*")
+    ({'sites': '*'}, {'sites': '*', 'attention': 'cross'})
+    """
+    kind, colon, pattern = sites.partition(":")
+    return {"sites": pattern, "attention": kind} if colon and kind in ("self", "cross", "all") else {"sites": sites}
 
 
 def make_augment(chosen: Any, data: Any) -> Any:

@@ -17,7 +17,7 @@ from dampen.lab.config.trial import TrialSpec
 from dampen.lab.data.errors import DamagedData
 from dampen.lab.errors import ConfigError
 from dampen.lab.loggers import check_loggers
-from dampen.lab.training.build import derive, load_data, make_augment, make_model, seed_all
+from dampen.lab.training.build import derive, load_data, make_augment, make_model, places, seed_all
 from dampen.lab.training.checkpoint import rng_state, set_rng_state
 from dampen.lab.training.distributed import (
     all_ranks,
@@ -35,6 +35,7 @@ from dampen.lab.training.losses import Meter, NotFinite, task_loss
 from dampen.lab.training.optim import MovingAverage, make_optimizer
 from dampen.lab.training.parts import Parts
 from dampen.lab.training.pretraining import Pretrained, without_labels
+from dampen.lab.training.variance import measure_variance
 from dampen.models import MaskedAutoencoder
 from dampen.names import nearest
 
@@ -95,7 +96,7 @@ class TrialState:
         if trial.methods:
             from dampen import regularize
 
-            self.handle = regularize(self.raw, build_methods(trial.methods), sites=trial.sites)
+            self.handle = regularize(self.raw, build_methods(trial.methods), **places(trial.sites))
         self.own = cast(nn.Module, torch.compile(self.raw)) if self.options.compile else self.raw
         self.model = self.fabric.setup_module(self.own)
         extra = list(self.handle.parameters()) if self.handle else []
@@ -114,6 +115,7 @@ class TrialState:
         self.stale = 0  # validations without improvement
         self.seconds = {"train": 0.0, "evaluate": 0.0, "cpu": 0.0}
         self.conditions: list[dict[str, Any]] = []  # measured in this epoch
+        self.variances: list[dict[str, Any]] = []  # likewise
         self.step_times: list[tuple[float, float]] = []  # (wall, cpu) of each step
         self.resumed = 0
         seed_all(derive(trial.seed, "train", self.fabric.global_rank))
@@ -202,6 +204,12 @@ class TrialState:
         batch = batch if self.device.type == "cpu" else self.fabric.to_device(batch)
         self.conditions.append(ConditionProbe(every)(self.step, self.raw, batch))
 
+    def measure_variance(self) -> None:
+        """The variance of the gradient, where `train.variance_every` asks for it. Training does not notice."""
+        every = self.options.variance_every
+        if every is not None and self.step % every == 0:
+            self.variances.append(measure_variance(self, derive(self.trial.seed, "variance")))
+
     def part_of_step(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one part: gradients are exchanged in the last part only."""
         return nullcontext() if last else self.fabric.no_backward_sync(self.model)
@@ -272,6 +280,7 @@ class TrialState:
             "rng": all_ranks(self.fabric, rng_state(self.device)),
             "meter": self.meter.sums,
             "conditions": self.conditions,
+            "variances": self.variances,
             "seconds": self.seconds,
             "step_times": torch.tensor(self.step_times, dtype=torch.float64),
         }
@@ -293,5 +302,6 @@ class TrialState:
         self.step, self.best, self.stale = state["step"], state["best"], state["stale"]
         self.meter.sums = dict(state["meter"])
         self.conditions = list(state["conditions"])
+        self.variances = list(state.get("variances", []))  # states from before it was measured have none
         self.seconds, self.step_times = dict(state["seconds"]), [tuple(t) for t in state["step_times"].tolist()]
         set_rng_state(state["rng"][self.fabric.global_rank], self.device)
