@@ -9,6 +9,7 @@ from torch import nn
 
 from dampen.extensions import from_packages
 from dampen.models.convmixer import ConvMixer
+from dampen.models.detr import DETR, Detections
 from dampen.models.encoder import FeatureEncoder
 from dampen.models.language import LanguageModel
 from dampen.models.mae import MaskedAutoencoder, Reconstruction
@@ -18,8 +19,10 @@ from dampen.models.vit import ViT
 from dampen.names import nearest
 
 __all__ = [
+    "DETR",
     "MODELS",
     "ConvMixer",
+    "Detections",
     "FeatureEncoder",
     "LanguageModel",
     "MaskedAutoencoder",
@@ -38,6 +41,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "text": TextEncoder,
     "convmixer": ConvMixer,
     "mae": MaskedAutoencoder,
+    "detr": DETR,
     **from_packages("dampen.models"),
 }
 """Models by name: ours, and those of installed packages (entry point `dampen.models`)."""

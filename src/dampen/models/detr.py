@@ -175,9 +175,8 @@ def box_code(boxes: Tensor, width: int) -> Tensor:
 
 
 def _waves(values: Tensor, width: int) -> Tensor:
-    """Values in [0, 1] at wave lengths from 1 to 1 / 20 of DETR's 10,000: finer ones than a small grid can use do no
-    good."""
-    frequency = 2 * math.pi * torch.exp(-math.log(20.0) * torch.arange(0, width, 2, device=values.device) / width)
+    """Values in [0, 1] as waves of half a period to eight periods over the image, as fine as a small grid can use."""
+    frequency = math.pi * 16 ** torch.linspace(0, 1, width // 2, device=values.device)
     angle = values[..., None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 

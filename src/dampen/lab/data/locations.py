@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dampen.lab.data import cifar, corpus, folder, fsdd, gtzan, parallel, thumos
+from dampen.lab.data import cifar, coco, corpus, folder, fsdd, gtzan, parallel, thumos, voc
 from dampen.lab.data.files import search_path
 
 
@@ -25,9 +25,12 @@ PLACES: dict[str, Place] = {
     "gtzan": Place(gtzan.CANDIDATES, gtzan.holds),
     "fsdd": Place(fsdd.CANDIDATES, lambda path: bool(fsdd.recordings(path))),
     "thumos14": Place(thumos.CANDIDATES, thumos.holds),
+    "bccd": Place(voc.CANDIDATES["bccd"], lambda path: voc.holds(path) and path.name.lower() == "bccd"),
     "multi30k": Place(["multi30k"], lambda path: parallel.holds(path) and parallel.is_multi30k(path)),
     "tinyshakespeare": Place(["tinyshakespeare"], corpus.is_shakespeare),
     "folder": Place([], folder.holds, general=True),
+    "voc": Place(voc.CANDIDATES["voc"], voc.holds, general=True),
+    "coco": Place(coco.CANDIDATES, coco.holds, general=True),
     "parallel": Place(["parallel"], parallel.holds, general=True),
     "text": Place([], lambda path: corpus.text_file(path) is not None, general=True),
 }

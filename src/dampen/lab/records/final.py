@@ -43,6 +43,7 @@ class Final(msgspec.Struct, kw_only=True):
     selected_weights: str = ""
     data: dict[str, Any] = {}
     pretrain: dict[str, Any] | None = None
+    detections: list[dict[str, Any]] = []  # of a detector: a few test images with true and found boxes
     reason: str = ""
     terms: list[str] = []
     step: int | None = None
