@@ -53,8 +53,8 @@ class DETR(nn.Module):
         super().__init__()
         if width % 8:
             raise ValueError(f"Positions take the width in four parts of pairs: got width={width}, need a multiple of 8.")
-        self.stem = ConvStem(image_size, channels, width)
-        rows, columns = self.stem.grid_size
+        self.patch_embed = ConvStem(image_size, channels, width)
+        rows, columns = self.patch_embed.grid_size
         self.register_buffer("positions", place_code(grid_boxes(rows, columns), width), persistent=False)
         self.encoder = nn.ModuleList(EncoderLayer(width, heads, mlp) for _ in range(depth))
         self.encoder_norm = nn.LayerNorm(width)
@@ -73,7 +73,7 @@ class DETR(nn.Module):
 
     def encode(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) to the memory (B, N, D) that the queries read."""
-        x = self.stem(images)
+        x = self.patch_embed(images)
         for layer in self.encoder:
             x = layer(x, self.positions)
         return self.encoder_norm(x)

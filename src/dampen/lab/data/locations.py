@@ -19,6 +19,11 @@ class Place:
     general: bool = False
 
 
+def _classes_only(path: Path) -> bool:
+    """Folders of images that are classes: those beside files of boxes are parts."""
+    return folder.holds(path) and not voc.holds(path) and not coco.holds(path)
+
+
 PLACES: dict[str, Place] = {
     "cifar10": Place(cifar.CANDIDATES["cifar10"], lambda path: cifar.looks_like("cifar10", path)),
     "cifar100": Place(cifar.CANDIDATES["cifar100"], lambda path: cifar.looks_like("cifar100", path)),
@@ -28,7 +33,7 @@ PLACES: dict[str, Place] = {
     "bccd": Place(voc.CANDIDATES["bccd"], lambda path: voc.holds(path) and path.name.lower() == "bccd"),
     "multi30k": Place(["multi30k"], lambda path: parallel.holds(path) and parallel.is_multi30k(path)),
     "tinyshakespeare": Place(["tinyshakespeare"], corpus.is_shakespeare),
-    "folder": Place([], folder.holds, general=True),
+    "folder": Place([], _classes_only, general=True),
     "voc": Place(voc.CANDIDATES["voc"], voc.holds, general=True),
     "coco": Place(coco.CANDIDATES, coco.holds, general=True),
     "parallel": Place(["parallel"], parallel.holds, general=True),

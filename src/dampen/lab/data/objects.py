@@ -152,7 +152,8 @@ def object_dataset(
         "options": {"size": list(size), "channels": channels, "test_fraction": test_fraction, "test_limit": test_limit},
         "normalization": normalization.facts(),
     }
-    model = {"image_size": size[0] if size[0] == size[1] else tuple(size), "channels": channels, "classes": len(classes)}
+    model = {"image_size": size[0] if size[0] == size[1] else tuple(size), "channels": channels}
+    model |= {"classes": len(classes), "task": ask.spec.task}
     made = (splits["train"], splits["valid"], splits["test"])
     return Dataset(
         ask.spec.name, ask.spec.task, *made, classes, info, model, "set", normalization=normalization, root=root
