@@ -75,7 +75,9 @@ def slow_average_precision(found, truth, threshold):
         taken |= {place} if best >= threshold else set()
     precision = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
     recall = [sum(hits[: i + 1]) / len(truth) for i in range(len(hits))]
-    points = [max([p for p, r in zip(precision, recall, strict=True) if r >= t / 100 - 1e-9], default=0) for t in range(101)]
+    points = [
+        max([p for p, r in zip(precision, recall, strict=True) if r >= t / 100 - 1e-9], default=0) for t in range(101)
+    ]
     return sum(points) / 101
 
 
@@ -97,7 +99,9 @@ def test_average_precision_against_loops(data):
     result = metrics.compute()
 
     def average(label, threshold):
-        truth = [(i, b) for i, e in enumerate(split.examples) for c, b in zip(e.labels, e.boxes, strict=True) if c == label]
+        truth = [
+            (i, b) for i, e in enumerate(split.examples) for c, b in zip(e.labels, e.boxes, strict=True) if c == label
+        ]
         return slow_average_precision([f for c, f in kept if c == label], truth, threshold)
 
     assert result["ap50@blob"] == pytest.approx(average(0, 0.5), abs=1e-6)
@@ -252,7 +256,14 @@ def test_records_from_elsewhere_cannot_put_anything_but_pictures_into_the_page()
         assert picture_size(bad) is None
     escaped = drawn(Detected(drawn_picture(), [("<b>", 0, 0, 1, 1)]), (24, 16), {})
     assert b"<title>&lt;b&gt;" in base64.b64decode(escaped.partition(",")[2])
-    good = {"id": "x", "status": "finished", "test": {}, "valid": {}, "selection": ["ap", "max"], "primary": ["ap", "max"]}
+    good = {
+        "id": "x",
+        "status": "finished",
+        "test": {},
+        "valid": {},
+        "selection": ["ap", "max"],
+        "primary": ["ap", "max"],
+    }
     assert parse_final(good).detections == []
     with pytest.raises(LabError, match="detections"):
         parse_final({**good, "detections": [{"image": "x", "truth": [["cell", "0", 0, 0, 0]]}]})

@@ -77,7 +77,10 @@ def test_matching_is_the_cheapest_of_all_permutations(seed, queries, most):
         assert len(set(query[own].tolist())) == len(set(thing[own].tolist())) == min(n, queries)
         few, many = (range(n), range(queries)) if n <= queries else (range(queries), range(n))
         best = min(
-            sum(costs[i, q, t].item() if n <= queries else costs[i, t, q].item() for t, q in zip(few, chosen, strict=True))
+            sum(
+                costs[i, q, t].item() if n <= queries else costs[i, t, q].item()
+                for t, q in zip(few, chosen, strict=True)
+            )
             for chosen in itertools.permutations(many, len(few))
         )
         assert costs[i, query[own], thing[own]].sum().item() == pytest.approx(best)

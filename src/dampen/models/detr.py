@@ -52,7 +52,9 @@ class DETR(nn.Module):
     ):
         super().__init__()
         if width % 8:
-            raise ValueError(f"Positions take the width in four parts of pairs: got width={width}, need a multiple of 8.")
+            raise ValueError(
+                f"Positions take the width in four parts of pairs: got width={width}, need a multiple of 8."
+            )
         self.patch_embed = ConvStem(image_size, channels, width)
         rows, columns = self.patch_embed.grid_size
         self.register_buffer("positions", place_code(grid_boxes(rows, columns), width), persistent=False)
@@ -68,8 +70,8 @@ class DETR(nn.Module):
         initialize(self)
         nn.init.normal_(self.content, std=0.02)
         nn.init.constant_(self.label.bias, -math.log(99))  # 'no object' at first: 1 % each, as focal loss wants it
-        for tensor in (self.shift[2].weight, self.shift[2].bias):
-            nn.init.zeros_(tensor)  # boxes begin at their anchors
+        for parameter in self.shift[2].parameters():
+            nn.init.zeros_(parameter)  # boxes begin at their anchors
 
     def encode(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) to the memory (B, N, D) that the queries read."""

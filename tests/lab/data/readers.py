@@ -73,7 +73,12 @@ READERS = {
     "text": ("text", writers.text),
 }
 """Name of the case -> (data set, what writes it into a folder)."""
-OPTIONS = {"parallel": {"vocabulary": 270}, "text": {"context": 32}, "voc": {"size": [16, 24]}, "coco": {"size": [16, 24]}}
+OPTIONS = {
+    "parallel": {"vocabulary": 270},
+    "text": {"context": 32},
+    "voc": {"size": [16, 24]},
+    "coco": {"size": [16, 24]},
+}
 
 
 def read(case: str, folder: Path):

@@ -47,7 +47,9 @@ def load_coco(
         raise DamagedData(f"{root / 'annotations'} holds no instances_train*.json: say which images train.")
     if "test" not in found and "valid" in found:
         found["test"] = found.pop("valid")
-        departures.append("no test part with labels: the validation part serves as test, validation is drawn from train")
+        departures.append(
+            "no test part with labels: the validation part serves as test, validation is drawn from train"
+        )
     read = {part: Part(root, path) for part, path in found.items()}
     classes = read["train"].classes
     for part in read.values():
@@ -62,8 +64,8 @@ def load_coco(
         "sha256": {path.name: file_sha256(path) for path in found.values()},
         "departures": departures,
     }
-    cut = {"test_fraction": test_fraction, "test_limit": test_limit}
-    return object_dataset(ask, examples, classes, facts, root, size=tuple(size), channels=channels, **cut)
+    cut: dict[str, Any] = {"test_fraction": test_fraction, "test_limit": test_limit}
+    return object_dataset(ask, examples, classes, facts, root, size=size, channels=channels, **cut)
 
 
 def holds(path: Path) -> bool:
@@ -72,12 +74,14 @@ def holds(path: Path) -> bool:
 
 def files(root: Path) -> dict[str, Path]:
     """The file of each part that is there."""
-    found = {}
+    found: dict[str, Path] = {}
     for part, starts in PARTS.items():
         paths = [p for s in starts for p in sorted((root / "annotations").glob(f"instances_{s}*.json")) if p.is_file()]
         if len(paths) > 1:
-            raise DamagedData(f"{root / 'annotations'} has several files for {part}: {[p.name for p in paths]}. Keep one.")
-        found |= dict.fromkeys([part], paths[0]) if paths else {}
+            raise DamagedData(
+                f"{root / 'annotations'} has several files for {part}: {[p.name for p in paths]}. Keep one."
+            )
+        found |= {part: paths[0]} if paths else {}
     return found
 
 
@@ -87,7 +91,8 @@ class Part:
     def __init__(self, root: Path, path: Path):
         self.root, self.path, self.flat = root, path, 0
         table = parse_json(read_file(path), path)
-        lists = {k: table.get(k) if isinstance(table, dict) else None for k in ("images", "categories", "annotations")}
+        table = table if isinstance(table, dict) else {}
+        lists: dict[str, Any] = {key: table.get(key) for key in ("images", "categories", "annotations")}
         for key, entries in lists.items():
             if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
                 raise DamagedData(f"{path} has no list of entries under {key!r}: it is not in COCO's form.")

@@ -40,7 +40,8 @@ STEPS = {
         "mkdir coco && cd coco",
         "curl -LO http://images.cocodataset.org/zips/train2017.zip && unzip train2017.zip   # 19 GB",
         "curl -LO http://images.cocodataset.org/zips/val2017.zip && unzip val2017.zip",
-        "curl -LO http://images.cocodataset.org/annotations/annotations_trainval2017.zip && unzip annotations_trainval2017.zip",
+        "curl -LO http://images.cocodataset.org/annotations/annotations_trainval2017.zip",
+        "unzip annotations_trainval2017.zip",
     ],
     "multi30k": [
         "git clone https://github.com/multi30k/dataset",

@@ -53,7 +53,9 @@ def parse_xml(content: bytes, path: Path) -> Element:
 
     def doctype(*_: object) -> None:
         line = parser.CurrentLineNumber
-        raise DamagedData(f"{path}, line {line}: a document type is not read; it can make a small file huge. Remove it.")
+        raise DamagedData(
+            f"{path}, line {line}: a document type is not read; it can make a small file huge. Remove it."
+        )
 
     parser.StartElementHandler, parser.EndElementHandler = start, end
     parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = text, doctype

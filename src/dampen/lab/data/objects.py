@@ -52,7 +52,9 @@ def checked_box(box: Sequence[float], width: int, height: int, where: str) -> tu
     if not all(math.isfinite(v) for v in box):
         raise DamagedData(f"{where}: the box {list(box)} is not finite. Correct or remove it.")
     if min(left, top) < -1 or right > width + 1 or bottom > height + 1:
-        raise DamagedData(f"{where}: the box {list(box)} passes the border of its image of {width} x {height}. Correct it.")
+        raise DamagedData(
+            f"{where}: the box {list(box)} passes the border of its image of {width} x {height}. Correct it."
+        )
     cut = (max(left, 0.0), max(top, 0.0), min(right, float(width)), min(bottom, float(height)))
     if cut[2] <= cut[0] or cut[3] <= cut[1]:
         raise DamagedData(f"{where}: the box {list(box)} (left, top, right, bottom) has no area. Correct or remove it.")
@@ -122,7 +124,7 @@ def object_dataset(
     facts: dict[str, Any],
     root: Path,
     *,
-    size: tuple[int, int],
+    size: Sequence[int],
     channels: int,
     test_fraction: float,
     test_limit: int | None,
@@ -132,12 +134,18 @@ def object_dataset(
         raise ValueError(f"channels must be 1 (gray) or 3 (RGB): got {channels}.")
     if len(size) != 2 or min(size) < 1:
         raise ValueError(f"size is the height and the width that images get, in pixels: got {size}.")
+    height, width = size
     counts = Counter(label for example in parts["train"] for label in example.labels)
     strata = {part: _strata(own, counts) for part, own in parts.items()}
     cuts: dict[str, Any] = {"seed": ask.seed, "train_fraction": ask.train_fraction, "limit": ask.limit}
     rows = split_rows(strata, **cuts, test_fraction=test_fraction, test_limit=test_limit)
-    places = {"train": ("train", rows.train), "valid": (rows.valid_from, rows.valid), "test": (rows.test_from, rows.test)}
-    splits = {k: ObjectSplit([parts[p][i] for i in r.tolist()], size, channels) for k, (p, r) in places.items()}
+    places = {
+        "train": ("train", rows.train),
+        "valid": (rows.valid_from, rows.valid),
+        "test": (rows.test_from, rows.test),
+    }
+    chosen = {part: [parts[source][i] for i in own.tolist()] for part, (source, own) in places.items()}
+    splits = {part: ObjectSplit(examples, (height, width), channels) for part, examples in chosen.items()}
     train = splits["train"]
     normalization = channel_statistics(train.pixels(range(min(len(train), SAMPLED if train.images is None else 10**9))))
     for split in splits.values():
@@ -152,7 +160,7 @@ def object_dataset(
         "options": {"size": list(size), "channels": channels, "test_fraction": test_fraction, "test_limit": test_limit},
         "normalization": normalization.facts(),
     }
-    model = {"image_size": size[0] if size[0] == size[1] else tuple(size), "channels": channels}
+    model: dict[str, Any] = {"image_size": height if height == width else (height, width), "channels": channels}
     model |= {"classes": len(classes), "task": ask.spec.task}
     made = (splits["train"], splits["valid"], splits["test"])
     return Dataset(

@@ -38,8 +38,8 @@ def recognize(path: Path) -> str:
     if path.is_dir() and holds_images(path):
         return "folder"
     raise MissingData(
-        f"{path} is none of what is recognized: a folder with one folder of images per class, images with boxes in the layout "
-        "of Pascal VOC or COCO, a table of texts "
+        f"{path} is none of what is recognized: a folder with one folder of images per class, "
+        "images with boxes in the layout of Pascal VOC or COCO, a table of texts "
         f"({', '.join(ENDINGS)}, or a folder with train.csv and test.csv), an npz file of arrays, a folder that "
         "Hugging Face datasets saved, or file.py:function."
     )

@@ -7,6 +7,7 @@ boxes around red cells, white cells and platelets (MIT license).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import DamagedData, require_complete
@@ -79,8 +80,8 @@ def load_voc(
         "partial": bool(problems),
         "departures": departures,
     }
-    cut = {"test_fraction": test_fraction, "test_limit": test_limit}
-    return object_dataset(ask, parts, classes, facts, root, size=tuple(size), channels=channels, **cut)
+    cut: dict[str, Any] = {"test_fraction": test_fraction, "test_limit": test_limit}
+    return object_dataset(ask, parts, classes, facts, root, size=size, channels=channels, **cut)
 
 
 def holds(path: Path) -> bool:
@@ -95,7 +96,7 @@ def _names(path: Path) -> list[str]:
         lines = read_file(path).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise DamagedData(f"{path} is damaged: {error}. It lists one image name a line.") from error
-    names = []
+    names: list[str] = []
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words:

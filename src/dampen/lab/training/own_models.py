@@ -39,7 +39,7 @@ def built_model(function: Function | None, name: str, own: dict[str, Any], from_
 
 
 def hub_model(folder: str | None, model: dict[str, Any], own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
-    """A sequence or image classifier, or a detector, from a saved folder: its weights where there are some, a fresh head."""
+    """A classifier of texts or images, or a detector, from a saved folder: its weights where it has some, a fresh head."""
     if folder is None or not Path(folder).is_dir():
         raise ConfigError("The trial", [f"model.name: {model['name']} is not at hand; start it with dampen compare"])
     from dampen.lab.records.fingerprint import fingerprint
@@ -71,7 +71,9 @@ def _kind_and_config(folder: str, own: dict[str, Any], from_data: dict[str, Any]
     logging.disable_progress_bar()
     sizes: dict[str, Any] = {"num_labels": from_data["classes"]}
     if from_data.get("task") == "objects":  # a detector takes images of any size
-        return AutoModelForObjectDetection, AutoConfig.from_pretrained(folder, local_files_only=True, **{**sizes, **own})
+        return AutoModelForObjectDetection, AutoConfig.from_pretrained(
+            folder, local_files_only=True, **{**sizes, **own}
+        )
     if "channels" in from_data:
         sizes |= {"image_size": from_data["image_size"], "num_channels": from_data["channels"]}
     config = AutoConfig.from_pretrained(folder, local_files_only=True, **{**sizes, **own})
