@@ -6,7 +6,7 @@ import torch
 from dampen.lab.data import AUGMENTATIONS, augment, load
 from tests.lab.data import writers
 
-IMAGE = ["crop", "flip", "randaugment", "autoaugment", "trivialaugment", "mixup", "cutmix"]
+IMAGE = ["crop", "flip", "vertical_flip", "randaugment", "autoaugment", "trivialaugment", "mixup", "cutmix"]
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def built_model(function: Function | None, name: str, own: dict[str, Any], from_
 
 
 def hub_model(folder: str | None, model: dict[str, Any], own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
-    """A classifier of texts or images, or a detector, from a saved folder: its weights where it has some, a fresh head."""
+    """A classifier or a detector from a saved folder: its weights where there are some, a fresh head."""
     if folder is None or not Path(folder).is_dir():
         raise ConfigError("The trial", [f"model.name: {model['name']} is not at hand; start it with dampen compare"])
     from dampen.lab.records.fingerprint import fingerprint
