@@ -82,8 +82,8 @@ class DETR(nn.Module):
 
     def forward(self, images: Tensor) -> Detections:
         memory = self.encode(images)
-        x = self.content.expand(len(images), -1, -1)
-        anchors = self.anchors.expand(len(images), -1, -1)  # before the sigmoid
+        x = self.content.expand(images.shape[0], -1, -1)
+        anchors = self.anchors.expand(images.shape[0], -1, -1)  # before the sigmoid
         steps = []
         for layer in self.decoder:
             here = self.place(box_code(anchors.sigmoid(), x.shape[-1]))
@@ -180,7 +180,7 @@ def _waves(values: Tensor, width: int) -> Tensor:
     """Values in [0, 1] as waves of half a period to eight periods over the image, as fine as a small grid can use."""
     frequency = math.pi * 16 ** torch.linspace(0, 1, width // 2, device=values.device)
     angle = values[..., None] * frequency
-    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+    return torch.cat([angle.sin(), angle.cos()], dim=-1).to(values.dtype)
 
 
 def _logit(boxes: Tensor) -> Tensor:
