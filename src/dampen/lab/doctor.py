@@ -19,6 +19,7 @@ OPTIONAL = {
     "tokenizers": "translation and BPE language models",
     "sacrebleu": "BLEU",
     "foolbox": "PGD robustness",
+    "faster-coco-eval": "average precision of object detection",
     "optuna": "search beyond the grid",
     "tensorboard": "--tensorboard",
 }
