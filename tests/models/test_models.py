@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.models import MODELS, MaskedAutoencoder, build_model
+from dampen.models import MODELS, Detections, MaskedAutoencoder, build_model
+from dampen.models.set_loss import set_loss
 
 torch.set_num_threads(1)
 
@@ -51,6 +52,12 @@ def case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Loss]:
         sizes = {"image_size": 8, "patch_size": 2, "channels": 1, "width": 32, "depth": 1, "heads": 4, "mlp": 48}
         light = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 32}
         return build_model(name, **sizes, **light), (torch.randn(8, 1, 8, 8), torch.rand(8, 16)), lambda out: out.loss
+    if name == "detr":
+        sizes = {"image_size": 16, "classes": 4, "width": 32, "depth": 1, "heads": 4, "mlp": 48, "queries": 4}
+        model = build_model(name, **sizes)
+        nn.init.normal_(model.shift[2].weight, std=0.02)  # at 0, where it starts, what is below it gets no gradient yet
+        target = torch.cat([labels[:, None, None].float(), torch.rand(8, 1, 4) * 0.3 + 0.3], dim=-1)
+        return model, (torch.randn(8, 3, 16, 16),), lambda found: set_loss(found, target)
     raise KeyError(f"a new model {name!r} needs a tiny case here")
 
 
@@ -60,7 +67,9 @@ def tiny(request):
 
 
 def main_output(out: Any) -> Tensor:
-    return out.patches if isinstance(out, tuple) else out
+    if isinstance(out, tuple):
+        return out.boxes if isinstance(out, Detections) else out.patches
+    return out
 
 
 def test_gradients_reach_every_parameter(tiny):
@@ -135,7 +144,7 @@ def test_whole_model_in_bfloat16(tiny):
     assert main_output(model.bfloat16()(*batch)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"convmixer", "mae"}))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"convmixer", "detr", "mae"}))
 def test_post_norm_learns_too(name):
     torch.manual_seed(0)
     _, batch, loss = case(name)
@@ -161,7 +170,7 @@ def test_post_norm_learns_too(name):
 def test_unknown_model_names_the_nearest():
     with pytest.raises(ValueError, match=r"'covmixer'; did you mean 'convmixer'\?"):
         build_model("covmixer")
-    with pytest.raises(ValueError, match="known: convmixer, encoder"):
+    with pytest.raises(ValueError, match="known: convmixer, detr, encoder"):
         build_model("zzz")
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import costs_page, lambda_page, questions, real_data, reproductions
+from benchmarks import costs_page, detection_page, lambda_page, questions, real_data, reproductions
 from dampen.lab.report import make_report
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
@@ -15,6 +15,7 @@ def test_the_pages_are_up_to_date():
     assert reproductions.main(["--check"]) == 0, "run `python -m benchmarks.reproductions`"
     assert real_data.main(["--check"]) == 0, "run `python -m benchmarks.real_data`"
     assert costs_page.main(["--check"]) == 0, "run `python -m benchmarks.costs_page`"
+    assert detection_page.main(["--check"]) == 0, "run `python -m benchmarks.detection_page`"
     assert questions.main(["--check"]) == 0, "run `python -m benchmarks.questions`"
     assert lambda_page.main(["--check"]) == 0, "run `python -m benchmarks.lambda_page`"
 
@@ -37,6 +38,13 @@ def test_records_are_whole(study):
     assert len(seeds) >= (1 if table.study.show_all else 3)
     assert all(run.sessions[-1]["cpu"] and run.sessions[-1]["packages"]["torch"] for run in runs)
     assert re.findall(r"(?<![\w.:/])/\w+/\w+", path.read_text()) == []  # no path of any machine
+
+
+def test_the_detector_is_far_above_boxes_at_the_mean_places():
+    table = detection_page.table()
+    chance = json.loads(detection_page.CHANCE.read_text())["one box a class"]["ap50"]
+    assert all(entry.metrics["ap50"].mean > max(20, 20 * 100 * chance) for entry in table.entries)
+    assert all(run.final.detections for run in table.study.runs())
 
 
 def test_real_runs_are_clearly_above_chance():

@@ -67,6 +67,9 @@ def test_figures_of_dropkey():
     for i, name in enumerate(("cifar10", "cifar100")):
         ours = published(f"dropkey/schedules_{name}")
         assert {k: v["accuracy"] for k, v in ours.items() if v} == {k: v[i] for k, v in paper["schedules"].items()}
+    ours = published("dropkey/detr")
+    rows = ("plain", "dropout", "DropKey")
+    assert [ours[row]["ap"] for row in rows] == paper["coco_detr"]["ap"]
     ours = published("dropkey/imagenet")
     for model, (attention, dropkey, *_) in paper["imagenet"].items():
         assert ours[f"{model}, attention dropout"]["accuracy"] == attention
@@ -124,11 +127,16 @@ SHAPES = {  # what the data decides, without the data
         lambda: (torch.randn(2, 64, 512), torch.arange(64).expand(2, 64) >= 60),
     ),
     "tinyshakespeare": ({"vocab": 50}, lambda: (torch.randint(0, 50, (2, 12)),)),
+    "bccd": ({"image_size": (96, 128), "channels": 3, "classes": 3}, lambda: (torch.randn(2, 3, 96, 128),)),
     "multi30k": (
         {"source_vocab": 50, "target_vocab": 50},
         lambda: (torch.randint(3, 50, (2, 9)), torch.randint(3, 50, (2, 7))),
     ),
 }
+
+
+def _squares(output):
+    return sum(t.float().square().mean() for t in ([output] if isinstance(output, torch.Tensor) else output[:2]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,10 +148,10 @@ def test_the_methods_of_every_row_fit_the_model_of_its_laptop_scale(name):
         arguments, inputs = SHAPES[trial.data["name"]]
         model = make_model(trial.model, arguments)
         if trial.methods:
-            reg = regularize(model, build_methods(trial.methods))
-            loss, terms = reg.loss(lambda: model(*inputs()), lambda out: out.float().square().mean())  # noqa: B023
+            reg = regularize(model, build_methods(trial.methods), sites=trial.sites)
+            loss, terms = reg.loss(lambda: model(*inputs()), _squares)  # noqa: B023
         else:
-            loss, terms = model(*inputs()).square().mean(), {}
+            loss, terms = _squares(model(*inputs())), {}
         loss.backward()
         assert torch.isfinite(loss), row.name
         penalties = [m["name"] for m in trial.methods if m["name"] in ("explicit_dropout", "arora_dropout")]

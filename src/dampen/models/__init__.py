@@ -10,6 +10,7 @@ from torch import nn
 from dampen.extensions import from_packages
 from dampen.models.caption import CaptionMatcher
 from dampen.models.convmixer import ConvMixer
+from dampen.models.detr import DETR, Detections
 from dampen.models.encoder import FeatureEncoder
 from dampen.models.language import LanguageModel
 from dampen.models.mae import MaskedAutoencoder, Reconstruction
@@ -19,9 +20,11 @@ from dampen.models.vit import ViT
 from dampen.names import nearest
 
 __all__ = [
+    "DETR",
     "MODELS",
     "CaptionMatcher",
     "ConvMixer",
+    "Detections",
     "FeatureEncoder",
     "LanguageModel",
     "MaskedAutoencoder",
@@ -41,6 +44,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "convmixer": ConvMixer,
     "mae": MaskedAutoencoder,
     "captions": CaptionMatcher,
+    "detr": DETR,
     **from_packages("dampen.models"),
 }
 """Models by name: ours, and those of installed packages (entry point `dampen.models`)."""

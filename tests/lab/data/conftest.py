@@ -44,6 +44,7 @@ def _write(name: str, root: Path) -> Path:
         "cifar10": lambda path: writers.cifar10_binary(path / "cifar-10-batches-bin", writers.cifar10_parts(60)),
         "cifar100": lambda path: writers.cifar100_binary(path / "cifar-100-binary", rows["train"], rows["test"]),
         "thumos14": lambda path: writers.thumos(path / "thumos14"),
+        "bccd": lambda path: writers.voc(path / "bccd" / "BCCD"),
         "gtzan": lambda path: writers.gtzan_mel(path / "gtzan"),
         "fsdd": lambda path: writers.fsdd(path / "fsdd"),
         "multi30k": lambda path: writers.parallel(path / "multi30k"),

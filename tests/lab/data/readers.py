@@ -66,12 +66,19 @@ READERS = {
     "gtzan mel": ("gtzan", writers.gtzan_mel),
     "gtzan audio": ("gtzan", _gtzan_audio),
     "thumos14": ("thumos14", writers.thumos),
+    "voc": ("voc", writers.voc),
+    "coco": ("coco", writers.coco),
     "parallel": ("parallel", writers.parallel),
     "parallel gz": ("parallel", lambda f: writers.parallel(f, compressed=True)),
     "text": ("text", writers.text),
 }
 """Name of the case -> (data set, what writes it into a folder)."""
-OPTIONS = {"parallel": {"vocabulary": 270}, "text": {"context": 32}}
+OPTIONS = {
+    "parallel": {"vocabulary": 270},
+    "text": {"context": 32},
+    "voc": {"size": [16, 24]},
+    "coco": {"size": [16, 24]},
+}
 
 
 def read(case: str, folder: Path):

@@ -6,7 +6,7 @@ import torch
 from dampen.lab.data import AUGMENTATIONS, augment, load
 from tests.lab.data import writers
 
-IMAGE = ["crop", "flip", "randaugment", "autoaugment", "trivialaugment", "mixup", "cutmix"]
+IMAGE = ["crop", "flip", "vertical_flip", "randaugment", "autoaugment", "trivialaugment", "mixup", "cutmix"]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,11 @@ def test_the_seed_decides_and_a_generator_leaves_the_global_one_alone(images, na
     assert torch.equal(torch.get_rng_state(), state)
     two = change(batch, torch.Generator().manual_seed(7))
     assert torch.equal(one["inputs"][0], two["inputs"][0])
-    seen = {change(batch, torch.Generator().manual_seed(seed))["inputs"][0].sum().item() for seed in range(8)}
+    weight = torch.arange(batch["inputs"][0][0].numel()).view_as(
+        batch["inputs"][0][0]
+    )  # a sum alone does not see flips
+    changed = (change(batch, torch.Generator().manual_seed(seed))["inputs"][0] for seed in range(8))
+    seen = {(x * weight).sum().item() for x in changed}
     assert len(seen) > 1
 
 

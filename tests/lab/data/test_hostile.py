@@ -76,7 +76,8 @@ def change(path):
 def victim(folder):
     """A file whose content is data: not labels, names or annotations."""
     skipped = ("annotations.json", "batches.meta", "batches.meta.txt", "meta")
-    return next(p for p in files(folder) if p.name not in skipped and not p.name.endswith((".json", "names.txt")))
+    found = (p for p in files(folder) if p.name not in skipped and p.parent.name != "Main")  # there VOC has its lists
+    return next(p for p in found if not p.name.endswith((".json", ".xml", "names.txt")))
 
 
 def known_by(dataset):

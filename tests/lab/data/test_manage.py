@@ -44,6 +44,8 @@ WRITTEN = {
     "fsdd": (writers.fsdd, "wav folder", "160 of 3000"),
     "thumos14": (writers.thumos, "feature files", "6 of 200 train videos are annotated"),
     "multi30k": (writers.parallel, "parallel text", "32 of 29000"),
+    "voc": (writers.voc, "Pascal VOC", None),
+    "coco": (writers.coco, "COCO", None),
     "folder": (writers.image_folder, "image folder", None),
     "parallel": (lambda p: writers.parallel(p, test="newstest2014"), "parallel text", None),
     "text": (writers.text, "text file", None),

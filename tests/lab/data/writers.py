@@ -203,3 +203,58 @@ def image_folder(folder: Path, classes: tuple[str, ...] = ("cat", "dog"), n: int
             color = tuple(200 if channel == label else 10 + i for channel in range(3))
             Image.new("RGB", (40 + i, 50 - i), color).save(folder / name / f"{i}.{suffix}")
     return folder
+
+
+def boxed_images(n, seed):
+    """Synthetic 44 x 44 pictures with one to four squares each: name, pixels, [(class, left, top, right, bottom)]."""
+    rng = np.random.default_rng(seed)
+    for i in range(n):
+        pixels = np.full((44, 44, 3), 230, np.uint8)
+        boxes = []
+        for _ in range(rng.integers(1, 5)):
+            label, side = int(rng.integers(2)), int(rng.integers(8, 16))
+            left, top = (int(v) for v in rng.integers(0, 44 - side, 2))
+            pixels[top : top + side, left : left + side] = ((200, 30, 30), (30, 30, 200))[label]
+            boxes.append((("blob", "cell")[label], left, top, left + side, top + side))
+        yield f"p{seed}{i:03d}", pixels, boxes
+
+
+def voc_xml(name, boxes, size=(44, 44)):
+    objects = "".join(
+        f"<object>\n<name>{c}</name><difficult>0</difficult>\n<bndbox><xmin>{x0 + 1}</xmin><ymin>{y0 + 1}</ymin>"
+        f"<xmax>{x1}</xmax><ymax>{y1}</ymax></bndbox>\n</object>\n"
+        for c, x0, y0, x1, y1 in boxes
+    )
+    sides = f"<size><width>{size[0]}</width><height>{size[1]}</height><depth>3</depth></size>"
+    return f"<annotation>\n<filename>{name}.jpg</filename>\n{sides}\n{objects}</annotation>\n"
+
+
+def voc(folder, n=8, parts=("train", "val", "test")):
+    for sub in ("Annotations", "JPEGImages", "ImageSets/Main"):
+        (folder / sub).mkdir(parents=True)
+    for seed, part in enumerate(parts):
+        names = []
+        for name, pixels, boxes in boxed_images(n, seed):
+            Image.fromarray(pixels).save(folder / "JPEGImages" / f"{name}.jpg", quality=95)
+            (folder / "Annotations" / f"{name}.xml").write_text(voc_xml(name, boxes))
+            names.append(name)
+        (folder / "ImageSets" / "Main" / f"{part}.txt").write_text("\n".join(names) + "\n")
+    return folder
+
+
+def coco(folder, n=8, parts=("train2017", "val2017")):
+    (folder / "annotations").mkdir(parents=True)
+    categories = [{"id": 7, "name": "cell"}, {"id": 3, "name": "blob"}]
+    number = {"cell": 7, "blob": 3}
+    for seed, part in enumerate(parts):
+        (folder / part).mkdir()
+        images, annotations = [], []
+        for i, (name, pixels, boxes) in enumerate(boxed_images(n, seed)):
+            Image.fromarray(pixels).save(folder / part / f"{name}.jpg", quality=95)
+            images.append({"id": 10 + i, "file_name": f"{name}.jpg", "width": 44, "height": 44})
+            for c, x0, y0, x1, y1 in boxes:
+                box = {"bbox": [x0, y0, x1 - x0, y1 - y0], "area": (x1 - x0) * (y1 - y0), "iscrowd": 0}
+                annotations.append({"id": len(annotations), "image_id": 10 + i, "category_id": number[c], **box})
+        table = {"images": images, "categories": categories, "annotations": annotations}
+        (folder / "annotations" / f"instances_{part}.json").write_text(json.dumps(table))
+    return folder

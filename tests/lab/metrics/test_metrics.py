@@ -330,7 +330,7 @@ class Oracle(torch.nn.Module):
 
 
 def test_every_task_has_a_primary_metric_that_its_accumulator_gives(tmp_path):
-    tasks = {"image", "audio", "detection", "translation", "language", "text", "classification"}
+    tasks = {"image", "audio", "detection", "objects", "translation", "language", "text", "classification"}
     assert set(PRIMARY) == set(SELECTION) == tasks | {"reconstruction"}  # the last is a masked autoencoder's, of images
     for name, write, task in (
         ("folder", writers.image_folder, "image"),

@@ -28,6 +28,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "model": {"name": "encoder", "width": 128, "depth": 2, "heads": 4, "mlp": 256},
         "train": {"epochs": 10, "batch_size": 32, "lr": 1e-3, "warmup": 1.0},
     },
+    "bccd": {
+        "data": {"augment": ["flip", "vertical_flip"]},
+        "model": {"name": "detr", "width": 64, "depth": 2, "decoder_depth": 2, "heads": 4, "mlp": 128, "queries": 48},
+        "train": {"epochs": 80, "batch_size": 8, "lr": 2e-3, "warmup": 2.0, "clip": 1.0, "validate_every": 10},
+    },
     "multi30k": {
         "data": {"limit": 8000},
         "model": {"name": "seq2seq", "width": 128, "depth": 2, "heads": 4, "mlp": 256},
@@ -47,6 +52,7 @@ BY_TASK = {
     "image": ANY_IMAGES,
     "audio": PRESETS["fsdd"],
     "detection": PRESETS["thumos14"],
+    "objects": PRESETS["bccd"],
     "translation": PRESETS["multi30k"],
     "language": PRESETS["tinyshakespeare"],
     "text": {

@@ -1,8 +1,8 @@
 """Standard augmentations of training batches: chosen by name, none by default.
 
-Pixel ones (crop, flip, RandAugment, AutoAugment, TrivialAugment) act on each image; mixup and CutMix mix pairs and make
-the targets soft; SpecAugment masks spectrograms. All draw from torch's global generator, so that a checkpoint that
-holds its state resumes exactly, or from one that is handed in.
+Pixel ones (crop, flips, RandAugment, AutoAugment, TrivialAugment) act on each image, flips on its boxes too; mixup and
+CutMix mix pairs and make the targets soft; SpecAugment masks spectrograms. All draw from torch's global generator, so
+that a checkpoint that holds its state resumes exactly, or from one that is handed in.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 
 from dampen.lab.data.dataset import Batch, Dataset
 from dampen.lab.data.mixing_augmentations import CutMix, Mixup, SpecAugment
-from dampen.lab.data.pixel_augmentations import AutoAugment, Crop, Flip, RandAugment, TrivialAugment
+from dampen.lab.data.pixel_augmentations import AutoAugment, Crop, Flip, RandAugment, TrivialAugment, VerticalFlip
 from dampen.names import nearest
 
 AUGMENTATIONS: dict[str, Any] = {
     "crop": Crop,
     "flip": Flip,
+    "vertical_flip": VerticalFlip,
     "randaugment": RandAugment,
     "autoaugment": AutoAugment,
     "trivialaugment": TrivialAugment,

@@ -11,7 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Task = Literal["image", "audio", "detection", "translation", "language", "reconstruction", "text", "classification"]
+Task = Literal[
+    "image",
+    "audio",
+    "detection",
+    "objects",
+    "translation",
+    "language",
+    "reconstruction",
+    "text",
+    "classification",
+]
 Batch = dict[str, Any]
 """`inputs`: the tuple for `model(*inputs)`; `target`; `index`: which examples; `valid` (bool) if some do not count."""
 
@@ -64,8 +74,8 @@ class Dataset:
     `info` holds JSON-able facts for the record: counts, hashes, whether the copy was partial, departures in words,
     options. `model_args` are the arguments of the matching model in `dampen.models` that the data decides.
     `loss` names the loss the targets are made for: `"cross_entropy"` (targets are class numbers, or probabilities of
-    the classes along the last axis), `"binary_cross_entropy"` (several classes may be present at once) or
-    `"reconstruction"` (the model computes its own).
+    the classes along the last axis), `"binary_cross_entropy"` (several classes may be present at once), `"set"`
+    (objects with boxes, matched to what was found) or `"reconstruction"` (the model computes its own).
     """
 
     name: str

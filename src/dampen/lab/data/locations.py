@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dampen.lab.data import cifar, corpus, folder, fsdd, gtzan, parallel, thumos
+from dampen.lab.data import cifar, coco, corpus, folder, fsdd, gtzan, parallel, thumos, voc
 from dampen.lab.data.files import search_path
 
 
@@ -19,15 +19,23 @@ class Place:
     general: bool = False
 
 
+def _classes_only(path: Path) -> bool:
+    """Folders of images that are classes: those beside files of boxes are parts."""
+    return folder.holds(path) and not voc.holds(path) and not coco.holds(path)
+
+
 PLACES: dict[str, Place] = {
     "cifar10": Place(cifar.CANDIDATES["cifar10"], lambda path: cifar.looks_like("cifar10", path)),
     "cifar100": Place(cifar.CANDIDATES["cifar100"], lambda path: cifar.looks_like("cifar100", path)),
     "gtzan": Place(gtzan.CANDIDATES, gtzan.holds),
     "fsdd": Place(fsdd.CANDIDATES, lambda path: bool(fsdd.recordings(path))),
     "thumos14": Place(thumos.CANDIDATES, thumos.holds),
+    "bccd": Place(voc.CANDIDATES["bccd"], lambda path: voc.holds(path) and path.name.lower() == "bccd"),
     "multi30k": Place(["multi30k"], lambda path: parallel.holds(path) and parallel.is_multi30k(path)),
     "tinyshakespeare": Place(["tinyshakespeare"], corpus.is_shakespeare),
-    "folder": Place([], folder.holds, general=True),
+    "folder": Place([], _classes_only, general=True),
+    "voc": Place(voc.CANDIDATES["voc"], voc.holds, general=True),
+    "coco": Place(coco.CANDIDATES, coco.holds, general=True),
     "parallel": Place(["parallel"], parallel.holds, general=True),
     "text": Place([], lambda path: corpus.text_file(path) is not None, general=True),
 }

@@ -34,6 +34,15 @@ STEPS = {
         "extract features (TSN or I3D) of the 200 validation and 212 test videos into thumos14/features/VIDEO.npy",
         "write thumos14/annotations.json: classes, feature_rate_hz, annotations by video (subset, duration, segments)",
     ],
+    "bccd": ["git clone https://github.com/Shenggan/BCCD_Dataset   # read from BCCD_Dataset/BCCD as it is"],
+    "voc": ["nothing to fetch: put your own images into the layout of Pascal VOC and say --data-dir"],
+    "coco": [
+        "mkdir coco && cd coco",
+        "curl -LO http://images.cocodataset.org/zips/train2017.zip && unzip train2017.zip   # 19 GB",
+        "curl -LO http://images.cocodataset.org/zips/val2017.zip && unzip val2017.zip",
+        "curl -LO http://images.cocodataset.org/annotations/annotations_trainval2017.zip",
+        "unzip annotations_trainval2017.zip",
+    ],
     "multi30k": [
         "git clone https://github.com/multi30k/dataset",
         "mkdir multi30k && cp dataset/data/task1/raw/{train,val,test_2016_flickr}.{en,de}.gz multi30k/",

@@ -31,15 +31,37 @@ class Crop:
 
 @dataclass(frozen=True)
 class Flip:
-    """Mirror each image left to right with the given probability."""
+    """Mirror each image left to right with the given probability; boxes move with it."""
 
-    tasks: ClassVar = ("image",)
+    tasks: ClassVar = ("image", "objects")
     probability: float = 0.5
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
-        x, *rest = batch["inputs"]
-        mirrored = torch.rand(len(x), 1, 1, 1) < self.probability
-        return batch | {"inputs": (torch.where(mirrored.to(x.device), x.flip(-1), x), *rest)}
+        return _mirrored(batch, dataset, self.probability, axis=-1, center=1)
+
+
+@dataclass(frozen=True)
+class VerticalFlip:
+    """Mirror each image top to bottom with the given probability; boxes move with it."""
+
+    tasks: ClassVar = ("image", "objects")
+    probability: float = 0.5
+
+    def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
+        return _mirrored(batch, dataset, self.probability, axis=-2, center=2)
+
+
+def _mirrored(batch: Batch, dataset: Dataset, probability: float, axis: int, center: int) -> Batch:
+    """Some images mirrored along an axis; `center` is the column of a box's center along it."""
+    x, *rest = batch["inputs"]
+    mirrored = (torch.rand(len(x), 1, 1, 1) < probability).to(x.device)
+    moved = batch | {"inputs": (torch.where(mirrored, x.flip(axis), x), *rest)}
+    if dataset.task == "objects":
+        target = batch["target"].clone()  # (B, T, 5); rows of class -1 are no boxes, so nothing reads their places
+        here = target[..., center]
+        target[..., center] = torch.where(mirrored[:, 0, 0], 1 - here, here)
+        moved["target"] = target
+    return moved
 
 
 @dataclass(frozen=True)

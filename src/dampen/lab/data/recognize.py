@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dampen.lab.data import coco, voc
 from dampen.lab.data.arrays import is_images, read_arrays
 from dampen.lab.data.errors import MissingData
 from dampen.lab.data.folder import holds as holds_images
 from dampen.lab.data.hub import image_column, is_saved, open_saved
 from dampen.lab.data.texts import ENDINGS, table_files
 
-OWN = ("folder", "table", "image_arrays", "feature_arrays", "hub_text", "hub_images", "function")
+OWN = ("folder", "voc", "coco", "table", "image_arrays", "feature_arrays", "hub_text", "hub_images", "function")
 """The readers of a user's own data: their trials have a fingerprint of the content."""
 
 
@@ -30,10 +31,15 @@ def recognize(path: Path) -> str:
                 "or sequences (n, tokens, features)."
             )
         return "image_arrays" if is_images(x) else "feature_arrays"
+    if voc.holds(path):
+        return "voc"
+    if coco.holds(path):
+        return "coco"
     if path.is_dir() and holds_images(path):
         return "folder"
     raise MissingData(
-        f"{path} is none of what is recognized: a folder with one folder of images per class, a table of texts "
+        f"{path} is none of what is recognized: a folder with one folder of images per class, "
+        "images with boxes in the layout of Pascal VOC or COCO, a table of texts "
         f"({', '.join(ENDINGS)}, or a folder with train.csv and test.csv), an npz file of arrays, a folder that "
         "Hugging Face datasets saved, or file.py:function."
     )

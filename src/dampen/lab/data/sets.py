@@ -10,6 +10,7 @@ from typing import Any
 from dampen.extensions import from_packages
 from dampen.lab.data.arrays import FEATURE_ARRAYS, IMAGE_ARRAYS, load_arrays
 from dampen.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
+from dampen.lab.data.coco import COCO, load_coco
 from dampen.lab.data.corpus import SHAKESPEARE, TEXT, load_corpus
 from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.digit_captions import DIGIT_CAPTIONS, load_digit_captions
@@ -22,6 +23,7 @@ from dampen.lab.data.own_function import FUNCTION
 from dampen.lab.data.parallel import MULTI30K, PARALLEL, load_parallel
 from dampen.lab.data.texts import TABLE, load_table
 from dampen.lab.data.thumos import THUMOS14, load_thumos
+from dampen.lab.data.voc import BCCD, VOC, load_voc
 from dampen.names import nearest
 
 
@@ -38,6 +40,9 @@ _TABLE: list[tuple[DataSpec, Callable[..., Dataset]]] = [
     (GTZAN, load_gtzan),
     (FSDD, load_fsdd),
     (THUMOS14, load_thumos),
+    (BCCD, load_voc),
+    (VOC, load_voc),
+    (COCO, load_coco),
     (MULTI30K, load_parallel),
     (PARALLEL, load_parallel),
     (SHAKESPEARE, load_corpus),

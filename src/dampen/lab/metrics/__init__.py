@@ -19,6 +19,7 @@ from dampen.lab.metrics.base import Metrics
 from dampen.lab.metrics.classification import ClassificationMetrics
 from dampen.lab.metrics.detection import DetectionMetrics
 from dampen.lab.metrics.language import LanguageMetrics
+from dampen.lab.metrics.objects import ObjectMetrics
 from dampen.lab.metrics.outside import with_others
 from dampen.lab.metrics.reconstruction import ReconstructionMetrics
 from dampen.lab.metrics.text import TextMetrics
@@ -32,6 +33,7 @@ __all__ = [
     "DetectionMetrics",
     "LanguageMetrics",
     "Metrics",
+    "ObjectMetrics",
     "ReconstructionMetrics",
     "TextMetrics",
     "TranslationMetrics",
@@ -45,6 +47,7 @@ _JUDGES = {
     "classification": "accuracy",
     "audio": "accuracy",
     "detection": "frame_map",
+    "objects": "ap",
     "translation": "bleu",
     "language": "bpc",
     "reconstruction": "reconstruction",
@@ -79,6 +82,8 @@ def _own_metrics(dataset: Dataset, split: Split) -> Metrics:
         return ClassificationMetrics(len(dataset.classes))
     if dataset.task == "detection":
         return DetectionMetrics(split, len(dataset.classes), background=dataset.extras["background"])
+    if dataset.task == "objects":
+        return ObjectMetrics(split, dataset.classes)
     if dataset.task == "reconstruction":
         return ReconstructionMetrics()
     if dataset.task == "translation":

@@ -15,6 +15,14 @@ from dampen.lab.errors import LabError
 FORMAT = 1
 
 
+class Detected(msgspec.Struct):
+    """One test image as a detector saw it; places are fractions of the image: left, top, right, bottom."""
+
+    image: str  # the data address of a small JPEG file
+    truth: list[tuple[str, float, float, float, float]] = []
+    found: list[tuple[str, float, float, float, float, float]] = []  # class, score, place
+
+
 class Final(msgspec.Struct, kw_only=True):
     """The result of a trial. A finished one has `test` and `valid`; a diverged one says why it stopped."""
 
@@ -45,6 +53,7 @@ class Final(msgspec.Struct, kw_only=True):
     data: dict[str, Any] = {}
     pretrain: dict[str, Any] | None = None
     variance: dict[str, float | None] | None = None  # of the gradient, mean over training, where it was measured
+    detections: list[Detected] = []  # of a detector: a few test images with true and found boxes
     reason: str = ""
     terms: list[str] = []
     step: int | None = None

@@ -57,7 +57,9 @@ class Figure:
     columns: list[Column]
     records: list[dict[str, Any]]
     wide: bool = False
-    images: list[dict[str, str]] = field(default_factory=list)  # group, title, alt, png as a data address
+    images: list[dict[str, str]] = field(
+        default_factory=list
+    )  # group, title, alt, png as a data address, width, height
     legend: list[str] = field(default_factory=list)  # names, where the panels share one legend
     smooth: bool = False  # lines over training, which the page can smooth
     fixed: bool = False  # shows its rows whatever the page's picker says

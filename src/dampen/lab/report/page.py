@@ -17,6 +17,7 @@ from dampen.lab.report.charts import cost, results
 from dampen.lab.report.conditioning import conditioning_figure
 from dampen.lab.report.costs import bench_figures
 from dampen.lab.report.curves import curves
+from dampen.lab.report.detections import detections
 from dampen.lab.report.diagnosis import measured_figures
 from dampen.lab.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
 from dampen.lab.report.forest import forest
@@ -98,6 +99,7 @@ def table_figures(table: ResultTable, palette: Palette) -> list[Figure]:
         grid(table),
         searched(table, palette),
         *curves(table, palette),
+        detections(table),
         conditioning_figure(table, palette),
         variance_figure(table, palette),
         *measured_figures(table, palette),

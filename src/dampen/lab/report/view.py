@@ -298,7 +298,7 @@ def figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str])
     """What the template needs for one figure."""
     groups: dict[str, list[dict[str, str]]] = {}
     for image in figure.images:
-        groups.setdefault(image["group"], []).append(image)
+        groups.setdefault(image["group"], []).append({"width": "", "height": "", **image})
     panels = [{"title": p.title, "height": p.spec.get("height", 200) + 60} for p in figure.panels]
     view = {"id": id, "title": figure.title, "caption": figure.caption, "wide": figure.wide, "panels": panels}
     view["smooth"] = figure.smooth

@@ -20,6 +20,7 @@ from dampen.lab.records.final import FORMAT
 from dampen.lab.records.plain import finite
 from dampen.lab.records.record import Record
 from dampen.lab.training.checkpoint import fingerprint, load_newest, save_state, save_weights, saved_states
+from dampen.lab.training.detected import detected
 from dampen.lab.training.distributed import all_ranks, is_sharded, load_model_state, whole_model_state
 from dampen.lab.training.losses import NotFinite
 from dampen.lab.training.optim import learning_rate
@@ -196,6 +197,8 @@ class Bookkeeping:
         }
         if variance := over_training(self.log):
             result["variance"] = variance
+        if s.data.task == "objects":
+            result["detections"] = detected(s.raw, s.data.test, s.data.classes)
         if s.pretrained is not None:
             result["pretrain"] = s.pretrained.facts
         if self.writes:

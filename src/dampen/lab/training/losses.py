@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dampen.models.set_loss import set_loss
 
-def task_loss(logits: Tensor, target: Tensor, valid: Tensor | None, kind: str, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy over classes, or over independent yes/no questions (`kind="binary_cross_entropy"`).
+
+def task_loss(logits: Any, target: Tensor, valid: Tensor | None, kind: str, smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy over classes, over independent yes/no questions (`kind="binary_cross_entropy"`), or the loss of a
+    set of detections (`kind="set"`, see `dampen.models.set_loss`).
 
     `logits` are (..., classes); `target` holds class numbers (...) or probabilities (..., classes); where `valid` (...)
     is False a position counts neither in the sum nor in the divisor.
@@ -19,6 +23,8 @@ def task_loss(logits: Tensor, target: Tensor, valid: Tensor | None, kind: str, s
     >>> round(task_loss(logits, torch.tensor([0, 0]), torch.tensor([True, False]), "cross_entropy").item(), 4)
     0.1269
     """
+    if kind == "set":
+        return set_loss(logits, target)
     logits = logits.float()
     if kind == "binary_cross_entropy":
         target = target.float() * (1 - smoothing) + 0.5 * smoothing

@@ -156,9 +156,10 @@ class TrialState:
 
     def _shares(self, parts: list[dict[str, Any]]) -> list[Any]:
         """What each part counts: more with more valid positions, so that splitting a batch changes nothing."""
-        if "valid" not in parts[0] or (len(parts) == 1 and self.fabric.world_size == 1):
+        objects = self.data.loss == "set"  # this loss is a mean over objects, of which images have different numbers
+        if not ("valid" in parts[0] or objects) or (len(parts) == 1 and self.fabric.world_size == 1):
             return [1 / len(parts)] * len(parts)
-        counts = torch.stack([p["valid"].sum() for p in parts]).double()
+        counts = torch.stack([(p["target"][..., 0] >= 0 if objects else p["valid"]).sum() for p in parts]).double()
         mean: Any = self.fabric.all_reduce(counts.sum(), reduce_op="mean")
         out: list[Any] = (counts / mean).tolist()
         return out
@@ -248,6 +249,8 @@ class TrialState:
                 output = self.forward(inputs)
                 if self.data.loss == "reconstruction":  # one error per image: the mean of those evaluated together
                     output = output.loss.expand(len(inputs[0]))
+                if self.data.loss == "set":  # one tensor, as ranks exchange them
+                    output = torch.cat([output.logits, output.boxes], dim=-1)
                 logits = gather_rows(self.fabric, output)[: len(indices)].cpu()
                 metrics.update(logits, batch["target"], batch.get("valid"), indices)
             if final:
