@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from dampen.kernels.attend import attend
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
+from dampen.sockets.channels import start_following, tell_heads, tell_rows
 from dampen.sockets.eager import EagerAttention
 from dampen.sockets.frame import Frame, close_frame, frame_of, open_frame
 from dampen.sockets.layout import layout_of
@@ -28,7 +29,9 @@ class Socket(TorchFunctionMode):
     def __init__(self, site: AttentionSite, frame: Frame, regularizers: Sequence[Regularizer], call: Call) -> None:
         super().__init__()
         self.site, self.frame, self.regularizers, self.call, self.seen = site, frame, regularizers, call, False
-        self.eager = EagerAttention(cast(nn.Module, call.module), site.name, self._watch)
+        self.eager = EagerAttention(cast(nn.Module, call.module), site, self._watch)
+        start_following(site, call)
+        self.run = call_torch if call.followed is None else self._followed
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,7 +42,17 @@ class Socket(TorchFunctionMode):
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
         if func is F.linear and not self.frame.multiplying:
             return self._linear(*args, **kwargs)
-        return self.eager.call(func, args, kwargs, self.regularizers, self.call, call_torch)
+        return self.eager.call(func, args, kwargs, self.regularizers, self.call, self.run)
+
+    def _followed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, and go with the channels that it moves."""
+        out = call_torch(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ("conv1d", "conv2d", "conv3d"):
+            self.call.followed.start(out, 1 - args[1].ndim)  # also without samples: (C, ...)
+        else:
+            self.call.followed.follow(func, name, args, kwargs, out)
+        return out
 
     def _watch(self, call: Call, before: bool) -> None:
         """Before and after an attention that the module computes itself."""
@@ -68,7 +81,10 @@ class Socket(TorchFunctionMode):
                 linear: Any = module._dampen_linear
                 call = LinearCall(linear.role, input, weight, bias, module, self.site.layer.site)
                 return apply_linear(self.frame, self.regularizers, call, F.linear)
-        return F.linear(input, weight, bias)
+        out = F.linear(input, weight, bias)
+        if self.call.followed is not None:
+            self.call.followed.start(out, -1)
+        return out
 
 
 def socket_attention(
@@ -89,12 +105,16 @@ def socket_attention(
     """`attention` as an attention site runs it: what it learns about padding is for the rest of the block."""
     if call.cross:
         call.valid = frame.valid  # the queries are the tokens that this layer's self-attention has seen
-    layout = None
+    layout, followed = None, call.followed
+    companions = [None if followed is None else followed.of(t) for t in (query, key, value)]
     if query.ndim != 4 and any(sees_attention(r) for r in regularizers):
         leading = query.shape[:-2]
-        layout = layout_of(leading, call.module, site.name, query.shape[-2], call.given)
+        told = tell_heads(site, call, companions, leading)
+        layout = layout_of(leading, call.module, site.name, query.shape[-2], call.given, told)
         query, key, value = (layout.fold(t) for t in (query, key, value))
+        companions = [None if c is None else layout.fold(c) for c in companions]
         attn_mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else layout.fold(attn_mask)
+    tell_rows(site, call, companions)
     o, weights, kernel = attend(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, regularizers, call, need_weights
     )

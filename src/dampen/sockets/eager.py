@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from dampen.masks import keep_keys
+from dampen.sockets.channels import tell_heads, tell_rows
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of
 
 if TYPE_CHECKING:
     from dampen.regularizer import Call, Regularizer
+    from dampen.sockets.state import AttentionSite
 
 _FORM = "to float half double bfloat16 type type_as contiguous clone view reshape unflatten flatten unsqueeze squeeze "
 _TO_SCORES = set(
@@ -80,8 +82,8 @@ class Product:
 class EagerAttention:
     """Follows the tensors of one forward of an attention module."""
 
-    def __init__(self, module: nn.Module, where: str, watch: Callable[..., None]) -> None:
-        self.module, self.where, self.watch = module, where, watch
+    def __init__(self, module: nn.Module, site: AttentionSite, watch: Callable[..., None]) -> None:
+        self.module, self.site, self.where, self.watch = module, site, site.name, watch
         self.ways: list[tuple[Way, Product]] = []
         self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
         self.done = 0
@@ -212,11 +214,12 @@ class EagerAttention:
         leading, keys = scores.shape[:-2], scores.shape[-1]
         if not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
             self._refuse("its attention weights are not multiplied with one value per key")
-        layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given)
-        sides = product.equation
-        q, k = (layout.fold(t.reshape(*_fit(t, leading), *t.shape[-2:])) for t in sides.tokens_last())
-        value = equation.values_last()
-        v = layout.fold(value.reshape(*_fit(value, leading), *value.shape[-2:]))
+        companions = self._companions(product.equation, equation, leading, call)
+        told = tell_heads(self.site, call, companions, leading)
+        layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given, told)
+        operands = (*product.equation.tokens_last(), equation.values_last())
+        q, k, v = (layout.fold(t.reshape(*_fit(t, leading), *t.shape[-2:])) for t in operands)
+        tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions])
         self._check_tokens(q, k, call)
         call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
         call.head_size, call.value_size, call.scale, call.is_causal = q.shape[3], v.shape[3], 1.0, False
@@ -251,6 +254,19 @@ class EagerAttention:
         self.done += 1
         self.watch(call, before=False)
         return o
+
+    def _companions(
+        self, scores: Equation, outputs: Equation, leading: Sequence[int], call: Call
+    ) -> list[Tensor | None]:
+        """Where the channels of queries, keys and values came from, in the shapes of these."""
+        if call.followed is None:
+            return [None, None, None]
+        q, k = (call.followed.of(t) for t in (scores.left, scores.right))
+        v = call.followed.of(outputs.values)
+        like = scores.like(q, k).tokens_last()
+        ordered = [None if q is None else like[0], None if k is None else like[1]]
+        ordered.append(None if v is None else outputs.like(None, v).values_last())
+        return [None if c is None else c.reshape(*_fit(c, leading), *c.shape[-2:]) for c in ordered]
 
     def put_weights(self, out: Any) -> Any:
         """A module's output with the attention weights, where it gives them out, as the stages left them."""

@@ -15,10 +15,12 @@ from torch import nn
 
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES
 from dampen.sockets.roles import is_linear
-from dampen.sockets.scope import LISTS, NAME, LinearPlan, find_linears, inside, is_whole_block, scope_of
+from dampen.sockets.scope import LISTS, NAME, LinearPlan, find_linears, inside, is_whole_block, refine_scopes, scope_of
 from dampen.sockets.source import calls_socket, computes_attention
 
-_KEYLESS = re.compile(r"channel|xca|crosscov|deformableattention|linearattention|lightningattention", re.IGNORECASE)
+_KEYLESS = re.compile(
+    r"channel|xca|crosscov|outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE
+)
 _CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|multihead_attn|encoder_attention", re.IGNORECASE)
 
 
@@ -68,7 +70,7 @@ def find_layers(
             "F.scaled_dot_product_attention."
         )
     patterns = [sites] if isinstance(sites, str) else list(sites)
-    scopes = {name: scope_of(model, name, found) for name in found}
+    scopes = refine_scopes(model, {name: scope_of(model, name, found) for name in found})
     chosen = {
         name: module
         for name, module in found.items()
@@ -124,7 +126,7 @@ def stack_of(name: str) -> str:
 
 def is_keyless(module: nn.Module) -> bool:
     """Whether an attention has no softmax over keys that are tokens, by the name of its class: it attends over channels
-    (DaViT, XCiT), is linear, or samples points (deformable DETR)."""
+    (DaViT, XCiT), is linear, samples points (deformable DETR), or has weights without keys (VOLO's outlook)."""
     return bool(_KEYLESS.search(type(module).__name__))
 
 

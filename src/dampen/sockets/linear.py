@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dampen.regularizer import LinearCall, Regularizer
 from dampen.sockets.adapters import read_adapter
 from dampen.sockets.frame import Frame, frame_of
-from dampen.sockets.roles import is_conv1d, weight_of
+from dampen.sockets.roles import is_conv1d, is_convolution, weight_of
 from dampen.sockets.state import LinearSite
 
 
@@ -27,6 +27,8 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             return base(self, input)
         if not torch.compiler.is_compiling() and input.numel() == 0:  # an expert, or a modality, without tokens
             return base(self, input)
+        if is_convolution(self):
+            return _convolve(base, self, site, active, input)
         weight, frame = weight_of(self), frame_of(layer)
         valid = None if frame is None else frame.valid
         if frame is not None and valid is not None and frame.sequence_first and frame.call is None:
@@ -47,6 +49,28 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         return apply_linear(frame, active, call, multiply)
 
     return forward
+
+
+def _convolve(
+    base: Callable[..., Any], module: Any, site: LinearSite, active: Sequence[Regularizer], input: Tensor
+) -> Tensor:
+    """A convolution that is one position wide: its positions are tokens, (B, C, ...) as (B, positions, C)."""
+    frame, places = frame_of(site.layer), input.shape[2:]
+    if input.ndim != module.weight.ndim:
+        raise RuntimeError(
+            f"the convolution '{site.role}' at '{site.layer.site.name}' got {tuple(input.shape)}, without samples. "
+            "Give batches, or leave the layer out with sites=."
+        )
+    tokens, weight = input.flatten(2).transpose(1, 2), weight_of(module)
+
+    def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        if x is tokens and w is weight:
+            y: Tensor = base(module, input)
+            return y.flatten(2).transpose(1, 2)
+        return F.linear(x, w, bias)
+
+    call = LinearCall(site.role, tokens, weight, module.bias, module, site.layer.site)
+    return apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places)
 
 
 def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:
@@ -86,6 +110,7 @@ def apply_linear(
         finally:
             frame.multiplying = False
     call.output = y
+    followed = None if frame is None or frame.call is None else frame.call.followed
     for r in regularizers:
         if "product" in r.stages and call.role in r.roles:
             y = r.product(y, call)
@@ -93,4 +118,6 @@ def apply_linear(
         frame.hits += 1
         if frame.call is not None:
             frame.call.maps[call.role] = call
+            if followed is not None:
+                followed.start(y, -1, call)
     return y

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dampen.sockets.roles import attention_role, feed_forward_roles, is_linear
+from dampen.sockets.roles import attention_role, feed_forward_roles, is_convolution, is_linear
+from dampen.sockets.source import adds
 
 NAME = re.compile(r"attention|attn", re.IGNORECASE)
+PROJECTIONS = {"q", "k", "v", "qkv", "kv"}
 LISTS = (nn.ModuleList, nn.Sequential)
 
 
@@ -46,6 +48,34 @@ def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -
         return ".".join(parts[: elements[-1]])
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
     return "" if {"ffn_in", "ffn_out"} <= set(roles.values()) and len(parts) == 1 else name
+
+
+def refine_scopes(model: nn.Module, scopes: Mapping[str, str]) -> dict[str, str]:
+    """Scopes that are layers: one that holds other layers (CrossViT), or attentions of several blocks without linear
+    maps (MobileNetV4, iFormer), is a stage, and the layer is the block in it that adds its residual."""
+    refined = dict(scopes)
+    for name, scope in scopes.items():
+        others = [n for n in scopes if n != name and inside(n, scope)]
+        holds_layers = any(scopes[n] != scope and inside(scopes[n], scope) for n in others)
+        if holds_layers or (others and scope != name and not _outside_attention(model, scope, dict.fromkeys(scopes))):
+            refined[name] = _own_block(model, name, scope, scopes) or scope
+    return refined
+
+
+def _own_block(model: nn.Module, name: str, scope: str, attentions: Mapping[str, str]) -> str:
+    """The largest module between a stage and an attention that holds no other attention and adds in its forward."""
+    parts, start = name.split("."), len(scope.split(".")) if scope else 0
+    for i in range(start + 1, len(parts)):
+        above = ".".join(parts[:i])
+        module = model.get_submodule(above)
+        alone = not any(n != name and inside(n, above) for n in attentions)
+        if (
+            alone
+            and not isinstance(module, LISTS)
+            and any(adds(type(model.get_submodule(".".join(parts[:j])))) for j in range(i, len(parts)))
+        ):
+            return above
+    return ""
 
 
 def _holds_feed_forward(module: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> bool:
@@ -85,7 +115,7 @@ def is_whole_block(module: nn.Module) -> bool:
     return {"ffn_in", "ffn_out"} <= set(_inner_feed_forward(module).values())
 
 
-def _outside_attention(model: nn.Module, scope: str, attentions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def _outside_attention(model: nn.Module, scope: str, attentions: Mapping[str, object]) -> dict[str, nn.Module]:
     """The linear maps below `scope` that belong to no attention, by their names inside the scope."""
     outside = {}
     prefix = scope + "." if scope else ""
@@ -95,7 +125,7 @@ def _outside_attention(model: nn.Module, scope: str, attentions: Mapping[str, nn
     return outside
 
 
-def _attention_above(name: str, scope: str, attentions: Mapping[str, nn.Module], model: nn.Module) -> bool:
+def _attention_above(name: str, scope: str, attentions: Mapping[str, object], model: nn.Module) -> bool:
     """Whether a map lies in an attention module, or in a wrapper of one (BERT's output.dense)."""
     start = len(scope.split(".")) if scope else 0
     parts = name.split(".")
@@ -117,10 +147,15 @@ def find_linears(
     said = {local: role for role, local in (projections or {}).items()}
     outside = feed_forward_roles(_outside_attention(model, scope, attentions))
     for local, module in model.get_submodule(scope).named_modules():
-        if not is_linear(module):
-            continue
         name = prefix + local
         home = next((a for a in attentions if a == "" or inside(name, a)), None)
+        if home is not None and is_convolution(module):
+            inner = name[len(home) + 1 :] if home else name
+            role = said.get(inner) or attention_role(inner, {})
+            if role in PROJECTIONS:
+                plans[name] = LinearPlan(module, role, home)
+        if not is_linear(module):
+            continue
         if home is not None:
             inner = name[len(home) + 1 :] if home else name
             role = said.get(inner) or attention_role(inner, dict(attentions[home].named_modules()))

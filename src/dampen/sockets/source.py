@@ -28,6 +28,15 @@ def computes_attention(cls: type) -> bool:
     return _mentions(code, cls, 2, _SOFTMAX) and (_mentions(code, cls, 2, _PRODUCTS) or _multiplies(code, cls, 2))
 
 
+def adds(cls: type) -> bool:
+    """Whether the code of `cls.forward` itself has an addition, as a residual block has."""
+    forward = inspect.getattr_static(cls, "forward", None)
+    if not isinstance(forward, FunctionType) or forward.__module__.startswith("torch."):
+        return False
+    codes = _codes(inspect.unwrap(forward).__code__)
+    return any(i.opname == "BINARY_OP" and i.argrepr in ("+", "+=") for c in codes for i in dis.get_instructions(c))
+
+
 def _mentions(function: FunctionType, cls: type, depth: int, wanted: set[str] = _SOCKETS) -> bool:
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     if names & wanted:
