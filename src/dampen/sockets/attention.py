@@ -40,7 +40,7 @@ class Socket(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.seen = True
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
-        if func is F.linear and not self.frame.multiplying:
+        if func is F.linear and not self.frame.multiplying and not (args and self.eager.knows(args[0])):
             return self._linear(*args, **kwargs)
         return self.eager.call(func, args, kwargs, self.regularizers, self.call, self.run)
 

@@ -6,8 +6,11 @@ third tensor, then that is attention. There, at the second product, q, k, v, the
 the weights are all known, so every stage runs there, in the order of `attention`, and the way is gone again with the
 scores that the stages give. The model's own first softmax serves only to go on until then; its dropout waits.
 
-What cannot be told is refused: another function between (talking heads), a softmax over another axis, weights that
-the module also uses for something else (token pruning)."""
+Heads that are mixed on the way (talking heads: a linear map or a convolution over the axis of the heads, before the
+softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
+
+What cannot be told is refused: another function between, a softmax over another axis, weights that the module also uses
+for something else (token pruning) or mixes with others (ConViT's gate)."""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from dampen.masks import keep_keys
 from dampen.sockets.channels import tell_heads, tell_rows
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of
+from dampen.sockets.mixing import MOVES_AXES, moved_axes
 
 if TYPE_CHECKING:
     from dampen.regularizer import Call, Regularizer
@@ -48,6 +52,12 @@ class Way:
     def __init__(self, tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Any) -> None:
         self.tensor, self.func, self.args, self.kwargs = tensor, func, args, kwargs
         self.source: Way | None = source
+        self.axes: tuple[int, ...] = tuple(range(tensor.ndim))  # which axis of the scores each of its axes is
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its axes are those of the scores, in their order."""
+        return self.axes == tuple(range(len(self.axes)))
 
     def again(self, new: Tensor, since: Way) -> Tensor:
         """Go the way from `since` to here with another tensor at its start."""
@@ -134,6 +144,10 @@ class EagerAttention:
             return out
         return self._follow(way, product, func, args, kwargs, run, _TO_WEIGHTS)
 
+    def knows(self, tensor: Any) -> bool:
+        """Whether a tensor is on its way from scores to the product with values."""
+        return any(way.tensor is tensor for way, _ in self.ways)
+
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Way, Product] | None:
         """The newest way that one of the arguments has come."""
         if not self.ways:
@@ -167,8 +181,11 @@ class EagerAttention:
     ) -> Any:
         name, numel = _name(func), way.tensor.numel()
         out = run(func, args, kwargs)
-        if name in allowed and isinstance(out, Tensor) and out.numel() == numel:
-            self.ways.append((Way(out, func, args, kwargs, way), product))
+        axes = moved_axes(name, way.axes, args, kwargs) if name in MOVES_AXES or not way.in_order else None
+        if name in allowed | MOVES_AXES and isinstance(out, Tensor) and out.numel() == numel and axes != ():
+            here = Way(out, func, args, kwargs, way)
+            here.axes = here.axes if axes is None else axes
+            self.ways.append((here, product))
         elif product.softmax is not None:
             self._refuse(f"it also uses its attention weights in '{name}'")
         else:
@@ -183,6 +200,8 @@ class EagerAttention:
         scores = way.tensor
         if not product.equation.scores_last(product.start.tensor, scores):
             self._tell(f"its scores {tuple(scores.shape)} have no axes for queries and keys at their end")
+        elif not way.in_order:
+            self._tell(f"its softmax sees the axes of its scores in the order {way.axes}")
         elif dim not in (-1, scores.ndim - 1):
             self._tell(f"its softmax is over axis {dim} of {tuple(scores.shape)}, not over the keys at the end")
         else:
@@ -212,7 +231,7 @@ class EagerAttention:
             raise RuntimeError("values met weights without a softmax")  # cannot happen: the caller has looked
         scores = product.scores.tensor
         leading, keys = scores.shape[:-2], scores.shape[-1]
-        if not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
+        if not way.in_order or not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
             self._refuse("its attention weights are not multiplied with one value per key")
         companions = self._companions(product.equation, equation, leading, call)
         told = tell_heads(self.site, call, companions, leading)
