@@ -9,6 +9,7 @@ residual branch. Anything else is *wrong*.
     python -m benchmarks.model_sweep                    # writes benchmarks/records/model_sweep.json and docs/models.md
     python -m benchmarks.model_sweep --only swin --dry  # a look, nothing written
     python -m benchmarks.model_sweep --page             # the page again, from the record
+    python -m benchmarks.model_sweep --part 0/2 --resume  # every second model that the record lacks
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ METHODS: dict[str, list[Callable[[], dampen.Regularizer]]] = {
     "HardMasking": [lambda: dampen.HardMasking(0.5, top=0.5)],
     "DropHead": [lambda: dampen.DropHead(0.5)],
 }
-SECONDS = 90  # per model
+SECONDS = 90  # of processor time per model: a busy machine must not decide what is built
 
 
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
@@ -164,21 +165,23 @@ def has_branches(subject: Subject) -> bool:
     return any("pool" not in (n + type(m).__name__).lower() for n, m in found.items()) or not found
 
 
-def sweep(library: str, only: str, known: dict[str, Any], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def sweep(
+    library: str, only: str, part: tuple[int, int], known: dict[str, Any], save: Callable[[str, dict[str, Any]], None]
+) -> dict[str, Any]:
     """Every case of one library; those in `known` are not run again, and each is saved as soon as it is known."""
     subjects = timm_subjects if library == "timm" else transformers_subjects
     results = dict(known)
-    for name, build in subjects(only):
-        if name in results:
+    for i, (name, build) in enumerate(subjects(only)):
+        if name in results or i % part[1] != part[0]:
             continue
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
         try:
             results[name] = _case(build)
         except TimeoutError:
             results[name] = {"model": name, "not built": f"it takes longer than {SECONDS} s here"}
         finally:
-            signal.alarm(0)
-        save(results)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        save(name, results[name])
         said = results[name].get("not built") or {m: c["outcome"] for m, c in results[name]["methods"].items()}
         print(library, name, said, flush=True)
         for m, case in results[name].get("methods", {}).items():
@@ -259,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="models whose name holds this text")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     parser.add_argument("--page", action="store_true", help="write the page from the record")
+    parser.add_argument("--part", default="0/1", help="i/n: every nth model from the ith on, for several processes")
     parser.add_argument("--resume", action="store_true", help="keep what the record has")
     options = parser.parse_args(arguments)
     import timm
@@ -267,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGVTALRM, _late)
     record: dict[str, Any] = {"timm": {}, "transformers": {}}
     if RECORD.exists():
         record = json.loads(RECORD.read_text())
@@ -276,21 +280,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     for library in ("timm", "transformers"):
         if not options.page and options.library in (None, library):
-            known = record[library] if options.resume else {}
+            known = record[library] if options.resume and not options.dry else {}
 
-            def save(cases: dict[str, Any], library: str = library) -> None:
-                if not options.dry:
-                    write_json(RECORD, {**record, library: {**(record[library] if options.only else {}), **cases}})
+            def save(name: str, case: dict[str, Any], library: str = library) -> None:
+                if not options.dry:  # read again: another part may have written since
+                    now = json.loads(RECORD.read_text()) if RECORD.exists() else record
+                    now["versions"] = record["versions"]
+                    now[library][name] = case
+                    write_json(RECORD, now)
 
-            cases = sweep(library, options.only, {} if options.dry else known, save)
+            number, parts = map(int, options.part.split("/"))
+            cases = sweep(library, options.only, (number, parts), known, save)
             sums = totals(cases)
             applicable = sum(sums.values()) - sums["not applicable"]
             print(library, dict(sums), f"{100 * sums['works'] / max(1, applicable):.1f} % of {applicable} work")
-            if not options.dry:
-                record[library] = cases if not options.only else {**record[library], **cases}
-                write_json(RECORD, record)
     if not options.dry:
-        PAGE.write_text(page(record))
+        PAGE.write_text(page(json.loads(RECORD.read_text())))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ class Call:
     valid: Tensor | None = None  # (B, N) bool, False on padded queries; None when nothing is padded
     seen: Tensor | None = None  # the valid keys of all queries, which a chunk's own mask does not tell
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
+    cuts: dict[str, tuple[str, Any]] = field(default_factory=dict)  # q, k, v: which map, and its rows, where it is seen
+    followed: Any = None  # from which channels the operands come; see `sockets/channels.py`
     memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
 
     @property
@@ -115,6 +117,9 @@ class Call:
 
 def split_projection(call: Call, role: str) -> LinearCall:
     """The linear map behind q, k or v of one attention call, cut out of a fused projection where it is fused."""
+    if role in call.cuts:
+        name, rows = call.cuts[role]
+        return _cut(check_whole(call.maps[name]), role, rows)
     if role in call.maps:
         return check_whole(call.maps[role])
     fused = "qkv" if "qkv" in call.maps else "kv" if "kv" in call.maps and role != "q" else None
@@ -128,16 +133,29 @@ def split_projection(call: Call, role: str) -> LinearCall:
             f"or {{'qkv': 'name'}}, with names inside the attention module."
         )
     whole = check_whole(call.maps[fused])
+    if isinstance(whole.module, nn.Conv1d | nn.Conv2d):
+        raise RuntimeError(
+            f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}': its convolution "
+            f"'{fused}' makes q, k and v, and the way of its channels to {role} could not be followed. "
+            "Inside torch.compile run one plain forward first (regularize(..., example=...) does), else leave the "
+            "layer out with sites=."
+        )
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
-    cut = slice(start, start + rows[role])
+    return _cut(whole, role, slice(start, start + rows[role]))
+
+
+def _cut(whole: LinearCall, role: str, rows: slice | Tensor) -> LinearCall:
+    """Some rows of a map."""
+    if isinstance(rows, slice) and rows == slice(0, whole.weight.shape[0]):
+        return whole
     return dataclasses.replace(
         whole,
         role=role,
-        weight=whole.weight[cut],
-        bias=None if whole.bias is None else whole.bias[cut],
-        output=None if whole.output is None else whole.output[..., cut],
-        adapter=None if whole.adapter is None else whole.adapter.rows(cut),
+        weight=whole.weight[rows],
+        bias=None if whole.bias is None else whole.bias[rows],
+        output=None if whole.output is None else whole.output[..., rows],
+        adapter=None if whole.adapter is None else whole.adapter.rows(rows),
     )
 
 

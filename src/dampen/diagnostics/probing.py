@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from dampen.diagnostics.predictions import device_of, in_mode
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site
 from dampen.sockets.find import LayerPlan, find_layers, is_cross
-from dampen.sockets.forwards import first_argument
 from dampen.sockets.own_dropout import no_fast_path
 from dampen.sockets.state import AttentionSite, BlockSite, Layer
 from dampen.sockets.swap import swap
+from dampen.sockets.whole_model import first_argument
 
 
 class Probe(Regularizer):

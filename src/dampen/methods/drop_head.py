@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dampen.masks import bernoulli, give_back_one
-from dampen.regularizer import Call, Regularizer
+from dampen.regularizer import Call, Regularizer, UnsupportedModel
 from dampen.schedules import Value
+from dampen.sockets.find import find_attentions
+from dampen.sockets.layout import heads_of
 
 
 class DropHead(Regularizer):
@@ -31,9 +33,28 @@ class DropHead(Regularizer):
     def __init__(self, rate: Value = 0.1) -> None:
         super().__init__()
         self.scheduled("rate", rate)
+        self.single = False  # the layer says that it has one head
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", one head: nothing to drop" if self.single else "")
+
+    def prepare(self, model: nn.Module) -> None:
+        """Hierarchical models begin with one head, of which one always stays; a model of such layers is refused."""
+        self.single = any(heads_of(m) == 1 for m in self.neighbors)
+        if self.single and all(heads_of(m) == 1 for m in find_attentions(model).values()):
+            raise UnsupportedModel(
+                f"DropHead always leaves one head, and every attention of {type(model).__name__} has one, so it would "
+                "do nothing. Take DropKey, or a model with more heads."
+            )
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
         batch, heads = o.shape[:2]
+        if heads == 1 and not self.single:
+            raise RuntimeError(
+                f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}' attends with "
+                "one head at a time, and DropHead always leaves one, so it would do nothing there. "
+                "Leave the layer out with sites=, or take DropKey."
+            )
         kept = give_back_one(~bernoulli((batch, heads), self.current("rate"), o.device), None)
         scale = kept * (heads / kept.sum(-1, keepdim=True))
         return o * scale.to(o.dtype)[:, :, None, None]

@@ -22,12 +22,13 @@ from dampen.regularizer import (
 from dampen.sockets.adapters import connect_adapters, is_lora
 from dampen.sockets.embeddings import find_embeddings, open_embeddings
 from dampen.sockets.entry import EntrySite
-from dampen.sockets.find import LayerPlan, LinearPlan, find_layers, is_cross, is_keyless, stack_of
-from dampen.sockets.forwards import first_argument, model_input
+from dampen.sockets.find import LayerPlan, find_layers, is_cross, is_keyless, stack_of
 from dampen.sockets.instance import check_own_forward
 from dampen.sockets.roles import weight_of
+from dampen.sockets.scope import LinearPlan
 from dampen.sockets.state import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
 from dampen.sockets.swap import is_swapped, swap
+from dampen.sockets.whole_model import first_argument, model_input
 from dampen.two_pass.own_randomness import own_randomness
 from dampen.two_pass.reuse import SharedBlocks, plan_prefix
 

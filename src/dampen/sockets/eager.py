@@ -6,8 +6,11 @@ third tensor, then that is attention. There, at the second product, q, k, v, the
 the weights are all known, so every stage runs there, in the order of `attention`, and the way is gone again with the
 scores that the stages give. The model's own first softmax serves only to go on until then; its dropout waits.
 
-What cannot be told is refused: another function between (talking heads), a softmax over another axis, weights that
-the module also uses for something else (token pruning)."""
+Heads that are mixed on the way (talking heads: a linear map or a convolution over the axis of the heads, before the
+softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
+
+What cannot be told is refused: another function between, a softmax over another axis, weights that the module also uses
+for something else (token pruning) or mixes with others (ConViT's gate)."""
 
 from __future__ import annotations
 
@@ -18,11 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from dampen.masks import keep_keys
+from dampen.sockets.channels import tell_heads, tell_rows
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of
+from dampen.sockets.mixing import MOVES_AXES, moved_axes
 
 if TYPE_CHECKING:
     from dampen.regularizer import Call, Regularizer
+    from dampen.sockets.state import AttentionSite
 
 _FORM = "to float half double bfloat16 type type_as contiguous clone view reshape unflatten flatten unsqueeze squeeze "
 _TO_SCORES = set(
@@ -46,6 +52,12 @@ class Way:
     def __init__(self, tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Any) -> None:
         self.tensor, self.func, self.args, self.kwargs = tensor, func, args, kwargs
         self.source: Way | None = source
+        self.axes: tuple[int, ...] = tuple(range(tensor.ndim))  # which axis of the scores each of its axes is
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its axes are those of the scores, in their order."""
+        return self.axes == tuple(range(len(self.axes)))
 
     def again(self, new: Tensor, since: Way) -> Tensor:
         """Go the way from `since` to here with another tensor at its start."""
@@ -80,8 +92,8 @@ class Product:
 class EagerAttention:
     """Follows the tensors of one forward of an attention module."""
 
-    def __init__(self, module: nn.Module, where: str, watch: Callable[..., None]) -> None:
-        self.module, self.where, self.watch = module, where, watch
+    def __init__(self, module: nn.Module, site: AttentionSite, watch: Callable[..., None]) -> None:
+        self.module, self.site, self.where, self.watch = module, site, site.name, watch
         self.ways: list[tuple[Way, Product]] = []
         self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
         self.done = 0
@@ -132,6 +144,10 @@ class EagerAttention:
             return out
         return self._follow(way, product, func, args, kwargs, run, _TO_WEIGHTS)
 
+    def knows(self, tensor: Any) -> bool:
+        """Whether a tensor is on its way from scores to the product with values."""
+        return any(way.tensor is tensor for way, _ in self.ways)
+
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Way, Product] | None:
         """The newest way that one of the arguments has come."""
         if not self.ways:
@@ -165,8 +181,11 @@ class EagerAttention:
     ) -> Any:
         name, numel = _name(func), way.tensor.numel()
         out = run(func, args, kwargs)
-        if name in allowed and isinstance(out, Tensor) and out.numel() == numel:
-            self.ways.append((Way(out, func, args, kwargs, way), product))
+        axes = moved_axes(name, way.axes, args, kwargs) if name in MOVES_AXES or not way.in_order else None
+        if name in allowed | MOVES_AXES and isinstance(out, Tensor) and out.numel() == numel and axes != ():
+            here = Way(out, func, args, kwargs, way)
+            here.axes = here.axes if axes is None else axes
+            self.ways.append((here, product))
         elif product.softmax is not None:
             self._refuse(f"it also uses its attention weights in '{name}'")
         else:
@@ -181,6 +200,8 @@ class EagerAttention:
         scores = way.tensor
         if not product.equation.scores_last(product.start.tensor, scores):
             self._tell(f"its scores {tuple(scores.shape)} have no axes for queries and keys at their end")
+        elif not way.in_order:
+            self._tell(f"its softmax sees the axes of its scores in the order {way.axes}")
         elif dim not in (-1, scores.ndim - 1):
             self._tell(f"its softmax is over axis {dim} of {tuple(scores.shape)}, not over the keys at the end")
         else:
@@ -210,13 +231,14 @@ class EagerAttention:
             raise RuntimeError("values met weights without a softmax")  # cannot happen: the caller has looked
         scores = product.scores.tensor
         leading, keys = scores.shape[:-2], scores.shape[-1]
-        if not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
+        if not way.in_order or not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
             self._refuse("its attention weights are not multiplied with one value per key")
-        layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given)
-        sides = product.equation
-        q, k = (layout.fold(t.reshape(*_fit(t, leading), *t.shape[-2:])) for t in sides.tokens_last())
-        value = equation.values_last()
-        v = layout.fold(value.reshape(*_fit(value, leading), *value.shape[-2:]))
+        companions = self._companions(product.equation, equation, leading, call)
+        told = tell_heads(self.site, call, companions, leading)
+        layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given, told)
+        operands = (*product.equation.tokens_last(), equation.values_last())
+        q, k, v = (layout.fold(t.reshape(*_fit(t, leading), *t.shape[-2:])) for t in operands)
+        tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions])
         self._check_tokens(q, k, call)
         call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
         call.head_size, call.value_size, call.scale, call.is_causal = q.shape[3], v.shape[3], 1.0, False
@@ -251,6 +273,19 @@ class EagerAttention:
         self.done += 1
         self.watch(call, before=False)
         return o
+
+    def _companions(
+        self, scores: Equation, outputs: Equation, leading: Sequence[int], call: Call
+    ) -> list[Tensor | None]:
+        """Where the channels of queries, keys and values came from, in the shapes of these."""
+        if call.followed is None:
+            return [None, None, None]
+        q, k = (call.followed.of(t) for t in (scores.left, scores.right))
+        v = call.followed.of(outputs.values)
+        like = scores.like(q, k).tokens_last()
+        ordered = [None if q is None else like[0], None if k is None else like[1]]
+        ordered.append(None if v is None else outputs.like(None, v).values_last())
+        return [None if c is None else c.reshape(*_fit(c, leading), *c.shape[-2:]) for c in ordered]
 
     def put_weights(self, out: Any) -> Any:
         """A module's output with the attention weights, where it gives them out, as the stages left them."""

@@ -21,6 +21,10 @@ class Equation:
         self.left, self.right = left, right
         self.letters = letters  # None: a matmul, whose leading axes broadcast
 
+    def like(self, left: Tensor | None, right: Tensor | None) -> Equation:
+        """The same equation of other tensors."""
+        return Equation(self.left if left is None else left, self.right if right is None else right, self.letters)
+
     @property
     def summed(self) -> str:
         """The letter summed over, of an einsum."""
@@ -119,6 +123,9 @@ class Equation:
 
 class Flipped(Equation):
     """values^T @ weights^T, as convolutional models write it: the output is (..., D, N)."""
+
+    def like(self, left: Tensor | None, right: Tensor | None) -> Equation:
+        return Flipped(self.left if right is None else right, self.right, None)  # its values stand on the left
 
     @property
     def values(self) -> Tensor:

@@ -50,11 +50,24 @@ class Layout:
 
 
 def layout_of(
-    leading: Sequence[int], module: nn.Module | None, where: str, tokens: int, given: Sequence[int] | None
+    leading: Sequence[int],
+    module: nn.Module | None,
+    where: str,
+    tokens: int,
+    given: Sequence[int] | None,
+    told: tuple[int | None, int] | None = None,
 ) -> Layout:
     """The layout of operands with these leading axes and so many queries in an attention of `module`, which was given
-    something of the shape `given`; an error where it cannot be told."""
+    something of the shape `given`; an error where it cannot be told. `told` is what the way of the channels says: the
+    axis of the heads and their number."""
     heads, size = heads_of(module), len(leading)
+    if size == 0 and given is not None and len(given) > 2:
+        raise RuntimeError(
+            f"{type(module).__name__} at '{where}' got {tuple(given)} and attends with two axes, so its queries and "
+            "keys are not the tokens of one sample (of a batch, its samples?). Leave the layer out with sites=."
+        )
+    if told is not None and size != 2:
+        return Layout(leading, *told)
     if heads is None and size == 1 and given is not None and len(given) == 3 and given[1] == tokens:
         heads = leading[0] // given[0] if leading[0] % given[0] == 0 else None  # (B, N, C) became (B * H, N, D)
     found = [i for i, n in enumerate(leading) if n == heads]
@@ -62,7 +75,8 @@ def layout_of(
         found = [i for i in found if i > 0]  # the first axis is the batch, even where it is as long as the heads
     if size == 2 and (heads is None or 1 in found or not found):
         return Layout(leading, 1, leading[1])
-    if size == 0 or (size == 1 and heads == 1):
+    alone = size == 1 and given is not None and len(given) == 3 and (leading[0], tokens) == tuple(given[:2])
+    if size == 0 or (size == 1 and heads == 1) or alone:  # one head, or one of several that run one after the other
         return Layout(leading, None, 1)
     if size == 1 and heads is not None and leading[0] % heads == 0:
         return Layout(leading, None, heads)

@@ -4,9 +4,16 @@ While a block runs, each of its tensors is known as *clean* (computed from the b
 a reshape, the input itself, a sum of the residual stream) or by the sublayers whose maps it went through. An addition
 of a clean tensor and one that came through a sublayer is a residual addition, the second operand is the branch, with
 whatever the block has put in it (LayerScale, DropPath, dropout, a post-norm), and the sum is clean again. So pre-norm,
-post-norm, sandwich, parallel and decoder blocks of any library are read without an adapter of their own. In the end
-every sublayer that ran must have been added and the block's output must be clean; a block that adds in some other way
-raises."""
+post-norm, sandwich, parallel and decoder blocks of any library are read without an adapter of their own.
+
+Where both operands came through a map, two forms are read as well. *A projected shortcut*: one operand is the stream
+after a single map and nothing else but norms and pooling, and it is not as large as the stream was, so that the stream
+itself could not have been added (MViT, Hiera, ResNet-like blocks). *A stream that was remade*: the other operand was
+computed from this one, x + f(x), where x is the stream after a single map (TinyViT's convolution, NextViT) or after an
+attention that changed its size (LeViT's downsampling); there is no residual around that map, so nothing to drop.
+
+In the end every sublayer that ran must have been added and the block's output must be clean; a block that adds in some
+other way raises."""
 
 from __future__ import annotations
 
@@ -28,6 +35,11 @@ if TYPE_CHECKING:
 _ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "get_device", "__len__"}
 _MAPS = set("linear addmm matmul __matmul__ bmm mm baddbmm einsum conv1d conv2d conv3d _grouped_mm grouped_mm".split())
+_AFFINE = _MAPS | set(
+    "layer_norm batch_norm group_norm rms_norm avg_pool2d avg_pool1d max_pool2d max_pool1d adaptive_avg_pool2d "
+    "adaptive_max_pool2d amax mean view reshape reshape_as permute transpose movedim flatten unflatten contiguous "
+    "squeeze unsqueeze __getitem__ pad to float half bfloat16 mul __mul__ interpolate boolean_dispatch leave".split()
+)
 CLEAN: frozenset[str] = frozenset()
 
 
@@ -49,6 +61,7 @@ class ResidualSocket(TorchFunctionMode):
         self.root = roots[0]  # the block's first input
         self.tensors: list[Tensor] = []  # those that are known, kept alive so that an id means one tensor
         self.origins: list[frozenset[str]] = []  # the sublayers that each came through; none: clean
+        self.makers: list[tuple[str, list[int]]] = []  # the function that made each, and what of the known it read
         self.places: dict[int, int] = {}  # id -> index, outside of compiled graphs, which know no ids
         self.found: list[str] = []
         self.covered: set[str] = set()  # the sublayers whose branches were added
@@ -69,24 +82,30 @@ class ResidualSocket(TorchFunctionMode):
             return call_torch(func, args, kwargs)
         if name in _ADDITIONS and len(args) == 2 and not kwargs:
             left, right = self._origin(args[0]), self._origin(args[1])
-            if left is not None and right is not None and bool(left) != bool(right):
-                residual, branch, labels = (args[1], args[0], left) if left else (args[0], args[1], right)
-                # scalars are sums inside another method's penalty, never a stream of tokens
-                if residual.ndim == branch.ndim >= 2:
+            # scalars are sums inside another method's penalty, never a stream of tokens
+            if left is not None and right is not None and args[0].ndim == args[1].ndim >= 2:
+                if bool(left) != bool(right):
+                    residual, branch, labels = (args[1], args[0], left) if left else (args[0], args[1], right)
                     return self._add(residual, branch, labels)
-        known, labels = False, CLEAN
+                if left and right and not self.frame.inside:
+                    for residual, branch in ((args[0], args[1]), (args[1], args[0])):
+                        labels = self._remade(residual, branch)
+                        if labels:
+                            return self._add(residual, branch, labels)
+        read, labels = [], CLEAN
         for value in _leaves(args, kwargs):
-            origin = self._origin(value)
-            if origin is not None:
-                known, labels = True, labels | origin
+            place = self._place(value)
+            if place is not None:
+                read.append(place)
+                labels = labels | self.origins[place]
                 self.read = self.read or value is self.last
         out = call_torch(func, args, kwargs)
-        if known:
+        if read:
             if attends:
                 self._see_batch(args)
             if attends or (name in _MAPS and not labels):
                 labels = self._label(attends)
-            self._put(out, labels)
+            self._put(out, labels, name, read)
         return out
 
     def leave(self, out: Any) -> None:
@@ -96,7 +115,54 @@ class ResidualSocket(TorchFunctionMode):
         self.frame.attended += 1
         for value in _leaves((out,), {}):
             if isinstance(value, Tensor) and not (self._origin(value) == CLEAN and labels <= self.covered):
-                self._put(value, labels)
+                place = self._place(value)
+                self._put(value, labels, "leave", [] if place is None else [place])
+
+    def _remade(self, residual: Tensor, branch: Tensor) -> frozenset[str]:
+        """The sublayers of `branch`, where `residual` is a projected shortcut or the stream remade; none: neither."""
+        made, other = self._place(residual), self._place(branch)
+        if made is None or other is None:
+            return CLEAN
+        stream = self.root if self.last is None else self.last
+        resized = residual.numel() != stream.numel()
+        single, attended = self._is_single_map(made), any(x.startswith("attention") for x in self.origins[made])
+        if self._comes_from(other, made) and (single or (attended and resized)):
+            if attended:
+                self.covered |= self.origins[made]  # no residual goes around it
+            return (self.origins[other] - self.origins[made]) or frozenset([f"ffn {len(self.found)}"])
+        if single and resized and not self._is_single_map(other):
+            return self.origins[other]
+        return CLEAN
+
+    def _is_single_map(self, place: int) -> bool:
+        """Whether a tensor is the stream after one linear map, and norms, pooling and reshaping alone."""
+        maps, seen, todo = 0, {place}, [place]
+        while todo:
+            name, read = self.makers[todo.pop()]
+            if name not in _AFFINE:
+                return False
+            maps += name in _MAPS
+            fresh = {p for p in read if self.origins[p]} - seen
+            seen |= fresh
+            todo.extend(fresh)
+        return maps == 1
+
+    def _comes_from(self, place: int, start: int) -> bool:
+        """Whether a tensor was computed from another one through at least one map."""
+        todo: list[tuple[int, bool]] = [(place, False)]
+        seen: set[tuple[int, bool]] = set()
+        while todo:
+            here, mapped = todo.pop()
+            if here == start:
+                if mapped:
+                    return True
+                continue
+            name, read = self.makers[here]
+            mapped = mapped or name in _MAPS or name == "scaled_dot_product_attention"
+            fresh = {(p, mapped) for p in read if p >= start} - seen
+            seen |= fresh
+            todo.extend(fresh)
+        return False
 
     def _label(self, attends: bool) -> frozenset[str]:
         """The name of the sublayer that is running."""
@@ -114,21 +180,26 @@ class ResidualSocket(TorchFunctionMode):
 
     def _origin(self, value: Any) -> frozenset[str] | None:
         """The sublayers that a tensor came through; None where it is not known."""
+        place = self._place(value)
+        return None if place is None else self.origins[place]
+
+    def _place(self, value: Any) -> int | None:
+        """The number of a known tensor."""
         if not isinstance(value, Tensor):
             return None
         if not torch.compiler.is_compiling():
-            place = self.places.get(id(value))
-            return None if place is None else self.origins[place]
+            return self.places.get(id(value))
         for i in range(len(self.tensors) - 1, -1, -1):
             if self.tensors[i] is value:
-                return self.origins[i]
+                return i
         return None
 
-    def _put(self, out: Any, labels: frozenset[str]) -> None:
+    def _put(self, out: Any, labels: frozenset[str], name: str = "", read: Sequence[int] = ()) -> None:
         for value in (out,) if isinstance(out, Tensor) else _leaves((out,), {}):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 self.tensors.append(value)
                 self.origins.append(labels)
+                self.makers.append((name, list(read)))
                 if not torch.compiler.is_compiling():
                     self.places[id(value)] = len(self.tensors) - 1
 

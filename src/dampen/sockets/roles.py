@@ -13,7 +13,7 @@ _NAMES = {
     "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q",
     "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k",
     "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v",
-    "qkv": "qkv in_proj c_attn wqkv Wqkv qkv_proj to_qkv",
+    "qkv": "qkv in_proj c_attn wqkv Wqkv qkv_proj to_qkv qkvs pwise",
     "kv": "kv kv_proj to_kv c_kv",
     "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out",
 }
@@ -32,6 +32,15 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
+def is_convolution(module: nn.Module | None) -> bool:
+    """A convolution that is a linear map at every position: one position wide, one step, one group."""
+    return (
+        isinstance(module, nn.Conv1d | nn.Conv2d)
+        and all(n == 1 for n in (*module.kernel_size, *module.stride, module.groups))
+        and not any(module.padding if isinstance(module.padding, tuple) else ())
+    )
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """transformers.pytorch_utils.Conv1D, found without importing transformers."""
     return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__)
@@ -40,6 +49,8 @@ def is_conv1d(module: nn.Module) -> bool:
 def weight_of(module: nn.Module) -> Tensor:
     """The weight of a linear map as (out, in)."""
     weight: Tensor = module.weight  # type: ignore[assignment]
+    if is_convolution(module):
+        return weight.flatten(1)
     return weight.t() if is_conv1d(module) else weight
 
 
@@ -50,9 +61,12 @@ def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
     >>> attention_role("q_proj.base_layer", {}), attention_role("q_proj.lora_B.default", {})
     ('q', 'lora_q')
     """
-    for part in reversed(name.split(".")):
+    parts = name.split(".")
+    for i, part in reversed(list(enumerate(parts))):
         if part in ATTENTION_ROLES:
             role = ATTENTION_ROLES[part]
+            if role == "out":  # "q.proj" is the map of a module that makes the queries
+                role = next((r for p in parts[:i] if (r := ATTENTION_ROLES.get(p, "out")) != "out"), role)
             role = "kv" if part == "c_attn" and "q_attn" in siblings else role  # GPT-2's cross-attention
             return f"lora_{role}" if _is_adapter(name) else role
     return "other"

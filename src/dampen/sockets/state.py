@@ -65,7 +65,13 @@ class AttentionSite:
     def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
         self.layer, self.name, self.cross = layer, name, cross
         self.linears = list(linears)  # linear sites inside, for projections that the module inlines
+        self.follow: bool | None = None  # whether channels are followed to the attention; None: not known yet
+        self.told: dict[int, tuple[int | None, int]] = {}  # leading axes -> axis of the heads, and how many
+        self.cuts: dict[str, tuple[str, Any]] = {}  # q, k, v -> map and rows, where they are unusual
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({"follow": None, "told": {}, "cuts": {}, **state})  # models pickled with 0.1 have none
 
 
 class LinearSite:

@@ -10,19 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from dampen.sockets.carrier import carrier_forward
-from dampen.sockets.entry import entry_forward
 from dampen.sockets.forwards import FORWARDS
-from dampen.sockets.instance import give_back, instance_forward, own_forward, take_over
-from dampen.sockets.own_dropout import sampled_forward
+from dampen.sockets.instance import give_back, own_forward, take_over
 
-_MAKERS = {
-    **FORWARDS,
-    "instance": instance_forward,
-    "entry": entry_forward,
-    "sampled": sampled_forward,
-    "carrier": carrier_forward,
-}
 _classes: dict[tuple[type, str], type] = {}
 
 
@@ -78,7 +68,7 @@ def _swapped(base: type, kind: str) -> type:
     """One subclass per class and kind: a shared type means a shared compiled graph."""
     if (base, kind) not in _classes:
         forward: Any = base.forward  # type: ignore[attr-defined]
-        made = _MAKERS[kind](forward)
+        made = FORWARDS[kind](forward)
         _classes[base, kind] = type(
             base.__name__,
             (base,),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dampen.regularizer import Call, LinearCall, Regularizer
+from dampen.sockets.linear import apply_linear
 
 if TYPE_CHECKING:
     from dampen.sockets.frame import Frame
@@ -35,8 +36,6 @@ def mha_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The forward of `nn.MultiheadAttention` with the stages open: same arguments, same results when no regularizer
     acts."""
-    from dampen.sockets.forwards import apply_linear  # the socket module imports this one
-
     batched = query.dim() == 3
     call.cross = call.cross or (key is not query and key.shape != query.shape)
     if not batched:

@@ -24,7 +24,7 @@ class LowRank:
 
     parts: tuple[tuple[Tensor, Tensor, float], ...]
 
-    def rows(self, cut: slice) -> LowRank:
+    def rows(self, cut: slice | Tensor) -> LowRank:
         """The adapters of some rows of a fused map."""
         return LowRank(tuple((a, b[cut], s) for a, b, s in self.parts))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import torch
 from torch import Tensor
 
 from dampen._torch import cure_torchvision
 from dampen.lab.data.dataset import Split
 from dampen.lab.data.objects import ObjectSplit
+from dampen.lab.errors import LabError
 from dampen.lab.metrics.base import Metrics, require_batches
 from dampen.models.boxes import corners
 
@@ -26,6 +28,9 @@ class ObjectMetrics(Metrics):
     def __init__(self, split: Split, classes: list[str]):
         if not isinstance(split, ObjectSplit):
             raise TypeError(f"Objects are measured on an ObjectSplit: got {type(split).__name__}.")
+        if missing := [n for n in ("faster_coco_eval", "torchvision") if importlib.util.find_spec(n) is None]:
+            told = f"Average precision needs {' and '.join(missing)}, not installed here; run: pip install 'dampen[detection]'"
+            raise LabError(told)
         cure_torchvision()
         from torchmetrics.detection import MeanAveragePrecision
 

@@ -1,0 +1,116 @@
+"""A block while regularizers are at work in it: the stages tokens, branch and block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dampen.regularizer import BLOCK_STAGES, LINEAR_STAGES, Regularizer
+from dampen.sockets.frame import Frame, close_frame, open_frame
+from dampen.sockets.residual import ResidualSocket
+from dampen.sockets.state import BlockSite
+
+
+def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a block with the stages tokens, branch and block open."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: BlockSite = self._dampen_block
+        layer = site.layer
+        active = layer.active(self)
+        if not active:
+            return base(self, *args, **kwargs)
+        frame = open_frame(layer)
+        try:
+            return run_block(self, base, site, frame, active, args, kwargs)
+        finally:
+            close_frame(layer, frame)
+
+    return forward
+
+
+def run_block(
+    self: Any,
+    base: Callable[..., Any],
+    site: BlockSite,
+    frame: Frame,
+    active: Sequence[Regularizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The forward of a block in which regularizers are at work."""
+    layer = site.layer
+    frame.block = self
+    given = args[0] if args else kwargs.get(site.input_name)
+    x = given if isinstance(given, Tensor) else first_tensor([*args, *kwargs.values()])
+    stages = {s for r in active for s in r.stages}
+    if x is not given and stages & set(BLOCK_STAGES):
+        raise RuntimeError(
+            f"{type(self).__name__} at '{layer.site.name}' takes a {type(given).__name__} of tensors, not one, so "
+            f"methods of whole blocks ({', '.join(sorted(stages & set(BLOCK_STAGES)))}) cannot act on it. "
+            "Leave the block out with sites=."
+        )
+    if x.is_nested:
+        raise RuntimeError(
+            f"{type(self).__name__} at '{layer.site.name}' got a nested tensor, which torch.nn.TransformerEncoder "
+            "makes of padded batches in eval, and which regularizers cannot take. Set encoder.use_nested_tensor = "
+            "False, or build it with enable_nested_tensor=False."
+        )
+    for r in active if site.first else ():
+        if "tokens" in r.stages:
+            before, x = x, r.tokens(x)
+            check_tokens(self, r, before, x, [*args[1:], *kwargs.values()])
+            args, kwargs = (x, *args[1:]) if args else (), kwargs if args else {**kwargs, site.input_name: x}
+    for r in active:
+        r.input_has_gradient = x.requires_grad
+    branching = [r for r in active if "branch" in r.stages]
+    # a mode that is open also keeps torch.nn's encoder layer from its fused eval path around our sites
+    if branching or (isinstance(self, nn.TransformerEncoderLayer) and not self.training):
+        others = [t for t in (*args, *kwargs.values()) if is_stream(t, x)]
+        socket = ResidualSocket(branching, [x, *others], layer, frame)
+        with socket:
+            out = base(self, *args, **kwargs)
+        if branching:
+            socket.check(self, site.branches, out)
+    else:
+        out = base(self, *args, **kwargs)
+    if site.wants_linear and frame.hits == 0 and any(r.stages & set(LINEAR_STAGES) for r in active):
+        raise RuntimeError(
+            f"{type(self).__name__} at '{layer.site.name}' ran without calling any of its linear modules, so the "
+            "regularizers on its linear maps did nothing. Call the modules (self.fc1(x)) instead of using their "
+            "weights."
+        )
+    y = out[0] if isinstance(out, tuple) else out
+    for r in active:
+        if "block" in r.stages:
+            y = r.block(x, y)
+    return (y, *out[1:]) if isinstance(out, tuple) else y
+
+
+def first_tensor(values: Sequence[Any]) -> Tensor:
+    """The first tensor among a block's arguments, lists of them included (CrossViT)."""
+    return next(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def is_stream(value: Any, x: Tensor) -> bool:
+    """Whether another argument of a block may be a stream of tokens too (CaiT's class token)."""
+    return isinstance(value, Tensor) and value is not x and value.ndim == x.ndim and value.shape[-1] == x.shape[-1]
+
+
+def check_tokens(block: nn.Module, method: Regularizer, before: Tensor, after: Tensor, others: Sequence[Any]) -> None:
+    """Raise where a method took tokens away although the block gets something else that has one entry per token."""
+    if after.shape == before.shape:
+        return
+    batch, length = before.shape[:2]
+    for other in pytree.tree_leaves(others):
+        if isinstance(other, Tensor) and other is not before:
+            sizes = other.shape[1:] if other.shape[:1] == (batch,) else other.shape
+            if length in sizes:
+                raise RuntimeError(
+                    f"{type(method).__name__} left {after.shape[1]} of {length} tokens, but "
+                    f"{type(block).__name__} also gets a tensor of shape {tuple(other.shape)} (a mask or positions), "
+                    f"which fits the {length}. {type(method).__name__} works where positions are in the tokens."
+                )

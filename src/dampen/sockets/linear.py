@@ -1,0 +1,123 @@
+"""A linear map of a layer while regularizers are at work in it: seen with its own input, weight and bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dampen.regularizer import LinearCall, Regularizer
+from dampen.sockets.adapters import read_adapter
+from dampen.sockets.frame import Frame, frame_of
+from dampen.sockets.roles import is_conv1d, is_convolution, weight_of
+from dampen.sockets.state import LinearSite
+
+
+def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a linear map with the stages operands and product open."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        site: LinearSite = self._dampen_linear
+        layer = site.layer
+        active = layer.active(self)
+        if not active:
+            return base(self, input)
+        if not torch.compiler.is_compiling() and input.numel() == 0:  # an expert, or a modality, without tokens
+            return base(self, input)
+        if is_convolution(self):
+            return _convolve(base, self, site, active, input)
+        weight, frame = weight_of(self), frame_of(layer)
+        valid = None if frame is None else frame.valid
+        if frame is not None and valid is not None and frame.sequence_first and frame.call is None:
+            valid = valid.t()
+        elif frame is not None and valid is None and not frame.early and is_early(frame, site.role, active):
+            frame.early = site.role
+        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, fit_valid(valid, input))
+        if site.adapter is not None:
+            call.adapter = read_adapter(site.adapter, layer.site.name)
+
+        def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+            if x is input and w is weight:
+                return base(self, input)
+            if is_conv1d(self):  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
+                return torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
+            return F.linear(x, w, bias)
+
+        return apply_linear(frame, active, call, multiply)
+
+    return forward
+
+
+def _convolve(
+    base: Callable[..., Any], module: Any, site: LinearSite, active: Sequence[Regularizer], input: Tensor
+) -> Tensor:
+    """A convolution that is one position wide: its positions are tokens, (B, C, ...) as (B, positions, C)."""
+    frame, places = frame_of(site.layer), input.shape[2:]
+    if input.ndim != module.weight.ndim:
+        raise RuntimeError(
+            f"the convolution '{site.role}' at '{site.layer.site.name}' got {tuple(input.shape)}, without samples. "
+            "Give batches, or leave the layer out with sites=."
+        )
+    tokens, weight = input.flatten(2).transpose(1, 2), weight_of(module)
+
+    def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        if x is tokens and w is weight:
+            y: Tensor = base(module, input)
+            return y.flatten(2).transpose(1, 2)
+        return F.linear(x, w, bias)
+
+    call = LinearCall(site.role, tokens, weight, module.bias, module, site.layer.site)
+    return apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places)
+
+
+def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:
+    """Whether a map of the feed-forward runs in a block whose attention has not told yet what is padding."""
+    return frame.in_block and role.startswith("ffn") and any(r.needs_valid for r in active)
+
+
+def fit_valid(valid: Tensor | None, input: Tensor) -> Tensor | None:
+    """The validity (B, N) of a layer's tokens, as a linear map sees them: (B, N, D), or (B * N, D) where flattened."""
+    if valid is None:
+        return None
+    if input.ndim == 2 and input.shape[0] % valid.shape[1] == 0:
+        samples = input.shape[0] // valid.shape[1]
+        return valid.expand(samples, -1).flatten() if valid.shape[0] in (1, samples) else None
+    if input.ndim == 3 and valid.shape[1] == input.shape[1]:
+        return valid
+    return None  # windows: the attention's rows are not this map's tokens, and none of them is padding
+
+
+def apply_linear(
+    frame: Frame | None,
+    regularizers: Sequence[Regularizer],
+    call: LinearCall,
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """operands -> x W^T + b -> product, and the call kept for the attention under way."""
+    x, weight = call.input, call.weight
+    for r in regularizers:
+        if "operands" in r.stages and call.role in r.roles:
+            x, weight = r.operands(x, weight, call)
+    if frame is None:
+        y = multiply(x, weight, call.bias)
+    else:
+        frame.multiplying = True
+        try:
+            y = multiply(x, weight, call.bias)
+        finally:
+            frame.multiplying = False
+    call.output = y
+    followed = None if frame is None or frame.call is None else frame.call.followed
+    for r in regularizers:
+        if "product" in r.stages and call.role in r.roles:
+            y = r.product(y, call)
+    if frame is not None:
+        frame.hits += 1
+        if frame.call is not None:
+            frame.call.maps[call.role] = call
+            if followed is not None:
+                followed.start(y, -1, call)
+    return y

@@ -1,0 +1,54 @@
+"""Scores whose axes change places on their way, and heads that are mixed there (talking heads).
+
+A linear map over the last axis, or a convolution one position wide over the second, mixes heads where that axis is one
+of the leading ones of the scores. Anything that would mix queries or keys is not followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+_MIXES = {"linear", "conv2d"}
+_ALONE = set(
+    "to float half double bfloat16 type type_as contiguous clone dropout nan_to_num tanh clamp mul __mul__ __rmul__ "
+    "div __truediv__ add __add__".split()
+)
+MOVES_AXES = {"permute", "transpose", "swapaxes", "movedim", *_MIXES}
+
+
+def moved_axes(name: str, axes: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Which axis of the scores each axis of a function's result is, from those of its input; () where it does not
+    keep them apart.
+
+    >>> moved_axes("permute", (0, 1, 2, 3), (None, 0, 2, 3, 1), {})
+    (0, 2, 3, 1)
+    """
+    numbers = _numbers(args[1:], kwargs)
+    size = len(axes)
+    if name == "permute" and len(numbers) == size:
+        return tuple(axes[n] for n in numbers)
+    if name in ("transpose", "swapaxes") and len(numbers) == 2:
+        order = list(axes)
+        a, b = numbers
+        order[a], order[b] = order[b], order[a]
+        return tuple(order)
+    if name == "movedim" and len(numbers) == 2:
+        order = list(axes)
+        order.insert(numbers[1] % size, order.pop(numbers[0]))
+        return tuple(order)
+    leading = size - 2
+    if name == "linear":
+        return axes if 0 < axes[-1] < leading else ()
+    if name == "conv2d":
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        alone = isinstance(weight, Tensor) and tuple(weight.shape[2:]) == (1, 1)
+        return axes if alone and size == 4 and axes[1] == 1 else ()
+    return axes if name in _ALONE else ()
+
+
+def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    found: list[int] = []
+    for value in (*args, *kwargs.values()):
+        found.extend(value if isinstance(value, list | tuple) else [value])
+    return [n for n in found if isinstance(n, int) and not isinstance(n, bool)]

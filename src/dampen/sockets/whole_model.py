@@ -1,0 +1,81 @@
+"""The forward of the whole model: the stage `inputs`, and the penalties that wait until they are taken."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from dampen.regularizer import Regularizer
+from dampen.sockets.blame import add_blame
+from dampen.sockets.frame import close_frame, open_frame
+from dampen.sockets.state import ModelSite
+
+_DATA = (
+    "pixel_values",
+    "images",
+    "image",
+    "x",
+    "input",
+    "inputs",
+    "input_values",
+    "input_features",
+    "input_ids",
+    "src",
+)
+
+
+def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of the whole model, with the stage inputs open. Penalties wait until they are taken; an error ends
+    the step that they belong to."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: ModelSite = self._dampen_model
+        for r in site.own:
+            if "inputs" in r.stages and site.acts(r, self.training):
+                args, kwargs = apply_inputs(self, site, r, args, kwargs)
+        site.ledger.enter(self.training and site.enabled)
+        frames = [(layer, open_frame(layer, in_block=False)) for layer in site.blockless if layer.enabled]
+        try:
+            return base(self, *args, **kwargs)
+        except BaseException as error:  # an aborted forward leaves no penalty for the next one
+            site.ledger.forget()
+            add_blame(error)
+            raise
+        finally:
+            site.ledger.leave()
+            for layer, frame in frames:
+                close_frame(layer, frame)
+
+    return forward
+
+
+def apply_inputs(
+    self: Any, site: ModelSite, r: Regularizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a model with the stage `inputs` of a regularizer applied to its data."""
+    name, i = site.input_name, site.input_position
+    if len(args) > i and args[i] is not None:
+        return (*args[:i], r.inputs(args[i]), *args[i + 1 :]), kwargs
+    if kwargs.get(name) is not None:
+        return args, {**kwargs, name: r.inputs(kwargs[name])}
+    raise RuntimeError(
+        f"{type(r).__name__} acts on the input '{name}' of {type(self).__name__}, but the model was "
+        f"called without it (got {len(args)} positional arguments, keywords {sorted(kwargs)}), so it "
+        f"would do nothing. Call the model with '{name}', or remove {type(r).__name__}."
+    )
+
+
+def model_input(module: nn.Module) -> tuple[str, int]:
+    """Which argument of a model's forward is the data, by the usual names, else the first: its name and position."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    name = next((n for n in _DATA if n in names), first_argument(module))
+    return name, names.index(name) if name in names else 0
+
+
+def first_argument(module: nn.Module) -> str:
+    """The name of the first argument of a module's forward."""
+    names = [n for n, p in inspect.signature(type(module).forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    return names[1] if len(names) > 1 else ""
