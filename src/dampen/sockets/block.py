@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from dampen._torch import pytree
 from dampen.regularizer import BLOCK_STAGES, LINEAR_STAGES, Regularizer
 from dampen.sockets.frame import Frame, close_frame, open_frame
 from dampen.sockets.residual import ResidualSocket

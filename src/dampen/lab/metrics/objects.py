@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -29,8 +30,8 @@ class ObjectMetrics(Metrics):
         if not isinstance(split, ObjectSplit):
             raise TypeError(f"Objects are measured on an ObjectSplit: got {type(split).__name__}.")
         if missing := [n for n in ("faster_coco_eval", "torchvision") if importlib.util.find_spec(n) is None]:
-            told = f"Average precision needs {' and '.join(missing)}, not installed here; run: pip install 'dampen[detection]'"
-            raise LabError(told)
+            told = f"Average precision needs {' and '.join(missing)}, not installed here."
+            raise LabError(f"{told} Run: pip install 'dampen[detection]'")
         cure_torchvision()
         from torchmetrics.detection import MeanAveragePrecision
 
