@@ -114,17 +114,21 @@ def race_sentence(race: dict[str, Any]) -> str:
     ended = {"all decided": "every row decided", "time used": "the time was used first"}.get(race["why"], race["why"])
     told = f"{race['runs']} runs in {race['rounds']} looks, {ended}."
     if race["fixed"]:
-        saved = race["fixed"] - race["runs"]
         told += " A plan fixed before with power 0.8 for just these differences, which nobody knows before, "
         told += f"takes {race['fixed']} runs: "
-        told += f"{saved} saved ({saved / race['fixed']:.0%})." if saved >= 0 else f"{-saved} fewer than the race."
+        told += saving(race["fixed"], race["runs"])
     margin = f"{race['margin']:g}"
     if race["fixed_for_margin"]:
-        saved = race["fixed_for_margin"] - race["runs"]
         told += f" A plan with power 0.8 for the margin of {margin}, which is what can be planned for, "
         told += f"takes {race['fixed_for_margin']:,}: "
-        told += f"{saved:,} saved ({saved / race['fixed_for_margin']:.0%})."
+        told += saving(race["fixed_for_margin"], race["runs"])
     return told
+
+
+def saving(fixed: int, runs: int) -> str:
+    """What the race saved against a plan, or what being valid at every look cost."""
+    saved = fixed - runs
+    return f"{saved:,} saved ({saved / fixed:.0%})." if saved >= 0 else f"{-saved} fewer than the race."
 
 
 def page() -> str:

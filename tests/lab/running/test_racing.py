@@ -172,3 +172,14 @@ def test_more_rows_dropped_do_not_make_the_others_easier():
 def test_a_budget_that_is_no_time_is_refused(text):
     with pytest.raises(ConfigError, match="--budget"):
         seconds(text)
+
+
+def test_a_race_that_goes_on_counts_what_was_run_before() -> None:
+    """Recorded values are all there at the first look, so fewer are asked for; the number of runs must not shrink."""
+    recorded = {
+        "plain": {str(s): 80.0 + s % 3 for s in range(12)},
+        "better": {str(s): 86.0 + s % 3 + 0.1 * (s % 2) for s in range(12)},
+    }
+    found = race(["better"], "plain", lambda pairs: True, lambda: recorded, "accuracy", margin=1.0)
+    assert found.why == "all decided"
+    assert found.runs == 24

@@ -124,6 +124,8 @@ def race(
         if not open_:
             out.why = "all decided"
             break
+    # A race that goes on reads at its first look what an earlier one recorded, and so asks for less than there is.
+    out.runs = max(out.runs, sum(out.seeds.values()))
     out.fixed = _fixed_plan(values(), reference, out.verdicts)
     return out
 
