@@ -122,12 +122,14 @@ def page() -> str:
     negative = sum(v < 0 for v in everything)
     low, high, median = min(everything), max(everything), statistics.median(everything)
     told = [
-        f"Mean [lowest, highest] of {len(record['seeds'])} seeds; {record['images']} test images of scikit-learn's digits,",
-        f"ViT {depth} x {record['model']['width']}, trained on 337 digits; {record['cpu']}, torch {record['torch']}.",
+        f"Mean [lowest, highest] of {len(record['seeds'])} seeds; {record['images']} test digits, ViT {depth} x",
+        f"{record['model']['width']}, trained on 337 digits; {record['cpu']}, torch {record['torch']}.",
         "",
-        f"Over the trained models `R_cross` lies between {low:.0f} % and {high:.0f} % of J (median {median:.0f} %) and is",
-        f"negative in {negative} of {len(everything)} cells. Where it is the larger part, the paper's penalty is no scaled",
-        "version of Arora's: it acts on what the features do together.",
+        f"Over the trained models `R_cross` lies between {low:.0f} % and {high:.0f} % of J (median {median:.0f} %) and",
+        f"is negative in {negative} of {len(everything)} cells. A share far below -100 % means that training on the",
+        "paper's form made J small not by smaller weights or features but by features that cancel: Arora's part, which",
+        "is what dropout of single features would cost, is then many times J. So the paper's penalty is no scaled",
+        "version of Arora's: it acts on what the features do together, and can be paid in that way.",
     ]
     return "\n".join([*lines, "", *told, ""])
 

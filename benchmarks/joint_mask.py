@@ -47,9 +47,9 @@ The sum needs every column of J. But for random signs s on the outputs, independ
 
     E g_ij^2 = sum_ab E[s_a s_b] (d o_a / d x_ij) (d o_b / d x_ij) = ||d o / d x_ij||^2
 
-so that 1/2 r sum (x g)^2 is an unbiased estimate of half of (*), from one vector-Jacobian product through whatever stands
-between X and o: biases, rotary positions, norms of q and k, masks, grouped heads. Its gradient is unbiased too. Over
-all 256 sign vectors of a small attention the mean agrees with the whole Jacobian to ten digits
+so that 1/2 r sum (x g)^2 is an unbiased estimate of half of (*), from one vector-Jacobian product through whatever
+stands between X and o: biases, rotary positions, norms of q and k, masks, grouped heads. Its gradient is unbiased too.
+Over all 256 sign vectors of a small attention the mean agrees with the whole Jacobian to ten digits
 (`tests/explicit/test_joint_mask.py`).
 
 What is refused: `form="paper"` and `"exact"` (masks that are not rescaled shift X by -p X, which is no deviation to
@@ -59,8 +59,8 @@ backward on a CPU) and not in a graph of `torch.compile`.
 
 ## How far the first order is from real dropout
 
-Ratio of E ||o(dropout(X)) - o(X)||^2, by Monte Carlo with real dropout on the input of the projections, to (*), layer by
-layer of a trained model:
+Ratio of E ||o(dropout(X)) - o(X)||^2, by Monte Carlo with real dropout on the input of the projections, to (*), layer
+by layer of a trained model:
 """
 
 
@@ -115,10 +115,12 @@ def costs() -> dict[str, Any]:
     """Processor time of a training step with the term, as a multiple of the plain one, in interleaved rounds."""
     torch.manual_seed(0)
     found = {}
+    tiny = {"image_size": 8, "patch_size": 2, "width": 48, "depth": 4, "heads": 4, "mlp": 96}
+    small = {"image_size": 32, "width": 192, "depth": 4, "heads": 6, "mlp": 384}
     for name, size, batch in (
-        ("ViT 4 x 48, 17 tokens, batch 32", {"image_size": 8, "patch_size": 2, "width": 48, "depth": 4, "heads": 4, "mlp": 96}, 32),
-        ("ViT 4 x 192, 65 tokens, batch 16", {"image_size": 32, "width": 192, "depth": 4, "heads": 6, "mlp": 384}, 16),
-    ):  # fmt: skip
+        ("ViT 4 x 48, 17 tokens, batch 32", tiny, 32),
+        ("ViT 4 x 192, 65 tokens, batch 16", small, 16),
+    ):
         models = [dampen.models.ViT(**size).train() for _ in range(2)]
         reg = regularize(models[1], ExplicitDropout(joint=0.1, form="inverted"))
         x, y = torch.randn(batch, 3, size["image_size"], size["image_size"]), torch.randint(10, (batch,))
@@ -154,25 +156,28 @@ def page() -> str:
         lines.append(f"| {i + 1} |" + "".join(f" {layer[r][0]:.3f} ± {layer[r][1]:.3f} |" for r in rates))
     means = {r: statistics.fmean(layer[r][0] for layer in record["layers"]) for r in rates}
     size = record["model"]
+    told = ", ".join(f"{m:.2f} at p = {r}" for r, m in means.items())
     lines += [
         "",
-        f"± is one standard error of {record['draws']} draws; {record['images']} test digits, ViT {size['depth']} x {size['width']} trained on 337;",
-        f"{record['cpu']}, torch {record['torch']}. Mean over layers: " + ", ".join(f"{m:.2f} at p = {r}" for r, m in means.items()) + ".",
+        f"± is one standard error of {record['draws']} draws; {record['images']} test digits, ViT {size['depth']} x",
+        f"{size['width']} trained on 337; {record['cpu']}, torch {record['torch']}.",
+        f"Mean over layers: {told}.",
         "It is no limit: a dropped entry moves by its full size however small p is, so the ratio need not go to 1 as p falls.",
         "",
         "## What it costs",
         "",
         "| model | one training step, as a multiple of the plain one |",
         "|---|---|",
-    ]  # fmt: skip
+    ]
     for name, cost in record["cost"].items():
         lines.append(f"| {name} | {cost['median']:.2f}x [{cost['low']:.2f}, {cost['high']:.2f}] |")
     lines += [
         "",
-        f"Processor time, {ROUNDS} interleaved rounds, median with the third smallest and third largest ratio; one thread, on a busy",
-        f"machine (load {record['load']}). `query_key`, `value` and `attended_value` are closed forms and cost a few percent (docs/costs.md).",
+        f"Processor time, {ROUNDS} interleaved rounds, median with the third smallest and third largest ratio;",
+        f"one thread, on a busy machine (load {record['load']}). `query_key`, `value` and `attended_value` are closed forms",
+        "and cost a few percent (docs/costs.md).",
         "",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)
 
 

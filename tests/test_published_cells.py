@@ -45,7 +45,12 @@ def numbers(text):
 def explicit_dropout(paper):
     """Four tables of twelve rows, and the grid."""
     found = {}
-    tables = {"cifar10": (1, "accuracy"), "cifar100": (2, "accuracy"), "thumos14_kinetics": (3, "frame_map"), "gtzan": (4, "accuracy")}  # fmt: skip
+    tables = {
+        "cifar10": (1, "accuracy"),
+        "cifar100": (2, "accuracy"),
+        "thumos14_kinetics": (3, "frame_map"),
+        "gtzan": (4, "accuracy"),
+    }
     for i, row in enumerate(paper["tables_1_to_4"]["rows"]):
         name = f"{row['attention'].replace('_', ' ')} + {row['ffn']} ffn"
         for column, (table, metric) in tables.items():
@@ -85,8 +90,20 @@ def dropkey(paper):
 def attentiondrop(paper):
     """Five rows by five columns, overhead, and the claim about the gradient."""
     found = {}
-    names = {"dropout": "dropout", "r_drop": "R-Drop", "hard_masking": "hard attention masking", "blur": "blurred attention smoothing", "blur_consistency": "blur + consistency"}  # fmt: skip
-    places = {"cifar10": ("cifar10", "accuracy"), "cifar100": ("cifar100", "accuracy"), "bleu": ("translation", "bleu"), "ece": ("cifar10", "ece"), "pgd_accuracy": ("cifar10", "pgd_accuracy")}  # fmt: skip
+    names = {
+        "dropout": "dropout",
+        "r_drop": "R-Drop",
+        "hard_masking": "hard attention masking",
+        "blur": "blurred attention smoothing",
+        "blur_consistency": "blur + consistency",
+    }
+    places = {
+        "cifar10": ("cifar10", "accuracy"),
+        "cifar100": ("cifar100", "accuracy"),
+        "bleu": ("translation", "bleu"),
+        "ece": ("cifar10", "ece"),
+        "pgd_accuracy": ("cifar10", "pgd_accuracy"),
+    }
     for key, name in names.items():
         for i, column in enumerate(paper["results"]["columns"]):
             recipe, metric = places[column]
@@ -96,7 +113,12 @@ def attentiondrop(paper):
         row = rows("attentiondrop/cifar10")[name]
         found["overhead", key, 0] = row["published"]["cost_ratio"]
         (found["overhead", key, 1],) = numbers(row["note"])
-    ratios = {r["published"]["variance_ratio"] for n in ("cifar10", "variance_digits") for r in rows(f"attentiondrop/{n}").values() if "variance_ratio" in r.get("published", {})}  # fmt: skip
+    ratios = {
+        r["published"]["variance_ratio"]
+        for n in ("cifar10", "variance_digits")
+        for r in rows(f"attentiondrop/{n}").values()
+        if "variance_ratio" in r.get("published", {})
+    }
     (ratio,) = ratios
     found["claims", "gradient_variance_reduction"] = pytest.approx(1 - ratio)
     return found
@@ -105,7 +127,11 @@ def attentiondrop(paper):
 def always_skip_attention(paper):
     """Skips, both ways of graying, what they cost."""
     skips = rows("always_skip_attention/skip_ablation")
-    names = {"all_skips": "ViT, all skips", "no_ffn_skip": "ViT, no feed-forward skip", "no_attention_skip": "ViT, no attention skip"}  # fmt: skip
+    names = {
+        "all_skips": "ViT, all skips",
+        "no_ffn_skip": "ViT, no feed-forward skip",
+        "no_attention_skip": "ViT, no attention skip",
+    }
     found = {("skip_ablation", key): skips[name]["published"]["accuracy"] for key, name in names.items()}
     (found["skip_ablation", "convmixer_change_without_skips"],) = numbers(skips["ConvMixer, no skips"]["note"])
     for name, row in rows("always_skip_attention/token_graying_dct").items():
@@ -134,7 +160,7 @@ def test_every_cell(reader):
     }
     found = reader(paper)
     assert found.keys() == expected.keys()
-    wrong = {path: (found[path], value) for path, value in expected.items() if not value == found[path]}
+    wrong = {path: (found[path], value) for path, value in expected.items() if value != found[path]}
     assert not wrong, wrong
     assert (
         len(expected)

@@ -1,4 +1,4 @@
-"""ProjectionDropout and the explicit counterparts of the last places of figure 1: output projection, residual branch."""
+"""ProjectionDropout, and the explicit counterparts of output projection and residual branch."""
 
 import itertools
 

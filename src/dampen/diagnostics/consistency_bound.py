@@ -1,4 +1,4 @@
-"""A bound on the averaged prediction in which consistency appears: what two draws of the masks disagree about is gained.
+"""A bound on the averaged prediction in which consistency appears: what two draws disagree about is gained.
 
 With p the predicted probabilities under one draw of the masks, p1 and p2 two independent draws, q = E p the averaged
 prediction and e the label as a unit vector, for any number of classes

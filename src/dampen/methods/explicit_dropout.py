@@ -154,8 +154,8 @@ class ExplicitDropout(Regularizer):
         joint = "joint" in self.terms
         self.stochastic = joint  # type: ignore[misc]  # random signs
         stages = {
-            "product": bool(self.terms & {"ffn1", "ffn2", "output", "residual"})
-            or not self.terms,  # all off: present, sees nothing
+            # all off: present, sees nothing
+            "product": bool(self.terms & {"ffn1", "ffn2", "output", "residual"}) or not self.terms,
             "qkv": "value" in self.terms or bool(self.pair_terms),
             "operands": joint,
             "probs": self.reads_weights or joint,  # the plain kernel, which can be differentiated twice

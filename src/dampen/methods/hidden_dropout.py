@@ -14,9 +14,10 @@ class HiddenDropout(Regularizer):
     (arXiv 1706.03762), `hidden_dropout_prob` of BERT-like models, switched on without editing the model.
 
     x + b becomes x + m * b / (1 - p), m ~ Bernoulli(1 - p) per feature, for the attention and the feed-forward branch
-    of each block. With `EmbeddingDropout`, `DropAttention(normalized=False)`, `ProjectionDropout` and `FeedForwardDropout` it
-    makes up the places of dropout in figure 1 of Explicit Dropout (arXiv 2604.20505); with `DropKey(unit="column")` and `RDrop` it
-    is HiddenKey (`dampen.hidden_key`). A model's own dropout stays as it is and acts besides.
+    of each block. With `EmbeddingDropout`, `DropAttention(normalized=False)`, `ProjectionDropout` and
+    `FeedForwardDropout` it makes up the places of dropout in figure 1 of Explicit Dropout (arXiv 2604.20505), whose
+    penalty for this place is `ExplicitDropout(residual=...)`; with `DropKey(unit="column")` and `RDrop` it is HiddenKey
+    (`dampen.hidden_key`). A model's own dropout stays as it is and acts besides.
 
     Args:
         rate: probability to zero a feature. One number, a schedule, or one value per layer: `last(0.3, rest=0.1)` gives

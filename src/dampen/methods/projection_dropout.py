@@ -14,12 +14,12 @@ from dampen.schedules import Value
 
 class ProjectionDropout(Regularizer):
     """Plain dropout on the input of the attention's projections, by default of the output projection: with
-    `FeedForwardDropout`, `DropAttention(normalized=False)`, `HiddenDropout` and `EmbeddingDropout` every place of figure
-    1 of Explicit Dropout (arXiv 2604.20505), switched on without editing the model.
+    `FeedForwardDropout`, `DropAttention(normalized=False)`, `HiddenDropout` and `EmbeddingDropout` every place of
+    figure 1 of Explicit Dropout (arXiv 2604.20505), switched on without editing the model.
 
     y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p). A fused projection makes q, k and v of one masked x, for which
-    `ExplicitDropout(joint=...)` stands; separate maps draw separately. The explicit counterpart of the output projection
-    is `ExplicitDropout(output=...)`.
+    `ExplicitDropout(joint=...)` stands; separate maps draw separately. The explicit counterpart of the output
+    projection is `ExplicitDropout(output=...)`.
 
     Args:
         rate: probability to zero a feature.

@@ -1,4 +1,4 @@
-"""Digits with captions: the grammar tells the truth, test images are unseen, the model reads images by cross-attention."""
+"""Digits with captions: the grammar tells the truth, test images are unseen, captions read images."""
 
 import pytest
 import torch

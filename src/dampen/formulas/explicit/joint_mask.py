@@ -51,7 +51,8 @@ def with_gradient(x: Tensor, call: LinearCall) -> Tensor:
     return x
 
 
-@torch.compiler.disable  # a gradient inside the forward, differentiated again: graphs have no double backward
+# a gradient inside the forward that is differentiated again: graphs have no double backward
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def joint_variance(o: Tensor, call: Call, rows: Rows, rate: Number, signs: Tensor | None = None) -> Tensor:
     """1/2 r sum (x g)^2 in the reduction of `rows`, for the attention output o (B, H, N, D) of one call.
 

@@ -1,8 +1,8 @@
 """The penalty of dropout on a residual branch: the mask acts on the branch itself, so no weight stands in it.
 
-With b the branch just before it is added, bias and all, and m a plain mask, E ||m b - b||^2 = p ||b||^2, which splits into
-p^2 ||b||^2 (bias, the paper's form) and p (1-p) ||b||^2; with inverted masks it is p/(1-p) ||b||^2. The branch is read
-where the block's last map of it gives it out (the output projection, the second feed-forward map).
+With b the branch just before it is added, bias and all, and m a plain mask, E ||m b - b||^2 = p ||b||^2, which splits
+into p^2 ||b||^2 (bias, the paper's form) and p (1-p) ||b||^2; with inverted masks it is p/(1-p) ||b||^2. The branch
+is read where the block's last map of it gives it out (the output projection, the second feed-forward map).
 """
 
 from __future__ import annotations

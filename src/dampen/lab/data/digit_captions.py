@@ -7,6 +7,7 @@ split before captions are drawn, so that no test image was seen; the captions of
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def load_digit_captions(
     bunch = embedded()
     images = torch.from_numpy(bunch.images).float()[:, None] / 16
     digits = torch.from_numpy(bunch.target).long()
-    cuts = {"train_fraction": ask.train_fraction, "limit": ask.limit, "test_fraction": test_fraction}
+    cuts: dict[str, Any] = {"train_fraction": ask.train_fraction, "limit": ask.limit, "test_fraction": test_fraction}
     rows = split_rows({"train": digits}, seed=ask.seed, test_limit=test_limit, **cuts)
     true, false = captions_of(digits.tolist())
     length = max(len(words.split()) for words in grammar())
