@@ -85,6 +85,17 @@ CLAIMS = (
     Claim(KEY, "a ratio that decreases with depth beats a constant one", SCHEDULES, "decreasing", "constant"),
     Claim(KEY, "a constant ratio beats one that increases with depth", SCHEDULES, "constant", "increasing"),
     Claim(KEY, "DropKey beats attention dropout on ImageNet by 0.2 to 0.4 points", untestable=LARGE),
+    Claim(
+        KEY, "in DETR DropKey beats dropout (object detection)", "dropkey/detr.json", "DropKey", "dropout", metric="ap"
+    ),
+    Claim(
+        KEY,
+        "in DETR dropout beats plain training (object detection)",
+        "dropkey/detr.json",
+        "dropout",
+        "plain",
+        metric="ap",
+    ),
     Claim(DROP, "hard masking beats dropout", ATTENTION, "hard masking", "dropout"),
     Claim(DROP, "blur beats dropout", ATTENTION, "blur", "dropout"),
     Claim(DROP, "blur + consistency beats dropout", ATTENTION, "blur + consistency", "dropout"),

@@ -86,7 +86,7 @@ def page() -> str:
     """The page: what it is, what chance gives, what came out, pictures."""
     made = report()
     found, chance = made.tables[0], json.loads(CHANCE.read_text())
-    classes = sorted(m for m in found.other_metrics() if m.startswith("ap50@"))
+    classes = sorted({m for entry in found.entries for m in entry.metrics if m.startswith("ap50@")})
     shown = ["ap", "ap50", "ap75", *classes]
     names = [m.replace("ap", "AP", 1).replace("@", " ") for m in shown]
     lines = [HEAD, "## What came out on BCCD", "", f"| | {' | '.join(names)} | n |", "|---" * (len(shown) + 2) + "|"]
@@ -103,7 +103,7 @@ def page() -> str:
     lines += ["", told, "", f"![Found and true boxes on three test images](images/{PICTURE.name})", ""]
     told = "Solid: found with a score of 0.3 or more (blue: red cells, orange: white cells, pink: platelets); "
     lines += [told + "dashed white: the truth. The first three images of the test part, first seed.", ""]
-    return "\n".join(lines) + made.render("md").replace("\n# ", "\n## ").rstrip("\n") + "\n"
+    return "\n".join([*lines, ""]) + made.render("md").replace("\n# ", "\n## ").rstrip("\n") + "\n"
 
 
 def picture() -> str:
