@@ -283,3 +283,84 @@ def test_encoder_and_decoder_each_have_their_own_depth():
     reg.remove()
     with pytest.raises(ValueError, match="depth must be 'stack' or 'model', got 'both'"):
         dampen.regularize(model, DropKey(0.1), depth="both")
+
+
+class Projected(nn.Module):
+    """Blocks that change the size of the stream: a projected shortcut (Hiera), a remade stream (TinyViT, LeViT)."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, wide = kind, 2 * C if kind == "shortcut" else C
+        self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(wide)
+        self.attn, self.mlp = Attention(), nn.Sequential(nn.Linear(wide, 9), nn.GELU(), nn.Linear(9, wide))
+        self.shortcut, self.widen, self.remake = nn.Linear(C, 2 * C), nn.Linear(C, 2 * C), nn.Linear(C, C)
+
+    def forward(self, x, a=1.0, f=1.0):
+        if self.kind == "shortcut":
+            h = self.norm1(x)
+            x = self.shortcut(h)[:, ::2] + self.widen(self.attn(h))[:, ::2] * a
+        elif self.kind == "remade":
+            x = self.remake(x + self.attn(self.norm1(x)) * a)
+        else:  # downsampled: no residual goes around the attention
+            x = self.attn(x)[:, ::2]
+        return x + self.mlp(self.norm2(x)) * f
+
+
+@pytest.mark.parametrize("kind", ["shortcut", "remade", "downsampled"])
+def test_streams_that_change_their_size(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(Projected(kind)).double().train()
+    x = torch.randn(3, 6, C, dtype=torch.float64)
+    expected = model[0](x, 0.5, 3.0)
+    wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()), allow_unused=True)
+    reg = dampen.regularize(model, Scaled())
+    got = model(x)
+    torch.testing.assert_close(got, expected)
+    gradients = torch.autograd.grad(got.square().sum(), list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(gradients, wanted)
+    reg.remove()
+
+
+class TwoBranches(Projected):
+    """Two branches of the stream's own size, and no stream: neither is the shortcut."""
+
+    def __init__(self):
+        super().__init__("remade")
+
+    def forward(self, x):
+        return self.attn(self.norm1(x)) + self.remake(x)
+
+
+def test_an_addition_without_a_stream_is_refused():
+    model = nn.Sequential(TwoBranches()).train()
+    dampen.regularize(model, DropPath(0.5))
+    with pytest.raises(RuntimeError, match="found 0 residual additions"):
+        model(torch.randn(3, 6, C))
+
+
+class Stage(nn.Module):
+    """A stage of blocks without linear maps beside their attention (MobileNetV4)."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(ConvBlock() for _ in range(3)))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+class ConvBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, x):
+        return x + self.attn(x)
+
+
+def test_the_blocks_of_a_stage_are_layers_with_their_own_depth():
+    model = nn.Sequential(Stage(), Stage())
+    reg = dampen.regularize(model, DropPath(dampen.linear(0.5, 0.0)))
+    assert [layer.site.name for layer in reg.layers] == [f"{s}.blocks.{i}" for s in range(2) for i in range(3)]
+    assert [float(layer.clones[0].rate) for layer in reg.layers] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    reg.remove()
