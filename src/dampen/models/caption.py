@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -64,4 +66,5 @@ class CaptionMatcher(nn.Module):
         for block in self.text_blocks:
             x = block(x, memory, keep)
         counted = (~padding).to(x.dtype)[..., None]
-        return self.head((self.text_norm(x) * counted).sum(1) / counted.sum(1).clamp(min=1))
+        pooled = (self.text_norm(x) * counted).sum(1) / counted.sum(1).clamp(min=1)
+        return cast(Tensor, self.head(pooled))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ class DETR(nn.Module):
         x = self.patch_embed(images)
         for layer in self.encoder:
             x = layer(x, self.positions)
-        return self.encoder_norm(x)
+        return cast(Tensor, self.encoder_norm(x))
 
     def forward(self, images: Tensor) -> Detections:
         memory = self.encode(images)
@@ -111,7 +111,7 @@ class PlacedAttention(nn.Module):
         q, k, v = self.q_proj(x + here), self.k_proj(memory + there), self.v_proj(memory)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v)
-        return self.out_proj(o.transpose(1, 2).flatten(2))
+        return cast(Tensor, self.out_proj(o.transpose(1, 2).flatten(2)))
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}"
@@ -130,7 +130,7 @@ class EncoderLayer(nn.Module):
     def forward(self, x: Tensor, place: Tensor) -> Tensor:
         y = self.norm1(x)
         x = x + self.self_attn(y, place, y, place)
-        return x + self.mlp(self.norm2(x))
+        return cast(Tensor, x + self.mlp(self.norm2(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -149,7 +149,7 @@ class DecoderLayer(nn.Module):
         y = self.norm1(x)
         x = x + self.self_attn(y, here, y, here)
         x = x + self.cross_attn(self.norm2(x), here, memory, there)
-        return x + self.mlp(self.norm3(x))
+        return cast(Tensor, x + self.mlp(self.norm3(x)))
 
 
 def grid_boxes(rows: int, columns: int) -> Tensor:
@@ -184,4 +184,4 @@ def _waves(values: Tensor, width: int) -> Tensor:
 
 
 def _logit(boxes: Tensor) -> Tensor:
-    return torch.special.logit(boxes, eps=1e-3)
+    return cast(Tensor, torch.special.logit(boxes, eps=1e-3))

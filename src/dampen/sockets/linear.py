@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         layer = site.layer
         active = layer.active(self)
         if not active:
-            return base(self, input)
+            return cast(Tensor, base(self, input))
         if not torch.compiler.is_compiling() and input.numel() == 0:  # an expert, or a modality, without tokens
-            return base(self, input)
+            return cast(Tensor, base(self, input))
         if is_convolution(self):
             return _convolve(base, self, site, active, input)
         weight, frame = weight_of(self), frame_of(layer)
@@ -41,9 +41,9 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
         def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             if x is input and w is weight:
-                return base(self, input)
+                return cast(Tensor, base(self, input))
             if is_conv1d(self):  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
-                return torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
+                return cast(Tensor, torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
 
         return apply_linear(frame, active, call, multiply)
@@ -70,7 +70,7 @@ def _convolve(
         return F.linear(x, w, bias)
 
     call = LinearCall(site.role, tokens, weight, module.bias, module, site.layer.site)
-    return apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places)
+    return cast(Tensor, apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places))
 
 
 def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from dampen.lab.config.plan import Plan
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import DamagedRecord
+from dampen.lab.records.events import Event
 from dampen.lab.records.plain import finite
 from dampen.lab.records.record import Record
 from dampen.lab.records.table import ResultTable, plan_table, read_runs
@@ -100,7 +101,7 @@ def run_plan(
         outcomes |= make_engine(engine, **engine_options).run(jobs, execution, report)
     for job, first in twins:
         outcomes[job.trial.id] = outcome = take_over(job, first, outcomes)
-        report(job.trial.id, {"kind": "outcome", "status": outcome.status, "message": outcome.message})
+        report(job.trial.id, Event(kind="outcome", status=outcome.status, message=outcome.message))
     runs = read_runs(plan, folder)
     table = plan_table(plan, runs)
     if not plan.header["metric"] and runs:
