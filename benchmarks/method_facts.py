@@ -176,6 +176,13 @@ FACTS = {
         "for images: it regularizes and makes a step cheaper at once",
         "where every token counts: text, detection of small things",
     ),
+    "projection_dropout": _facts(
+        r"y = W\,(m \odot x / (1-p)) \text{ for the attention's projections}",
+        "`ProjectionDropout(0.1)`",
+        {"from scratch": "0.1"},
+        "to put dropout at the one place of Explicit Dropout's figure 1 that frameworks leave out",
+        "on q, k and v at once in small models, where it removes the same channel from all three",
+    ),
     "r_drop": _facts(
         r"J = \tfrac{\alpha}{2}\big(\mathrm{KL}(P_1 \Vert P_2) + \mathrm{KL}(P_2 \Vert P_1)\big)",
         "`RDrop(1.0)` beside a random method",

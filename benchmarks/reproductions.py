@@ -90,7 +90,7 @@ def attack_table(table: ResultTable) -> list[str]:
     rows: dict[str, dict[float, list[float]]] = {}
     for entry in table.entries:
         for run in entry.cell.finished().values():
-            for attack in run.measured.get("robustness", []):
+            for attack in run.measured.robustness:
                 if attack["attack"] == "pgd":
                     found = rows.setdefault(entry.name, {}).setdefault(255 * attack["eps"], [])
                     found.append(100 * attack["accuracy"])

@@ -34,6 +34,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     conditioning: list[Section] = []  # one per layer and branch
     attention_maps: Section = {}
     generalization: Section = {}
+    consistency: Section = {}
     skipped: dict[str, str] = {}
     seconds: dict[str, float] = {}
     environment: dict[str, Any] = {}
