@@ -162,7 +162,7 @@ def page() -> str:
         f"± is one standard error of {record['draws']} draws; {record['images']} test digits, ViT {size['depth']} x",
         f"{size['width']} trained on 337; {record['cpu']}, torch {record['torch']}.",
         f"Mean over layers: {told}.",
-        "It is no limit: a dropped entry moves by its full size however small p is, so the ratio need not go to 1 as p falls.",
+        "It is no limit: a dropped entry moves by its full size however small p is, so the ratio need not go to 1.",
         "",
         "## What it costs",
         "",
@@ -174,8 +174,8 @@ def page() -> str:
     lines += [
         "",
         f"Processor time, {ROUNDS} interleaved rounds, median with the third smallest and third largest ratio;",
-        f"one thread, on a busy machine (load {record['load']}). `query_key`, `value` and `attended_value` are closed forms",
-        "and cost a few percent (docs/costs.md).",
+        f"one thread, on a busy machine (load {record['load']}). `query_key`, `value` and `attended_value` are closed",
+        "forms and cost a few percent (docs/costs.md).",
         "",
     ]
     return "\n".join(lines)
