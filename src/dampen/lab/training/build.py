@@ -114,7 +114,7 @@ def _load_own(data: dict[str, Any], parts: Parts, arguments: str) -> Any:
     return load_own(kept["parts"], parts.read.code.name, kept["hash"], **cuts)
 
 
-def places(sites: str) -> dict[str, str]:
+def places(sites: str) -> dict[str, Any]:
     """Where a trial's methods sit, as `regularize` takes it: `cross:PATTERN` and `self:PATTERN` choose the attention.
 
     >>> places("*"), places("cross:*")
