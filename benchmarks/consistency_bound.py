@@ -28,7 +28,6 @@ KEY = {"name": "drop_key", "rate": 0.3}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "DropKey 0.3": [KEY],
     "DropKey 0.3 + consistency 1": [KEY, {"name": "consistency", "weight": 1.0}],
-    "DropKey 0.3 + R-Drop 4": [KEY, {"name": "r_drop", "weight": 4.0}],
 }
 HEAD = """# A bound in which consistency appears
 
