@@ -298,7 +298,7 @@ class Projected(nn.Module):
     def forward(self, x, a=1.0, f=1.0):
         if self.kind == "shortcut":
             h = self.norm1(x)
-            x = self.shortcut(h)[:, ::2] + self.widen(self.attn(h))[:, ::2] * a
+            x = self.shortcut(h)[:, ::3] + self.widen(self.attn(h))[:, ::3] * a
         elif self.kind == "remade":
             x = self.remake(x + self.attn(self.norm1(x)) * a)
         else:  # downsampled: no residual goes around the attention

@@ -68,6 +68,7 @@ class ResidualSocket(TorchFunctionMode):
         self.last: Tensor | None = None  # the last sum
         self.read = False  # whether anything was computed from it
         self.removed = False  # whether a skip was left out
+        self.resized: int | None = None  # elements of the last sum with a projected shortcut
         frame.residual = self
         for root in roots:
             self._put(root, CLEAN)
@@ -130,7 +131,9 @@ class ResidualSocket(TorchFunctionMode):
             if attended:
                 self.covered |= self.origins[made]  # no residual goes around it
             return (self.origins[other] - self.origins[made]) or frozenset([f"ffn {len(self.found)}"])
-        if single and resized and not self._is_single_map(other):
+        derived = self._comes_from(other, made, mapped=True)  # the inside of an activation: x + 0.04 x^3
+        if single and resized and not derived and not self._is_single_map(other):
+            self.resized = residual.numel()
             return self.origins[other]
         return CLEAN
 
@@ -147,9 +150,9 @@ class ResidualSocket(TorchFunctionMode):
             todo.extend(fresh)
         return maps == 1
 
-    def _comes_from(self, place: int, start: int) -> bool:
-        """Whether a tensor was computed from another one through at least one map."""
-        todo: list[tuple[int, bool]] = [(place, False)]
+    def _comes_from(self, place: int, start: int, mapped: bool = False) -> bool:
+        """Whether a tensor was computed from another one, through at least one map (or any way: `mapped`)."""
+        todo: list[tuple[int, bool]] = [(place, mapped)]
         seen: set[tuple[int, bool]] = set()
         while todo:
             here, mapped = todo.pop()
@@ -254,7 +257,9 @@ class ResidualSocket(TorchFunctionMode):
         if unmarked and sum(label.startswith("attention") for label in self.covered) < len(attended) + unmarked:
             missing.append("attention")
         first = next((v for v in _leaves((out,), {}) if isinstance(v, Tensor)), None)
-        if not missing and first is not None and self._origin(first) == CLEAN:
+        # a sum of another size than the block's output was inside a sublayer, and its shortcut none
+        inner = first is not None and self.resized not in (None, first.numel())
+        if not missing and first is not None and self._origin(first) == CLEAN and not inner:
             return
         names = ", ".join(sorted({r.name for r in self.regularizers}))
         why = f"{', '.join(missing)} not among them" if missing else "and its output is not their sum"
