@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MOVES = set(
     "view reshape reshape_as view_as permute transpose swapaxes swapdims movedim moveaxis t contiguous clone flatten "
     "unflatten squeeze unsqueeze expand expand_as chunk split split_with_sizes unbind narrow select __getitem__ "
-    "tensor_split repeat_interleave roll __get__ unfold".split()
+    "tensor_split repeat_interleave roll __get__".split()
 )
 _EACH = set(
     "batch_norm layer_norm rms_norm group_norm normalize mul mul_ __mul__ __rmul__ __imul__ div div_ __truediv__ "
@@ -70,9 +70,13 @@ class Channels:
             if isinstance(out, Tensor) and out.shape == given.shape:  # type: ignore[union-attr]
                 self.known[id(out)] = (out, companion)
             return
-        with torch.no_grad():
-            moved = func(*(companion if a is given else a for a in args),
-                         **{k: companion if a is given else a for k, a in kwargs.items()})  # fmt: skip
+        new_args = tuple(companion if a is given else a for a in args)
+        new_kwargs = {k: companion if a is given else a for k, a in kwargs.items()}
+        try:
+            with torch.no_grad():
+                moved = func(*new_args, **new_kwargs)
+        except (NotImplementedError, RuntimeError):  # not for whole numbers: the way is lost here, and nothing is told
+            return
         pairs = [(out, moved)] if isinstance(out, Tensor) else list(zip(out, moved, strict=True)) if _many(out) else []
         for made, its in pairs:
             if isinstance(made, Tensor) and isinstance(its, Tensor) and made.shape == its.shape:
