@@ -57,8 +57,9 @@ TAIL = """
   0, always wrong and certain is 2. An error costs at least 1/2, so the 0-1 error of the averaged prediction is at most
   twice its Brier score.
 - Consistency training does not lower the bound by what the identity subtracts: it makes the subtracted part small. It
-  helps only as far as it lowers the Brier score of a single draw. What it guarantees is that one draw, or the model
-  without draws, is nearly as good as the average: their Brier scores lie within the measured KL of each other.
+  helps only as far as it lowers the Brier score of a single draw. What it guarantees is that one draw is nearly as
+  good as the average: their Brier scores lie within the KL of each other. Of the model without draws it says nothing.
+- One seed: the difference between the rows is no larger than that between seeds (LOG.md) and decides nothing.
 - The plain held-out bound of the model without draws is the simpler tool, and is as good or better here: the bound in
   which consistency appears pays for two estimates. Its worth is that it says how much is lost by not averaging.
 

@@ -40,7 +40,8 @@ from dampen.formulas.explicit.scores import (
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 
-TERMS = ("query", "key", "value", "attended_value", "query_key", "ffn1", "ffn2", "joint", "output", "residual")
+TERMS = ("query", "key", "value", "attended_value", "query_key", "ffn1", "ffn2")
+MORE_TERMS = ("joint", "output", "residual")  # ours: one mask for q, k and v, and the other places of figure 1
 _READS = {  # the projections that each term reads
     "query": "qk", "key": "qk", "query_key": "qk", "value": "v", "attended_value": "v", "joint": "qkv",
 }  # fmt: skip
@@ -121,8 +122,9 @@ class ExplicitDropout(Regularizer):
             raise ValueError(f"ExplicitDropout: heads must be 'per_head' or 'concat', got {heads!r}.")
         if attended not in ("pre", "post"):
             raise ValueError(f"ExplicitDropout: attended must be 'pre' or 'post', got {attended!r}.")
-        weights = dict(zip(TERMS, (query, key, value, attended_value, query_key, ffn if ffn1 is None else ffn1,
-                                   ffn if ffn2 is None else ffn2, joint, output, residual), strict=True))  # fmt: skip
+        layers = (ffn if ffn1 is None else ffn1, ffn if ffn2 is None else ffn2)
+        given = (query, key, value, attended_value, query_key, *layers, joint, output, residual)
+        weights = dict(zip((*TERMS, *MORE_TERMS), given, strict=True))
         for term, weight in weights.items():
             self.scheduled(term, weight, high=math.inf)
         self.scheduled("rate", rate)
@@ -296,7 +298,7 @@ class ExplicitDropout(Regularizer):
         self.penalize(self.current(term) * value, term)
 
     def extra_repr(self) -> str:
-        values = [f"{term}={getattr(self, term).item():.3g}" for term in TERMS if term in self.terms]
+        values = [f"{term}={getattr(self, term).item():.3g}" for term in (*TERMS, *MORE_TERMS) if term in self.terms]
         options = [f"form={self.form}", f"reduction={self.reduction}"]
         options += ["heads=concat"] if self.concat else []
         options += ["attended=post"] if self.attended == "post" else []
