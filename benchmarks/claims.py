@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import lambda_page
 from dampen.lab.records.metric import describe
 from dampen.lab.records.verdict import Comparison, judge, sentence
 from dampen.lab.report import make_report
@@ -39,6 +40,7 @@ class Claim:
 
 T3, SKIP = "explicit_dropout/table_3-study.json.xz", "always_skip_attention/skip_ablation.json"
 DEPTH, ATTENTION = "always_skip_attention/depth_digits-study.json.xz", "attentiondrop/digits-study.json.xz"
+RATES = "dropkey/rates_digits-study.json.xz"
 SVD, SCHEDULES = "always_skip_attention/token_graying_svd.json", "dropkey/schedules_cifar10.json"
 FFN = "none + implicit ffn"
 LARGE = "needs ImageNet and GPUs; the recipe runs at --scale paper"
@@ -82,8 +84,23 @@ CLAIMS = (
         "on speed and memory the penalty costs little",
         untestable="a cost, not an accuracy: see the page on costs",
     ),
-    Claim(KEY, "a ratio that decreases with depth beats a constant one", SCHEDULES, "decreasing", "constant"),
-    Claim(KEY, "a constant ratio beats one that increases with depth", SCHEDULES, "constant", "increasing"),
+    Claim(
+        KEY, "a ratio that decreases with depth beats a constant one (digits)", RATES, "DropKey, decreasing", "DropKey"
+    ),
+    Claim(
+        KEY,
+        "a ratio that increases with depth is worse than a constant one (digits)",
+        RATES,
+        "DropKey, increasing",
+        "DropKey",
+        "worse",
+    ),
+    Claim(
+        KEY, "DropKey beats attention dropout, each at its best ratio (digits)", RATES, "DropKey", "attention dropout"
+    ),
+    Claim(
+        KEY, "a ratio that decreases with depth beats a constant one (CIFAR-10)", SCHEDULES, "decreasing", "constant"
+    ),
     Claim(KEY, "DropKey beats attention dropout on ImageNet by 0.2 to 0.4 points", untestable=LARGE),
     Claim(
         KEY, "in DETR DropKey beats dropout (object detection)", "dropkey/detr.json", "DropKey", "dropout", metric="ap"
@@ -151,7 +168,11 @@ def read(path: Path) -> Values:
             row: {"accuracy": {str(t["seed"]): describe("accuracy").scale * t["accuracy"] for t in trials}}
             for row, trials in content["rows"].items()
         }
-    return {e.name: e.by_seed for e in make_report([path]).tables[0].entries}
+    table = make_report([path]).tables[0]
+    if not table.study.show_all:
+        return {e.name: e.by_seed for e in table.entries}
+    curves = lambda_page.read(path, path.name)  # every row at the value that validation chose on a tuning seed
+    return {row: curves.entry(row).by_seed for row in dict.fromkeys(e.row.name for e in table.entries)}
 
 
 def judged(values: Values, claims: list[Claim]) -> dict[Claim, Comparison]:
