@@ -11,6 +11,7 @@ import torch
 import dampen
 from dampen.lab.config.plan import Plan, make_plan
 from dampen.lab.config.recipe import Recipe
+from dampen.lab.records.events import Event
 from dampen.lab.records.record import Record
 from dampen.lab.running.runner import RunResult, run_plan
 from dampen.lab.running.twins import training_of
@@ -36,11 +37,11 @@ def run(plan: Plan, folder: Path) -> tuple[RunResult, list[str], list[dict[str, 
     """The result, the trials that really began, and the outcomes that were told."""
     began, told = [], []
 
-    def report(trial: str, event: dict[str, Any]) -> None:
-        if event["kind"] == "start":
+    def report(trial: str, event: Event) -> None:
+        if event.kind == "start":
             began.append(trial)
-        elif event["kind"] == "outcome":
-            told.append({"trial": trial, **event})
+        elif event.kind == "outcome":
+            told.append({"trial": trial, "status": event.status, "message": event.message})
 
     done = run_plan(plan, folder, plan.chosen(), Execution(threads=1, accelerator="cpu"), report, workers=1)
     return done, began, told
