@@ -282,6 +282,7 @@ def diagnosed(measured: Diagnosis) -> dict[str, float]:
     found["corrupted_accuracy"] = measured.corruptions.get("mean_accuracy")
     found["adaptive_ece"] = measured.calibration.get("adaptive_ece")
     found["gradient_variance"] = measured.gradient_variance.get("normalized")
+    found["averaged_brier_bound"] = measured.consistency.get("bound")
     found["accuracy_gap"] = measured.generalization.get("accuracy_gap")
     return {k: v for k, v in found.items() if v is not None}
 
