@@ -334,9 +334,8 @@ def test_a_nested_function_is_sent_by_value_with_what_it_closes_over():
 def test_words_of_ones_own_in_the_log_are_no_fields_of_events(tmp_path, script):
     """`test`, `count`, `steps`, ... mean something else in an event: what a listener gets must still be one."""
     words = "test=0.4, count=1.5, steps=2.5, terms=1.0, phase=3.0, status=1.0, message=2.0, variance=0.1"
-    script.write_text(
-        f"def train(trial):\n    trial.log(epoch=1, valid={{'accuracy': 0.5}}, {words})\n    return {{'accuracy': 0.5}}\n"
-    )
+    logged = f"trial.log(epoch=1, valid={{'accuracy': 0.5}}, {words})"
+    script.write_text(f"def train(trial):\n    {logged}\n    return {{'accuracy': 0.5}}\n")
     asked = ask_own(as_if_new(script), "drop_key", 1, folder=tmp_path / "runs")
     (trial,) = (t for t in asked.plan.trials.values() if not t.methods)
     sent = []

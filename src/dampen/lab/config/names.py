@@ -61,6 +61,8 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
         problems.append(f"{path}split_seed: a whole number, or 'seed' to draw anew for each seed, got {drawn!r}")
     if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool) or folds < 2):
         problems.append(f"{path}folds: a whole number from 2, got {folds!r}")
+    elif folds is not None and (why := DATASETS[data["name"]].no_folds):
+        problems.append(f"{path}folds: {data['name']} cannot be cross-validated: {why}")
     problems += _check_noise(data.get("noise"), DATASETS[data["name"]].task, f"{path}noise")
     return problems + _check_augment(data.get("augment"), DATASETS[data["name"]].task, f"{path}augment")
 
