@@ -28,6 +28,7 @@ from dampen.lab.errors import DiskFull, Interrupted, LabError, Locked
 from dampen.lab.files import read_json, write_json
 from dampen.lab.processes import start
 from dampen.lab.records.environment import describe
+from dampen.lab.records.events import Event
 from dampen.lab.records.record import Record
 from dampen.lab.running.engine import Job, make_engine
 from dampen.lab.training.checkpoint import saved_states
@@ -99,9 +100,9 @@ def engine_kills(count: int, where: Path, rng: random.Random, engine: str) -> Ta
         killed: set[int] = set()
         waits = {s.id: rng.randint(3, 150) for s in specs}
 
-        def report(id: str, event: dict[str, Any], waits: Any = waits, killed: Any = killed, turn: int = turn) -> None:
+        def report(id: str, event: Event, waits: Any = waits, killed: Any = killed, turn: int = turn) -> None:
             holder = where / f"{engine}-{turn}" / id / "lock.holder"
-            if event["kind"] == "progress" and event["step"] >= waits.get(id, 10**9) and holder.exists():
+            if event.kind == "progress" and event.step >= waits.get(id, 10**9) and holder.exists():
                 pid = int(holder.read_text().split()[1])
                 if pid not in killed:
                     killed.add(pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 import dampen
 from dampen.lab.config.plan import Plan, make_plan
 from dampen.lab.config.recipe import Recipe
-from dampen.lab.records.record import Record
+from dampen.lab.data.errors import DamagedData
+from dampen.lab.records.events import Event
+from dampen.lab.records.record import Record, locked
 from dampen.lab.running.runner import RunResult, run_plan
 from dampen.lab.running.twins import training_of
 from dampen.lab.training.state import Execution
+from dampen.native import library
 
 EXPLICIT = "explicit_dropout"
 
@@ -32,17 +36,20 @@ def plan_of(*rows: tuple[str, dict[str, Any]], seeds: int = 2) -> Plan:
     return make_plan(Recipe(**facts, metric="accuracy", base=base, rows=named, scales={"laptop": {}}))  # type: ignore[arg-type]
 
 
-def run(plan: Plan, folder: Path) -> tuple[RunResult, list[str], list[dict[str, Any]]]:
+def run(
+    plan: Plan, folder: Path, only: str | None = None, **options: Any
+) -> tuple[RunResult, list[str], list[dict[str, Any]]]:
     """The result, the trials that really began, and the outcomes that were told."""
     began, told = [], []
 
-    def report(trial: str, event: dict[str, Any]) -> None:
-        if event["kind"] == "start":
+    def report(trial: str, event: Event) -> None:
+        if event.kind == "start":
             began.append(trial)
-        elif event["kind"] == "outcome":
-            told.append({"trial": trial, **event})
+        elif event.kind == "outcome":
+            told.append({"trial": trial, "status": event.status, "message": event.message})
 
-    done = run_plan(plan, folder, plan.chosen(), Execution(threads=1, accelerator="cpu"), report, workers=1)
+    chosen = plan.chosen([only] if only else [])
+    done = run_plan(plan, folder, chosen, Execution(threads=1, accelerator="cpu"), report, workers=1, **options)
     return done, began, told
 
 
@@ -128,3 +135,64 @@ def test_canonical_arguments_compute_the_same(options: dict[str, Any]) -> None:
     assert torch.equal(ours, theirs)
     assert all(map(torch.equal, gradients, others))
     assert len(gradients) == len(others)
+
+
+@pytest.fixture
+def half(ran: Any, tmp_path: Path) -> tuple[Plan, Record, Record]:
+    """A study of which the first of two twins is recorded: the plan, its record and that of the other."""
+    plan = plan_of(("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5}), seeds=1)
+    q, k = (Record(tmp_path / plan.rows[i].points[0].trials["0"]) for i in (1, 2))
+    shutil.copytree(ran[1] / ran[0].rows[1].points[0].trials["0"], q.folder)
+    assert q.final() is not None
+    return plan, q, k
+
+
+def rewrite(record: Record, **changes: Any) -> None:
+    final = record.final()
+    assert final is not None
+    record.finish(final | changes)
+
+
+def test_a_record_without_environment_is_taken_over(half: Any, tmp_path: Path) -> None:
+    plan, q, k = half
+    (q.folder / "environment.json").unlink()
+    result, began, _ = run(plan, tmp_path, "k")
+    assert not began
+    assert result.outcomes[k.folder.name].status == "finished"
+
+
+def test_a_damaged_source_or_a_lock_costs_that_trial_alone(half: Any, tmp_path: Path) -> None:
+    plan, q, k = half
+    with locked(k.folder):
+        result, _, told = run(plan, tmp_path, "k")
+    assert (result.outcomes[k.folder.name].status, result.exit_code) == ("locked", 4)
+    assert told[0]["status"] == "locked"
+    (q.folder / "log.jsonl").write_text("no line\n")
+    result, _, _ = run(plan, tmp_path, "k")
+    assert result.outcomes[k.folder.name].status == "failed"
+    assert "log.jsonl is damaged" in result.messages()[0]
+    assert result.table.entries
+
+
+def test_retry_does_not_take_over_what_diverged(half: Any, tmp_path: Path) -> None:
+    plan, q, k = half
+    rewrite(q, status="diverged", reason="the loss was nan")
+    result, began, _ = run(plan, tmp_path, "k", retry=True)
+    assert began == [k.folder.name]
+    assert result.outcomes[k.folder.name].status == "finished"
+
+
+def test_other_kernels_are_another_training(half: Any, tmp_path: Path) -> None:
+    plan, q, k = half
+    rewrite(q, kernels="torch" if library.path() == "native" else "native")
+    assert run(plan, tmp_path, "k")[1] == [k.folder.name]
+
+
+def test_the_data_of_a_source_is_checked(half: Any, tmp_path: Path) -> None:
+    plan, q, k = half
+    final = q.final()
+    hashes = dict.fromkeys(final["data"]["sha256"], "0" * 64)
+    rewrite(q, data=final["data"] | {"sha256": hashes})
+    with pytest.raises(DamagedData, match="has changed since 1 trial"):
+        run(plan, tmp_path, "k")
+    assert not k.done

@@ -59,6 +59,14 @@ def test_measured_every_k_steps_and_training_does_not_notice(tmp_path, small, qu
     assert over_training([]) is None
 
 
+def test_what_was_not_finite_is_left_out_of_the_mean():
+    """A log has null for infinite values."""
+    kinds = ("trace", "normalized", "mean_squared_norm")
+    first, second = dict.fromkeys(kinds, 2.0), dict.fromkeys(kinds, 4.0)
+    found = over_training([{"variance": [{**first, "trace": None, "normalized": None}, {**second, "trace": None}]}])
+    assert found == {"n": 2, "trace": None, "normalized": 4.0, "mean_squared_norm": 3.0}
+
+
 def test_measurements_survive_an_interruption(tmp_path, small, quick):
     trial = small(METHODS, variance_every=2)
     whole = run_trial(trial, tmp_path / "whole", quick)

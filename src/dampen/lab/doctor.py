@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -94,6 +95,9 @@ def _devices() -> list[Finding]:
 def _torchvision() -> Finding:
     from dampen._torch import cure_torchvision
 
+    if importlib.util.find_spec("torchvision") is None:
+        purpose = "RandAugment and its like (pip install 'dampen[augment]'), timm and object detection"
+        return Finding("torchvision", True, f"not installed; only for {purpose}")
     cured = cure_torchvision()
     try:
         import torchvision

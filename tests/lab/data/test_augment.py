@@ -1,9 +1,13 @@
 """Augmentations against what they promise, image by image."""
 
+import importlib.util
+
 import pytest
 import torch
 
+from dampen.lab.config.names import check_data
 from dampen.lab.data import AUGMENTATIONS, augment, load
+from dampen.lab.doctor import _torchvision
 from tests.lab.data import writers
 
 IMAGE = ["crop", "flip", "vertical_flip", "randaugment", "autoaugment", "trivialaugment", "mixup", "cutmix"]
@@ -193,3 +197,27 @@ def test_mistakes_are_named(images, spoken):
     with pytest.raises(ValueError, match="must be positive"):
         augment({"name": "mixup", "alpha": 0}, images)(images.train.batch([0, 1]))
     assert set(AUGMENTATIONS) == {*IMAGE, "specaugment"}
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """As after `pip install dampen[lab]`: neither torchvision nor faster-coco-eval."""
+    found = importlib.util.find_spec
+    absent = ("torchvision", "faster_coco_eval")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else found(name, *more))
+
+
+@pytest.mark.parametrize("name", ["randaugment", "autoaugment", "trivialaugment"])
+def test_a_missing_torchvision_is_told_before_anything_runs(images, bare, name):
+    (problem,) = check_data({"name": "digits", "augment": [{"name": name}]}, "data.")
+    assert f"{name!r} needs torchvision, not installed here; run: pip install 'dampen[augment]'" in problem
+    with pytest.raises(ValueError, match=r"needs torchvision.*dampen\[augment\]"):
+        augment(name, images)
+    assert not check_data({"name": "digits", "augment": ["flip", "mixup"]}, "data.")
+    assert _torchvision().ok
+
+
+def test_missing_packages_of_detection_are_told_before_anything_runs(bare):
+    (problem,) = check_data({"name": "bccd"}, "data.")
+    assert "needs faster_coco_eval and torchvision, not installed here" in problem
+    assert "pip install 'dampen[detection]'" in problem

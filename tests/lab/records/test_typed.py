@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from dampen.lab.diagnose.measure import SECTIONS as MEASURED
 from dampen.lab.errors import LabError
 from dampen.lab.files import read_json
 from dampen.lab.records.diagnosis import FORMAT, SECTIONS, parse_diagnosis
 from dampen.lab.records.events import FORMAT as EVENT_FORMAT
 from dampen.lab.records.events import Event, parse_event
+from dampen.lab.records.final import parse_lines
+from dampen.lab.records.table import diagnosed
 from dampen.lab.running.engine import Job, run_job
 
 RECORDS = Path(__file__).parents[3] / "records"
@@ -55,3 +58,17 @@ def test_a_diagnosis_of_the_first_kind_and_a_damaged_one():
     assert parse_diagnosis({"format": FORMAT, "something new": 1}).format == FORMAT
     with pytest.raises(LabError, match="diagnose.json is not what was expected.*robustness"):
         parse_diagnosis({"robustness": 3})
+
+
+def test_every_section_that_is_measured_counts():
+    assert tuple(MEASURED) == SECTIONS
+    measured = parse_diagnosis({"consistency": {"bound": 0.5}})
+    assert measured
+    assert diagnosed(measured) == {"averaged_brier_bound": 0.5}
+
+
+def test_a_users_own_words_in_a_log_are_no_damage():
+    """`trial.log(variance=0.1, conditioning={...})` of one's own training: they are not our trainer's measurements."""
+    own, ours = parse_lines([{"variance": 0.1, "conditioning": {"a": 1.0}}, {"variance": [{"step": 0, "trace": 1.0}]}])
+    assert own.measured("variance") == own.measured("conditioning") == ours.measured("conditioning") == []
+    assert ours.measured("variance") == [{"step": 0, "trace": 1.0}]

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,9 @@ from dampen.lab.records.diagnosis import parse_diagnosis
 from dampen.lab.records.table import diagnosed
 from dampen.lab.report import format_of, make_report, write_report
 from dampen.lab.report.advice import advise
+from dampen.lab.report.figure import Palette
+from dampen.lab.report.forest import forest
+from dampen.lab.report.view import about_test
 from tests.lab.synthetic_runs import ROWS, loose, recipe, write, write_study
 
 HOSTILE = """<script>alert(1)</script><img src=x onerror="alert(2)">'"&`|_*=\\{{7*7}}</script><!--"""
@@ -270,3 +274,20 @@ def test_the_command_writes_prints_and_refuses(study, tmp_path, capsys):
     loose(tmp_path / "mixed", limit=400)
     assert call(tmp_path / "mixed", "--json", "-o", tmp_path / "m.html") == 2
     assert "incompatible protocols" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_rows_of_several_models_have_several_references():
+    """2, 4, 8 and 12 layers, each compared with its own plain row: no sentence names one of them alone."""
+    pack = Path(__file__).parents[3] / "records" / "always_skip_attention" / "depth_digits-study.json.xz"
+    table = make_report([pack]).tables[0]
+    assert len({e.reference for e in table.entries if e.reference}) == 4
+    name = "the row without methods of the same model"
+    assert table.reference_name == name
+    assert advise(table).which.details[0] == f"No row is shown better than {name}."
+    assert about_test(table).startswith(f"Differences to {name}, seed by seed")
+    drawn = json.dumps(forest(table, Palette([e.name for e in table.entries])).panels[0].spec)
+    assert f"difference to {name} in accuracy" in drawn
+    eight = table.entry("8 layers, no feed-forward skip")
+    eight.verdict = "better"  # as if: it is better than another row than the one that most are compared with
+    assert advise(table).which.headline == "It depends on the model"
+    assert advise(table).which.details[0] == f"Better than {name}: {eight.name}."

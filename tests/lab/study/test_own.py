@@ -11,8 +11,10 @@ from dampen import DropKey, RDrop, Regularization, linear
 from dampen.lab.config.code import digest_of_file
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, Diverged, LabError, Stopped
+from dampen.lab.records.events import parse_event
 from dampen.lab.records.record import Record
 from dampen.lab.report import make_report
+from dampen.lab.study.asked import ask_own
 from dampen.lab.study.rows import plain_form, read_rows
 from dampen.lab.training.function import as_function
 from dampen.lab.training.state import Execution
@@ -327,3 +329,18 @@ def test_a_nested_function_is_sent_by_value_with_what_it_closes_over():
     assert one.code.digest != two.code.digest
     assert one.code.digest == as_function(make(1)).code.digest
     assert replace(two).load()(None) == {"accuracy": 2.0}
+
+
+def test_words_of_ones_own_in_the_log_are_no_fields_of_events(tmp_path, script):
+    """`test`, `count`, `steps`, ... mean something else in an event: what a listener gets must still be one."""
+    words = "test=0.4, count=1.5, steps=2.5, terms=1.0, phase=3.0, status=1.0, message=2.0, variance=0.1"
+    logged = f"trial.log(epoch=1, valid={{'accuracy': 0.5}}, {words})"
+    script.write_text(f"def train(trial):\n    {logged}\n    return {{'accuracy': 0.5}}\n")
+    asked = ask_own(as_if_new(script), "drop_key", 1, folder=tmp_path / "runs")
+    (trial,) = (t for t in asked.plan.trials.values() if not t.methods)
+    sent = []
+    options = Execution(threads=1, progress_seconds=0.0, function=asked.function)
+    run_trial(trial, asked.folder / trial.id, options, sent.append)
+    (epoch,) = (e for e in map(parse_event, sent) if e.kind == "epoch")
+    assert (epoch.epoch, epoch.valid, epoch.test, epoch.status) == (1, {"accuracy": 0.5}, {}, "")
+    assert Record(asked.folder / trial.id).lines()[0]["test"] == 0.4

@@ -8,6 +8,7 @@ import torch
 
 from dampen.cli import main
 from dampen.lab.config.names import check_data
+from dampen.lab.config.trial import TrialSpec
 from dampen.lab.study.parts import ask_parts
 from dampen.lab.training.build import load_data
 from tests.lab.study.test_parts import write_csv
@@ -91,6 +92,22 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
         assert int(fold.train.ids.max()) < fold.model_args["vocab"]
         longest = {part: int(split.lengths.max()) for part, split in fold.splits.items()}
         assert longest["train"] < longest["test"]  # words of the training part became tokens, those of others did not
+
+
+def test_trials_with_folds_are_not_those_of_before_the_normalization_changed():
+    """The first id is what version 0.1 gave: a record under it was normalized by another draw's statistics."""
+    parts = {"data": {"name": "digits", "folds": 3}, "model": {"name": "vit"}}
+    trial = TrialSpec.from_dict(parts)
+    assert trial.id != "0d29b28628013bef"
+    assert TrialSpec.from_dict(trial.to_dict()).id == trial.id
+    assert TrialSpec.from_dict({**parts, "data": {"name": "digits", "folds": None}}).id == "ac67dd9d0a396449"
+
+
+def test_no_folds_where_one_image_would_be_in_two_parts():
+    (problem,) = check_data({"name": "digit_captions", "folds": 3}, "data.")
+    assert "each image makes two pairs" in problem
+    with pytest.raises(ValueError, match="digit_captions cannot be cross-validated: each image makes two pairs"):
+        load_data({"name": "digit_captions", "folds": 3}, None, None, 0)
 
 
 @pytest.mark.slow

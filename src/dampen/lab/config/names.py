@@ -52,6 +52,7 @@ def _check_images(name: str, path: str) -> list[str]:
 def check_data(data: dict[str, Any], path: str) -> list[str]:
     """Problems of the data section."""
     from dampen.lab.data import DATASETS, options
+    from dampen.lab.metrics.objects import missing_packages
 
     if data["name"] not in DATASETS:
         return [f"{path}name: unknown data set {data['name']!r}{nearest(data['name'], DATASETS)}"]
@@ -61,6 +62,10 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
         problems.append(f"{path}split_seed: a whole number, or 'seed' to draw anew for each seed, got {drawn!r}")
     if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool) or folds < 2):
         problems.append(f"{path}folds: a whole number from 2, got {folds!r}")
+    elif folds is not None and (why := DATASETS[data["name"]].no_folds):
+        problems.append(f"{path}folds: {data['name']} cannot be cross-validated: {why}")
+    if DATASETS[data["name"]].task == "objects" and (problem := missing_packages()):
+        problems.append(f"{path}name: {data['name']}: {problem}")
     problems += _check_noise(data.get("noise"), DATASETS[data["name"]].task, f"{path}noise")
     return problems + _check_augment(data.get("augment"), DATASETS[data["name"]].task, f"{path}augment")
 
@@ -78,7 +83,7 @@ def _check_noise(share: Any, task: str, path: str) -> list[str]:
 
 
 def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
-    from dampen.lab.data import AUGMENTATIONS
+    from dampen.lab.data.augmentation import AUGMENTATIONS, missing_for
 
     items = [] if not chosen else chosen if isinstance(chosen, list) else [chosen]
     problems = []
@@ -90,6 +95,7 @@ def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
         if name not in AUGMENTATIONS:
             problems.append(f"{path}: unknown augmentation {name!r}{nearest(name, AUGMENTATIONS)}")
             continue
+        problems += [f"{path}: {problem}"] if (problem := missing_for(name)) else []
         kind = AUGMENTATIONS[name]
         if task not in kind.tasks:
             problems.append(f"{path}: {name!r} is for {' and '.join(kind.tasks)} tasks, this set is {task}")

@@ -202,6 +202,8 @@ class TrialSpec:
         data = {k: v for k, v in self.data.items() if v is not None and v is not False}
         if data.get("noise") == 0:  # no noise is the same as not saying it
             del data["noise"]
+        if data.get("folds"):  # before, all folds were normalized by one draw: those are other trials
+            data["folds"] = {"count": data["folds"], "learned": "in the fold"}
         parts = {
             "data": data,
             "model": self.model,

@@ -7,6 +7,7 @@ that a checkpoint that holds its state resumes exactly, or from one that is hand
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -80,4 +81,14 @@ def _build(item: str | Mapping[str, Any], dataset: Dataset) -> Any:
         raise ValueError(
             f"Augmentation {name!r} is for {' and '.join(kind.tasks)} tasks: {dataset.name} is {dataset.task}."
         )
+    if problem := missing_for(name):
+        raise ValueError(f"Augmentation {problem}.")
     return kind(**table)
+
+
+def missing_for(name: str) -> str:
+    """What an augmentation needs that is not installed here, and how to get it; empty where nothing is missing."""
+    needs = getattr(AUGMENTATIONS[name], "needs", None)
+    if needs is None or importlib.util.find_spec(needs) is not None:
+        return ""
+    return f"{name!r} needs {needs}, not installed here; run: pip install 'dampen[augment]'"

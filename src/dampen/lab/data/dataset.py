@@ -35,6 +35,7 @@ class DataSpec:
     summary: str
     where: str
     layout: str
+    no_folds: str = ""  # why this set cannot be cross-validated
 
 
 @dataclass(frozen=True)

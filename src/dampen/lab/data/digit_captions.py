@@ -22,6 +22,7 @@ DIGIT_CAPTIONS = DataSpec(
     "handwritten digits with captions that are true or not: 1,797 real images, synthetic captions; works offline",
     "comes with scikit-learn (`pip install 'dampen[lab]'`)",
     "none: part of scikit-learn",
+    no_folds="each image makes two pairs, one of which would be trained on and the other tested",
 )
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 CAPTION_SEED = 77003

@@ -28,6 +28,10 @@ def fold_of(data: Dataset, folds: int, seed: int, train_fraction: float = 0.7) -
     """The data set in which one fold tests and the others train and validate."""
     from sklearn.model_selection import StratifiedKFold
 
+    from dampen.lab.data.sets import DATASETS
+
+    if data.name in DATASETS and (why := DATASETS[data.name].no_folds):
+        raise ValueError(f"{data.name} cannot be cross-validated: {why}. Leave out folds.")
     labels = labels_of([data.train, data.valid, data.test])
     fewest = int(torch.bincount(labels).min())
     if fewest < folds:

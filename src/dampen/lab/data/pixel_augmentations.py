@@ -69,6 +69,7 @@ class RandAugment:
     """torchvision's RandAugment (arXiv 1909.13719) on each image."""
 
     tasks: ClassVar = ("image",)
+    needs: ClassVar = "torchvision"
     operations: int = 2
     magnitude: int = 9
 
@@ -81,6 +82,7 @@ class AutoAugment:
     """torchvision's AutoAugment (arXiv 1805.09501) on each image, by a learned policy: cifar10, imagenet or svhn."""
 
     tasks: ClassVar = ("image",)
+    needs: ClassVar = "torchvision"
     policy: str = "cifar10"
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
@@ -93,6 +95,7 @@ class TrivialAugment:
     """torchvision's TrivialAugment Wide (arXiv 2103.10158) on each image."""
 
     tasks: ClassVar = ("image",)
+    needs: ClassVar = "torchvision"
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
         return _pixelwise(_transforms().TrivialAugmentWide(), batch, dataset)

@@ -18,6 +18,13 @@ MOST = 100
 """Detections of an image that count: COCO's number."""
 
 
+def missing_packages() -> str:
+    """What is missing here to measure objects, and how to get it; plans ask before anything is trained."""
+    missing = [n for n in ("faster_coco_eval", "torchvision") if importlib.util.find_spec(n) is None]
+    told = f"Average precision needs {' and '.join(missing)}, not installed here."
+    return f"{told} Run: pip install 'dampen[detection]'" if missing else ""
+
+
 class ObjectMetrics(Metrics):
     """`ap` (mean over IoU 0.50 to 0.95), `ap50`, `ap75`, and `ap50@CLASS` for each class that occurs.
 
@@ -29,9 +36,8 @@ class ObjectMetrics(Metrics):
     def __init__(self, split: Split, classes: list[str]):
         if not isinstance(split, ObjectSplit):
             raise TypeError(f"Objects are measured on an ObjectSplit: got {type(split).__name__}.")
-        if missing := [n for n in ("faster_coco_eval", "torchvision") if importlib.util.find_spec(n) is None]:
-            told = f"Average precision needs {' and '.join(missing)}, not installed here."
-            raise LabError(f"{told} Run: pip install 'dampen[detection]'")
+        if problem := missing_packages():
+            raise LabError(problem)
         cure_torchvision()
         from torchmetrics.detection import MeanAveragePrecision
 

@@ -50,7 +50,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
 
 SECTIONS = (
     "calibration", "robustness", "corruptions", "gradient_variance", "attention", "conditioning", "attention_maps",
-    "generalization",
+    "generalization", "consistency",
 )  # fmt: skip
 
 

@@ -79,13 +79,18 @@ class LogLine(msgspec.Struct, kw_only=True):
     valid: dict[str, float | None] = {}
     lr: float | None = None
     seconds: float | None = None
-    conditioning: list[dict[str, Any]] = []
-    variance: list[dict[str, float | None]] = []
+    conditioning: Any = None  # these two are lists of our trainer's measurements, or whatever a user gave that name
+    variance: Any = None
 
     @property
     def at(self) -> float:
         """Where a curve has this line: its epoch, or its step where epochs are not known."""
         return self.step if self.epoch is None else self.epoch
+
+    def measured(self, name: Literal["conditioning", "variance"]) -> list[dict[str, Any]]:
+        """What our trainer measured at this line; empty where a user's own log has another thing of that name."""
+        found = getattr(self, name)
+        return found if isinstance(found, list) else []
 
 
 def parse_final(content: Any, id: str | None = None) -> Final:

@@ -93,6 +93,7 @@ METRICS: dict[str, Metric] = {
         _share("corrupted_accuracy", "corrupted accuracy", diagnosed=True),
         _share("adaptive_ece", "adaptive ECE", "min", diagnosed=True),
         Metric("gradient_variance", "gradient variance", None, diagnosed=True),
+        Metric("averaged_brier_bound", "Brier bound, averaged", None, diagnosed=True),
         Metric("training_variance", "gradient variance over training", "min", margin_share=0.02),
         Metric(
             "training_variance_normalized", "gradient variance / squared norm over training", "min", margin_share=0.02

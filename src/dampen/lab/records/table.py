@@ -124,6 +124,12 @@ class ResultTable:
         names = [e.reference for e in self.entries if e.reference]
         return self.entry(statistics.mode(names)) if names else None
 
+    @property
+    def reference_name(self) -> str:
+        """What rows are compared with, in words: one row's name, or what their references have in common."""
+        names = {e.reference for e in self.entries if e.reference}
+        return "the row without methods of the same model" if len(names) > 1 else next(iter(names), "")
+
     def compared(self) -> list[Entry]:
         """The rows that are judged, each training once."""
         return [e for e in self.entries if e.comparison and not e.same_as and e.verdict != "failed"]
@@ -282,6 +288,7 @@ def diagnosed(measured: Diagnosis) -> dict[str, float]:
     found["corrupted_accuracy"] = measured.corruptions.get("mean_accuracy")
     found["adaptive_ece"] = measured.calibration.get("adaptive_ece")
     found["gradient_variance"] = measured.gradient_variance.get("normalized")
+    found["averaged_brier_bound"] = measured.consistency.get("bound")
     found["accuracy_gap"] = measured.generalization.get("accuracy_gap")
     return {k: v for k, v in found.items() if v is not None}
 

@@ -62,20 +62,24 @@ def _cheapest_of_the_best(better: list[Entry], table: ResultTable) -> Entry | No
 def _which(table: ResultTable, reference: Entry | None, better: list[Entry], pick: Entry | None) -> Answer:
     if reference is None:
         return _best_without_reference(table)
-    compared = table.compared()
+    compared, name = table.compared(), table.reference_name
+    elsewhere = [e.name for e in compared if e.verdict == "better" and e.reference != reference.name]
+    told_elsewhere = [f"Better than {name}: {listed(elsewhere)}."] if elsewhere else []
     if pick is not None:
         details = [f"{_gain(pick, table)} against {reference.name}, over {plural(shared_seeds(pick), 'shared seed')}."]
         others = [e.name for e in better if e is not pick]
         if others:
             details.append(f"Also better than {reference.name}: {listed(others)}.")
-        return Answer(f"Use {pick.name}", [*details, *_others(compared, table)], "good")
+        return Answer(f"Use {pick.name}", [*details, *told_elsewhere, *_others(compared, table)], "good")
+    if elsewhere:
+        return Answer("It depends on the model", [*told_elsewhere, *_others(compared, table)])
     if not any(e.comparison and e.comparison.p is not None for e in compared):
         told = f"Every comparison has fewer than {FEWEST} shared seeds, so spread and chance cannot be told apart."
         return Answer("Too few runs to say", [told, "Run more seeds per row; --until-decided adds them."], "caution")
     if all(e.verdict != "not decided" for e in compared):
-        told = f"No method here beats {reference.name}; {plural(len(compared), 'row')} decided."
-        return Answer(f"Stay with {reference.name}", [told, *_others(compared, table)])
-    return Answer("Not decided yet", [f"No row is shown better than {reference.name}.", *_others(compared, table)])
+        told = f"No method here beats {name}; {plural(len(compared), 'row')} decided."
+        return Answer(f"Stay with {name}", [told, *_others(compared, table)])
+    return Answer("Not decided yet", [f"No row is shown better than {name}.", *_others(compared, table)])
 
 
 def _gain(entry: Entry, table: ResultTable) -> str:

@@ -41,7 +41,7 @@ def measured(entry: Entry) -> list[dict[str, Any]]:
     """One point per seed, step, layer and place."""
     points = []
     for seed, run in entry.cell.finished().items():
-        for found in (m for line in run.lines() for m in line.conditioning):
+        for found in (m for line in run.lines() for m in line.measured("conditioning")):
             for i, layer in enumerate(found["layers"]):
                 for stage in STAGES.keys() & layer.keys():
                     where = {"row": entry.name, "stage": STAGES[stage], "layer": i + 1, "step": found["step"]}

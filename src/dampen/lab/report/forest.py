@@ -16,9 +16,8 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
     """A row per method, best first: difference (point), its corrected interval (line), its verdict in words."""
     import altair as alt
 
-    reference = table.main_reference
     entries = [e for e in table.ranked() if e.comparison and e.comparison.n and not e.same_as]
-    if reference is None or not entries:
+    if table.main_reference is None or not entries:
         return None
     shown = entries[:MOST]
     records = [_record(e, table) for e in entries]
@@ -26,7 +25,7 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
     drawn = records[: len(shown)]
     y = alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=360, domain=False, ticks=False))
     unit = f" ({table.metric.points.strip()})" if table.metric.points else ""
-    title = f"difference to {reference.name} in {table.metric.label}{unit}"
+    title = f"difference to {table.reference_name} in {table.metric.label}{unit}"
     x = alt.X("difference:Q", title=title, scale=alt.Scale(zero=True, padding=12), axis=alt.Axis(tickCount=8))
     base = alt.Chart(alt.Data(values=drawn)).encode(y=y, color=palette.color(names, legend=False))
     layers: list[Any] = []

@@ -36,8 +36,7 @@ def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequ
             parts += _md_matrix(found)
         else:
             parts += ["", *_md_table(*_main_rows(table))]
-            reference = table.main_reference
-            parts += ["", _md(about_test(table, reference))] if reference else []
+            parts += ["", _md(about_test(table))] if table.main_reference else []
         parts += _md_measured(table)
         paper = _paper_rows(table)
         if paper:

@@ -22,9 +22,7 @@ def variance_figure(table: ResultTable, palette: Palette) -> Figure | None:
     records = [record for e in entries if e.name in names for record in measured(e)]
     x = alt.X("step:Q", title="step", scale=alt.Scale(nice=False))
     chart = band_chart(records, x, "step", "trace of the gradient's covariance", names, palette, points=True)
-    caption = (
-        "Trace of the covariance of the mini-batch gradient at the weights of that step, over a few batches of the "
-    )
+    caption = "Trace of the covariance of the mini-batch gradient at the weights of that step, over a few batches of "
     caption += "the training part with the methods at work: mean over seeds, with a band of one standard deviation."
     columns = [ROW, Column("step", "Step", 0), Column("mean", "Mean", 5), Column("sd", "SD over seeds", 5)]
     title = "Gradient variance over training"
@@ -37,7 +35,7 @@ def measured(entry: Entry) -> list[dict[str, Any]]:
     """One record per step that every finished run measured or some did."""
     by_step: dict[float, list[float]] = {}
     for run in entry.cell.finished().values():
-        for found in (m for line in run.lines() for m in line.variance):
+        for found in (m for line in run.lines() for m in line.measured("variance")):
             step, trace = found.get("step"), found.get("trace")
             if step is not None and trace is not None:
                 by_step.setdefault(step, []).append(trace)

@@ -125,7 +125,7 @@ def _reservations(table: ResultTable) -> list[str]:
 
 def _mixed(runs: list[RecordedTrial]) -> list[str]:
     """Differences between the places where the runs were made."""
-    last = [r.sessions[-1] for r in runs if r.sessions]
+    last = [r.sessions[-1] for r in runs if r.sessions and r.sessions[-1]]
     told = []
     machines = {(s.get("cpu"), s.get("device"), s.get("threads")) for s in last}
     if len(machines) > 1:

@@ -50,10 +50,9 @@ def study_view(
     rows = [_row(entry, table, extra, advice.pick, palette, dark) for entry in here]
     runs = study.runs()
     done = sum(run.status != "unfinished" for run in runs)
-    reference = table.main_reference
     caption = f"Test {describe(study.metric).label}, {'higher' if study.mode == 'max' else 'lower'} is better"
-    if reference:
-        caption += f". {about_test(table, reference)}"
+    if table.main_reference:
+        caption += f". {about_test(table)}"
     return {
         "key": key,
         "title": study.title,
@@ -149,11 +148,13 @@ def race_text(study: StudyRuns) -> str:
     return f"{told}."
 
 
-def about_test(table: ResultTable, reference: Entry) -> str:
+def about_test(table: ResultTable) -> str:
     """How differences were judged, in two sentences."""
     test: Test = "sequential" if table.study.test == "sequential" else "fixed"
     margin = f", margin {table.margin:g}{table.metric.points}" if table.margin else ""
-    told = f"Differences to {reference.name}, seed by seed: {KINDS[test]}, corrected over the rows by Holm{margin}. "
+    told = (
+        f"Differences to {table.reference_name}, seed by seed: {KINDS[test]}, corrected over the rows by Holm{margin}. "
+    )
     return told + "Each interval is made at the level at which its row was judged, so it never contradicts the verdict."
 
 

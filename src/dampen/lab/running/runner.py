@@ -15,7 +15,7 @@ from dampen.lab.records.plain import finite
 from dampen.lab.records.record import Record
 from dampen.lab.records.table import ResultTable, plan_table, read_runs
 from dampen.lab.running.engine import Job, Outcome, Report, make_engine
-from dampen.lab.running.twins import take_over, trained_once
+from dampen.lab.running.twins import finals_of, take_over, trained_once
 from dampen.lab.training.data_identity import check_recorded
 from dampen.lab.training.state import Execution
 
@@ -92,9 +92,10 @@ def run_plan(
         else:
             outcomes[trial.id] = Outcome(final["status"], final, final.get("reason", ""))
             recorded.append((trial, final))
+    jobs, twins = trained_once(jobs, plan.trials.values(), folder, retry)
+    recorded += [(trial, final) for trial, final in finals_of(twins, folder) if trial.id not in outcomes]
     check_recorded(recorded, execution.data_dir, folder)
     plan.save(folder)
-    jobs, twins = trained_once(jobs, plan.trials.values(), folder)
     if jobs:
         if engine == "local":
             engine_options.setdefault("planned", len(trials) - len(twins))

@@ -17,9 +17,11 @@ from typing import Any
 from dampen.extensions import is_in_file
 from dampen.lab.config.methods_text import OBJECT
 from dampen.lab.config.trial import TrialSpec
-from dampen.lab.errors import DamagedRecord
+from dampen.lab.errors import DamagedRecord, DiskFull, LabError, Locked
 from dampen.lab.records.record import Record, locked
 from dampen.lab.running.engine import Job, Outcome
+from dampen.lab.training.kernel_path import path_before
+from dampen.native import library
 
 
 def training_of(trial: TrialSpec) -> str:
@@ -55,11 +57,12 @@ def _method(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_once(
-    jobs: Sequence[Job], planned: Iterable[TrialSpec], folder: Path
+    jobs: Sequence[Job], planned: Iterable[TrialSpec], folder: Path, retry: bool = False
 ) -> tuple[list[Job], list[tuple[Job, TrialSpec]]]:
     """The jobs to train, and those that take over the result of another trial of the plan, each with that trial.
 
-    What is recorded, or has begun, goes before what is not.
+    What is recorded, or has begun, goes before what is not. Nothing is taken over from other kernels than those in use,
+    which draw from another stream; nor, with `retry`, what diverged.
     """
     asked = {job.trial.id for job in jobs}
     groups: dict[str, list[TrialSpec]] = {}
@@ -67,9 +70,10 @@ def trained_once(
         groups.setdefault(training_of(trial), []).append(trial)
     own, twins = [], []
     for job in jobs:
-        alike = [t for t in groups.get(training_of(job.trial), [job.trial]) if t.id in asked or _done(folder / t.id)]
-        first = min(alike, key=lambda t: (not _done(folder / t.id), not (folder / t.id).exists()))
-        if first.id == job.trial.id:
+        group = groups.get(training_of(job.trial), [])
+        alike = [t for t in group if _usable(folder / t.id, retry) or (t.id in asked and _on_this_path(folder / t.id))]
+        first = min(alike, default=job.trial, key=lambda t: (not _done(folder / t.id), not (folder / t.id).exists()))
+        if first.id == job.trial.id or not _on_this_path(job.folder):
             own.append(job)
         else:
             twins.append((job, first))
@@ -77,14 +81,28 @@ def trained_once(
 
 
 def take_over(job: Job, first: TrialSpec, outcomes: Mapping[str, Outcome]) -> Outcome:
-    """Write the record of a trial from that of the one that was trained; what became of it where that has none."""
+    """Write the record of a trial from that of the one that was trained; what became of it where that has none.
+
+    What cannot be read or written is an outcome like any other: the other trials still have their table.
+    """
+    try:
+        return _take_over(job, first, outcomes)
+    except Locked as error:
+        return Outcome("locked", None, str(error))
+    except DiskFull as error:
+        return Outcome("disk full", None, str(error))
+    except LabError as error:
+        return Outcome("failed", None, str(error))
+
+
+def _take_over(job: Job, first: TrialSpec, outcomes: Mapping[str, Outcome]) -> Outcome:
     source = Record(job.folder.parent / first.id)
     final = source.final()
     if final is None:
         return outcomes.get(first.id, Outcome("interrupted", None, "not started"))
     with locked(job.folder):
         record = Record(job.folder)
-        record.start(job.trial, source.sessions()[-1])
+        record.start(job.trial, (source.sessions() or [{}])[-1])  # results do not need environment.json
         record.write_lines(source.lines())
         for weights in source.folder.glob("*.safetensors"):
             shutil.copyfile(weights, job.folder / weights.name)
@@ -93,8 +111,32 @@ def take_over(job: Job, first: TrialSpec, outcomes: Mapping[str, Outcome]) -> Ou
     return Outcome(final["status"], result, final.get("reason", ""))
 
 
-def _done(folder: Path) -> bool:
-    try:
-        return Record(folder).final() is not None
-    except DamagedRecord:  # the run says so where it meets it
+def finals_of(twins: Iterable[tuple[Job, TrialSpec]], folder: Path) -> list[tuple[TrialSpec, dict[str, Any]]]:
+    """The results that are there already among those that twins will take over, each once."""
+    sources = {first.id: first for _, first in twins}
+    found = [(first, _final(folder / first.id)) for first in sources.values()]
+    return [(first, final) for first, final in found if final is not None]
+
+
+def _usable(folder: Path, retry: bool) -> bool:
+    """Whether a recorded result may be taken over."""
+    final = _final(folder)
+    if final is None or (retry and final["status"] == "diverged"):
         return False
+    return final.get("kernels", "") in ("", library.path())
+
+
+def _on_this_path(folder: Path) -> bool:
+    """Whether a trial that is to be trained will run on the kernels in use: one that resumes keeps to its own."""
+    return path_before(folder) in ("", library.path())
+
+
+def _done(folder: Path) -> bool:
+    return _final(folder) is not None
+
+
+def _final(folder: Path) -> dict[str, Any] | None:
+    try:
+        return Record(folder).final()
+    except DamagedRecord:  # the run says so where it meets it
+        return None

@@ -166,7 +166,9 @@ class Trial:
     def _flush(self, epoch: int | None = None) -> None:
         line = self._log.flush(self._seconds(), self._count(), epoch)
         if line is not None and "valid" in line:
-            self._report({"kind": "epoch", **line, "epochs": None})
+            known = ("epoch", "step", "train", "valid")  # other keywords are the user's
+            told: dict[str, Any] = {k: line[k] for k in known if k in line}
+            self._report({"kind": "epoch", **told, "epochs": None})
 
     def _tell(self, force: bool = False) -> None:
         now = time.monotonic()

@@ -43,9 +43,13 @@ def measure_variance(s: TrialState, seed: int) -> dict[str, float]:
     return {"step": s.step, **{kind: getattr(found, kind) for kind in KINDS}}
 
 
-def over_training(lines: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """The mean over the measurements of a log, for the result; None where there are none."""
+def over_training(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None] | None:
+    """The mean over the measurements of a log, for the result; None where there are none.
+
+    A log has null for what was not finite: such values are left out, and a mean of nothing is None.
+    """
     found = [m for line in lines for m in line.get("variance", [])]
     if not found:
         return None
-    return {"n": len(found), **{kind: statistics.fmean(m[kind] for m in found) for kind in KINDS}}
+    known = {kind: [m[kind] for m in found if m[kind] is not None] for kind in KINDS}
+    return {"n": len(found), **{kind: statistics.fmean(values) if values else None for kind, values in known.items()}}
