@@ -192,7 +192,8 @@ class ExplicitDropout(Regularizer):
         return not self.terms
 
     def check_layer(self, roles: set[str], where: str) -> None:
-        check_roles(type(self).__name__, self.roles, roles, where)
+        alone = [r for r in BRANCHES if "residual" in self.terms and _LAYER[r] not in self.terms]
+        check_roles(type(self).__name__, self.roles, roles, where, branches=alone)
 
     # --- the stages -------------------------------------------------------------------------------
 
