@@ -127,8 +127,10 @@ def test_disabled_and_merged_adapters():
     torch.testing.assert_close(got["explicit_dropout.value"], whole["explicit_dropout.value"], rtol=1e-4, atol=1e-6)
 
 
-def test_arora_and_hidden_key():
-    model = adapted(llama())
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_arora_and_hidden_key(dropout):
+    """The sum of a map and its adapter is no residual addition, with LoRA's dropout or without."""
+    model = adapted(llama(), lora_dropout=dropout)
     reg = dampen.regularize(model, [AroraDropout(value=1.0, ffn=1.0), *hidden_key(0.2, 0.1, 1.0)])
     loss, terms = reg.loss(
         lambda: model(**INPUTS), lambda out: out.loss, valid=INPUTS["attention_mask"].bool()
