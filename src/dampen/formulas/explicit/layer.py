@@ -166,9 +166,7 @@ def sequence_first(modules: Iterable[nn.Module]) -> bool:
     return any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in modules)
 
 
-def check_roles(
-    who: str, wanted: Iterable[str], found: set[str], where: str, branches: Iterable[str] = ()
-) -> None:
+def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, branches: Iterable[str] = ()) -> None:
     """Raise where a layer lacks a linear map that a term reads, or has one that an adapter changes beside it.
 
     `branches` are the maps that only `residual` wants."""
