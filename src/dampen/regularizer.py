@@ -78,6 +78,11 @@ class Regularizer(nn.Module):
     """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
     reads_adapters: bool = False
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
+    takes_jacobian: bool = False
+    """True where a penalty is a derivative of the attention: the attention is then run with gradients in a `reg.loss`
+    under `no_grad` too, and what it gives is detached."""
+    measuring: bool = False
+    """True while gradients are on for a derivative's sake alone, so that penalties are kept without a graph."""
     roles: frozenset[str] = frozenset()
     """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`. Every one by
     default where a linear stage is overridden."""
@@ -217,6 +222,7 @@ class Regularizer(nn.Module):
             return
         if self.ledger is None or self.ledger.counts(self):
             key = slot(self.name if name is None else f"{self.name}.{name}")
+            value = value.detach() if self.measuring else value
             old = self._penalties.get(key)
             self._penalties[key] = value if old is None else old + value
 

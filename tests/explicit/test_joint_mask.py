@@ -177,7 +177,7 @@ def test_cross_attention_and_compiled_graphs_are_refused():
         torch.compile(vit, backend="eager", fullgraph=True)(torch.randn(1, 1, 8, 8))
 
 
-def test_eval_is_untouched_and_no_grad_counts_nothing():
+def test_eval_is_untouched_and_no_grad_counts_nothing_that_nobody_takes():
     model = dampen.models.ViT(image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=2, mlp=8).eval()
     x = torch.randn(1, 1, 8, 8)
     plain = model(x)
@@ -189,3 +189,34 @@ def test_eval_is_untouched_and_no_grad_counts_nothing():
     loss, terms = reg.loss(lambda: model(x), lambda out: out.sum())
     assert terms["explicit_dropout.joint"] > 0
     loss.backward()
+
+
+@pytest.mark.parametrize("name", ["vit", "language", "torch"])
+def test_a_loss_measured_without_gradients_has_it_too(name):
+    """The same numbers as with gradients, and no graph in them."""
+    torch.manual_seed(0)
+    if name == "vit":
+        model = dampen.models.ViT(image_size=8, patch_size=4, channels=1, width=8, depth=2, heads=2, mlp=8)
+        x = torch.randn(2, 1, 8, 8)
+    elif name == "language":
+        model = dampen.models.LanguageModel(vocab=11, width=8, depth=2, heads=2, mlp=8, context=6)
+        x = torch.randint(11, (2, 6))
+    else:
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        model, x = torch.nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 8)
+    reg = regularize(model.train(), ExplicitDropout(joint=1.0, value=1.0, form="inverted"))
+    results = []
+    for grad in (True, False):
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(grad):
+            results.append(reg.loss(lambda: model(x), lambda out: out.square().mean()))
+    (loss, terms), (measured, found) = results
+    assert found.keys() == terms.keys() >= {"explicit_dropout.joint", "explicit_dropout.value"}
+    for key, value in found.items():
+        torch.testing.assert_close(value, terms[key].detach())
+        assert not value.requires_grad
+    torch.testing.assert_close(measured, loss.detach())
+    assert not measured.requires_grad
+    loss.backward()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"under torch.no_grad\(\) instead"):
+        reg.loss(lambda: model(x), lambda out: out.square().mean())

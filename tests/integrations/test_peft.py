@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import dampen
-from dampen import AroraDropout, DropKey, ExplicitDropout, Mixout, hidden_key
+from dampen import AroraDropout, DropKey, ExplicitDropout, Mixout, ProjectionDropout, hidden_key
 from dampen.formulas.explicit.low_rank import LowRank
 from dampen.formulas.explicit.squares import column_power
 from dampen.integrations.peft import connect, lora_dropout
 from dampen.regularizer import UnsupportedModel
-from tests.integrations.tiny import batch, bert, llama, texts
+from tests.integrations.tiny import batch, bert, llama, sentences, texts
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")
@@ -127,8 +127,10 @@ def test_disabled_and_merged_adapters():
     torch.testing.assert_close(got["explicit_dropout.value"], whole["explicit_dropout.value"], rtol=1e-4, atol=1e-6)
 
 
-def test_arora_and_hidden_key():
-    model = adapted(llama())
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_arora_and_hidden_key(dropout):
+    """The sum of a map and its adapter is no residual addition, with LoRA's dropout or without."""
+    model = adapted(llama(), lora_dropout=dropout)
     reg = dampen.regularize(model, [AroraDropout(value=1.0, ffn=1.0), *hidden_key(0.2, 0.1, 1.0)])
     loss, terms = reg.loss(
         lambda: model(**INPUTS), lambda out: out.loss, valid=INPUTS["attention_mask"].bool()
@@ -168,3 +170,32 @@ def test_adapters_save_alone():
     keys = set(peft.get_peft_model_state_dict(model))
     dampen.regularize(model, ExplicitDropout(value=1.0))
     assert set(peft.get_peft_model_state_dict(model)) == keys
+
+
+@pytest.mark.parametrize("form", ["paper", "inverted"])
+@pytest.mark.parametrize("term", ["output", "residual", "ffn2"])
+def test_output_and_branches_are_those_of_the_merged_model(term, form):
+    """BERT's output projection lies in a wrapper of the attention, and ends a branch as the second map does."""
+    torch.manual_seed(5)
+    lora = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=["output.dense"], task_type="SEQ_CLS", init_lora_weights=False
+    )
+    model = peft.get_peft_model(bert(), lora).train()
+    merged = copy.deepcopy(model).merge_and_unload().train()
+    inputs, values = batch(sentences(4)), []
+    for m in (model, merged):
+        reg = dampen.regularize(m, ExplicitDropout(**{term: 1.0}, form=form))
+        values.append(reg.loss(lambda m=m: m(**inputs), lambda out: out.loss)[1][f"explicit_dropout.{term}"])
+    torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-6)
+
+
+def test_projection_dropout_stays_out_of_the_adapter():
+    """One mask on the input of the frozen map; the two maps of LoRA beside it are not the output projection."""
+    lora = peft.LoraConfig(r=2, target_modules=["output.dense"], task_type="SEQ_CLS", init_lora_weights=False)
+    model = peft.get_peft_model(bert(), lora).train()
+    dampen.regularize(model, ProjectionDropout(0.5))
+    dense = model.base_model.model.bert.encoder.layer[0].attention.output.dense
+    x = torch.randn(2, 3, 16)
+    adapter = torch.nn.Sequential(dense.lora_A["default"], dense.lora_B["default"])
+    assert torch.equal(adapter(x), adapter(x))
+    assert not torch.equal(dense.base_layer(x), dense.base_layer(x))

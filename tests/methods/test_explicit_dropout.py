@@ -382,12 +382,17 @@ class Interleaved(nn.Module):
         return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("term", ["value", "key"])
-def test_an_interleaved_fused_projection_raises(term):
-    model = nn.Sequential(Interleaved()).train()
-    dampen.regularize(model, ExplicitDropout(**{term: 0.1}))
-    with pytest.raises(RuntimeError, match="in another layout .*Use separate projections"):
-        model(data())
+def test_an_interleaved_fused_projection_is_followed():
+    """Which rows make q, k and v is told by the channels, not by a convention."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Interleaved()).train(), data()
+    reg = dampen.regularize(model, ExplicitDropout(value=1.0, key=1.0, rate=0.5))
+    model(x)
+    got = reg.penalties()
+    q, k, v = (x @ model[0].qkv.weight.T).unflatten(-1, (2, 3, 8)).permute(3, 0, 2, 1, 4)
+    pairs = (q @ k.transpose(-1, -2)).square().sum()
+    torch.testing.assert_close(got["explicit_dropout.value"], 0.5 * 0.25 * v.square().sum() / 15)
+    torch.testing.assert_close(got["explicit_dropout.key"], 0.5 * 0.25 * pairs / 75)
 
 
 def test_concat_with_grouped_keys_raises():

@@ -8,6 +8,7 @@ import torch
 import dampen
 from dampen import ExplicitDropout, HiddenDropout, ProjectionDropout, regularize
 from dampen.masks import bernoulli
+from dampen.regularizer import UnsupportedModel
 
 FORMS = ("paper", "exact", "inverted")
 
@@ -125,6 +126,52 @@ def test_padded_tokens_count_nowhere():
     assert values[0].keys() == values[1].keys() == {"explicit_dropout.output", "explicit_dropout.residual"}
     for name, value in values[0].items():
         torch.testing.assert_close(value, values[1][name])
+
+
+class NoProjection(torch.nn.Module):
+    """A block whose attention gives out its heads as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = Heads()
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+
+    def forward(self, x):
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class Heads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(4, 12)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"output": 1.0}, r"output=...\) penalizes the attention's output projection, but '0' has none"),
+        ({"output": 1.0, "residual": 1.0}, r"output=...\) penalizes the attention's output projection"),
+        ({"residual": 1.0}, r"residual=...\) reads each branch at its last linear map \(out for one"),
+        ({"residual": 1.0, "ffn": 1.0}, r"residual=...\) reads each branch at its last linear map \(out for one"),
+    ],
+)
+def test_a_layer_without_an_output_projection_is_refused(terms, message):
+    model = torch.nn.Sequential(NoProjection(), NoProjection()).train()
+    with pytest.raises(UnsupportedModel, match=message):
+        regularize(model, ExplicitDropout(**terms))
+    regularize(model, ExplicitDropout(value=1.0, ffn=1.0))
+
+
+def test_a_layer_without_a_feed_forward_does_not_blame_ffn2_for_residual():
+    model = torch.nn.ModuleList([vit().blocks[0].attn, vit().blocks[0].attn])
+    with pytest.raises(UnsupportedModel, match=r"residual=...\) reads each branch .*ffn_out for one") as caught:
+        regularize(model, ExplicitDropout(residual=1.0))
+    assert "ffn2" not in str(caught.value)
 
 
 def test_detached_residual_is_refused():

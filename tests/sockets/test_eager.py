@@ -489,3 +489,28 @@ def test_five_axes_that_nothing_tells_apart_are_refused():
     model[0]._dampen_attention.follow = False  # as in a compiled graph without a forward before it
     with pytest.raises(RuntimeError, match="does not tell which of them are the heads"):
         model(torch.randn(3, 6, N, H * D))
+
+
+class Unfolding(nn.Module):
+    """Values that go through F.unfold (im2col, floats only), which has the name of Tensor.unfold (ConvBERT)."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (m(x) for m in (self.q_proj, self.k_proj, self.v_proj))
+        windows = F.unfold(v.transpose(1, 2).unsqueeze(-1), (3, 1), padding=(1, 0))  # (B, 8 * 3, N)
+        v = windows.unflatten(1, (8, 3)).mean(2).transpose(1, 2)
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_values_that_go_through_unfold():
+    torch.manual_seed(0)
+    model = nn.Sequential(Unfolding()).train()
+    x = torch.randn(2, 5, 8)
+    plain = model(x)
+    dampen.regularize(model, Known("heads"))
+    expected = plain * torch.tensor([0.3, 2.0]).repeat_interleave(4)  # nothing follows the heads but their order
+    torch.testing.assert_close(model(x), expected)

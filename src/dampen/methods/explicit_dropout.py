@@ -155,6 +155,7 @@ class ExplicitDropout(Regularizer):
         self.reads_output = attends and self.form != "inverted" and not self.detach_inputs
         joint = "joint" in self.terms
         self.stochastic = joint  # type: ignore[misc]  # random signs
+        self.takes_jacobian = joint
         stages = {
             # all off: present, sees nothing
             "product": bool(self.terms & {"ffn1", "ffn2", "output", "residual"}) or not self.terms,
@@ -192,7 +193,8 @@ class ExplicitDropout(Regularizer):
         return not self.terms
 
     def check_layer(self, roles: set[str], where: str) -> None:
-        check_roles(type(self).__name__, self.roles, roles, where)
+        alone = [r for r in BRANCHES if "residual" in self.terms and _LAYER[r] not in self.terms]
+        check_roles(type(self).__name__, self.roles, roles, where, branches=alone)
 
     # --- the stages -------------------------------------------------------------------------------
 
@@ -250,7 +252,12 @@ class ExplicitDropout(Regularizer):
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
         """Attended value: the part that the attention output tells; and one mask for q, k and v at once."""
-        if "joint" in self.terms and torch.is_grad_enabled():
+        if "joint" in self.terms and not torch.is_grad_enabled():  # nobody takes it; the ledger is told all the same
+            if self.ledger is not None and self.ledger.counts(self):
+                raise RuntimeError(
+                    "joint is a derivative of the attention, which ran without gradients. Switch them on."
+                )
+        elif "joint" in self.terms:
             rows = query_rows(call, self.reduction, wide(o).dtype)
             self._penalize("joint", joint_variance(o, call, rows, as_wide(self.current("rate"), o)))
         if not self.reads_output:

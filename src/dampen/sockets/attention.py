@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -169,6 +170,10 @@ def run_attention(
     kwargs: dict[str, Any],
 ) -> Any:
     """The forward of an attention module in which regularizers are at work."""
+    if not torch.is_grad_enabled() and any(
+        r.takes_jacobian and r.ledger is not None and r.ledger.asked() for r in active
+    ):
+        return with_jacobian(active, run_attention, self, base, site, frame, active, args, kwargs)
     first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
     before, call = frame.call, Call(self, site.layer.site, site.cross, given=None if first is None else first.shape)
     frame.call = call
@@ -188,6 +193,30 @@ def run_attention(
         return socket.eager.put_weights(out)
     finally:
         frame.call = before
+
+
+def with_jacobian(measuring: Sequence[Regularizer], run: Callable[..., Any], *args: Any) -> Any:
+    """An attention whose derivative is a penalty, in a `reg.loss` without gradients: nothing of its graph gets out."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "joint is a derivative of the attention, and under torch.inference_mode() there is none. Measure this loss "
+            "under torch.no_grad() instead."
+        )
+    for r in measuring:
+        r.measuring = True
+    try:
+        with torch.enable_grad():
+            return detached(run(*args))
+    finally:
+        for r in measuring:
+            r.measuring = False
+
+
+def detached(out: Any) -> Any:
+    """What an attention gives, without its graph."""
+    if isinstance(out, Tensor):
+        return out.detach()
+    return type(out)(map(detached, out)) if type(out) in (tuple, list) else out
 
 
 def switch_on(module: Any, site: AttentionSite) -> bool:

@@ -132,23 +132,33 @@ class ResidualSocket(TorchFunctionMode):
                 self.covered |= self.origins[made]  # no residual goes around it
             return (self.origins[other] - self.origins[made]) or frozenset([f"ffn {len(self.found)}"])
         derived = self._comes_from(other, made, mapped=True)  # the inside of an activation: x + 0.04 x^3
-        if single and resized and not derived and not self._is_single_map(other):
+        if single and resized and not derived and not self._is_beside_a_map(other):
             self.resized = residual.numel()
             return self.origins[other]
         return CLEAN
 
     def _is_single_map(self, place: int) -> bool:
         """Whether a tensor is the stream after one linear map, and norms, pooling and reshaping alone."""
+        return self._count_maps(place, _AFFINE) == 1
+
+    def _is_beside_a_map(self, place: int) -> bool:
+        """Whether a tensor is a part of a linear map rather than a sublayer: a map, or several in a row with nothing
+        between them but dropout (LoRA)."""
+        maps = self._count_maps(place, _AFFINE | {"dropout"})
+        return maps == 1 or (maps is not None and not any(x.startswith("attention") for x in self.origins[place]))
+
+    def _count_maps(self, place: int, allowed: set[str]) -> int | None:
+        """How many linear maps lie between the stream and a tensor; None where anything does that is not allowed."""
         maps, seen, todo = 0, {place}, [place]
         while todo:
             name, read = self.makers[todo.pop()]
-            if name not in _AFFINE:
-                return False
+            if name not in allowed:
+                return None
             maps += name in _MAPS
             fresh = {p for p in read if self.origins[p]} - seen
             seen |= fresh
             todo.extend(fresh)
-        return maps == 1
+        return maps
 
     def _comes_from(self, place: int, start: int, mapped: bool = False) -> bool:
         """Whether a tensor was computed from another one, through at least one map (or any way: `mapped`)."""

@@ -68,11 +68,11 @@ def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
             if role == "out":  # "q.proj" is the map of a module that makes the queries
                 role = next((r for p in parts[:i] if (r := ATTENTION_ROLES.get(p, "out")) != "out"), role)
             role = "kv" if part == "c_attn" and "q_attn" in siblings else role  # GPT-2's cross-attention
-            return f"lora_{role}" if _is_adapter(name) else role
+            return f"lora_{role}" if is_adapter(name) else role
     return "other"
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
     """Whether a map is one of the two that LoRA puts beside another (peft: lora_A, lora_B)."""
     return any(part.startswith("lora_") for part in name.split("."))
 
@@ -101,7 +101,7 @@ def feed_forward_roles(maps: Mapping[str, nn.Module]) -> dict[str, str]:
         parts = name.split(".")
         telling = _feed_forward_role(parts)
         if telling:
-            roles[name] = f"lora_{telling}" if _is_adapter(name) else telling
+            roles[name] = f"lora_{telling}" if is_adapter(name) else telling
         elif not any(word in part.lower() for part in parts for word in _NOT_FFN):
             rest.append(name)
     if rest and "ffn_in" not in roles.values() and "ffn_out" not in roles.values() and len(rest) > 1:

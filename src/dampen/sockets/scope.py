@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dampen.sockets.roles import attention_role, feed_forward_roles, is_convolution, is_linear
+from dampen.sockets.roles import attention_role, feed_forward_roles, is_adapter, is_convolution, is_linear
 from dampen.sockets.source import adds
 
 NAME = re.compile(r"attention|attn", re.IGNORECASE)
@@ -165,7 +165,7 @@ def find_linears(
         elif local in outside:
             plans[name] = LinearPlan(module, outside[local])
         else:  # in a wrapper of an attention: its output projection
-            plans[name] = LinearPlan(module, "out")
+            plans[name] = LinearPlan(module, "lora_out" if is_adapter(local) else "out")
     return plans
 
 

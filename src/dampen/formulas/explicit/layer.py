@@ -166,8 +166,10 @@ def sequence_first(modules: Iterable[nn.Module]) -> bool:
     return any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in modules)
 
 
-def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str) -> None:
-    """Raise where a layer lacks a linear map that a term reads, or has one that an adapter changes beside it."""
+def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, branches: Iterable[str] = ()) -> None:
+    """Raise where a layer lacks a linear map that a term reads, or has one that an adapter changes beside it.
+
+    `branches` are the maps that only `residual` wants."""
     adapted = next((role for role in sorted(wanted) if f"lora_{role}" in found), None)
     if adapted is not None:
         raise UnsupportedModel(
@@ -175,6 +177,19 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str) ->
             "adapters into the weights, penalize other terms, or leave the layer out with sites=."
         )
     names = ", ".join(sorted(found)) or "none"
+    missing = next((role for role in branches if role not in found), None)
+    if missing is not None:
+        raise UnsupportedModel(
+            f"{who}(residual=...) reads each branch at its last linear map ({missing} for one of them), but '{where}' "
+            f"has none of that role (roles of its linear maps: {names}). Set residual=0, or leave the layer out with "
+            "sites=."
+        )
+    if "out" in wanted and "out" not in found:
+        raise UnsupportedModel(
+            f"{who}(output=...) penalizes the attention's output projection, but '{where}' has none (roles of its "
+            f"linear maps: {names}). Set output=0, say it with projections={{'out': 'name'}}, or leave the layer out "
+            "with sites=."
+        )
     for role, layer in (("ffn_in", 1), ("ffn_out", 2)):
         if role in wanted and role not in found:
             raise UnsupportedModel(

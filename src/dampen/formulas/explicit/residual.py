@@ -24,6 +24,8 @@ def branch_penalty(y: Tensor, call: LinearCall, rate: Number, form: str, reducti
             f"reduction={reduction!r} divides by each sample's tokens, but '{call.role}' gives tokens without samples, "
             f"of shape {tuple(y.shape)}. Use reduction='mean' or 'sum'."
         )
+    if call.adapter is not None:  # LoRA beside the map: the branch is the sum of both
+        y = wide(y) + call.adapter.output(call.input)
     swapped = swapped and y.ndim == 3
     tokens = y.shape[0] if swapped or y.ndim == 2 else y.shape[1:-1].numel()
     batch = y.shape[1] if swapped else 1 if y.ndim == 2 else y.shape[0]
