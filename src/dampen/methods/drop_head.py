@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dampen.masks import bernoulli, give_back_one
+from dampen.masks import few_kept
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
@@ -33,7 +33,6 @@ class DropHead(Regularizer):
         self.scheduled("rate", rate)
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
-        batch, heads = o.shape[:2]
-        kept = give_back_one(~bernoulli((batch, heads), self.current("rate"), o.device), None)
-        scale = kept * (heads / kept.sum(-1, keepdim=True))
+        kept = few_kept(o.shape[:2], self.current("rate"), o.device, guard=True)
+        scale = kept.div_(kept.mean(-1, keepdim=True))  # H / sum_h m_h
         return o * scale.to(o.dtype)[:, :, None, None]

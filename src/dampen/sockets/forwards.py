@@ -22,11 +22,13 @@ from dampen.sockets.adapters import read_adapter
 from dampen.sockets.blame import add_blame
 from dampen.sockets.eager import EagerAttention
 from dampen.sockets.embeddings import embedding_forward, mask_forward
+from dampen.sockets.equations import PRODUCTS
 from dampen.sockets.frame import Frame, close_frame, frame_of, open_frame
 from dampen.sockets.layout import layout_of
 from dampen.sockets.residual import ResidualSocket, call_torch
 from dampen.sockets.roles import is_conv1d, weight_of
 from dampen.sockets.state import AttentionSite, BlockSite, LinearSite, ModelSite
+from dampen.sockets.stream import StreamSocket, may_stream
 from dampen.sockets.torch_mha import mha_forward
 from dampen.two_pass.reuse import prefix_forward
 
@@ -48,6 +50,8 @@ class Socket(TorchFunctionMode):
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
         if func is F.linear and not self.frame.multiplying:
             return self._linear(*args, **kwargs)
+        if not self.eager.ways and getattr(func, "__name__", "") not in PRODUCTS:  # nearly all: nothing to follow
+            return call_torch(func, args, kwargs)
         return self.eager.call(func, args, kwargs, self.regularizers, self.call, call_torch)
 
     def _watch(self, call: Call, before: bool) -> None:
@@ -212,7 +216,7 @@ def in_attention(module: nn.Module, frame: Frame, run: Callable[..., Any], *args
 
 def sees_attention(r: Regularizer) -> bool:
     """Whether anything of a regularizer happens inside attention; one of the branches alone leaves the kernel be."""
-    return bool(r.roles) or r.needs_valid or any(stage in r.stages for stage in ATTENTION_STAGES)
+    return bool(r.roles) or r.needs_valid or not r.stages.isdisjoint(ATTENTION_STAGES)
 
 
 def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -351,11 +355,11 @@ def run_block(
     frame.block = self
     given = args[0] if args else kwargs.get(site.input_name)
     x = given if isinstance(given, Tensor) else first_tensor([*args, *kwargs.values()])
-    stages = {s for r in active for s in r.stages}
-    if x is not given and stages & set(BLOCK_STAGES):
+    stages = {s for r in active for s in r.stages} & set(BLOCK_STAGES) if x is not given else set()
+    if stages:
         raise RuntimeError(
             f"{type(self).__name__} at '{layer.site.name}' takes a {type(given).__name__} of tensors, not one, so "
-            f"methods of whole blocks ({', '.join(sorted(stages & set(BLOCK_STAGES)))}) cannot act on it. "
+            f"methods of whole blocks ({', '.join(sorted(stages))}) cannot act on it. "
             "Leave the block out with sites=."
         )
     if x.is_nested:
@@ -370,11 +374,21 @@ def run_block(
             check_tokens(self, r, before, x, [*args[1:], *kwargs.values()])
             args, kwargs = (x, *args[1:]) if args else (), kwargs if args else {**kwargs, site.input_name: x}
     for r in active:
-        r.input_has_gradient = x.requires_grad
+        if r.input_has_gradient is not x.requires_grad:  # to set an attribute of a module takes microseconds
+            r.input_has_gradient = x.requires_grad
     branching = [r for r in active if "branch" in r.stages]
     # a mode that is open also keeps torch.nn's encoder layer from its fused eval path around our sites
     if branching or (isinstance(self, nn.TransformerEncoderLayer) and not self.training):
         others = [t for t in (*args, *kwargs.values()) if is_stream(t, x)]
+        memory = layer.residual_memory
+        if branching and memory is not None and may_stream(memory, x, 1 + len(others)):
+            stream = StreamSocket(branching, x, layer, memory)
+            try:
+                out = base(self, *args, **kwargs)
+                stream.check(self, out)
+            finally:
+                stream.close()
+            return finish_block(self, site, frame, active, x, out)
         socket = ResidualSocket(branching, [x, *others], layer, frame)
         with socket:
             out = base(self, *args, **kwargs)
@@ -382,9 +396,14 @@ def run_block(
             socket.check(self, site.branches, out)
     else:
         out = base(self, *args, **kwargs)
-    if site.wants_linear and frame.hits == 0 and any(r.stages & set(LINEAR_STAGES) for r in active):
+    return finish_block(self, site, frame, active, x, out)
+
+
+def finish_block(self: Any, site: BlockSite, frame: Frame, active: Sequence[Regularizer], x: Tensor, out: Any) -> Any:
+    """What is left to do when a block's own forward has run: the stage block, and a look whether its maps were seen."""
+    if site.wants_linear and frame.hits == 0 and any(not r.stages.isdisjoint(LINEAR_STAGES) for r in active):
         raise RuntimeError(
-            f"{type(self).__name__} at '{layer.site.name}' ran without calling any of its linear modules, so the "
+            f"{type(self).__name__} at '{site.layer.site.name}' ran without calling any of its linear modules, so the "
             "regularizers on its linear maps did nothing. Call the modules (self.fc1(x)) instead of using their "
             "weights."
         )
