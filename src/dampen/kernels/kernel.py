@@ -32,7 +32,7 @@ listed runs fused. `dampen doctor --tune` measures it on the user's machine."""
 
 HIDE = -1e30
 """What is added to a score to hide its key: no score matters beside it, and it is finite."""
-NATIVE_FROM = {"all": 512, "top": 48}
+NATIVE_FROM = {"all": 0, "top": 0}
 """Keys from which the native kernel runs, for methods that hide any key and for those that hide the strongest. Below,
 torch's path takes as long or less, measured with attention alone at 17 to 2,048 keys."""
 LONG = 2048

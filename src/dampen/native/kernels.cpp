@@ -31,6 +31,54 @@ void multiply(char ta, char tb, int m, int n, int k, float alpha, const float* a
   sgemm(&ta, &tb, &m, &n, &k, &alpha, a, &la, b, &lb, &beta, c, &lc);
 }
 
+// --- products of small matrices, for which the call of a library takes longer than the product ------------------------
+
+// C (n x W) = alpha A (n x k) B (k x W), or that added to C; row-major, A with any strides
+template <int W>
+void panel(int n, int k, float alpha, const float* a, i64 row, i64 column, const float* b, i64 ldb, bool add, float* c,
+           i64 ldc) {
+  for (int i = 0; i < n;) {
+    const int rows = n - i >= 4 ? 4 : 1;
+    float sum[4][W] = {};
+    if (rows == 4)
+      for (int p = 0; p < k; p++)
+        for (int r = 0; r < 4; r++) {
+          const float x = a[(i + r) * row + p * column];
+#pragma omp simd
+          for (int l = 0; l < W; l++) sum[r][l] += x * b[p * ldb + l];
+        }
+    else
+      for (int p = 0; p < k; p++) {
+        const float x = a[i * row + p * column];
+#pragma omp simd
+        for (int l = 0; l < W; l++) sum[0][l] += x * b[p * ldb + l];
+      }
+    for (int r = 0; r < rows; r++) {
+      float* out = c + (i + r) * ldc;
+#pragma omp simd
+      for (int l = 0; l < W; l++) out[l] = (add ? out[l] : 0.f) + alpha * sum[r][l];
+    }
+    i += rows;
+  }
+}
+
+void small(int n, int m, int k, float alpha, const float* a, i64 row, i64 column, const float* b, i64 ldb, bool add,
+           float* c, i64 ldc) {
+  int j = 0;
+  for (; j + 16 <= m; j += 16) panel<16>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc);
+  if (j + 8 <= m) panel<8>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc), j += 8;
+  if (j + 4 <= m) panel<4>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc), j += 4;
+  for (; j < m; j++) panel<1>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc);
+}
+
+// the transpose of (rows x columns)
+void turn(int rows, int columns, const float* in, i64 ld, float* out) {
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < columns; j++) out[(i64)j * rows + i] = in[i * ld + j];
+}
+
+constexpr i64 SMALL = 64;  // keys and channels up to which the products are those above
+
 // --- random numbers: Philox4x32-10 (Salmon et al., SC 2011), a function of (seed, stream, slab, index) alone ----------
 
 constexpr int LANES = 16, CHUNK = 8 * LANES;  // a chunk is 128 draws of 16 bits
@@ -225,15 +273,21 @@ void dampen_attention(const Problem* problem) {
   const u32 thr = threshold(p.rate, p.seed);
 #pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
   {
-    std::vector<float> scores((size_t)bq * M);
+    const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
+    std::vector<float> scores((size_t)bq * M), turned(is_small ? (size_t)M * D : 0);
     std::vector<u16> room;
 #pragma omp for schedule(static)
     for (i64 task = 0; task < tasks; task++) {
       const i64 bh = task / blocks, b = bh / p.H, h = bh % p.H, g = h * p.G / p.H, i0 = (task % blocks) * bq;
       const int n = (int)std::min<i64>(bq, p.N - i0);
       float* out = at(p.o, p.so, b, h, i0);
-      multiply('T', 'N', M, n, D, (float)p.scale, at(p.k, p.sk, b, g, 0), p.sk[2], at(p.q, p.sq, b, h, i0), p.sq[2],
-               0.f, scores.data(), M);
+      const float *q = at(p.q, p.sq, b, h, i0), *k = at(p.k, p.sk, b, g, 0), *v = at(p.v, p.sv, b, g, 0);
+      if (is_small) {
+        turn(M, D, k, p.sk[2], turned.data());
+        small(n, M, D, (float)p.scale, q, p.sq[2], 1, turned.data(), M, false, scores.data(), M);
+      } else {
+        multiply('T', 'N', M, n, D, (float)p.scale, k, p.sk[2], q, p.sq[2], 0.f, scores.data(), M);
+      }
       const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i0 * M, (u64)n * M, room) : nullptr;
       for (int i = 0; i < n; i++) {
         float* s = scores.data() + (size_t)i * M;
@@ -257,7 +311,8 @@ void dampen_attention(const Problem* problem) {
 #pragma omp simd
         for (int j = 0; j < M; j++) s[j] *= inverse;
       }
-      multiply('N', 'N', E, n, M, 1.f, at(p.v, p.sv, b, g, 0), p.sv[2], scores.data(), M, 0.f, out, p.so[2]);
+      if (is_small) small(n, E, M, 1.f, scores.data(), M, 1, v, p.sv[2], false, out, p.so[2]);
+      else multiply('N', 'N', E, n, M, 1.f, v, p.sv[2], scores.data(), M, 0.f, out, p.so[2]);
     }
   }
 }
@@ -269,7 +324,9 @@ void dampen_attention_backward(const Problem* problem) {
   const i64 tasks = p.B * p.G;  // heads that share a key add to its gradient one after the other
 #pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
   {
+    const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
     std::vector<float> weights((size_t)bq * M), back((size_t)bq * M);
+    std::vector<float> turned_k(is_small ? (size_t)M * D : 0), turned_v(is_small ? (size_t)M * E : 0);
     std::vector<u16> room;
 #pragma omp for schedule(static)
     for (i64 task = 0; task < tasks; task++) {
@@ -277,13 +334,19 @@ void dampen_attention_backward(const Problem* problem) {
       const float *k = at(p.k, p.sk, b, g, 0), *v = at(p.v, p.sv, b, g, 0);
       float *dk = at(p.dk, p.sdk, b, g, 0), *dv = at(p.dv, p.sdv, b, g, 0);
       float more = 0;  // 0: overwrite dk and dv, 1: add
+      if (is_small) turn(M, D, k, p.sk[2], turned_k.data()), turn(M, E, v, p.sv[2], turned_v.data());
       for (i64 h = g * shared; h < (g + 1) * shared; h++)
         for (i64 i0 = 0; i0 < p.N; i0 += bq, more = 1) {
           const int n = (int)std::min<i64>(bq, p.N - i0);
           const i64 bh = b * p.H + h;
           const float *q = at(p.q, p.sq, b, h, i0), *go = at(p.go, p.sgo, b, h, i0), *o = at(p.o, p.so, b, h, i0);
-          multiply('T', 'N', M, n, D, (float)p.scale, k, p.sk[2], q, p.sq[2], 0.f, weights.data(), M);
-          multiply('T', 'N', M, n, E, 1.f, v, p.sv[2], go, p.sgo[2], 0.f, back.data(), M);
+          if (is_small) {
+            small(n, M, D, (float)p.scale, q, p.sq[2], 1, turned_k.data(), M, false, weights.data(), M);
+            small(n, M, E, 1.f, go, p.sgo[2], 1, turned_v.data(), M, false, back.data(), M);
+          } else {
+            multiply('T', 'N', M, n, D, (float)p.scale, k, p.sk[2], q, p.sq[2], 0.f, weights.data(), M);
+            multiply('T', 'N', M, n, E, 1.f, v, p.sv[2], go, p.sgo[2], 0.f, back.data(), M);
+          }
           const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i0 * M, (u64)n * M, room) : nullptr;
           for (int i = 0; i < n; i++) {
             float *s = weights.data() + (size_t)i * M, *d = back.data() + (size_t)i * M;
@@ -299,12 +362,80 @@ void dampen_attention_backward(const Problem* problem) {
               d[j] = s[j] * (d[j] - own) * scale;
             }
           }
-          multiply('N', 'T', E, M, n, 1.f, go, p.sgo[2], weights.data(), M, more, dv, p.sdv[2]);
-          multiply('N', 'T', D, M, n, 1.f, q, p.sq[2], back.data(), M, more, dk, p.sdk[2]);
-          multiply('N', 'N', D, n, M, 1.f, k, p.sk[2], back.data(), M, 0.f, at(p.dq, p.sdq, b, h, i0), p.sdq[2]);
+          float* dq = at(p.dq, p.sdq, b, h, i0);
+          if (is_small) {
+            small(M, E, n, 1.f, weights.data(), 1, M, go, p.sgo[2], more != 0, dv, p.sdv[2]);
+            small(M, D, n, 1.f, back.data(), 1, M, q, p.sq[2], more != 0, dk, p.sdk[2]);
+            small(n, D, M, 1.f, back.data(), M, 1, k, p.sk[2], false, dq, p.sdq[2]);
+          } else {
+            multiply('N', 'T', E, M, n, 1.f, go, p.sgo[2], weights.data(), M, more, dv, p.sdv[2]);
+            multiply('N', 'T', D, M, n, 1.f, q, p.sq[2], back.data(), M, more, dk, p.sdk[2]);
+            multiply('N', 'N', D, n, M, 1.f, k, p.sk[2], back.data(), M, 0.f, dq, p.sdq[2]);
+          }
         }
     }
   }
+}
+
+// --- the penalty of a linear map --------------------------------------------------------------------------------------
+
+// A tensor (slabs, groups, rows, size) with a bias (groups, size) in it, or none; numbers of a row side by side
+struct Tapped {
+  i64 slabs, groups, rows, size;
+  const float *y, *bias, *through;
+  float* out;
+  i64 sy[3], st[3], so[3];
+  double scale;
+};
+
+// total[0] = sum ||y - bias||^2, r (groups, size) = sum (y - bias)
+void dampen_tap(const Tapped* tapped, float* total, float* r) {
+  const Tapped& t = *tapped;
+  double sum = 0;
+  std::memset(r, 0, sizeof(float) * t.groups * t.size);
+  for (i64 s = 0; s < t.slabs; s++)
+    for (i64 g = 0; g < t.groups; g++) {
+      float* to = r + g * t.size;
+      const float* bias = t.bias ? t.bias + g * t.size : nullptr;
+      for (i64 i = 0; i < t.rows; i++) {
+        const float* y = t.y + s * t.sy[0] + g * t.sy[1] + i * t.sy[2];
+        float part = 0;
+        if (bias) {
+#pragma omp simd reduction(+ : part)
+          for (i64 j = 0; j < t.size; j++) {
+            const float d = y[j] - bias[j];
+            part += d * d;
+            to[j] += d;
+          }
+        } else {
+#pragma omp simd reduction(+ : part)
+          for (i64 j = 0; j < t.size; j++) part += y[j] * y[j];
+        }
+        sum += part;
+      }
+    }
+  total[0] = (float)sum;
+}
+
+// out = through + scale (y - bias)
+void dampen_tap_backward(const Tapped* tapped) {
+  const Tapped& t = *tapped;
+  const float scale = (float)t.scale;
+  for (i64 s = 0; s < t.slabs; s++)
+    for (i64 g = 0; g < t.groups; g++)
+      for (i64 i = 0; i < t.rows; i++) {
+        const float* y = t.y + s * t.sy[0] + g * t.sy[1] + i * t.sy[2];
+        const float* through = t.through + s * t.st[0] + g * t.st[1] + i * t.st[2];
+        const float* bias = t.bias ? t.bias + g * t.size : nullptr;
+        float* out = t.out + s * t.so[0] + g * t.so[1] + i * t.so[2];
+        if (bias) {
+#pragma omp simd
+          for (i64 j = 0; j < t.size; j++) out[j] = through[j] + scale * (y[j] - bias[j]);
+        } else {
+#pragma omp simd
+          for (i64 j = 0; j < t.size; j++) out[j] = through[j] + scale * y[j];
+        }
+      }
 }
 
 // y = x * keep / (1 - rate); the backward is the same call on the gradient
