@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dampen._torch import half_in_hardware, has_numbers
+from dampen.kernels.blocks import attention_by_blocks, fits_blocks
 from dampen.masks import keep_keys, may_empty
 from dampen.native.library import available as native_available
 from dampen.regularizer import Call, Regularizer, needs_matrix
@@ -106,6 +107,13 @@ def run_kernel(
     run = _fused if kernel.name == "fused" else _plain
     if not kernel.chunked:
         return run(q, k, v, dropout_p, regularizers, call)
+    if kernel.name == "fused" and fits_blocks(q, k, v, dropout_p, regularizers, call):
+        if k.shape[1] != q.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        keys = k.detach()
+        return attention_by_blocks(
+            q, k, v, call.scale, lambda part, rows: _added_mask(part, keys, regularizers, _chunk(call, rows))
+        )
     parts, start = [], 0
     for part in q.split(_chunk_rows(call), dim=-2):
         rows = slice(start, start + part.shape[-2])
@@ -163,6 +171,18 @@ def _fused(
         mask = (~mask).view(torch.uint8).to(q.dtype).mul_(HIDE)
     gqa = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=call.scale, enable_gqa=gqa)
+
+
+def _added_mask(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor | None:
+    """What is added to the scores of a block of queries: the model's bias, and what hides keys."""
+    keep = _merge(q, k, regularizers, call)
+    if keep is None:
+        return None if call.bias is None else call.bias.to(q.dtype)
+    if call.bias is not None:
+        return call.bias.to(q.dtype).masked_fill(~keep, float("-inf"))
+    if call.mask is None and not call.is_causal and _adds(q):
+        return (~keep).view(torch.uint8).to(q.dtype).mul_(HIDE)  # bytes: see `_fused`
+    return torch.zeros((), dtype=q.dtype).masked_fill(~keep, float("-inf"))
 
 
 def _fits_native(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]) -> bool:

@@ -111,7 +111,7 @@ def _problem(
 def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _rows(q), _rows(k), _rows(v)
     o, lse = _empty_like_heads(q, v.shape[3]), torch.empty(q.shape[:3])
-    top = torch.full(q.shape[:3], torch.nan) if settings[4] == 2 else torch.empty(0)
+    top = torch.empty(q.shape[:3]) if settings[4] == 2 else torch.empty(0)
     if o.numel() and k.shape[2]:
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse} | ({"top": top} if top.numel() else {})
         library().dampen_attention(_problem(tensors, keep, *settings))
