@@ -9,6 +9,7 @@ out of date.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -135,8 +136,22 @@ def kernel(cls: type[Regularizer]) -> str:
 
 
 def cost(name: str, costs: dict[str, Any]) -> str:
+    """A step of the papers' size with its interval; and one of the demo's size, where that is recorded."""
     ratio = costs.get("ratios", {}).get(name)
-    return f"{ratio['median']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]" if ratio else "not measured"
+    mid = f"{ratio['median']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]" if ratio else "not measured"
+    tiny = _tiny().get(name)
+    return mid if tiny is None else f"{mid}; tiny {tiny:.2f}x"
+
+
+@functools.cache
+def _tiny() -> dict[str, float]:
+    """By method: the median at size tiny, with native kernels where they were measured."""
+    for path in ("native", "torch"):
+        record = RECORD.with_name(f"bench_tiny_{path}.json")
+        if record.exists():
+            ratios = json.loads(record.read_text())["ratios"]
+            return {row.split("(")[0]: entry["median"] for row, entry in ratios.items() if "+" not in row}
+    return {}
 
 
 if __name__ == "__main__":

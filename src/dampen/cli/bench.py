@@ -38,7 +38,7 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0, help="Ends after the round in which this time is over.")] = 600.0,
     clock: Annotated[
         str | None,
-        typer.Option(help="wall (the default), or cpu: processor time, for a busy machine with --threads 1."),
+        typer.Option(help="wall (default), or cpu: processor time, for a busy machine with --threads 1."),
     ] = None,
     long: Annotated[
         bool, typer.Option("--long", help="Also attention alone over its length, and steps over the batch.")
