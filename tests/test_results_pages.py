@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import costs_page, lambda_page, real_data, reproductions
+from benchmarks import costs_page, lambda_page, questions, real_data, reproductions
 from dampen.lab.report import make_report
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
@@ -15,6 +15,7 @@ def test_the_pages_are_up_to_date():
     assert reproductions.main(["--check"]) == 0, "run `python -m benchmarks.reproductions`"
     assert real_data.main(["--check"]) == 0, "run `python -m benchmarks.real_data`"
     assert costs_page.main(["--check"]) == 0, "run `python -m benchmarks.costs_page`"
+    assert questions.main(["--check"]) == 0, "run `python -m benchmarks.questions`"
     assert lambda_page.main(["--check"]) == 0, "run `python -m benchmarks.lambda_page`"
 
 
@@ -46,3 +47,24 @@ def test_real_runs_are_clearly_above_chance():
         value = entry["run"]["test"][entry["metric"]]
         above = value < 0.8 * chance if entry["mode"] == "min" else value > 2 * chance
         assert above, f"{name}: {value} against {chance}"
+
+
+def test_a_claim_is_shown_contradicted_or_neither_as_the_numbers_are():
+    from benchmarks.claims import Claim, judged, told
+
+    steady = {str(seed): 50.0 + seed for seed in range(6)}
+    values = {
+        "plain": {"accuracy": steady},
+        "up": {"accuracy": {s: v + 3 + 0.1 * int(s) for s, v in steady.items()}},
+        "noise": {"accuracy": {s: v + (-4) ** (int(s) % 2) for s, v in steady.items()}},
+    }
+    asked = [Claim("p", "gains", "r", "up", "plain"), Claim("p", "loses", "r", "up", "plain", "worse")]
+    asked.append(Claim("p", "gains", "r", "noise", "plain"))
+    found = judged(values, asked)
+    assert [told(c, found[c]).partition(":")[0].partition(",")[0] for c in asked] == [
+        "shown",
+        "contradicted",
+        "not decided",
+    ]
+    assert told(Claim("p", "x", untestable="no GPU"), None) == "not testable here: no GPU"
+    assert told(asked[0], None) == "not run yet"

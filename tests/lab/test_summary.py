@@ -86,6 +86,23 @@ def test_rows_are_compared_seed_by_seed_and_cost_by_processor_time():
     assert [e.name for e in table.compared()] == ["a", "b"]  # what failed is no test
 
 
+def test_a_model_in_several_depths_is_compared_within_each():
+    names = ("2", "2 dropped", "8", "8 dropped")
+    rows = [PlannedRow(n, [{"name": "drop_key"}] * n.endswith("dropped"), row(n, {}).points) for n in names]
+    runs = {}
+    for n in names:
+        model = {"name": "vit", "depth": int(n.split()[0])}
+        config = TrialSpec.from_dict({"data": {"name": "digits"}, "model": model}).to_dict()
+        runs |= {
+            f"{n}0{i}": RecordedTrial(
+                Path(n), f"{n}0{i}", config, parse_final({"id": f"{n}0{i}", **result(0.8, 0.5)}), []
+            )
+            for i in range(3)
+        }
+    table = plan_table(plan_of(*rows), runs)
+    assert [e.reference for e in table.entries] == [None, "2", None, "8"]
+
+
 def test_the_same_training_under_two_names_is_counted_once():
     plan = plan_of(row("plain", {}, baseline=True), row("q", {}), row("k", {}))
     results = {f"plain0{i}": result(0.8, 0.5 + 0.1 * i) | {"last_weights": f"p{i}"} for i in range(3)}

@@ -280,10 +280,7 @@ def _set_references(table: ResultTable) -> None:
     """Each row's reference is that of its model; rows of another model are not compared with each other."""
     if table.study.show_all and not any(row.baseline for row in table.study.rows):
         return  # a grid has no row to test against
-    groups: dict[str, list[Entry]] = {}
-    for entry in table.entries:
-        groups.setdefault(_model_of(entry), []).append(entry)
-    for entries in groups.values():
+    for entries in _groups(table.entries):
         reference = _reference(entries)
         reference.cost = reference.cost.as_reference()
         for entry in entries:
@@ -308,9 +305,24 @@ def _find_twins(entries: list[Entry]) -> None:
             alike.append((entry, marks))
 
 
-def _model_of(entry: Entry) -> str:
+def _groups(entries: list[Entry]) -> list[list[Entry]]:
+    """The rows that are compared with each other: those of one model by name, and where a table has several settings of
+    that model (depths, say), each with a row without methods, those of one setting."""
+    settings: dict[str, list[Entry]] = {}
+    for entry in entries:
+        settings.setdefault(str(sorted(_model_of(entry).items())), []).append(entry)
+    whole = {key: s for key, s in settings.items() if len({bool(e.row.methods) for e in s}) == 2}
+    whole = whole if len(whole) > 1 else {}
+    names: dict[str, list[Entry]] = {}
+    for entry in (e for key, s in settings.items() if key not in whole for e in s):
+        names.setdefault(str(_model_of(entry).get("name", "")), []).append(entry)
+    return [*whole.values(), *names.values()]
+
+
+def _model_of(entry: Entry) -> Mapping[str, Any]:
     config = next((r.config for r in entry.cell.runs.values()), {"model": entry.cell.model})
-    return str(config.get("model", {}).get("name", ""))
+    found: Mapping[str, Any] = config.get("model", {})
+    return found
 
 
 def _reference(entries: list[Entry]) -> Entry:

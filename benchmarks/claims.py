@@ -1,0 +1,185 @@
+"""Every published claim beside what our records say of it: shown, contradicted, equal, not decided, or not testable.
+
+A claim names a record, two of its rows and the direction; the verdict is computed from the record each time the page is
+made (`python -m benchmarks.questions`). Claims of one record with one reference and one metric are one family (Holm).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from dampen.lab.records.metric import describe
+from dampen.lab.records.verdict import Comparison, judge, sentence
+from dampen.lab.report import make_report
+
+RECORDS = Path(__file__).resolve().parents[1] / "records"
+PAPERS = {
+    "2604.20505": "Explicit Dropout",
+    "2208.02646": "DropKey",
+    "2504.12088": "AttentionDrop",
+    "2505.01996": "Always Skip Attention",
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says: `row` is better (or worse) than `reference` in `metric`, in a record of ours; or why not."""
+
+    paper: str
+    text: str
+    record: str = ""
+    row: str = ""
+    reference: str = ""
+    says: str = "better"  # or worse
+    metric: str = "accuracy"
+    untestable: str = ""
+
+
+T3, SKIP = "explicit_dropout/table_3-study.json.xz", "always_skip_attention/skip_ablation.json"
+DEPTH, ATTENTION = "always_skip_attention/depth_digits-study.json.xz", "attentiondrop/digits-study.json.xz"
+SVD, SCHEDULES = "always_skip_attention/token_graying_svd.json", "dropkey/schedules_cifar10.json"
+FFN = "none + implicit ffn"
+LARGE = "needs ImageNet and GPUs; the recipe runs at --scale paper"
+EXPLICIT, KEY, DROP, ALWAYS = PAPERS
+CLAIMS = (
+    Claim(
+        EXPLICIT,
+        "explicit value + feed-forward beats implicit feed-forward dropout (action detection)",
+        T3,
+        "explicit v + explicit ffn",
+        FFN,
+        metric="frame_map",
+    ),
+    Claim(
+        EXPLICIT,
+        "explicit attended value + feed-forward beats implicit feed-forward dropout (action detection)",
+        T3,
+        "explicit av + explicit ffn",
+        FFN,
+        metric="frame_map",
+    ),
+    Claim(
+        EXPLICIT,
+        "explicit feed-forward alone beats implicit feed-forward dropout (action detection)",
+        T3,
+        "none + explicit ffn",
+        FFN,
+        metric="frame_map",
+    ),
+    Claim(
+        EXPLICIT,
+        "Arora's regularizer on the query ruins the model (action detection)",
+        T3,
+        "arora q + explicit ffn",
+        FFN,
+        "worse",
+        "frame_map",
+    ),
+    Claim(
+        EXPLICIT,
+        "on speed and memory the penalty costs little",
+        untestable="a cost, not an accuracy: see the page on costs",
+    ),
+    Claim(KEY, "a ratio that decreases with depth beats a constant one", SCHEDULES, "decreasing", "constant"),
+    Claim(KEY, "a constant ratio beats one that increases with depth", SCHEDULES, "constant", "increasing"),
+    Claim(KEY, "DropKey beats attention dropout on ImageNet by 0.2 to 0.4 points", untestable=LARGE),
+    Claim(DROP, "hard masking beats dropout", ATTENTION, "hard masking", "dropout"),
+    Claim(DROP, "blur beats dropout", ATTENTION, "blur", "dropout"),
+    Claim(DROP, "blur + consistency beats dropout", ATTENTION, "blur + consistency", "dropout"),
+    Claim(
+        DROP,
+        "blur + consistency is better calibrated than dropout",
+        ATTENTION,
+        "blur + consistency",
+        "dropout",
+        metric="ece",
+    ),
+    Claim(DROP, "R-Drop beats dropout", ATTENTION, "R-Drop on dropout", "dropout"),
+    Claim(
+        ALWAYS,
+        "without the skip around attention a ViT loses much (6 layers, CIFAR-10)",
+        SKIP,
+        "ViT, no attention skip",
+        "ViT, all skips",
+        "worse",
+    ),
+    Claim(
+        ALWAYS,
+        "without the feed-forward skip it loses about 2 points",
+        SKIP,
+        "ViT, no feed-forward skip",
+        "ViT, all skips",
+        "worse",
+    ),
+    *(
+        Claim(
+            ALWAYS,
+            f"without the skip around attention a ViT of {depth} layers loses (digits)",
+            DEPTH,
+            f"{depth} layers, no attention skip",
+            f"{depth} layers",
+            "worse",
+        )
+        for depth in (2, 4, 8, 12)
+    ),
+    Claim(ALWAYS, "Token Graying by SVD at eps 0.7 helps", SVD, "SVD, eps 0.7", "plain (eps 1)"),
+    Claim(ALWAYS, "Token Graying by DCT gains 0.1 to 0.3 points on ImageNet", untestable=LARGE),
+)
+
+
+Values = dict[str, dict[str, dict[str, float]]]
+"""Of a record: row, metric, seed."""
+
+
+def read(path: Path) -> Values:
+    """A packed study, or one of the small records of `benchmarks.skip_story`."""
+    if path.suffix == ".json" and "rows" in (content := json.loads(path.read_text())):
+        return {
+            row: {"accuracy": {str(t["seed"]): describe("accuracy").scale * t["accuracy"] for t in trials}}
+            for row, trials in content["rows"].items()
+        }
+    return {e.name: e.by_seed for e in make_report([path]).tables[0].entries}
+
+
+def judged(values: Values, claims: list[Claim]) -> dict[Claim, Comparison]:
+    """The comparisons of claims with one reference and one metric, corrected over them."""
+    metric, reference = claims[0].metric, claims[0].reference
+    rows = {name: values[name].get(metric, {}) for name in (reference, *(c.row for c in claims))}
+    found = judge(rows, reference, metric)
+    return {c: found[c.row] for c in claims}
+
+
+def told(claim: Claim, found: Comparison | None) -> str:
+    """The claim's fate in words."""
+    if claim.untestable:
+        return f"not testable here: {claim.untestable}"
+    if found is None:
+        return "not run yet"
+    words = sentence(found, describe(claim.metric))
+    if found.verdict not in ("better", "worse"):
+        return words
+    return f"{'shown' if found.verdict == claim.says else 'contradicted'}: {words}"
+
+
+def page() -> str:
+    """A table for each paper."""
+    found: dict[Claim, Comparison] = {}
+    for record in dict.fromkeys(c.record for c in CLAIMS if c.record and (RECORDS / c.record).is_file()):
+        values = read(RECORDS / record)
+        families: dict[tuple[str, str], list[Claim]] = {}
+        for claim in (c for c in CLAIMS if c.record == record):
+            families.setdefault((claim.reference, claim.metric), []).append(claim)
+        for claims in families.values():
+            found |= judged(values, claims)
+    lines = ["# The papers' claims, one by one", ""]
+    lines += ["Generated by `python -m benchmarks.questions` from the records in `records/`; do not edit.", ""]
+    lines += ["Small models and little data: a claim that is contradicted here is contradicted in this regime.", ""]
+    for paper, name in PAPERS.items():
+        lines += [f"## {name} ({paper})", "", "| claim | here | record |", "|---|---|---|"]
+        for claim in (c for c in CLAIMS if c.paper == paper):
+            record = f"`{claim.record}`" if claim.record else ""
+            lines.append(f"| {claim.text} | {told(claim, found.get(claim))} | {record} |")
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
