@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dampen._torch import half_in_hardware, has_numbers
 from dampen.kernels.blocks import attention_by_blocks, fits_blocks
+from dampen.kernels.flex import attend_flex, fits_flex
 from dampen.masks import keep_keys, may_empty
 from dampen.native.library import available as native_available
 from dampen.regularizer import Call, Regularizer, needs_matrix
@@ -33,7 +34,7 @@ listed runs fused. `dampen doctor --tune` measures it on the user's machine."""
 
 HIDE = -1e30
 """What is added to a score to hide its key: no score matters beside it, and it is finite."""
-NATIVE_FROM = {"all": 0, "top": 0}
+NATIVE_FROM = {"all": 512, "top": 0}
 """Keys from which the native kernel runs, for methods that hide any key and for those that hide the strongest. Below,
 torch's path takes as long or less, measured with attention alone at 17 to 2,048 keys."""
 LONG = 2048
@@ -86,6 +87,8 @@ def choose_kernel(
         return Kernel("plain", static and keys >= LONG and not matrix, f"{', '.join(names)} needs the matrix of scores")
     if native and _fits_native(q, k, regularizers):
         return Kernel("native", False, "keys are hidden inside the kernel, and nothing of N x M is kept")
+    if fits_flex(q, k, regularizers, asked=native):
+        return Kernel("flex", False, "DAMPEN_FLEX=1: keys are hidden inside FlexAttention")
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
     chunked = static and keys >= LONG and by_row
@@ -104,6 +107,8 @@ def run_kernel(
     """softmax(q k^T * scale + bias) v with the stages mask, logits and probs open."""
     if kernel.name == "native":
         return _native(q, k, v, regularizers, call)
+    if kernel.name == "flex":
+        return attend_flex(q, k, v, regularizers, call)
     run = _fused if kernel.name == "fused" else _plain
     if not kernel.chunked:
         return run(q, k, v, dropout_p, regularizers, call)

@@ -79,9 +79,9 @@ class _Tap(torch.autograd.Function):
         if weights is None and native_available() and not isinstance(factor, Tensor) and _fits_native(y, bias):
             from dampen.native.ops import tap_sums  # only where it was built
 
-            total, r = tap_sums(y, bias)
+            total, sums = tap_sums(y, bias)
             ctx.native = True
-            return _Tap.keep(ctx, y, bias, weights, None if bias is None else r, x, weight), total.mul_(factor)
+            return _Tap.keep(ctx, y, bias, weights, None if bias is None else sums, x, weight), total.mul_(factor)
         if weights is not None:
             total = (torch.linalg.vector_norm(full, dim=-1).square() * weights).sum()
         elif full.is_contiguous():
