@@ -122,6 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(options.json, {"command": command, "what": what, "machine": machine(), "ratios": found})
     if not options.check:
         return 0
+    if not RECORD.exists():
+        print(f"nothing to compare with: there is no {RECORD.name} yet; write it with --json {RECORD}")
+        return 1
     problems = dearer(found, json.loads(RECORD.read_text())["ratios"])
     print("\n".join(["dearer than the record:", *problems]) if problems else "nothing is dearer than the record")
     return 1 if problems else 0
