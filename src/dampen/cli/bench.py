@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -59,7 +59,7 @@ def bench(
     if chart is not None and chart.suffix not in CHARTS:
         raise ConfigError("The bench", [f"--chart: got {chart.name!r}; the name ends in {', '.join(CHARTS)}"])
     chosen = {"model": model, "batch": batch, "threads": threads, "methods": methods, "clock": clock}
-    given = {name: value for name, value in chosen.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     given |= {"dtype": dtype, "device": device, "rounds": rounds, "seconds": seconds, "long": long}
     options = Options.preset(size, **given) if size else Options(**given)
     keep_freed_memory()
