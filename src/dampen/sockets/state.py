@@ -51,7 +51,8 @@ class Layer:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: one that is made during a forward or inside a with block is not inside it."""
-        return {**self.__dict__, "frames": [], "enabled": True, "sampling": False, "residual_memory": None}
+        fresh = {"frames": [], "enabled": True, "sampling": False, "residual_memory": None, "residual_same": 0}
+        return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "frames": []})  # models pickled with 0.1 have none

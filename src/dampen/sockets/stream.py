@@ -44,7 +44,7 @@ class Stream(Tensor):
     def add(self, other: Any, **kwargs: Any) -> Tensor:
         return self._dampen_stream.add(self, other, **kwargs)
 
-    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[misc]
+    def __iadd__(self, other: Any) -> Tensor:
         return self._dampen_stream.add_otherwise(self, other)
 
     def add_(self, other: Any, **kwargs: Any) -> Tensor:
