@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dampen._torch import pytree
@@ -66,7 +67,8 @@ def run_block(
             check_tokens(self, r, before, x, [*args[1:], *kwargs.values()])
             args, kwargs = (x, *args[1:]) if args else (), kwargs if args else {**kwargs, site.input_name: x}
     for r in active:
-        if r.input_has_gradient is not x.requires_grad:  # to set an attribute of a module takes microseconds
+        # to set an attribute of a module takes microseconds; to read it in a graph would guard the graph by it
+        if torch.compiler.is_compiling() or r.input_has_gradient is not x.requires_grad:
             r.input_has_gradient = x.requires_grad
     branching = [r for r in active if "branch" in r.stages]
     # a mode that is open also keeps torch.nn's encoder layer from its fused eval path around our sites
