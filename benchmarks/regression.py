@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.overhead_off import total
+from dampen.sockets.stream import STEADY
 
 RECORD = Path(__file__).with_name("records") / "instructions.json"
 METHODS = {
@@ -63,12 +64,13 @@ def steps() -> dict[str, Callable[[], None]]:
 
 
 def inside() -> None:
-    """Under valgrind: each step twice to warm up, once counted. Python's garbage collector is off meanwhile."""
+    """Under valgrind: each step until its streams are trusted, then one counted. Python's garbage collector is off
+    meanwhile."""
     torch.set_num_threads(1)
     gc.disable()
     for name, step in steps().items():
-        step()
-        step()
+        for _ in range(STEADY + 1):
+            step()
         torch._C._valgrind_toggle()
         step()
         torch._C._valgrind_toggle_and_dump_stats()
