@@ -216,3 +216,30 @@ def test_a_stream_is_a_plain_tensor_but_for_additions():
     x = torch.randn(2, 3).as_subclass(Stream)
     assert type(x.sin()) is Tensor
     assert type(torch.nn.functional.layer_norm(x, (3,))) is Tensor
+
+
+class SideBySide(Block):
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.attn(h) + self.mlp(h)
+
+
+class LateSkip(Regularizer):
+    """Takes the skip away, but not from the beginning."""
+
+    late = False
+
+    def branch(self, b, call):
+        call.skip = not self.late
+        return b
+
+
+@pytest.mark.parametrize("forwards", [1, 2, STEADY + 2])
+def test_branches_side_by_side_are_seen_in_later_forwards_too(forwards):
+    model, x = nn.Sequential(SideBySide()).train(), torch.randn(3, 5, 8)
+    reg = dampen.regularize(model, LateSkip())
+    for _ in range(forwards):
+        model(x)
+    reg.clones[0].late = True
+    with pytest.raises(RuntimeError, match="side by side"):
+        model(x)

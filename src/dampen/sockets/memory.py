@@ -40,6 +40,7 @@ class Memory(NamedTuple):
     by_operator: bool  # whether all that is done with the stream is `stream + branch`: then see `stream.py`
     roles: tuple[str, ...]  # of the branches, in their order
     attended: tuple[int, ...]  # how many attention modules had run before each
+    apart: bool  # whether every sum was read before the next one: no two branches stand side by side
 
 
 Entry = tuple[Any, tuple[Any, ...], dict[str, Any], Any, int, Found | None]
@@ -71,7 +72,8 @@ def remember(roots: Sequence[Tensor], log: Sequence[Entry], out: Tensor, may_str
         return None
     by_operator = may_stream and len(roots) == 1 and _by_operator(roots[0], log, additions)
     functions = tuple(entry[0] for entry in log)
-    return Memory(functions, additions, made[id(out)], by_operator, tuple(roles), tuple(attended))
+    apart = all([plan.found.read for plan in additions.values() if plan is not None][1:])
+    return Memory(functions, additions, made[id(out)], by_operator, tuple(roles), tuple(attended), apart)
 
 
 def _by_operator(x: Tensor, log: Sequence[Entry], additions: dict[int, Addition | None]) -> bool:

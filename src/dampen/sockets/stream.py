@@ -90,6 +90,8 @@ class StreamSocket:
         call = BranchCall(memory.roles[number], residual, self.layer.site)
         for r in self.regularizers:
             branch = r.branch(branch, call)
+        if not call.skip and not memory.apart:  # refused where it is followed
+            return self.add_otherwise(residual, branch)
         if call.skip:
             out = torch.add(residual, branch)
         else:  # in the dtype and shape that the sum would have had
