@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATA ?= ../shared/data
 UNPACKED := $(VENV)/data
 
-.PHONY: install demo test check lint quick test-data bench docs newest lowest clean
+.PHONY: install native demo test check lint quick test-data bench docs newest lowest clean
 
 install: $(STAMP)
 
@@ -18,12 +18,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: install
+demo: native
 	$(BIN)/dampen demo
+
+# optional C++ kernels, in the user's cache; without a compiler one line says so, and everything runs on torch alone
+native: install
+	$(BIN)/python -m dampen.native
 
 test: check
 
-check: lint
+check: lint native
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
@@ -47,8 +51,9 @@ test-data: install
 	  DAMPEN_TEST_DATA=$(abspath $(UNPACKED)) $(BIN)/python -m pytest -n 2 --dist loadfile tests/lab/data tests/methods/test_token_graying.py; \
 	else echo "$(DATA) is not there: no real data to test with"; fi
 
-bench: install
-	$(BIN)/dampen bench -o benchmarks/records/bench.json
+# a quiet machine, 12 minutes; goes on where it was interrupted, and renews the pages
+bench: native
+	$(BIN)/python -m benchmarks.costs --minutes 12
 
 docs: install
 	$(BIN)/mkdocs build --strict

@@ -4,6 +4,7 @@
 
 The records, in benchmarks/records, and what writes them:
 
+    bench_SIZE_PATH        python -m benchmarks.costs (the sizes with their targets, torch alone and native)
     bench                  dampen bench -o
     bench_two_layers       dampen bench --model "vit(depth=2)" -o (shorter steps, more rounds)
     bench_explicit, bench_stochastic, bench_finetuning
@@ -70,6 +71,44 @@ def _met(entry: Mapping[str, float], target: float) -> str:
     """By the median; and whether the interval agrees."""
     said = "met" if entry["median"] <= target else "**not met**"
     return said if entry["high"] <= target or entry["low"] > target else f"{said}, within the noise"
+
+
+def sizes_table() -> list[str]:
+    """Each size of the bench by torch alone and with native kernels, beside the targets; [] without records."""
+    lines: list[str] = []
+    for size in ("tiny", "small", "mid", "long"):
+        records = {path: r for path in ("torch", "native") if (r := load(f"bench_{size}_{path}")) is not None}
+        if not records:
+            continue
+        rows = list(dict.fromkeys(name for r in records.values() for name in _medians(r)))
+        lines += [f"**{size}**: {next(iter(records.values()))['model']}", ""]
+        lines += [
+            "| | " + " | ".join(f"{path} | target" for path in records) + " |",
+            "|---" * (1 + 2 * len(records)) + "|",
+        ]
+        for name in rows:
+            cells = []
+            for record in records.values():
+                goal = record["targets"].get(name)
+                said = "" if goal is None else f"≤ {goal['target']:.2f}: {'met' if goal['met'] else '**not met**'}"
+                cells += [_medians(record).get(name, "-"), said]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        told = "; ".join(f"{p}: load {r['load']:.1f}, `{r['command']}`" for p, r in records.items() if "load" in r)
+        first = next(iter(records.values()))["machine"]
+        lines += ["", f"{first['cpu']}, {first['threads']} thread, {first['clock']} time, {first['date']}; {told}", ""]
+    return lines
+
+
+def _medians(record: Record) -> dict[str, str]:
+    """What stands in a cell: a step with its interval, or attention alone by its length."""
+    if "ratios" in record:
+        return {name: ratio(entry) for name, entry in record["ratios"].items()}
+    found: dict[str, str] = {}
+    for point in record["scaling"]["points"]:
+        if point["row"] != point["against"]:
+            said = f"{point['median']:.2f}x at {point['n']:,} (memory {point['memory_ratio']:.2f}x)"
+            found[point["row"]] = f"{found[point['row']]}, {said}" if point["row"] in found else said
+    return found
 
 
 def instead_table(record: Record) -> list[str]:
@@ -224,6 +263,8 @@ def origin(record: Record) -> list[str]:
 def sections() -> dict[str, list[str]]:
     """The generated part of each section, for the records that exist."""
     found: dict[str, list[str]] = {}
+    if sizes := sizes_table():
+        found["sizes"] = sizes
     if (steps := load("bench")) is not None:
         found |= {"steps": steps_table(steps), "instead": instead_table(steps)}
         if (profiles := load("profiles")) is not None:

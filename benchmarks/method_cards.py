@@ -9,6 +9,7 @@ out of date.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -64,10 +65,16 @@ def measured() -> dict[str, Any]:
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
+@functools.cache
 def small() -> dict[str, Any]:
-    """The committed record of the tiny model, or nothing."""
-    path = RECORD.with_name("bench_tiny.json")
-    return json.loads(path.read_text()) if path.exists() else {}
+    """The committed record of the tiny model by method, with native kernels where they were measured, or nothing."""
+    for path in ("native", "torch"):
+        file = RECORD.with_name(f"bench_tiny_{path}.json")
+        if file.exists():
+            record: dict[str, Any] = json.loads(file.read_text())
+            alone = {row.split("(")[0]: ratio for row, ratio in record["ratios"].items() if "+" not in row}
+            return {**record, "ratios": alone}
+    return {}
 
 
 def readme(costs: dict[str, Any]) -> str:

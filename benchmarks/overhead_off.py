@@ -95,10 +95,10 @@ def count(batch: int, depth: int) -> dict[str, int]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         names = done.stdout.split("\n")[:-1]
-        return {name: _total(Path(f"{out}.{i + 1}")) for i, name in enumerate(names)}
+        return {name: total(Path(f"{out}.{i + 1}")) for i, name in enumerate(names)}
 
 
-def _total(path: Path) -> int:
+def total(path: Path) -> int:
     for line in path.read_text().splitlines():
         if line.startswith(("totals:", "summary:")):
             return int(line.split()[1])

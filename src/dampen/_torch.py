@@ -29,6 +29,10 @@ DropoutModule = torch.nn.modules.dropout._DropoutNd
 """What nn.Dropout and its kin have in common: torch 1.0 and newer."""
 
 
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As `__torch_function__` of a subclass of Tensor: torch treats it as a plain tensor; torch 1.7 and newer."""
+
+
 def version_of(t: torch.Tensor) -> int:
     """How often a tensor was changed in place: `Tensor._version`, torch 0.4 and newer."""
     return t._version

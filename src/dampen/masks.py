@@ -46,6 +46,19 @@ def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: to
     return torch.ge(draws, threshold, out=torch.empty(draws.shape, dtype=dtype)).mul_(scale)
 
 
+def few_kept(shape: Sequence[int], rate: Rate, device: torch.device | None = None, guard: bool = False) -> Tensor:
+    """1.0 with probability 1 - rate, else 0.0, for what is one draw per sample, head or layer: three operations.
+
+    Few numbers need no packing: each has 24 bits of its own. With `guard` the largest draw of a row always stays: where
+    a row would be left empty that is one entry at random, and elsewhere it has stayed anyway."""
+    draws = torch.rand(tuple(shape), device=device)
+    if not guard:
+        return draws.ge_(rate)
+    largest = draws.amax(-1, keepdim=True)
+    limit = torch.minimum(largest, rate) if isinstance(rate, Tensor) else largest.clamp_(max=rate)
+    return draws.ge_(limit)
+
+
 def _draws(shape: Sequence[int], rate: Rate, device: torch.device | None) -> tuple[Tensor, Tensor | int]:
     """Uniform 16-bit numbers, and the threshold below which a share `rate` of them lies: an int where that is cheap.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,14 +14,20 @@ from dampen.cli.common import Json, command, print_json
 
 @command(
     """dampen bench
+dampen bench --size tiny
 dampen bench --batch 16 --methods drop_key,explicit_dropout
 dampen bench --methods "drop_key(rate=0.3), drop_path + drop_head" --rounds 9
 dampen bench --model timm/vit_tiny_patch16_224 --batch 8 --dtype bfloat16 --seconds 300
 dampen bench --long -o bench.json --chart bench.svg"""
 )
 def bench(
-    model: Annotated[str, typer.Option(help="vit, 'vit(depth=4)', encoder, language, seq2seq, or timm/NAME.")] = "vit",
-    batch: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 64,
+    size: Annotated[
+        str, typer.Option(help="tiny, small, mid or long: a model, rows and targets that belong together, one thread.")
+    ] = "",
+    model: Annotated[
+        str | None, typer.Option(help="vit (the default), 'vit(depth=4)', encoder, language, seq2seq, or timm/NAME.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples per step; default 64, or the size's.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 and float16 by autocast.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; default: all.")] = None,
@@ -31,8 +37,9 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; ends before when all intervals are narrow.")] = 25,
     seconds: Annotated[float, typer.Option(min=0, help="Ends after the round in which this time is over.")] = 600.0,
     clock: Annotated[
-        str, typer.Option(help="wall, or cpu: processor time, for a busy machine with --threads 1.")
-    ] = "wall",
+        str | None,
+        typer.Option(help="wall (default), or cpu: processor time, for a busy machine with --threads 1."),
+    ] = None,
     long: Annotated[
         bool, typer.Option("--long", help="Also attention alone over its length, and steps over the batch.")
     ] = False,
@@ -47,11 +54,14 @@ def bench(
     from dampen.lab.errors import ConfigError
     from dampen.lab.files import write_json
 
-    if clock not in ("wall", "cpu"):
+    if clock not in (None, "wall", "cpu"):
         raise ConfigError("The bench", [f"--clock: got {clock!r}; use wall or cpu"])
     if chart is not None and chart.suffix not in CHARTS:
         raise ConfigError("The bench", [f"--chart: got {chart.name!r}; the name ends in {', '.join(CHARTS)}"])
-    options = Options(model, batch, dtype, device, threads, methods, rounds, seconds, clock, long)
+    chosen = {"model": model, "batch": batch, "threads": threads, "methods": methods, "clock": clock}
+    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    given |= {"dtype": dtype, "device": device, "rounds": rounds, "seconds": seconds, "long": long}
+    options = Options.preset(size, **given) if size else Options(**given)
     keep_freed_memory()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
@@ -66,6 +76,11 @@ def bench(
         print_json(record)
         return
     console = Console(highlight=False)
+    if "ratios" not in record:  # attention alone
+        console.print(scaling_table(record))
+        for row, goal in record["targets"].items():
+            console.print(f"{row}: target {goal['target']:.2f}, {'met' if goal['met'] else 'not met'}", markup=False)
+        return
     console.print(results_table(record))
     for remark in remarks(record):
         console.print(remark, soft_wrap=True, markup=False)

@@ -57,7 +57,9 @@ def attend(
         )
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
     native = dropout_p == 0 and not need_weights and (mask is None or mask.dtype is torch.bool)
-    kernel = choose_kernel(q, k, regularizers, need_weights, native)
+    kernel = choose_kernel(
+        q, k, regularizers, need_weights, native and not (q.is_cuda and (is_causal or mask is not None))
+    )
     if not regularizers and kernel.name == "fused":
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dampen._torch import half_in_hardware, has_numbers
+from dampen.kernels.blocks import attention_by_blocks, fits_blocks
+from dampen.kernels.flex import attend_flex, fits_flex
 from dampen.masks import keep_keys, may_empty
 from dampen.native.library import available as native_available
 from dampen.regularizer import Call, Regularizer, needs_matrix
@@ -32,7 +34,7 @@ listed runs fused. `dampen doctor --tune` measures it on the user's machine."""
 
 HIDE = -1e30
 """What is added to a score to hide its key: no score matters beside it, and it is finite."""
-NATIVE_FROM = {"all": 512, "top": 48}
+NATIVE_FROM = {"all": 512, "top": 0}
 """Keys from which the native kernel runs, for methods that hide any key and for those that hide the strongest. Below,
 torch's path takes as long or less, measured with attention alone at 17 to 2,048 keys."""
 LONG = 2048
@@ -85,6 +87,8 @@ def choose_kernel(
         return Kernel("plain", static and keys >= LONG and not matrix, f"{', '.join(names)} needs the matrix of scores")
     if native and _fits_native(q, k, regularizers):
         return Kernel("native", False, "keys are hidden inside the kernel, and nothing of N x M is kept")
+    if fits_flex(q, k, regularizers, asked=native):
+        return Kernel("flex", False, "DAMPEN_FLEX=1: keys are hidden inside FlexAttention")
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
     chunked = static and keys >= LONG and by_row
@@ -103,9 +107,18 @@ def run_kernel(
     """softmax(q k^T * scale + bias) v with the stages mask, logits and probs open."""
     if kernel.name == "native":
         return _native(q, k, v, regularizers, call)
+    if kernel.name == "flex":
+        return attend_flex(q, k, v, regularizers, call)
     run = _fused if kernel.name == "fused" else _plain
     if not kernel.chunked:
         return run(q, k, v, dropout_p, regularizers, call)
+    if kernel.name == "fused" and fits_blocks(q, k, v, dropout_p, regularizers, call):
+        if k.shape[1] != q.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        keys = k.detach()
+        return attention_by_blocks(
+            q, k, v, call.scale, lambda part, rows: _added_mask(part, keys, regularizers, _chunk(call, rows))
+        )
     parts, start = [], 0
     for part in q.split(_chunk_rows(call), dim=-2):
         rows = slice(start, start + part.shape[-2])
@@ -163,6 +176,18 @@ def _fused(
         mask = (~mask).view(torch.uint8).to(q.dtype).mul_(HIDE)
     gqa = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=call.scale, enable_gqa=gqa)
+
+
+def _added_mask(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor | None:
+    """What is added to the scores of a block of queries: the model's bias, and what hides keys."""
+    keep = _merge(q, k, regularizers, call)
+    if keep is None:
+        return None if call.bias is None else call.bias.to(q.dtype)
+    if call.bias is not None:
+        return call.bias.to(q.dtype).masked_fill(~keep, float("-inf"))
+    if call.mask is None and not call.is_causal and _adds(q):
+        return (~keep).view(torch.uint8).to(q.dtype).mul_(HIDE)  # bytes: see `_fused`
+    return torch.zeros((), dtype=q.dtype).masked_fill(~keep, float("-inf"))
 
 
 def _fits_native(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]) -> bool:

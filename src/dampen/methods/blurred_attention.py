@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.formulas.blur import Edge, apply_kernel, kernel_weights, on_grid, on_line, seen_together
+from dampen.formulas.blur import Edge, Neighbors, apply_kernel, kernel_weights, on_grid, on_line, seen_together
 from dampen.formulas.grid import check_grid, model_grid
 from dampen.formulas.learnable import count_heads, device_of, per_head, scale_divergence, spread
 from dampen.regularizer import Call, Regularizer
@@ -82,6 +82,7 @@ class BlurredAttention(Regularizer):
         self.patches: tuple[int, int] | None = None  # the grid that the model makes, if it tells
         self.edge, self.draw, self.learn = edge, draw, learn
         self.log_sigma: nn.Parameter | None = None
+        self._line: tuple[tuple[int, torch.device], Neighbors] | None = None
         if learn:
             self.scheduled("prior_weight", prior_weight, high=math.inf)
             if heads is not None:
@@ -98,7 +99,11 @@ class BlurredAttention(Regularizer):
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         keys, device = k.shape[2], k.device
-        if self.grid is None:
+        if self.grid is None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+            if self._line is None or self._line[0] != (keys, device):  # the same for every forward of that length
+                self._line = (keys, device), on_line(keys, self.width, device)
+            near = self._line[1]
+        elif self.grid is None:
             near = on_line(keys, self.width, device)
         else:
             near = on_grid(keys, self.grid, self.width, device, self.patches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dampen.masks import bernoulli, give_back_one
+from dampen.masks import few_kept
 from dampen.regularizer import Call, Regularizer, UnsupportedModel
 from dampen.schedules import Value
 from dampen.sockets.find import find_attentions
@@ -48,13 +48,12 @@ class DropHead(Regularizer):
             )
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
-        batch, heads = o.shape[:2]
-        if heads == 1 and not self.single:
+        if o.shape[1] == 1 and not self.single:
             raise RuntimeError(
                 f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}' attends with "
                 "one head at a time, and DropHead always leaves one, so it would do nothing there. "
                 "Leave the layer out with sites=, or take DropKey."
             )
-        kept = give_back_one(~bernoulli((batch, heads), self.current("rate"), o.device), None)
-        scale = kept * (heads / kept.sum(-1, keepdim=True))
+        kept = few_kept(o.shape[:2], self.current("rate"), o.device, guard=True)
+        scale = kept.div_(kept.mean(-1, keepdim=True))  # H / sum_h m_h
         return o * scale.to(o.dtype)[:, :, None, None]

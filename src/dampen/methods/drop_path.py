@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from dampen.masks import keep_factor
+from dampen.masks import few_kept
 from dampen.regularizer import BranchCall, Regularizer
 from dampen.schedules import Value, linear
 
@@ -47,7 +46,9 @@ class DropPath(Regularizer):
         axis = batch_axis(self) if call.batch_axis is None else call.batch_axis
         shape = [1] * b.ndim
         shape[axis] = b.shape[axis]
-        return b * keep_factor(shape, self.current("rate"), torch.float32, b.device).to(b.dtype)
+        rate = self.current("rate")
+        factor = few_kept(shape, rate, b.device).mul_(1 / (1 - rate))
+        return b * factor.to(b.dtype)
 
 
 def batch_axis(method: Regularizer) -> int:

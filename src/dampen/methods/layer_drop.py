@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.masks import bernoulli
+from dampen.masks import few_kept
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value
 from dampen.sockets.find import find_layers
@@ -43,7 +43,8 @@ class LayerDrop(Regularizer):
                 f"LayerDrop: the layer '{self.site.name if self.site else ''}' turns {tuple(x.shape)} into "
                 f"{tuple(y.shape)}, so it cannot be skipped. Leave it out with sites=."
             )
-        return torch.where(bernoulli((), self.current("rate"), y.device), x.to(y.dtype), y)
+        dropped = few_kept((), self.current("rate"), y.device) == 0
+        return torch.where(dropped, x.to(y.dtype), y)
 
 
 def every_other(layers: int, rate: float = 0.5) -> list[int]:

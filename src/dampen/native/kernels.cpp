@@ -31,6 +31,58 @@ void multiply(char ta, char tb, int m, int n, int k, float alpha, const float* a
   sgemm(&ta, &tb, &m, &n, &k, &alpha, a, &la, b, &lb, &beta, c, &lc);
 }
 
+// --- products of small matrices, for which the call of a library takes longer than the product ------------------------
+
+// C (n x W) = alpha A (n x k) B (k x W), or that added to C; row-major, A with any strides
+template <int W>
+void panel(int n, int k, float alpha, const float* a, i64 row, i64 column, const float* b, i64 ldb, bool add, float* c,
+           i64 ldc) {
+  for (int i = 0; i < n;) {
+    const int rows = n - i >= 4 ? 4 : 1;
+    float sum[4][W] = {};
+    if (rows == 4)
+      for (int p = 0; p < k; p++)
+        for (int r = 0; r < 4; r++) {
+          const float x = a[(i + r) * row + p * column];
+#pragma omp simd
+          for (int l = 0; l < W; l++) sum[r][l] += x * b[p * ldb + l];
+        }
+    else
+      for (int p = 0; p < k; p++) {
+        const float x = a[i * row + p * column];
+#pragma omp simd
+        for (int l = 0; l < W; l++) sum[0][l] += x * b[p * ldb + l];
+      }
+    for (int r = 0; r < rows; r++) {
+      float* out = c + (i + r) * ldc;
+#pragma omp simd
+      for (int l = 0; l < W; l++) out[l] = (add ? out[l] : 0.f) + alpha * sum[r][l];
+    }
+    i += rows;
+  }
+}
+
+void small(int n, int m, int k, float alpha, const float* a, i64 row, i64 column, const float* b, i64 ldb, bool add,
+           float* c, i64 ldc) {
+  int j = 0;
+  for (; j + 16 <= m; j += 16) panel<16>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc);
+  if (j + 8 <= m) panel<8>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc), j += 8;
+  if (j + 4 <= m) panel<4>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc), j += 4;
+  for (; j < m; j++) panel<1>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc);
+}
+
+// the transpose of (rows x columns), its rows `width` apart with zeros at their ends
+void turn(int rows, int columns, const float* in, i64 ld, float* out, int width) {
+  for (int j = 0; j < columns; j++) {
+    for (int i = 0; i < rows; i++) out[(i64)j * width + i] = in[i * ld + j];
+    for (int i = rows; i < width; i++) out[(i64)j * width + i] = 0;
+  }
+}
+
+constexpr i64 SMALL = 64;  // keys and channels up to which the products are those above
+constexpr i64 FORWARD = 1 << 17;  // scores of a block of queries in the forward, which holds whole rows
+constexpr i64 ROWS = 128, KEYS_WHOLE = 512, KEYS_PART = 512;  // of a block in the backward
+
 // --- random numbers: Philox4x32-10 (Salmon et al., SC 2011), a function of (seed, stream, slab, index) alone ----------
 
 constexpr int LANES = 16, CHUNK = 8 * LANES;  // a chunk is 128 draws of 16 bits
@@ -122,6 +174,24 @@ int count_from(const float* s, int M, float t) {
 // A threshold that the k largest of s reach, and with them whatever ties with the k-th. It lies between the k-th and the
 // next, so the rounding of scores that are computed again in the backward does not move a key across it.
 float top_threshold(const float* s, int M, int k) {
+  constexpr int FEW = 8;
+  if (k > 0 && k <= FEW && M <= 256) {  // the k + 1 largest, falling, by insertion
+    float best[FEW + 1];
+    std::fill(best, best + k + 1, -INF);
+    for (int j = 0; j < M; j++) {
+      const float x = s[j];
+      if (!(x > best[k])) continue;
+      int i = k;
+      for (; i > 0 && best[i - 1] < x; i--) best[i] = best[i - 1];
+      best[i] = x;
+    }
+    if (best[0] == -INF) return INF;
+    if (best[k] == -INF) return best[k - 1] > -INF ? best[k - 1] : *std::min_element(best, best + k, [](float a, float b) {
+      return (a > -INF ? a : INF) < (b > -INF ? b : INF);
+    });
+    const float middle = 0.5f * best[k - 1] + 0.5f * best[k];
+    return middle > best[k] ? middle : best[k - 1];  // neighbors, or a tie
+  }
   float low = INF, high = -INF;
 #pragma omp simd reduction(min : low) reduction(max : high)
   for (int j = 0; j < M; j++) {
@@ -167,52 +237,67 @@ namespace {
 const float* at(const float* p, const i64* s, i64 b, i64 h, i64 n) { return p + b * s[0] + h * s[1] + n * s[2]; }
 float* at(float* p, const i64* s, i64 b, i64 h, i64 n) { return p + b * s[0] + h * s[1] + n * s[2]; }
 
-// Hide keys of the row (b, h, i): what the model hides, then what is drawn. A row that would lose all its visible keys
-// keeps one of them, at random. `top`: where hard masking keeps its threshold; NaN there asks for it to be found.
-void hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, const u16* draw, float* top) {
-  const int M = (int)p.M;
-  int seen = M;
-  if (p.mask || p.causal) {
-    const u8* m = p.mask ? p.mask + b * p.smask[0] + h * p.smask[1] + i * p.smask[2] : nullptr;
-    seen = 0;
-    for (int j = 0; j < M; j++) {
-      const bool sees = (!m || m[j * p.smask[3]]) && (!p.causal || j <= i);
-      s[j] = sees ? s[j] : -INF;
-      seen += sees;
-    }
+// What the model shows of the keys j0 .. j0 + m to the query i: the others become -inf. How many are seen.
+int show(const Problem& p, i64 b, i64 h, i64 i, i64 j0, int m, float* s) {
+  if (!p.mask && !p.causal) return m;
+  const u8* mask = p.mask ? p.mask + b * p.smask[0] + h * p.smask[1] + i * p.smask[2] + j0 * p.smask[3] : nullptr;
+  const i64 last = p.causal ? i - j0 : m;  // keys up to this one are in the past
+  int seen = 0;
+  for (int j = 0; j < m; j++) {
+    const bool sees = (!mask || mask[j * p.smask[3]]) && j <= last;
+    s[j] = sees ? s[j] : -INF;
+    seen += sees;
   }
-  if (!p.mode || !seen) return;
-  float limit = -INF;
-  if (p.mode == 2) {
-    if (std::isnan(*top)) {
-      const i64 k = p.share_den ? (seen * p.share_num + p.share_den - 1) / p.share_den : std::min<i64>(p.share_num, seen);
-      *top = top_threshold(s, M, (int)k);
-    }
-    limit = *top;
-  }
-  const i64 row = (b * p.H + h) * p.N + i;
+  return seen;
+}
+
+// Drop the keys that are drawn and whose scores reach `limit`. How many are left.
+int drop(const u16* draw, u32 thr, float limit, int m, float* s) {
   int kept = 0;
 #pragma omp simd reduction(+ : kept)
-  for (int j = 0; j < M; j++) {
-    const bool dropped = draw[j] < thr && s[j] >= limit;
+  for (int j = 0; j < m; j++) {
+    const bool dropped = (u32)draw[j] < thr && s[j] >= limit;
     s[j] = dropped ? -INF : s[j];
     kept += s[j] > -INF;
   }
-  if (kept) return;
-  int rank = (int)(((u64)word(p.seed, GUARD, 0, row) * (u64)seen) >> 32);
-  const u8* m = p.mask ? p.mask + b * p.smask[0] + h * p.smask[1] + i * p.smask[2] : nullptr;
-  for (int j = 0; j < M; j++)  // any finite score: the only key has weight 1 and passes no gradient to the scores
-    if ((!m || m[j * p.smask[3]]) && (!p.causal || j <= i) && rank-- == 0) s[j] = 0;
+  return kept;
 }
 
-constexpr i64 BLOCK = 1 << 18;  // scores at a time; measured at 2,048 keys, where a quarter of it takes 1.1 times as long
-
-// Queries at a time, in blocks of nearly equal size.
-int query_block(const Problem& p) {
-  const i64 most = std::max<i64>(16, std::min<i64>(128, BLOCK / std::max<i64>(1, p.M)));
-  const i64 blocks = (p.N + most - 1) / most;
-  return blocks ? (int)((p.N + blocks - 1) / blocks) : 0;
+// The key that a row keeps which would have lost all the keys that it sees: one of them, at random.
+i64 rescued(const Problem& p, i64 b, i64 h, i64 i) {
+  const u8* mask = p.mask ? p.mask + b * p.smask[0] + h * p.smask[1] + i * p.smask[2] : nullptr;
+  auto sees = [&](i64 j) { return (!mask || mask[j * p.smask[3]]) && (!p.causal || j <= i); };
+  i64 seen = 0;
+  for (i64 j = 0; j < p.M; j++) seen += sees(j);
+  i64 rank = (i64)(((u64)word(p.seed, GUARD, 0, (b * p.H + h) * p.N + i) * (u64)seen) >> 32);
+  for (i64 j = 0; j < p.M; j++)
+    if (sees(j) && rank-- == 0) return j;
+  return 0;
 }
+
+// Hide keys of a whole row: what the model hides, then what is drawn. False where the row was rescued: then one key is
+// left, with a finite score. `top`: where hard masking keeps its threshold.
+bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, const u16* draw, float* top) {
+  const int M = (int)p.M, seen = show(p, b, h, i, 0, M, s);
+  if (!p.mode || !seen) return true;
+  if (p.mode == 2) {
+    const i64 k = p.share_den ? (seen * p.share_num + p.share_den - 1) / p.share_den : std::min<i64>(p.share_num, seen);
+    *top = top_threshold(s, M, (int)k);
+  }
+  if (drop(draw, thr, p.mode == 2 ? *top : -INF, M, s)) return true;
+  s[rescued(p, b, h, i)] = 0;
+  return false;
+}
+
+// Queries and keys at a time. A block of scores stays in the cache next to the processor: the forward holds whole rows,
+// because a threshold and a guard need them; the backward knows both from the forward, and takes the keys in parts.
+int even(i64 whole, i64 most) {  // parts of nearly equal size
+  const i64 parts = (whole + most - 1) / most;
+  return parts ? (int)((whole + parts - 1) / parts) : 0;
+}
+int forward_rows(const Problem& p) { return even(p.N, std::clamp<i64>(FORWARD / std::max<i64>(1, p.M), 16, 128)); }
+int backward_rows(const Problem& p) { return even(p.N, p.M <= SMALL ? 128 : ROWS); }
+int backward_keys(const Problem& p) { return p.M <= KEYS_WHOLE ? (int)p.M : KEYS_PART; }
 
 }  // namespace
 
@@ -220,91 +305,203 @@ extern "C" {
 
 void dampen_attention(const Problem* problem) {
   const Problem& p = *problem;
-  const int bq = query_block(p), M = (int)p.M, D = (int)p.D, E = (int)p.E;
+  const int bq = forward_rows(p), M = (int)p.M, D = (int)p.D, E = (int)p.E;
   const i64 blocks = bq ? (p.N + bq - 1) / bq : 0, tasks = p.B * p.H * blocks;
   const u32 thr = threshold(p.rate, p.seed);
+  const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
+  const int ld = is_small ? (M + 7) / 8 * 8 : M;  // rows with room at their ends: no loop has a remainder
 #pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
   {
-    std::vector<float> scores((size_t)bq * M);
+    std::vector<float> scores((size_t)bq * ld), turned(is_small ? (size_t)ld * D : 0);
     std::vector<u16> room;
 #pragma omp for schedule(static)
     for (i64 task = 0; task < tasks; task++) {
       const i64 bh = task / blocks, b = bh / p.H, h = bh % p.H, g = h * p.G / p.H, i0 = (task % blocks) * bq;
       const int n = (int)std::min<i64>(bq, p.N - i0);
       float* out = at(p.o, p.so, b, h, i0);
-      multiply('T', 'N', M, n, D, (float)p.scale, at(p.k, p.sk, b, g, 0), p.sk[2], at(p.q, p.sq, b, h, i0), p.sq[2],
-               0.f, scores.data(), M);
+      const float *q = at(p.q, p.sq, b, h, i0), *k = at(p.k, p.sk, b, g, 0), *v = at(p.v, p.sv, b, g, 0);
+      if (is_small) {
+        turn(M, D, k, p.sk[2], turned.data(), ld);
+        small(n, ld, D, (float)p.scale, q, p.sq[2], 1, turned.data(), ld, false, scores.data(), ld);
+      } else {
+        multiply('T', 'N', M, n, D, (float)p.scale, k, p.sk[2], q, p.sq[2], 0.f, scores.data(), M);
+      }
       const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i0 * M, (u64)n * M, room) : nullptr;
       for (int i = 0; i < n; i++) {
-        float* s = scores.data() + (size_t)i * M;
+        float* s = scores.data() + (size_t)i * ld;
         const i64 row = bh * p.N + i0 + i;
-        hide(p, thr, b, h, i0 + i, s, draw ? draw + (size_t)i * M : nullptr, p.top ? p.top + row : nullptr);
+        for (int j = M; j < ld; j++) s[j] = -INF;
+        const bool usual =
+            hide(p, thr, b, h, i0 + i, s, draw ? draw + (size_t)i * M : nullptr, p.top ? p.top + row : nullptr);
         float largest = -INF, total = 0;
 #pragma omp simd reduction(max : largest)
-        for (int j = 0; j < M; j++) largest = s[j] > largest ? s[j] : largest;
+        for (int j = 0; j < ld; j++) largest = s[j] > largest ? s[j] : largest;
         if (largest == -INF) {  // the model shows this query nothing: zeros, as SDPA gives
-          std::memset(s, 0, sizeof(float) * M);
+          std::memset(s, 0, sizeof(float) * ld);
           p.lse[row] = INF;
           continue;
         }
 #pragma omp simd reduction(+ : total)
-        for (int j = 0; j < M; j++) {
+        for (int j = 0; j < ld; j++) {
           s[j] = exponential(s[j] - largest);
           total += s[j];
         }
-        p.lse[row] = largest + std::log(total);
+        p.lse[row] = usual ? largest + std::log(total) : -INF;  // -inf: see `rescued`
         const float inverse = 1 / total;
 #pragma omp simd
-        for (int j = 0; j < M; j++) s[j] *= inverse;
+        for (int j = 0; j < ld; j++) s[j] *= inverse;
       }
-      multiply('N', 'N', E, n, M, 1.f, at(p.v, p.sv, b, g, 0), p.sv[2], scores.data(), M, 0.f, out, p.so[2]);
+      if (is_small) small(n, E, M, 1.f, scores.data(), ld, 1, v, p.sv[2], false, out, p.so[2]);
+      else multiply('N', 'N', E, n, M, 1.f, v, p.sv[2], scores.data(), M, 0.f, out, p.so[2]);
     }
   }
 }
 
 void dampen_attention_backward(const Problem* problem) {
   const Problem& p = *problem;
-  const int bq = query_block(p), M = (int)p.M, D = (int)p.D, E = (int)p.E, shared = (int)(p.H / p.G);
+  const int bq = backward_rows(p), bk = backward_keys(p), D = (int)p.D, E = (int)p.E, shared = (int)(p.H / p.G);
   const u32 thr = threshold(p.rate, p.seed);
   const i64 tasks = p.B * p.G;  // heads that share a key add to its gradient one after the other
+  const float scale = (float)p.scale;
+  const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
+  const int ld = is_small ? (bk + 7) / 8 * 8 : bk;
 #pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
   {
-    std::vector<float> weights((size_t)bq * M), back((size_t)bq * M);
+    std::vector<float> weights((size_t)bq * ld), back((size_t)bq * ld), own((size_t)bq);
+    std::vector<float> turned_k(is_small ? (size_t)ld * D : 0), turned_v(is_small ? (size_t)ld * E : 0);
     std::vector<u16> room;
 #pragma omp for schedule(static)
     for (i64 task = 0; task < tasks; task++) {
       const i64 b = task / p.G, g = task % p.G;
-      const float *k = at(p.k, p.sk, b, g, 0), *v = at(p.v, p.sv, b, g, 0);
-      float *dk = at(p.dk, p.sdk, b, g, 0), *dv = at(p.dv, p.sdv, b, g, 0);
-      float more = 0;  // 0: overwrite dk and dv, 1: add
+      if (is_small) {
+        turn((int)p.M, D, at(p.k, p.sk, b, g, 0), p.sk[2], turned_k.data(), ld);
+        turn((int)p.M, E, at(p.v, p.sv, b, g, 0), p.sv[2], turned_v.data(), ld);
+      }
+      bool more = false;  // whether dk and dv hold something to add to
       for (i64 h = g * shared; h < (g + 1) * shared; h++)
-        for (i64 i0 = 0; i0 < p.N; i0 += bq, more = 1) {
+        for (i64 i0 = 0; i0 < p.N; i0 += bq, more = true) {
           const int n = (int)std::min<i64>(bq, p.N - i0);
           const i64 bh = b * p.H + h;
           const float *q = at(p.q, p.sq, b, h, i0), *go = at(p.go, p.sgo, b, h, i0), *o = at(p.o, p.so, b, h, i0);
-          multiply('T', 'N', M, n, D, (float)p.scale, k, p.sk[2], q, p.sq[2], 0.f, weights.data(), M);
-          multiply('T', 'N', M, n, E, 1.f, v, p.sv[2], go, p.sgo[2], 0.f, back.data(), M);
-          const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i0 * M, (u64)n * M, room) : nullptr;
+          float* dq = at(p.dq, p.sdq, b, h, i0);
           for (int i = 0; i < n; i++) {
-            float *s = weights.data() + (size_t)i * M, *d = back.data() + (size_t)i * M;
-            const i64 row = bh * p.N + i0 + i;
-            hide(p, thr, b, h, i0 + i, s, draw ? draw + (size_t)i * M : nullptr, p.top ? p.top + row : nullptr);
-            float own = 0;
-            const float lse = p.lse[row], scale = (float)p.scale;
-#pragma omp simd reduction(+ : own)
-            for (int e = 0; e < E; e++) own += go[i * p.sgo[2] + e] * o[i * p.so[2] + e];
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int e = 0; e < E; e++) sum += go[i * p.sgo[2] + e] * o[i * p.so[2] + e];
+            own[i] = sum;
+          }
+          const u16* drawn = p.mode && bk == p.M ? draws(p.seed, KEYS, bh, (u64)i0 * bk, (u64)n * bk, room) : nullptr;
+          for (i64 j0 = 0; j0 < p.M; j0 += bk) {
+            const int m = (int)std::min<i64>(bk, p.M - j0);
+            if (p.causal && more && j0 > i0 + n - 1) break;  // all of it in the future, and dk and dv hold something
+            const float *k = at(p.k, p.sk, b, g, j0), *v = at(p.v, p.sv, b, g, j0);
+            float *dk = at(p.dk, p.sdk, b, g, j0), *dv = at(p.dv, p.sdv, b, g, j0);
+            if (is_small) {
+              small(n, ld, D, scale, q, p.sq[2], 1, turned_k.data(), ld, false, weights.data(), ld);
+              small(n, ld, E, 1.f, go, p.sgo[2], 1, turned_v.data(), ld, false, back.data(), ld);
+            } else {
+              multiply('T', 'N', m, n, D, scale, k, p.sk[2], q, p.sq[2], 0.f, weights.data(), ld);
+              multiply('T', 'N', m, n, E, 1.f, v, p.sv[2], go, p.sgo[2], 0.f, back.data(), ld);
+            }
+            const int width = is_small ? ld : m;
+            for (int i = 0; i < n; i++) {
+              float *s = weights.data() + (size_t)i * ld, *d = back.data() + (size_t)i * ld;
+              const i64 row = bh * p.N + i0 + i;
+              const float lse = p.lse[row], mine = own[i];
+              if (lse == -INF) {  // a single key of weight 1, whose score has no gradient
+                const i64 j = rescued(p, b, h, i0 + i) - j0;
+                std::memset(s, 0, sizeof(float) * width);
+                std::memset(d, 0, sizeof(float) * width);
+                if (j >= 0 && j < m) s[j] = 1;
+                continue;
+              }
+              show(p, b, h, i0 + i, j0, m, s);
+              for (int j = m; j < width; j++) s[j] = -INF;
+              if (p.mode) {
+                const u16* draw =
+                    drawn ? drawn + (size_t)i * bk : draws(p.seed, KEYS, bh, (u64)(i0 + i) * p.M + j0, (u64)m, room);
+                drop(draw, thr, p.mode == 2 ? p.top[row] : -INF, m, s);
+              }
 #pragma omp simd
-            for (int j = 0; j < M; j++) {
-              s[j] = exponential(s[j] - lse);
-              d[j] = s[j] * (d[j] - own) * scale;
+              for (int j = 0; j < width; j++) {
+                s[j] = exponential(s[j] - lse);
+                d[j] = s[j] * (d[j] - mine) * scale;
+              }
+            }
+            if (is_small) {
+              small(m, E, n, 1.f, weights.data(), 1, ld, go, p.sgo[2], more, dv, p.sdv[2]);
+              small(m, D, n, 1.f, back.data(), 1, ld, q, p.sq[2], more, dk, p.sdk[2]);
+              small(n, D, m, 1.f, back.data(), ld, 1, k, p.sk[2], j0 > 0, dq, p.sdq[2]);
+            } else {
+              multiply('N', 'T', E, m, n, 1.f, go, p.sgo[2], weights.data(), ld, more, dv, p.sdv[2]);
+              multiply('N', 'T', D, m, n, 1.f, q, p.sq[2], back.data(), ld, more, dk, p.sdk[2]);
+              multiply('N', 'N', D, n, m, 1.f, k, p.sk[2], back.data(), ld, j0 > 0, dq, p.sdq[2]);
             }
           }
-          multiply('N', 'T', E, M, n, 1.f, go, p.sgo[2], weights.data(), M, more, dv, p.sdv[2]);
-          multiply('N', 'T', D, M, n, 1.f, q, p.sq[2], back.data(), M, more, dk, p.sdk[2]);
-          multiply('N', 'N', D, n, M, 1.f, k, p.sk[2], back.data(), M, 0.f, at(p.dq, p.sdq, b, h, i0), p.sdq[2]);
         }
     }
   }
+}
+
+// --- the penalty of a linear map --------------------------------------------------------------------------------------
+
+// A tensor (slabs, groups, rows, size) with a bias (groups, size) in it, or none; numbers of a row side by side
+struct Tapped {
+  i64 slabs, groups, rows, size;
+  const float *y, *bias, *through;
+  float* out;
+  i64 sy[3], st[3], so[3];
+  double scale;
+};
+
+// total[0] = sum ||y - bias||^2, r (groups, size) = sum (y - bias)
+void dampen_tap(const Tapped* tapped, float* total, float* r) {
+  const Tapped& t = *tapped;
+  double sum = 0;
+  std::memset(r, 0, sizeof(float) * t.groups * t.size);
+  for (i64 s = 0; s < t.slabs; s++)
+    for (i64 g = 0; g < t.groups; g++) {
+      float* to = r + g * t.size;
+      const float* bias = t.bias ? t.bias + g * t.size : nullptr;
+      for (i64 i = 0; i < t.rows; i++) {
+        const float* y = t.y + s * t.sy[0] + g * t.sy[1] + i * t.sy[2];
+        float part = 0;
+        if (bias) {
+#pragma omp simd reduction(+ : part)
+          for (i64 j = 0; j < t.size; j++) {
+            const float d = y[j] - bias[j];
+            part += d * d;
+            to[j] += d;
+          }
+        } else {
+#pragma omp simd reduction(+ : part)
+          for (i64 j = 0; j < t.size; j++) part += y[j] * y[j];
+        }
+        sum += part;
+      }
+    }
+  total[0] = (float)sum;
+}
+
+// out = through + scale (y - bias)
+void dampen_tap_backward(const Tapped* tapped) {
+  const Tapped& t = *tapped;
+  const float scale = (float)t.scale;
+  for (i64 s = 0; s < t.slabs; s++)
+    for (i64 g = 0; g < t.groups; g++)
+      for (i64 i = 0; i < t.rows; i++) {
+        const float* y = t.y + s * t.sy[0] + g * t.sy[1] + i * t.sy[2];
+        const float* through = t.through + s * t.st[0] + g * t.st[1] + i * t.st[2];
+        const float* bias = t.bias ? t.bias + g * t.size : nullptr;
+        float* out = t.out + s * t.so[0] + g * t.so[1] + i * t.so[2];
+        if (bias) {
+#pragma omp simd
+          for (i64 j = 0; j < t.size; j++) out[j] = through[j] + scale * (y[j] - bias[j]);
+        } else {
+#pragma omp simd
+          for (i64 j = 0; j < t.size; j++) out[j] = through[j] + scale * y[j];
+        }
+      }
 }
 
 // y = x * keep / (1 - rate); the backward is the same call on the gradient

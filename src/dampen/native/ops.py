@@ -7,7 +7,7 @@ eager mode an `autograd.Function` is called directly; in a graph the same code s
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from typing import Any, NamedTuple
 
 import torch
@@ -16,23 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from dampen.native.library import library
 
-_I64, _F32 = ctypes.c_int64, ctypes.c_void_p
-_POINTERS = ("q", "k", "v", "go", "mask", "o", "lse", "top", "dq", "dk", "dv")
-_STRIDES = ("sq", "sk", "sv", "so", "sgo", "sdq", "sdk", "sdv")
-
-
-class _Problem(ctypes.Structure):
-    """`struct Problem` of kernels.cpp, field by field."""
-
-    _fields_ = [
-        *((n, _I64) for n in "B H G N M D E threads mode causal share_num share_den".split()),
-        ("scale", ctypes.c_double),
-        ("rate", ctypes.c_double),
-        ("seed", ctypes.c_uint64),
-        *((n, _F32) for n in _POINTERS),
-        *((n, _I64 * 3) for n in _STRIDES),
-        ("smask", _I64 * 4),
-    ]
+# `struct Problem` and `struct Tapped` of kernels.cpp, field by field: to pack bytes is several times quicker than to
+# fill a ctypes structure, and these calls are made in every layer
+_PROBLEM = struct.Struct("12q2dQ11Q28q")
+_TAPPED = struct.Struct("4q4Q9qd")
+_NO_STRIDES = (0, 0, 0)
 
 
 class Hiding(NamedTuple):
@@ -99,29 +87,34 @@ def _empty_like_heads(t: Tensor, size: int) -> Tensor:
 def _problem(
     tensors: dict[str, Tensor], keep: Tensor | None, seed: int, rate: float, causal: bool, scale: float, mode: int,
     num: int, den: int,
-) -> _Problem:  # fmt: skip
+) -> bytes:  # fmt: skip
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
-    p = _Problem(
+
+    def pointer(name: str) -> int:
+        return tensors[name].data_ptr() if name in tensors else 0
+
+    def strides(name: str) -> tuple[int, ...]:
+        return tensors[name].stride()[:3] if name in tensors else _NO_STRIDES
+
+    return _PROBLEM.pack(
         *(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]),
         *(torch.get_num_threads(), mode, causal, num, den),
         *(scale, rate, seed),
+        *(pointer(name) for name in ("q", "k", "v", "go")),
+        0 if keep is None else keep.data_ptr(),
+        *(pointer(name) for name in ("o", "lse", "top", "dq", "dk", "dv")),
+        *(stride for name in ("q", "k", "v", "o", "go", "dq", "dk", "dv") for stride in strides(name)),
+        *((0, 0, 0, 0) if keep is None else keep.stride()),
     )
-    for name, t in tensors.items():
-        setattr(p, name, t.data_ptr())
-        if f"s{name}" in _STRIDES:
-            setattr(p, f"s{name}", (_I64 * 3)(*t.stride()[:3]))
-    if keep is not None:
-        p.mask, p.smask = keep.data_ptr(), (_I64 * 4)(*keep.stride())
-    return p
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _rows(q), _rows(k), _rows(v)
     o, lse = _empty_like_heads(q, v.shape[3]), torch.empty(q.shape[:3])
-    top = torch.full(q.shape[:3], torch.nan) if settings[4] == 2 else torch.empty(0)
+    top = torch.empty(q.shape[:3]) if settings[4] == 2 else torch.empty(0)
     if o.numel() and k.shape[2]:
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse} | ({"top": top} if top.numel() else {})
-        library().dampen_attention(ctypes.byref(_problem(tensors, keep, *settings)))
+        library().dampen_attention(_problem(tensors, keep, *settings))
     else:
         o.zero_()
     return o, lse, top
@@ -136,7 +129,7 @@ def _backward(
     if o.numel() and k.shape[2]:
         tensors = {"q": q, "k": k, "v": v, "go": grad, "o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
         tensors |= {"top": top} if top.numel() else {}
-        library().dampen_attention_backward(ctypes.byref(_problem(tensors, keep, *settings)))
+        library().dampen_attention_backward(_problem(tensors, keep, *settings))
     else:
         for t in (dq, dk, dv):
             t.zero_()
@@ -175,6 +168,58 @@ def _dropout(x: Tensor, seed: int, rate: float) -> Tensor:
     y = torch.empty_like(x)
     library().dampen_dropout(x.data_ptr(), y.data_ptr(), x.numel(), rate, seed, torch.get_num_threads())
     return y
+
+
+# --- the penalty of a linear map --------------------------------------------------------------------------------------
+
+
+def fits_tap(y: Tensor, bias: Tensor | None) -> bool:
+    """Whether the two functions below can read these: float32 on a CPU, the bias one row per group of heads or none."""
+    return (
+        y.dtype is torch.float32
+        and y.device.type == "cpu"
+        and y.numel() > 0
+        and y.stride(-1) == 1
+        and (y.ndim == 4 or y.is_contiguous())
+        and (bias is None or (bias.dtype is torch.float32 and bias.is_contiguous() and _bias_fits(y, bias)))
+    )
+
+
+def tap_sums(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """sum ||y_i - bias||^2 over the vectors y_i of y, and sum (y_i - bias), in the shape of the bias, in one pass."""
+    total = torch.empty(())
+    sums = torch.empty(y.shape[-1]) if bias is None else torch.empty_like(bias)
+    if bias is None and y.ndim == 4:
+        sums = torch.empty(y.shape[1], y.shape[3])
+    library().dampen_tap(_tapped(y, bias, None, None, 0.0), total.data_ptr(), sums.data_ptr())
+    return total, sums
+
+
+def tap_gradient(through: Tensor, y: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """through + scale (y - bias) in one pass."""
+    if through.stride(-1) != 1 or (through.ndim != 4 and not through.is_contiguous()):
+        through = through.contiguous()
+    out = torch.empty_like(through)
+    if out.stride(-1) != 1:
+        out = torch.empty_like(through, memory_format=torch.contiguous_format)
+    library().dampen_tap_backward(_tapped(y, bias, through, out, scale))
+    return out
+
+
+def _bias_fits(y: Tensor, bias: Tensor) -> bool:
+    if bias.ndim == 1 or y.ndim != 4:
+        return bias.numel() == y.shape[-1] and y.ndim != 4
+    return bias.numel() == y.shape[1] * y.shape[3] and bias.shape[-1] == y.shape[3]
+
+
+def _tapped(y: Tensor, bias: Tensor | None, through: Tensor | None, out: Tensor | None, scale: float) -> bytes:
+    def strides(t: Tensor | None) -> tuple[int, ...]:
+        return _NO_STRIDES if t is None else t.stride()[:3] if t.ndim == 4 else (0, 0, t.shape[-1])
+
+    size = y.shape[-1]
+    shape = tuple(y.shape) if y.ndim == 4 else (1, 1, y.numel() // size, size)
+    pointers = (0 if t is None else t.data_ptr() for t in (y, bias, through, out))
+    return _TAPPED.pack(*shape, *pointers, *strides(y), *strides(through), *strides(out), scale)
 
 
 # --- the same as operators that a graph may hold ----------------------------------------------------------------------

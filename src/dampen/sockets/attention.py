@@ -16,6 +16,7 @@ from dampen.kernels.attend import attend
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
 from dampen.sockets.channels import start_following, tell_heads, tell_rows
 from dampen.sockets.eager import EagerAttention
+from dampen.sockets.equations import PRODUCTS
 from dampen.sockets.frame import Frame, close_frame, frame_of, open_frame
 from dampen.sockets.layout import layout_of
 from dampen.sockets.linear import apply_linear
@@ -43,6 +44,8 @@ class Socket(TorchFunctionMode):
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
         if func is F.linear and not self.frame.multiplying and not (args and self.eager.knows(args[0])):
             return self._linear(*args, **kwargs)
+        if not self.eager.ways and getattr(func, "__name__", "") not in PRODUCTS:  # nearly all: nothing to follow
+            return self.run(func, args, kwargs)
         return self.eager.call(func, args, kwargs, self.regularizers, self.call, self.run)
 
     def _followed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,7 +255,7 @@ def in_attention(module: nn.Module, frame: Frame, run: Callable[..., Any], *args
 
 def sees_attention(r: Regularizer) -> bool:
     """Whether anything of a regularizer happens inside attention; one of the branches alone leaves the kernel be."""
-    return bool(r.roles) or r.needs_valid or any(stage in r.stages for stage in ATTENTION_STAGES)
+    return bool(r.roles) or r.needs_valid or not r.stages.isdisjoint(ATTENTION_STAGES)
 
 
 def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dampen._torch import pytree
@@ -12,6 +13,7 @@ from dampen.regularizer import BLOCK_STAGES, LINEAR_STAGES, Regularizer
 from dampen.sockets.frame import Frame, close_frame, open_frame
 from dampen.sockets.residual import ResidualSocket
 from dampen.sockets.state import BlockSite
+from dampen.sockets.stream import StreamSocket, may_stream
 
 
 def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,11 +48,11 @@ def run_block(
     frame.block = self
     given = args[0] if args else kwargs.get(site.input_name)
     x = given if isinstance(given, Tensor) else first_tensor([*args, *kwargs.values()])
-    stages = {s for r in active for s in r.stages}
-    if x is not given and stages & set(BLOCK_STAGES):
+    stages = {s for r in active for s in r.stages} & set(BLOCK_STAGES) if x is not given else set()
+    if stages:
         raise RuntimeError(
             f"{type(self).__name__} at '{layer.site.name}' takes a {type(given).__name__} of tensors, not one, so "
-            f"methods of whole blocks ({', '.join(sorted(stages & set(BLOCK_STAGES)))}) cannot act on it. "
+            f"methods of whole blocks ({', '.join(sorted(stages))}) cannot act on it. "
             "Leave the block out with sites=."
         )
     if x.is_nested:
@@ -65,11 +67,22 @@ def run_block(
             check_tokens(self, r, before, x, [*args[1:], *kwargs.values()])
             args, kwargs = (x, *args[1:]) if args else (), kwargs if args else {**kwargs, site.input_name: x}
     for r in active:
-        r.input_has_gradient = x.requires_grad
+        # to set an attribute of a module takes microseconds; to read it in a graph would guard the graph by it
+        if torch.compiler.is_compiling() or r.input_has_gradient is not x.requires_grad:
+            r.input_has_gradient = x.requires_grad
     branching = [r for r in active if "branch" in r.stages]
     # a mode that is open also keeps torch.nn's encoder layer from its fused eval path around our sites
     if branching or (isinstance(self, nn.TransformerEncoderLayer) and not self.training):
         others = [t for t in (*args, *kwargs.values()) if is_stream(t, x)]
+        if branching and may_stream(layer, x, 1 + len(others)):
+            stream = StreamSocket(branching, active, x, layer, frame)
+            try:
+                out = base(self, *args, **kwargs)
+            finally:
+                stream.close()
+            if stream.is_as_before(out):
+                return finish_block(self, site, frame, active, x, out)
+            stream.undo(self)
         socket = ResidualSocket(branching, [x, *others], layer, frame)
         with socket:
             out = base(self, *args, **kwargs)
@@ -77,9 +90,14 @@ def run_block(
             socket.check(self, site.branches, out)
     else:
         out = base(self, *args, **kwargs)
-    if site.wants_linear and frame.hits == 0 and any(r.stages & set(LINEAR_STAGES) for r in active):
+    return finish_block(self, site, frame, active, x, out)
+
+
+def finish_block(self: Any, site: BlockSite, frame: Frame, active: Sequence[Regularizer], x: Tensor, out: Any) -> Any:
+    """What is left to do when a block's own forward has run: the stage block, and a look whether its maps were seen."""
+    if site.wants_linear and frame.hits == 0 and any(not r.stages.isdisjoint(LINEAR_STAGES) for r in active):
         raise RuntimeError(
-            f"{type(self).__name__} at '{layer.site.name}' ran without calling any of its linear modules, so the "
+            f"{type(self).__name__} at '{site.layer.site.name}' ran without calling any of its linear modules, so the "
             "regularizers on its linear maps did nothing. Call the modules (self.fc1(x)) instead of using their "
             "weights."
         )

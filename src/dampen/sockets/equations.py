@@ -148,6 +148,10 @@ class Flipped(Equation):
         return o.transpose(-2, -1)
 
 
+PRODUCTS = frozenset("einsum baddbmm matmul __matmul__ bmm __rmatmul__".split())
+"""The functions that `product_equation` reads."""
+
+
 def product_equation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Equation | None:
     """The product that a torch function computes, or None where it is none, or one of another kind."""
     if name == "einsum":

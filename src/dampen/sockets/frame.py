@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dampen.regularizer import Call
     from dampen.sockets.residual import ResidualSocket
     from dampen.sockets.state import Layer
+    from dampen.sockets.stream import StreamSocket
 
 
 class Frame:
@@ -25,14 +26,18 @@ class Frame:
 
     def __init__(self, thread: int, in_block: bool) -> None:
         self.thread = thread  # 0 inside a compiled graph
+        self.in_block = in_block  # False where no module is the block: then nothing tells what runs before what
+        self.block: Any = None  # the module whose forward this is
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing of the forward has run yet."""
         self.call: Call | None = None  # the attention under way
         self.multiplying = False  # a linear site is running its own F.linear
         self.valid: Tensor | None = None  # (B, N): the tokens of this forward that are not padding
         self.sequence_first = False  # the feed-forward sees (N, B, D)
-        self.in_block = in_block  # False where no module is the block: then nothing tells what runs before what
         self.early = ""  # a feed-forward map that ran before padding was known
-        self.block: Any = None  # the module whose forward this is
-        self.residual: ResidualSocket | None = None  # follows the residual branches, where a method acts on them
+        self.residual: ResidualSocket | StreamSocket | None = None  # sees the residual branches, where a method acts
         self.inside = 0  # attention modules of the block that are running
         self.attended = 0  # those that have run
         self.hits = 0  # linear maps seen since the block started

@@ -13,7 +13,12 @@ computed from this one, x + f(x), where x is the stream after a single map (Tiny
 attention that changed its size (LeViT's downsampling); there is no residual around that map, so nothing to drop.
 
 In the end every sublayer that ran must have been added and the block's output must be clean; a block that adds in some
-other way raises."""
+other way raises.
+
+To follow every tensor costs more than the methods that ask for it. So what a forward did is remembered: its torch
+functions in their order, and where the operands of each residual addition came from, by whatever rule it was found.
+While the next forward calls the same functions, it is only compared with that; where it departs, it is followed from
+its start after all."""
 
 from __future__ import annotations
 
@@ -22,25 +27,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dampen._torch import version_of
 from dampen.calls import BranchCall
 from dampen.regularizer import Regularizer
+from dampen.sockets.memory import ADDITIONS, Entry, Found, Memory, attends, remember, role_of
+from dampen.sockets.origins import CLEAN, MAPS, Origins, leaves
 
 if TYPE_CHECKING:
     from dampen.sockets.frame import Frame
     from dampen.sockets.state import Layer
 
-_ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "get_device", "__len__"}
-_MAPS = set("linear addmm matmul __matmul__ bmm mm baddbmm einsum conv1d conv2d conv3d _grouped_mm grouped_mm".split())
-_AFFINE = _MAPS | set(
-    "layer_norm batch_norm group_norm rms_norm avg_pool2d avg_pool1d max_pool2d max_pool1d adaptive_avg_pool2d "
-    "adaptive_max_pool2d amax mean view reshape reshape_as permute transpose movedim flatten unflatten contiguous "
-    "squeeze unsqueeze __getitem__ pad to float half bfloat16 mul __mul__ interpolate boolean_dispatch leave".split()
-)
-CLEAN: frozenset[str] = frozenset()
 
 
 def call_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,131 +56,171 @@ class ResidualSocket(TorchFunctionMode):
         self, regularizers: Sequence[Regularizer], roots: Sequence[Tensor], layer: Layer, frame: Frame
     ) -> None:
         super().__init__()
-        self.regularizers, self.layer, self.frame = regularizers, layer, frame
+        self.regularizers, self.layer, self.frame, self.roots = regularizers, layer, frame, roots
         self.root = roots[0]  # the block's first input
-        self.tensors: list[Tensor] = []  # those that are known, kept alive so that an id means one tensor
-        self.origins: list[frozenset[str]] = []  # the sublayers that each came through; none: clean
-        self.makers: list[tuple[str, list[int]]] = []  # the function that made each, and what of the known it read
-        self.places: dict[int, int] = {}  # id -> index, outside of compiled graphs, which know no ids
+        self.log: list[Entry] = []
+        self.memory: Memory | None = None if torch.compiler.is_compiling() else layer.residual_memory
+        self.removed = False  # whether a skip was left out
+        self.buffers: list[tuple[Tensor, int]] = []  # of the block, with their versions, where it is followed
+        if self.memory is None and not torch.compiler.is_compiling():
+            self.buffers = [(b, version_of(b)) for b in frame.block.buffers() if not b.is_inference()]
+        self._fresh()
+        frame.residual = self
+
+    def _fresh(self) -> None:
+        self.origins = Origins(self.roots)
         self.found: list[str] = []
         self.covered: set[str] = set()  # the sublayers whose branches were added
         self.last: Tensor | None = None  # the last sum
         self.read = False  # whether anything was computed from it
-        self.removed = False  # whether a skip was left out
         self.resized: int | None = None  # elements of the last sum with a projected shortcut
-        frame.residual = self
-        for root in roots:
-            self._put(root, CLEAN)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.memory is not None:
+            number = len(self.log)
+            if number < len(self.memory.functions) and func is self.memory.functions[number]:
+                if number not in self.memory.additions:
+                    out = func(*args, **kwargs)
+                    self.log.append((func, args, kwargs, out, self.frame.inside, None))
+                    return out
+                plan = self.memory.additions[number]
+                if plan is None:
+                    self._see_batch(args)
+                    return self._run(func, args, kwargs, None)
+                made = self._made(plan.left) is args[0] and self._made(plan.right) is args[1]
+                if made and self._is_as_large(plan.found, args):
+                    self.read = plan.found.read
+                    return self._run(func, args, kwargs, plan.found)
         name = getattr(func, "__name__", "")
-        attends = func is F.scaled_dot_product_attention or func is F.multi_head_attention_forward
         if name in _LOOKS:
             return call_torch(func, args, kwargs)
-        if name in _ADDITIONS and len(args) == 2 and not kwargs:
-            left, right = self._origin(args[0]), self._origin(args[1])
-            # scalars are sums inside another method's penalty, never a stream of tokens
-            if left is not None and right is not None and args[0].ndim == args[1].ndim >= 2:
-                if bool(left) != bool(right):
-                    residual, branch, labels = (args[1], args[0], left) if left else (args[0], args[1], right)
-                    return self._add(residual, branch, labels)
-                if left and right and not self.frame.inside:
-                    for residual, branch in ((args[0], args[1]), (args[1], args[0])):
-                        labels = self._remade(residual, branch)
-                        if labels:
-                            return self._add(residual, branch, labels)
+        self._follow()
+        found = self._find(args) if name in ADDITIONS and len(args) == 2 and not kwargs else None
+        out = self._run(func, args, kwargs, found)
+        if found is None:
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found | None) -> Any:
+        """Run a call, which may be an addition of a branch, and keep it."""
+        if found is None:
+            out = call_torch(func, args, kwargs)
+        else:
+            residual, branch = (args[1], args[0]) if found.branch_first else args
+            out = self._add(residual, branch, found)
+        if not torch.compiler.is_compiling():
+            self.log.append((func, args, kwargs, out, self.frame.inside, found))
+        return out
+
+    # --- a forward that is followed -----------------------------------------------------------------------------------
+
+    def _find(self, args: tuple[Any, ...]) -> Found | None:
+        """What the sum of two tensors is, where it is one of the stream and a branch."""
+        left, right = self.origins.of(args[0]), self.origins.of(args[1])
+        # scalars are sums inside another method's penalty, never a stream of tokens
+        if left is None or right is None or not args[0].ndim == args[1].ndim >= 2:
+            return None
+        if bool(left) != bool(right):
+            return Found(left or right, bool(left), self.read)
+        if left and right and not self.frame.inside:
+            return self._remade(args[0], args[1], False) or self._remade(args[1], args[0], True)
+        return None
+
+    def _remade(self, residual: Tensor, branch: Tensor, branch_first: bool) -> Found | None:
+        """The addition, where `residual` is a projected shortcut or the stream remade; None: neither."""
+        known = self.origins
+        made, other = known.place(residual), known.place(branch)
+        if made is None or other is None:
+            return None
+        resized = residual.numel() != self._stream().numel()
+        single, attended = known.is_single_map(made), any(x.startswith("attention") for x in known.labels[made])
+        if known.comes_from(other, made) and (single or (attended and resized)):
+            labels = (known.labels[other] - known.labels[made]) or frozenset([f"ffn {len(self.found)}"])
+            around = known.labels[made] if attended else CLEAN
+            return Found(labels, branch_first, self.read, around, resized=resized)
+        derived = known.comes_from(other, made, mapped=True)  # the inside of an activation: x + 0.04 x^3
+        if single and resized and not derived and not known.is_beside_a_map(other):
+            return Found(known.labels[other], branch_first, self.read, projected=True, resized=resized)
+        return None
+
+    def _stream(self) -> Tensor:
+        return self.root if self.last is None else self.last
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Where the result of a call came from."""
         read, labels = [], CLEAN
-        for value in _leaves(args, kwargs):
-            place = self._place(value)
+        for value in leaves(args, kwargs):
+            place = self.origins.place(value)
             if place is not None:
                 read.append(place)
-                labels = labels | self.origins[place]
+                labels = labels | self.origins.labels[place]
                 self.read = self.read or value is self.last
-        out = call_torch(func, args, kwargs)
         if read:
-            if attends:
+            name, whole = getattr(func, "__name__", ""), attends(func)
+            if whole:
                 self._see_batch(args)
-            if attends or (name in _MAPS and not labels):
-                labels = self._label(attends)
-            self._put(out, labels, name, read)
-        return out
+            if whole or (name in MAPS and not labels):
+                labels = self._label(whole)
+            self.origins.put(out, labels, name, read)
+
+    # --- a forward like the last one ----------------------------------------------------------------------------------
+
+    def _made(self, number: int) -> Any:
+        """What the call with this number gave; the block's inputs are counted from -1 downwards."""
+        return self.roots[-1 - number] if number < 0 else self.log[number][3]
+
+    def _is_as_large(self, found: Found, args: tuple[Any, ...]) -> bool:
+        """Whether a shortcut has changed its size as before, where that was a reason to take it for one."""
+        residual: Tensor = args[1] if found.branch_first else args[0]
+        return found.resized is None or (residual.numel() != self._stream().numel()) == found.resized
+
+    def _follow(self) -> None:
+        """From now on follow the tensors, and do so for the calls that were only compared until here."""
+        if self.memory is None:
+            return
+        self.memory = None
+        if self.regularizers:
+            self.layer.residual_changes = True
+        inside, self.frame.attended = self.frame.inside, 0
+        self._fresh()
+        for func, args, kwargs, out, within, found in self.log:
+            self.frame.inside = within
+            if func is None:
+                self._left(out)
+            elif found is None:
+                self._note(func, args, kwargs, out)
+            else:
+                self._added(out, args[1] if found.branch_first else args[0], found)
+        self.frame.inside = inside
 
     def leave(self, out: Any) -> None:
         """An attention module has run: what it gives out came through it, unless it has added its residual itself
         (ALBERT)."""
+        number = len(self.log)
+        if self.memory is not None and number < len(self.memory.functions) and self.memory.functions[number] is None:
+            self.frame.attended += 1
+        else:
+            self._follow()
+            self._left(out)
+        if not torch.compiler.is_compiling():
+            self.log.append((None, (), {}, out, self.frame.inside, None))
+
+    def _left(self, out: Any) -> None:
         labels = self._label(True)
         self.frame.attended += 1
-        for value in _leaves((out,), {}):
-            if isinstance(value, Tensor) and not (self._origin(value) == CLEAN and labels <= self.covered):
-                place = self._place(value)
-                self._put(value, labels, "leave", [] if place is None else [place])
+        for value in leaves((out,), {}):
+            if isinstance(value, Tensor) and not (self.origins.of(value) == CLEAN and labels <= self.covered):
+                place = self.origins.place(value)
+                self.origins.put(value, labels, "leave", [] if place is None else [place])
 
-    def _remade(self, residual: Tensor, branch: Tensor) -> frozenset[str]:
-        """The sublayers of `branch`, where `residual` is a projected shortcut or the stream remade; none: neither."""
-        made, other = self._place(residual), self._place(branch)
-        if made is None or other is None:
-            return CLEAN
-        stream = self.root if self.last is None else self.last
-        resized = residual.numel() != stream.numel()
-        single, attended = self._is_single_map(made), any(x.startswith("attention") for x in self.origins[made])
-        if self._comes_from(other, made) and (single or (attended and resized)):
-            if attended:
-                self.covered |= self.origins[made]  # no residual goes around it
-            return (self.origins[other] - self.origins[made]) or frozenset([f"ffn {len(self.found)}"])
-        derived = self._comes_from(other, made, mapped=True)  # the inside of an activation: x + 0.04 x^3
-        if single and resized and not derived and not self._is_beside_a_map(other):
-            self.resized = residual.numel()
-            return self.origins[other]
-        return CLEAN
-
-    def _is_single_map(self, place: int) -> bool:
-        """Whether a tensor is the stream after one linear map, and norms, pooling and reshaping alone."""
-        return self._count_maps(place, _AFFINE) == 1
-
-    def _is_beside_a_map(self, place: int) -> bool:
-        """Whether a tensor is a part of a linear map rather than a sublayer: a map, or several in a row with nothing
-        between them but dropout (LoRA)."""
-        maps = self._count_maps(place, _AFFINE | {"dropout"})
-        return maps == 1 or (maps is not None and not any(x.startswith("attention") for x in self.origins[place]))
-
-    def _count_maps(self, place: int, allowed: set[str]) -> int | None:
-        """How many linear maps lie between the stream and a tensor; None where anything does that is not allowed."""
-        maps, seen, todo = 0, {place}, [place]
-        while todo:
-            name, read = self.makers[todo.pop()]
-            if name not in allowed:
-                return None
-            maps += name in _MAPS
-            fresh = {p for p in read if self.origins[p]} - seen
-            seen |= fresh
-            todo.extend(fresh)
-        return maps
-
-    def _comes_from(self, place: int, start: int, mapped: bool = False) -> bool:
-        """Whether a tensor was computed from another one, through at least one map (or any way: `mapped`)."""
-        todo: list[tuple[int, bool]] = [(place, mapped)]
-        seen: set[tuple[int, bool]] = set()
-        while todo:
-            here, mapped = todo.pop()
-            if here == start:
-                if mapped:
-                    return True
-                continue
-            name, read = self.makers[here]
-            mapped = mapped or name in _MAPS or name == "scaled_dot_product_attention"
-            fresh = {(p, mapped) for p in read if p >= start} - seen
-            seen |= fresh
-            todo.extend(fresh)
-        return False
-
-    def _label(self, attends: bool) -> frozenset[str]:
+    def _label(self, whole: bool) -> frozenset[str]:
         """The name of the sublayer that is running."""
         if self.frame.inside:
             return frozenset([f"attention {self.frame.attended + 1}"])
-        return frozenset([f"{'attention beside' if attends else 'ffn'} {len(self.found)}"])
+        return frozenset([f"{'attention beside' if whole else 'ffn'} {len(self.found)}"])
 
     def _see_batch(self, args: tuple[Any, ...]) -> None:
         """Attention's own layout (B, H, N, D) tells a block that works on (N, B, D)."""
@@ -191,34 +230,8 @@ class ResidualSocket(TorchFunctionMode):
         if x.shape[1] == q.shape[0] and x.shape[0] == q.shape[2]:
             self.frame.sequence_first = True
 
-    def _origin(self, value: Any) -> frozenset[str] | None:
-        """The sublayers that a tensor came through; None where it is not known."""
-        place = self._place(value)
-        return None if place is None else self.origins[place]
-
-    def _place(self, value: Any) -> int | None:
-        """The number of a known tensor."""
-        if not isinstance(value, Tensor):
-            return None
-        if not torch.compiler.is_compiling():
-            return self.places.get(id(value))
-        for i in range(len(self.tensors) - 1, -1, -1):
-            if self.tensors[i] is value:
-                return i
-        return None
-
-    def _put(self, out: Any, labels: frozenset[str], name: str = "", read: Sequence[int] = ()) -> None:
-        for value in (out,) if isinstance(out, Tensor) else _leaves((out,), {}):
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.tensors.append(value)
-                self.origins.append(labels)
-                self.makers.append((name, list(read)))
-                if not torch.compiler.is_compiling():
-                    self.places[id(value)] = len(self.tensors) - 1
-
-    def _add(self, residual: Tensor, branch: Tensor, labels: frozenset[str]) -> Tensor:
-        kinds = sorted({label.split()[0] for label in labels})
-        role = kinds[0] if len(kinds) == 1 else "parallel"
+    def _add(self, residual: Tensor, branch: Tensor, found: Found) -> Tensor:
+        role = role_of(found.labels)
         flat = self._flattened(branch)
         axis = 1 if self.frame.sequence_first else None
         call = BranchCall(role, residual, self.layer.site, batch_axis=axis)
@@ -237,11 +250,16 @@ class ResidualSocket(TorchFunctionMode):
             out = torch.add(residual, branch)
         else:  # in the dtype and shape that the sum would have had
             out = branch.to(torch.promote_types(residual.dtype, branch.dtype)).expand_as(residual)
-        self.found.append(role)
-        self.covered |= labels
-        self._put(out, CLEAN)
-        self.last, self.read = out, False
+        self._added(out, residual, found)
         return out
+
+    def _added(self, out: Tensor, residual: Tensor, found: Found) -> None:
+        self.found.append(role_of(found.labels))
+        self.covered |= found.labels | found.around
+        if found.projected:
+            self.resized = residual.numel()
+        self.origins.put(out, CLEAN)
+        self.last, self.read = out, False
 
     def _flattened(self, branch: Tensor) -> tuple[int, int] | None:
         """Batch and tokens of a branch that the block has flattened (OPT), or None; an error where samples are lost."""
@@ -258,6 +276,13 @@ class ResidualSocket(TorchFunctionMode):
 
     def check(self, block: nn.Module, expected: int, out: Any) -> None:
         """Raise where a sublayer that ran was not added, or the block gives out something else than the stream."""
+        values = [out] if isinstance(out, Tensor) else leaves((out,), {})
+        first = next((v for v in values if isinstance(v, Tensor)), None)
+        if self.memory is not None:
+            if len(self.log) == len(self.memory.functions) and first is self._made(self.memory.result):
+                self.layer.residual_same += 1
+                return
+            self._follow()
         attended = {f"attention {i + 1}" for i in range(self.frame.attended)}
         missing = sorted(attended - self.covered)
         wants_ffn = expected > len(self.layer.attentions)
@@ -266,10 +291,10 @@ class ResidualSocket(TorchFunctionMode):
         unmarked = expected - wants_ffn - len(self.layer.attentions)  # attentions that sites= or attention= left out
         if unmarked and sum(label.startswith("attention") for label in self.covered) < len(attended) + unmarked:
             missing.append("attention")
-        first = next((v for v in _leaves((out,), {}) if isinstance(v, Tensor)), None)
         # a sum of another size than the block's output was inside a sublayer, and its shortcut none
         inner = first is not None and self.resized not in (None, first.numel())
-        if not missing and first is not None and self._origin(first) == CLEAN and not inner:
+        if not missing and first is not None and self.origins.of(first) == CLEAN and not inner:
+            self._remember(first)
             return
         names = ", ".join(sorted({r.name for r in self.regularizers}))
         why = f"{', '.join(missing)} not among them" if missing else "and its output is not their sum"
@@ -279,13 +304,10 @@ class ResidualSocket(TorchFunctionMode):
             "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or leave it out with sites=."
         )
 
-
-def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments and what lists among them hold."""
-    found: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, list | tuple):
-            found.extend(value)
-        else:
-            found.append(value)
-    return found
+    def _remember(self, out: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stateless = all(version_of(b) == version for b, version in self.buffers)  # a stream may have to run again
+        may_stream = stateless and not self.frame.sequence_first and not self.removed
+        self.layer.residual_memory = remember(self.roots, self.log, out, may_stream)
+        self.layer.residual_same = 0

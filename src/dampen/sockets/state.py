@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +15,16 @@ from dampen.sockets.entry import EntrySite
 from dampen.sockets.frame import Frame
 from dampen.sockets.own_dropout import OwnRate, is_flipped
 
+if TYPE_CHECKING:
+    from dampen.sockets.memory import Memory
+
 
 class Layer:
     """What the sites of one layer share: the clones, and the frames of the forwards under way."""
+
+    residual_memory: Memory | None = None  # what the last forward of the block did; see `residual.py`
+    residual_same = 0  # forwards that were compared with it and were like it
+    residual_changes = False  # whether a forward has ever departed from it
 
     def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
         self.site = site
@@ -44,7 +51,8 @@ class Layer:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: one that is made during a forward or inside a with block is not inside it."""
-        return {**self.__dict__, "frames": [], "enabled": True, "sampling": False}
+        fresh = {"frames": [], "enabled": True, "sampling": False, "residual_memory": None, "residual_same": 0}
+        return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "frames": []})  # models pickled with 0.1 have none

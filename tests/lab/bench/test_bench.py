@@ -1,6 +1,7 @@
 """The bench: statistics on synthetic timings, memory against known allocations, the papers' formulations against
 independent ones, and the whole command on a tiny model. No test asserts a time."""
 
+import dataclasses
 import json
 import statistics
 
@@ -18,6 +19,7 @@ from dampen.kernels.timing import compare, summarize
 from dampen.lab.bench import NOISY, Options, bench, find_variants, make_subject, papers, peak_memory
 from dampen.lab.bench.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention
 from dampen.lab.bench.output import remarks, save_chart
+from dampen.lab.bench.presets import PRESETS, targets_of
 from dampen.lab.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.lab.bench.scaling import _too_much, scale_attention, scale_batch
 from dampen.lab.errors import ConfigError
@@ -561,3 +563,23 @@ def test_command_explains_what_is_wrong():
 def test_a_device_that_is_not_there_is_refused_in_words():
     with pytest.raises(ConfigError, match="--device: cannot use 'cuda:7' here: .*; use cpu"):
         make_subject(TINY, 2, device="cuda:7")
+
+
+def test_sizes_bring_rows_targets_and_their_own_command():
+    options = Options.preset("tiny", rounds=3)
+    assert (options.batch, options.threads, options.clock) == (32, 1, "cpu")
+    assert options.command() == "dampen bench --rounds 3 --size tiny"
+    assert targets_of("tiny", native=False)["hard_masking"] == 1.25
+    assert "hard_masking" not in targets_of("long", native=False)  # it has none by torch alone
+    rows = {v.name for v in find_variants(options.methods)}
+    assert set(targets_of("tiny", native=True)) <= rows
+    assert set(targets_of("mid", native=True)) <= {v.name for v in find_variants(PRESETS["mid"].methods)}
+    with pytest.raises(ConfigError, match="tiny, small, mid, long"):
+        Options.preset("huge")
+
+
+def test_attention_alone_is_compared_with_its_targets(monkeypatch):
+    monkeypatch.setitem(PRESETS, "long", dataclasses.replace(PRESETS["long"], lengths=(64,)))
+    record = bench(Options.preset("long", methods="drop_key(rate=0.1)", seconds=60.0))
+    assert {p["n"] for p in record["scaling"]["points"]} == {64}
+    assert list(record["targets"]) == ["drop_key(rate=0.1)"]

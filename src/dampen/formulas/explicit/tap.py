@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen._torch import in_functorch, saved_tensors_are_hooked, version_of
+from dampen._torch import has_numbers, in_functorch, saved_tensors_are_hooked, version_of
 from dampen.formulas.explicit.forms import Number
 from dampen.formulas.explicit.precision import no_autocast, wide
+from dampen.native.library import available as native_available
 
 
 def tap(
@@ -74,8 +75,14 @@ class _Tap(torch.autograd.Function):
         weight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.factor, ctx.kept, ctx.dtype = factor, None, y.dtype
+        ctx.factor, ctx.kept, ctx.dtype, ctx.native = factor, None, y.dtype, False
         full = wide(y)
+        if weights is None and native_available() and not isinstance(factor, Tensor) and _fits_native(y, bias):
+            from dampen.native.ops import tap_sums  # only where it was built
+
+            total, sums = tap_sums(y, bias)
+            ctx.native = True
+            return _Tap.keep(ctx, y, bias, weights, None if bias is None else sums, x, weight), total.mul_(factor)
         if weights is not None:
             total = (torch.linalg.vector_norm(full, dim=-1).square() * weights).sum()
         elif full.is_contiguous():
@@ -93,12 +100,25 @@ class _Tap(torch.autograd.Function):
                 s = (full * weights.unsqueeze(-1)).sum_to_size(bias.shape)
                 r = s - weights.sum() * b
             total = total - torch.dot((s + r).view(-1), b.reshape(-1))
+        return _Tap.keep(ctx, y, bias, weights, r, x, weight), total * factor
+
+    @staticmethod
+    def keep(
+        ctx: Any,
+        y: Tensor,
+        bias: Tensor | None,
+        weights: Tensor | None,
+        r: Tensor | None,
+        x: Tensor | None,
+        weight: Tensor | None,
+    ) -> Tensor:
+        """What the backward needs, and y as it goes on."""
         if x is None or saved_tensors_are_hooked():  # a checkpoint or offloading sees every tensor that is kept
             ctx.save_for_backward(y if x is None else y.clone(), bias, weights, r)
         else:
             ctx.save_for_backward(None, bias, weights, r, x, weight)
             ctx.kept, ctx.version = y.detach(), version_of(y)
-        return y.detach(), total * factor  # not a view: a model may go on in place
+        return y.detach()  # not a view: a model may go on in place
 
     @staticmethod
     def backward(ctx: Any, through: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -120,11 +140,21 @@ class _Tap(torch.autograd.Function):
         ):
             return (*_slow(through, grad * ctx.factor, y, bias, bias, weights, r, ctx.dtype), None, None)
         scale = 2 * ctx.factor * grad.item()
+        if ctx.native and through is not None and through.dtype is torch.float32:
+            from dampen.native.ops import tap_gradient  # it was there in the forward
+
+            return tap_gradient(through, y, bias, scale), None if r is None else r.mul(-scale), None, None, None, None
         full = wide(y)
         out = full * scale if through is None else torch.add(wide(through), full, alpha=scale)
         if bias is not None:
             out.sub_(bias, alpha=scale)
         return out.to(ctx.dtype), None if r is None else (r * -scale).to(bias.dtype), None, None, None, None
+
+
+def _fits_native(y: Tensor, bias: Tensor | None) -> bool:
+    from dampen.native.ops import fits_tap
+
+    return has_numbers(y) and fits_tap(y, bias)
 
 
 def _again(x: Tensor, weight: Tensor) -> Tensor:

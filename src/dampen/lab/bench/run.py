@@ -17,9 +17,12 @@ from dampen.lab.allocator import describe_malloc
 from dampen.lab.bench.alternatives import ALTERNATIVES, INSTEAD_OF
 from dampen.lab.bench.memory import peak_memory
 from dampen.lab.bench.papers import PAPERS, attention_as, unfused
+from dampen.lab.bench.presets import PRESETS, targets_of
 from dampen.lab.bench.subject import Subject, make_subject
 from dampen.lab.bench.variants import Variant, find_variants
+from dampen.lab.errors import ConfigError
 from dampen.lab.report.stored import BENCH
+from dampen.native.library import available as native_available
 
 NOISY = 0.03
 """An interval wider than this, as a fraction of its median, cannot tell small costs apart."""
@@ -44,15 +47,32 @@ class Options:
     seconds: float = 600.0
     clock: str = "wall"
     long: bool = False
+    size: str = ""
+
+    @classmethod
+    def preset(cls, size: str, **given: Any) -> Options:
+        """The options of a size, one thread by processor time, but for those that are given."""
+        if size not in PRESETS:
+            raise ConfigError("The bench", [f"--size: got {size!r}; use {', '.join(PRESETS)}"])
+        usual = PRESETS[size]
+        mine = {
+            "model": usual.model or "vit",
+            "batch": usual.batch,
+            "methods": usual.methods,
+            "threads": 1,
+            "clock": "cpu",
+        }
+        return cls(**{**mine, **given}, size=size)
 
     def command(self) -> str:
         """The command line that repeats this."""
         parts = ["dampen", "bench"]
+        usual = Options.preset(self.size) if self.size else Options()
         for entry in fields(self):
             value = getattr(self, entry.name)
             if value is True:
                 parts.append(f"--{entry.name}")
-            elif value != entry.default:
+            elif value != getattr(usual, entry.name) or (entry.name == "size" and value):
                 parts += [f"--{entry.name}", f"{value:g}" if isinstance(value, float) else str(value)]
         return shlex.join(parts)
 
@@ -61,6 +81,8 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
     """Measure and return the record: plain data, all of it."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    if options.size and PRESETS[options.size].lengths:
+        return _long(options, progress)
     subject = make_subject(options.model, options.batch, options.dtype, options.device)
     variants = find_variants(options.methods)
     plain = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
@@ -92,6 +114,29 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
         record["scaling"] = scale_attention(possible, options, progress)
         record["batches"] = scale_batch(possible, options, progress)
     return record
+
+
+def _long(options: Options, progress: Progress) -> dict[str, Any]:
+    """Attention alone at the lengths of a preset."""
+    from dampen.lab.bench.scaling import scale_attention
+
+    usual = PRESETS[options.size]
+    scaling = scale_attention(find_variants(options.methods), options, progress, usual.lengths)
+    goals = targets_of(options.size, native_available())
+    worst: dict[str, float] = {}
+    for point in scaling["points"]:
+        worst[point["row"]] = max(worst.get(point["row"], 0.0), point["median"])
+    return {
+        "kind": BENCH,
+        "command": options.command(),
+        "size": options.size,
+        "model": usual.what,
+        "what": "attention alone, forward and backward, as a multiple of plain SDPA",
+        "machine": {**machine(), "clock": options.clock, "device": options.device, "malloc": describe_malloc()},
+        "native": native_available(),
+        "scaling": scaling,
+        "targets": {n: {"target": t, "met": worst[n] <= t} for n, t in goals.items() if n in worst},
+    }
 
 
 def plain_step(subject: Subject, fused: bool = True) -> Step:
@@ -179,9 +224,13 @@ def _record(
         return found if ours not in groups["ours"] else {**found, "ours_over_it": asdict(timings.between(ours, name))}
 
     targets = {v.name: v.target for v in variants if designed and v.target is not None and v.name in ratios}
+    if options.size:
+        targets = {n: t for n, t in targets_of(options.size, native_available()).items() if n in ratios}
     return {
         "kind": BENCH,
         "command": options.command(),
+        "size": options.size,
+        "native": native_available(),
         "model": subject.label,
         "what": "one training step without the optimizer (forward, backward) as a multiple of the best plain step",
         "machine": {**machine(), "clock": options.clock, "device": options.device, "malloc": describe_malloc()},

@@ -43,6 +43,8 @@ def scale_attention(
     Methods that act inside attention run in `dampen.attention` alone, against plain SDPA; those that read the linear
     maps around it run in one block, against a plain block.
     """
+    from dampen.lab.bench.run import CLOCKS
+
     families, stopped = _rows(variants, options)
     found: dict[str, list[Point]] = {name: [] for rows in families.values() for name in rows}
     left_out: dict[str, str] = {}
@@ -56,7 +58,7 @@ def scale_attention(
             runs = _runnable({name: make for name, make in rows.items() if name not in stopped}, n, left_out)
             if reference not in runs or len(runs) < 2:
                 continue
-            ratios = compare(runs, reference, rounds=9, seconds=3.0, least=3)
+            ratios = compare(runs, reference, rounds=9, seconds=3.0, least=3, clock=CLOCKS[options.clock])
             memory = {name: peak_memory(run, options.device) for name, run in runs.items()}
             for name in runs:
                 share = memory[name] / memory[reference]

@@ -1,0 +1,77 @@
+"""FlexAttention with a counter-based score_mod, in its eager form on a CPU; no GPU has seen it."""
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flexes
+from torch.nn import functional as F
+
+from dampen import DropKey, HardMasking
+from dampen.kernels import flex
+
+
+def grid(b, h, n, m):
+    sizes = (b, h, n, m)
+    return [torch.arange(size).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(sizes)]
+
+
+def test_philox_known_answer():
+    """The vectors that Random123 publishes for philox2x32-10."""
+    for counter, key, expected in (
+        ((0, 0), 0, 0xFF1DAE59),
+        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, 0x2C3F628B),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, 0xDD7CE038),
+    ):
+        made = flex.philox((torch.tensor(counter[0]), torch.tensor(counter[1])), torch.tensor(key))
+        assert made.item() == expected
+
+
+def test_rate_and_independence():
+    hidden = flex.hiding(torch.tensor(7), 0.2, 8, 256)(*grid(4, 8, 256, 256)).float()
+    x, n = (hidden - 0.2) / 0.4, hidden.numel()
+    other = (flex.hiding(torch.tensor(8), 0.2, 8, 256)(*grid(4, 8, 256, 256)).float() - 0.2) / 0.4
+    pairs = {
+        "rate": x,
+        "keys": x[..., 1:] * x[..., :-1],
+        "queries": x[..., 1:, :] * x[..., :-1, :],
+        "heads": x[:, 1:] * x[:, :-1],
+        "samples": x[1:] * x[:-1],
+        "seeds": x * other,
+    }
+    for name, values in pairs.items():
+        assert abs(values.mean().item() * n**0.5) < 4.5, name
+    assert 0.9 < hidden.sum(-1).var().item() / (256 * 0.16) < 1.1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kv", [4, 2])
+def test_equals_dense_attention(kv, monkeypatch):
+    monkeypatch.setattr(
+        flexes, "_validate_device", lambda *a: None
+    )  # refuses gradients on a CPU, in the eager form too
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 32, 16, requires_grad=True) for heads in (4, kv, kv))
+    torch.manual_seed(3)
+    ours = flex.flex_hiding(q, k, v, 0.2, 0.25, compiled=False)
+    torch.manual_seed(3)
+    hidden = flex.hiding(torch.randint(2**32, ()), 0.2, 4, 32)(*grid(2, 4, 32, 32))
+    theirs = F.scaled_dot_product_attention(q, k, v, ~hidden, scale=0.25, enable_gqa=kv != 4)
+    torch.testing.assert_close(ours, theirs)
+    weight = torch.randn_like(ours)
+    for a, b in zip(
+        torch.autograd.grad(ours, (q, k, v), weight), torch.autograd.grad(theirs, (q, k, v), weight), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_only_where_asked_and_able(monkeypatch):
+    q = torch.empty(1, 8, 4096, 64, device="meta")
+    monkeypatch.setattr(flex, "os", type("Fake", (), {"environ": {"DAMPEN_FLEX": "1"}}))
+    assert not flex.fits_flex(q, q, [DropKey(0.1)], asked=True)  # no CUDA here
+
+    class Cuda:
+        shape, device = q.shape, torch.device("cuda")
+
+    assert flex.fits_flex(Cuda, Cuda, [DropKey(0.1)], asked=True)
+    assert not flex.fits_flex(Cuda, Cuda, [DropKey(0.1)], asked=False)
+    assert not flex.fits_flex(Cuda, Cuda, [HardMasking(0.1)], asked=True)
+    assert not flex.fits_flex(Cuda, Cuda, [DropKey(0.1), DropKey(0.2)], asked=True)
