@@ -56,12 +56,12 @@ class Origins:
 
     def is_single_map(self, place: int) -> bool:
         """Whether a tensor is the stream after one linear map, and norms, pooling and reshaping alone."""
-        return self._count_maps(place, AFFINE) == 1
+        return self._count_maps(place, _AFFINE) == 1
 
     def is_beside_a_map(self, place: int) -> bool:
         """Whether a tensor is a part of a linear map rather than a sublayer: a map, or several in a row with nothing
         between them but dropout (LoRA)."""
-        maps = self._count_maps(place, AFFINE | {"dropout"})
+        maps = self._count_maps(place, _AFFINE | {"dropout"})
         return maps == 1 or (maps is not None and not any(x.startswith("attention") for x in self.labels[place]))
 
     def _count_maps(self, place: int, allowed: frozenset[str] | set[str]) -> int | None:
