@@ -58,6 +58,9 @@ def case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Loss]:
         nn.init.normal_(model.shift[2].weight, std=0.02)  # at 0, where it starts, what is below it gets no gradient yet
         target = torch.cat([labels[:, None, None].float(), torch.rand(8, 1, 4) * 0.3 + 0.3], dim=-1)
         return model, (torch.randn(8, 3, 16, 16),), lambda found: set_loss(found, target)
+    if name == "captions":
+        model = build_model(name, vocab=13, classes=4, width=32, depth=1, heads=4, mlp=48)
+        return model, (torch.randn(8, 1, 8, 8), torch.randint(1, 13, (8, 6))), classify
     raise KeyError(f"a new model {name!r} needs a tiny case here")
 
 
@@ -144,7 +147,7 @@ def test_whole_model_in_bfloat16(tiny):
     assert main_output(model.bfloat16()(*batch)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"convmixer", "detr", "mae"}))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"captions", "convmixer", "detr", "mae"}))
 def test_post_norm_learns_too(name):
     torch.manual_seed(0)
     _, batch, loss = case(name)
@@ -170,7 +173,7 @@ def test_post_norm_learns_too(name):
 def test_unknown_model_names_the_nearest():
     with pytest.raises(ValueError, match=r"'covmixer'; did you mean 'convmixer'\?"):
         build_model("covmixer")
-    with pytest.raises(ValueError, match="known: convmixer, detr, encoder"):
+    with pytest.raises(ValueError, match="known: captions, convmixer, detr, encoder"):
         build_model("zzz")
 
 

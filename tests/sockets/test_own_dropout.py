@@ -234,7 +234,7 @@ def test_deterministic(name, regularized):
     make, x = MODELS[name]
     model = make().train()
     if regularized:
-        dampen.regularize(model, [DropKey(0.5), dampen.DropHead(0.5)])
+        dampen.regularize(model, [DropKey(0.5), dampen.DropAttention(0.5, normalized=False)])
     before = {n: dict(vars(m)) for n, m in model.named_modules()}
     torch.manual_seed(1)
     expected = run(model, x)

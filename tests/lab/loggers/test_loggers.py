@@ -92,6 +92,7 @@ def test_an_unknown_logger_and_one_that_is_not_installed(monkeypatch, tmp_path, 
 def test_without_a_terminal_there_is_a_line_per_minute(monkeypatch, capsys):
     from rich.console import Console
 
+    from dampen.lab.records.events import Event
     from dampen.lab.report import terminal
 
     now = [100.0]
@@ -99,18 +100,10 @@ def test_without_a_terminal_there_is_a_line_per_minute(monkeypatch, capsys):
     console = Console(width=200, force_terminal=False)
     with LiveView(console, {"a": "plain seed 0", "b": "drop_key seed 0", "c": "plain seed 1"}) as view:
         for trial in ("a", "b"):
-            view(trial, {"kind": "start", "step": 0, "steps": 10, "resumed": 0})
+            view(trial, Event(kind="start", step=0, steps=10, resumed=0))
         now[0] += 30
-        view("a", {"kind": "outcome", "status": "finished", "message": ""})
-        event = {
-            "kind": "progress",
-            "step": 3,
-            "steps": 10,
-            "epoch": 1,
-            "epochs": 2,
-            "terms": {"task": 0.51},
-            "eta": 9.0,
-        }
+        view("a", Event(kind="outcome", status="finished", message=""))
+        event = Event(kind="progress", step=3, steps=10, epoch=1, epochs=2, terms={"task": 0.51}, eta=9.0)
         view("b", event)
         assert "trials done" not in capsys.readouterr().out
         now[0] += 31

@@ -13,6 +13,9 @@ biases, masks. It is no limit: a dropped entry moves by its full size however sm
 
 from __future__ import annotations
 
+import functools
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -51,13 +54,22 @@ def with_gradient(x: Tensor, call: LinearCall) -> Tensor:
     return x
 
 
-# a gradient inside the forward that is differentiated again: graphs have no double backward
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def joint_variance(o: Tensor, call: Call, rows: Rows, rate: Number, signs: Tensor | None = None) -> Tensor:
     """1/2 r sum (x g)^2 in the reduction of `rows`, for the attention output o (B, H, N, D) of one call.
 
     `signs` are -1 and 1, shaped like o; by default they are drawn.
     """
+    return cast(Tensor, _outside_graphs()(o, call, rows, rate, signs))
+
+
+@functools.cache
+def _outside_graphs() -> Any:
+    """A gradient inside the forward that is differentiated again: graphs have no double backward, so it stays out of
+    them. Not as a decorator: that would import the compiler with `import dampen`."""
+    return torch.compiler.disable(_joint_variance)
+
+
+def _joint_variance(o: Tensor, call: Call, rows: Rows, rate: Number, signs: Tensor | None) -> Tensor:
     inputs = _one_input(call)
     if signs is None:
         signs = torch.empty_like(o, dtype=wide(o).dtype).bernoulli_(0.5).mul_(2).sub_(1)
