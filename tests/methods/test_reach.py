@@ -45,8 +45,8 @@ def seq2seq():
     return model
 
 
-def loss_of(model, reg, source):
-    torch.manual_seed(0)
+def loss_of(model, reg, source, seed=0):
+    torch.manual_seed(seed)
     return reg.loss(lambda: model(source, TARGET), lambda out: F.cross_entropy(out.flatten(0, 1), TARGET.flatten()))
 
 
@@ -59,7 +59,8 @@ def test_cross_attention(method, attention):
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     plain = F.cross_entropy(seq2seq()(SOURCE, TARGET).flatten(0, 1), TARGET.flatten())
-    assert len(terms) > 1 or not torch.allclose(terms["task"], plain)  # it acts
+    drawn = [terms, *(loss_of(model, reg, SOURCE, seed)[1] for seed in range(1, 5))]  # one draw may drop nothing
+    assert len(terms) > 1 or not all(torch.allclose(t["task"], plain) for t in drawn)  # it acts
 
 
 @pytest.mark.parametrize("method", EVERYWHERE, ids=IDS)

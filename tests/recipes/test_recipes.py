@@ -12,7 +12,7 @@ from dampen.lab.config.plan import Plan, make_plan
 from dampen.lab.config.recipe import list_recipes, load_recipe, parse_recipe
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, LabError
-from dampen.lab.training.build import make_model
+from dampen.lab.training.build import make_model, places
 
 PAPERS = Path(__file__).resolve().parents[1] / "papers"
 NAMES = list(list_recipes())
@@ -148,7 +148,7 @@ def test_the_methods_of_every_row_fit_the_model_of_its_laptop_scale(name):
         arguments, inputs = SHAPES[trial.data["name"]]
         model = make_model(trial.model, arguments)
         if trial.methods:
-            reg = regularize(model, build_methods(trial.methods), sites=trial.sites)
+            reg = regularize(model, build_methods(trial.methods), **places(trial.sites))
             loss, terms = reg.loss(lambda: model(*inputs()), _squares)  # noqa: B023
         else:
             loss, terms = _squares(model(*inputs())), {}

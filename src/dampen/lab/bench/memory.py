@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ def peak_memory(run: Callable[[], Any], device: str = "cpu") -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells the terminal each start and stop
     from torch.profiler import ProfilerActivity, profile
 
+    gc.collect()  # what earlier work left in cycles would otherwise be given back inside, and count as less
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     inner: Any = profiler.profiler
