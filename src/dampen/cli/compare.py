@@ -122,6 +122,8 @@ def compare(
     said = {"--margin": margin, "--tune": tune, "--budget": budget}
     words = [f" {name} {value}" for name, value in said.items() if value is not None]
     plan.header["command"] += "".join(words) + (" --until-decided" if until_decided else "")
+    if options.get("engine", "local") == "local":
+        Execution(**execution).check_here()  # before anything is written
     check_rows(plan, folder, Execution(**execution))
     steps = [
         "rows that are not decided: the same command with --until-decided adds seeds to them and keeps all records"
