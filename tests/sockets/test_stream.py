@@ -243,3 +243,21 @@ def test_branches_side_by_side_are_seen_in_later_forwards_too(forwards):
     reg.clones[0].late = True
     with pytest.raises(RuntimeError, match="side by side"):
         model(x)
+
+
+class Reads(Regularizer):
+    """Adds what it reads of the stream to the branch for itself, as a measurement does."""
+
+    def branch(self, b, call):
+        self.__dict__.setdefault("sums", []).append((call.residual + b).detach())
+        return b
+
+
+def test_a_method_may_add_to_the_stream_that_it_reads():
+    torch.manual_seed(0)
+    model, x = Model().train(), torch.randn(2, 5, 8)
+    plain = model(x)
+    method = Reads()
+    dampen.regularize(model, method)
+    for _ in range(STEADY + 3):  # the last ones are streamed
+        assert torch.equal(model(x), plain)

@@ -88,8 +88,12 @@ class StreamSocket:
         ):
             return self.add_otherwise(residual, branch, **kwargs)
         call = BranchCall(memory.roles[number], residual, self.layer.site)
-        for r in self.regularizers:
-            branch = r.branch(branch, call)
+        residual.__class__ = Tensor  # a method may add to what it reads, and that is no addition of the block's
+        try:
+            for r in self.regularizers:
+                branch = r.branch(branch, call)
+        finally:
+            residual.__class__ = Stream
         if not call.skip and not memory.apart:  # refused where it is followed
             return self.add_otherwise(residual, branch)
         if call.skip:

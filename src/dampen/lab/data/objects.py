@@ -48,7 +48,7 @@ def checked_box(box: Sequence[float], width: int, height: int, where: str) -> tu
     >>> checked_box([0, 0, 10.4, 5], 10, 5, "a.xml, line 3")
     (0.0, 0.0, 10.0, 5.0)
     """
-    left, top, right, bottom = box
+    left, top, right, bottom = map(float, box)
     if not all(math.isfinite(v) for v in box):
         raise DamagedData(f"{where}: the box {list(box)} is not finite. Correct or remove it.")
     if min(left, top) < -1 or right > width + 1 or bottom > height + 1:
