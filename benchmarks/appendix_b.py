@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.pages import publish
+from benchmarks.pages import measure_and_publish
 from benchmarks.trained_digits import about, trained
 from dampen.explicit import appendix_b
 from dampen.lab.files import write_json
@@ -135,14 +134,7 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", type=Path, metavar="RUNS", help="train in this folder and write the record first")
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
-    options = parser.parse_args(arguments)
-    if options.measure:
-        torch.set_num_threads(1)
-        measure(options.measure)
-    return publish({PAGE: page()}, options.check)
+    return measure_and_publish(__doc__, measure, page, PAGE, arguments)
 
 
 if __name__ == "__main__":

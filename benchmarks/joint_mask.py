@@ -6,7 +6,6 @@ writes the record; `python -m benchmarks.joint_mask [--check]` makes docs/joint_
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dampen
-from benchmarks.pages import publish
+from benchmarks.pages import measure_and_publish
 from benchmarks.trained_digits import about, trained
 from dampen import ExplicitDropout, regularize
 from dampen.lab.files import write_json
@@ -182,14 +181,7 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", type=Path, metavar="RUNS", help="train in this folder and write the record first")
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
-    options = parser.parse_args(arguments)
-    if options.measure:
-        torch.set_num_threads(1)
-        measure(options.measure)
-    return publish({PAGE: page()}, options.check)
+    return measure_and_publish(__doc__, measure, page, PAGE, arguments)
 
 
 if __name__ == "__main__":

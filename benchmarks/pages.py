@@ -3,7 +3,8 @@ date."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -28,3 +29,23 @@ def publish(pages: Mapping[Path, str], check: bool) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(pages[path])
     return 0
+
+
+def measure_and_publish(
+    told: str | None,
+    measure: Callable[[Path], None],
+    page: Callable[[], str],
+    path: Path,
+    arguments: Sequence[str] | None,
+) -> int:
+    """The command of a page whose record is made by training first: `--measure RUNS`, then the page, or `--check`."""
+    parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", type=Path, metavar="RUNS", help="train in this folder and write the record first")
+    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    options = parser.parse_args(arguments)
+    if options.measure:
+        import torch
+
+        torch.set_num_threads(1)
+        measure(options.measure)
+    return publish({path: page()}, options.check)

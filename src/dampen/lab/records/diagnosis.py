@@ -64,3 +64,18 @@ def parse_diagnosis(content: Any) -> Diagnosis:
         return msgspec.convert(content, Diagnosis)
     except msgspec.ValidationError as error:
         raise LabError(f"diagnose.json is not what was expected: {error}") from error
+
+
+def diagnosed(measured: Diagnosis) -> dict[str, float]:
+    """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap."""
+    found: dict[str, Any] = {}
+    for attack in ("pgd", "fgsm"):
+        own = [a for a in measured.robustness if a["attack"] == attack]
+        if own:
+            found[f"{attack}_accuracy"] = max(own, key=lambda a: a["eps"])["accuracy"]
+    found["corrupted_accuracy"] = measured.corruptions.get("mean_accuracy")
+    found["adaptive_ece"] = measured.calibration.get("adaptive_ece")
+    found["gradient_variance"] = measured.gradient_variance.get("normalized")
+    found["averaged_brier_bound"] = measured.consistency.get("bound")
+    found["accuracy_gap"] = measured.generalization.get("accuracy_gap")
+    return {k: v for k, v in found.items() if v is not None}

@@ -15,7 +15,7 @@ from typing import Any
 
 from dampen.lab.config.plan import Plan, PlannedRow, Point
 from dampen.lab.errors import DamagedRecord
-from dampen.lab.records.diagnosis import Diagnosis
+from dampen.lab.records.diagnosis import diagnosed
 from dampen.lab.records.metric import Metric, describe
 from dampen.lab.records.pairing import averaged_folds, unpaired
 from dampen.lab.records.paper import AgainstPaper, Published, against_paper, published_figures
@@ -276,21 +276,6 @@ def _variance_ratio(entry: Entry, reference: Entry) -> None:
     if found:
         entry.by_seed["variance_ratio"] = found
         entry.metrics["variance_ratio"] = summarize(list(found.values()))
-
-
-def diagnosed(measured: Diagnosis) -> dict[str, float]:
-    """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap."""
-    found: dict[str, Any] = {}
-    for attack in ("pgd", "fgsm"):
-        own = [a for a in measured.robustness if a["attack"] == attack]
-        if own:
-            found[f"{attack}_accuracy"] = max(own, key=lambda a: a["eps"])["accuracy"]
-    found["corrupted_accuracy"] = measured.corruptions.get("mean_accuracy")
-    found["adaptive_ece"] = measured.calibration.get("adaptive_ece")
-    found["gradient_variance"] = measured.gradient_variance.get("normalized")
-    found["averaged_brier_bound"] = measured.consistency.get("bound")
-    found["accuracy_gap"] = measured.generalization.get("accuracy_gap")
-    return {k: v for k, v in found.items() if v is not None}
 
 
 def _set_references(table: ResultTable) -> None:
