@@ -31,7 +31,9 @@ def cases() -> str:
         found = verdicts(table)
         better = [(e, c) for e, c in found if c.verdict == "better"]
         told = (
-            f"{better[0][0].name}: {sentence(better[0][1], table.metric)}" if better else "nothing beat plain training"
+            f"{better[0][0].name}: {sentence(better[0][1], table.metric)}"
+            if better
+            else "nothing was shown better than plain training"
         )
         seeds = max(c.n for _, c in found)
         lines.append(f"| {case} | {told} | [{seeds} seeds](docs/{situation.page}), `records/{situation.record}` |")

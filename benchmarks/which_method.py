@@ -55,6 +55,7 @@ SITUATIONS = (
     ),
     Situation("4,500 examples", "image classification", "from scratch", "explicit_dropout/table_1-study.json.xz"),
     Situation("200 videos", "action detection on features", "from scratch", "explicit_dropout/table_3-study.json.xz"),
+    Situation("205 images", "object detection, a small DETR", "from scratch", "dropkey/detr.json", "detection.md"),
     Situation(
         "five examples of each of 77 classes",
         "text classification",
@@ -86,7 +87,9 @@ def advice(situation: Situation) -> str:
     found = verdicts(table)
     better = [f"**{e.row.name}**{_setting(e)}: {sentence(c, table.metric)}" for e, c in found if c.verdict == "better"]
     n = max((c.n for _, c in found), default=0)
+    worse = [e.row.name for e, c in found if c.verdict == "worse"]
     told = "<br>".join(better[:MOST]) or "nothing was shown better than plain training"
+    told += f"; shown worse: {', '.join(worse)}" if worse and not better else ""
     told += f"<br>and {len(better) - MOST} more" if len(better) > MOST else ""
     return f"| {where} | {told} | [{n} seeds, {len(found)} rows]({situation.page}), `records/{situation.record}` |"
 
