@@ -195,6 +195,22 @@ def told(claim: Claim, found: Comparison | None) -> str:
     return f"{'shown' if found.verdict == claim.says else 'contradicted'}: {words}"
 
 
+def depth() -> str | None:
+    """What attention loses without its skip, over the number of layers."""
+    if not (RECORDS / DEPTH).is_file():
+        return None
+    values = read(RECORDS / DEPTH)
+    asked = [c for c in CLAIMS if c.record == DEPTH]
+    found = {c: judged(values, [c])[c] for c in asked}
+    losses = ", ".join(f"{c.difference:+.1f}" for c in found.values())
+    depths = ", ".join(c.reference.split()[0] for c in asked)
+    shown = sum(c.verdict == "worse" for c in found.values())
+    told = (
+        f"**Without its skip, attention fails with depth**: {losses} points at {depths} layers, shown for {shown} of "
+    )
+    return f"{told}{len(asked)} depths (digits, {max(c.n for c in found.values())} seeds)"
+
+
 def page() -> str:
     """A table for each paper."""
     found: dict[Claim, Comparison] = {}

@@ -62,16 +62,8 @@ def _examples(table: object) -> int:
 
 def depth() -> str | None:
     """The price of leaving out the skip around attention."""
-    path = RECORDS / claims.DEPTH
-    if not path.is_file():
-        return None
-    values = claims.read(path)
-    asked = [c for c in claims.CLAIMS if c.record == claims.DEPTH]
-    found = {c: claims.judged(values, [c])[c] for c in asked}
-    losses = ", ".join(f"{c.difference:+.1f}" for c in found.values())
-    depths = ", ".join(c.reference.split()[0] for c in asked)
-    told = f"**Without its skip, attention fails with depth**: {losses} points at {depths} layers"
-    return f"{told} (digits, {max(c.n for c in found.values())} seeds; [page](docs/results/depth.md))."
+    told = claims.depth()
+    return f"{told} ([page](docs/results/depth.md))." if told else None
 
 
 def penalty() -> str | None:
