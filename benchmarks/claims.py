@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import lambda_page
+from benchmarks.curves import read as read_curves
 from dampen.lab.records.metric import describe
 from dampen.lab.records.verdict import Comparison, judge, sentence
 from dampen.lab.report import make_report
@@ -171,7 +171,7 @@ def read(path: Path) -> Values:
     table = make_report([path]).tables[0]
     if not table.study.show_all:
         return {e.name: e.by_seed for e in table.entries}
-    curves = lambda_page.read(path, path.name)  # every row at the value that validation chose on a tuning seed
+    curves = read_curves(path, path.name)  # every row at the value that validation chose on a tuning seed
     return {row: curves.entry(row).by_seed for row in dict.fromkeys(e.row.name for e in table.entries)}
 
 

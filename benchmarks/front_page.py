@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import claims, lambda_page
+from benchmarks.curves import read
 from benchmarks.pages import publish, renew
 from benchmarks.which_method import RECORDS, SITUATIONS, verdicts
 from dampen.lab.records.verdict import judge, sentence
@@ -71,8 +72,8 @@ def penalty() -> str | None:
     path = lambda_page.RECORDS / "lambda_digits-study.json.xz"
     if not path.is_file():
         return None
-    curves = lambda_page.read(path, "lambda_digits")
-    forms = [r for r in dict.fromkeys(e.row.name for e in curves.table.entries) if r.startswith(lambda_page.FORMS)]
+    curves = read(path, "lambda_digits")
+    forms = [r for r in curves.rows if r.startswith(lambda_page.FORMS)]
     values = {r: curves.entry(r).by_seed["accuracy"] for r in (*forms, lambda_page.PLAIN, lambda_page.IMPLICIT)}
     against = {
         reference: judge({r: values[r] for r in (*forms, reference)}, reference, "accuracy")

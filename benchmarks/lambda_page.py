@@ -11,18 +11,14 @@ against plain training and against implicit dropout, on every seed of the table.
 from __future__ import annotations
 
 import argparse
-import json
-import lzma
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.curves import METRICS, Curves, domain, points, read, verdicts
 from benchmarks.pages import publish
 from dampen.lab.records.metric import describe
-from dampen.lab.records.table import Entry, ResultTable
-from dampen.lab.records.verdict import judge, sentence
-from dampen.lab.report import make_report
+from dampen.lab.records.table import Entry
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE, IMAGES = ROOT / "records" / "explicit_dropout", ROOT / "docs" / "lambda.md", ROOT / "docs" / "images"
@@ -46,75 +42,15 @@ uncorrected; curves that leave the frame have collapsed there.
 """
 
 
-@dataclass(frozen=True)
-class Curves:
-    """One study: its table, and the grid value that validation chose for each row."""
-
-    name: str
-    table: ResultTable
-    chosen: dict[str, float]
-
-    def entry(self, row: str) -> Entry:
-        """The row at its chosen value."""
-        entries = [e for e in self.table.entries if e.row.name == row]
-        return next((e for e in entries if self.chosen.get(row) in e.cell.grid.values()), entries[0])
-
-
-def read(path: Path, name: str) -> Curves:
-    """A packed study."""
-    packed = json.loads(lzma.decompress(path.read_bytes()))
-    search = next(files["search.json"] for files in packed["folders"].values() if "search.json" in files)
-    return Curves(name, make_report([path]).tables[0], chosen(search))
-
-
-def chosen(search: Mapping[str, Any]) -> dict[str, float]:
-    """The value of each row's only axis with the best validation."""
-    best: dict[str, float] = {}
-    for row, found in search["rows"].items():
-        done = [t for t in found["trials"] if t["valid"] is not None]
-        sign = 1 if search["mode"] == "max" else -1
-        best[row] = next(iter(max(done, key=lambda t: sign * t["valid"])["values"].values()))
-    return best
-
-
 def section(curves: Curves) -> str:
     """The figure and the verdicts of one study."""
-    table = curves.table
-    seeds = max(e.summary.n for e in table.entries)
-    rows = [e.row.name for e in table.entries]
     lines = [f"## {STUDIES[curves.name].capitalize()}", ""]
     lines += [f"![Accuracy and NLL over lambda](images/{curves.name}.svg)", ""]
-    lines += [f"{len(table.study.runs())} trials, up to {seeds} seeds a point.", ""]
-    for metric in ("accuracy", "nll"):
-        lines += [*verdicts(curves, list(dict.fromkeys(rows)), metric), ""]
+    lines += [f"{len(curves.table.study.runs())} trials, up to {curves.seeds} seeds a point.", ""]
+    tested = {PLAIN: [r for r in curves.rows if r != PLAIN], IMPLICIT: [r for r in curves.rows if r.startswith(FORMS)]}
+    for metric in METRICS:
+        lines += [*verdicts(curves, tested, metric), ""]
     return "\n".join(lines)
-
-
-def verdicts(curves: Curves, rows: Sequence[str], metric: str) -> list[str]:
-    """Each row at its chosen value against plain and against implicit dropout."""
-    values = {row: curves.entry(row).by_seed.get(metric, {}) for row in rows}
-    described = describe(metric)
-    against = {}
-    for reference in (PLAIN, IMPLICIT):
-        family = {r: v for r, v in values.items() if r in (reference, *_tested(rows, reference))}
-        against[reference] = judge(family, reference, metric)
-    lines = [f"| row | chosen | {described.title} | n | against plain | against implicit dropout |", "|---" * 6 + "|"]
-    for row in rows:
-        entry, value = curves.entry(row), curves.chosen.get(row)
-        summary = entry.metrics[metric]
-        told = [sentence(against[r][row], metric) if row in against[r] else "" for r in (PLAIN, IMPLICIT)]
-        mean = f"{summary.mean:.{described.digits}f} ± {summary.sd:.{described.digits}f}"
-        lines.append(
-            f"| {row} | {'' if value is None else f'{value:g}'} | {mean} | {summary.n} | {told[0]} | {told[1]} |"
-        )
-    return lines
-
-
-def _tested(rows: Sequence[str], reference: str) -> list[str]:
-    """The rows that are tested against a reference: all against plain, the explicit ones against implicit dropout."""
-    if reference == PLAIN:
-        return [r for r in rows if r != PLAIN]
-    return [r for r in rows if r.startswith(FORMS)]
 
 
 def picture(curves: Curves) -> str:
@@ -122,17 +58,17 @@ def picture(curves: Curves) -> str:
     import altair as alt
     import vl_convert
 
-    points = [point for e in curves.table.entries if e.row.name.startswith(FORMS) for point in _points(e)]
+    drawn = [point for e in curves.table.entries if e.row.name.startswith(FORMS) for point in _points(e)]
     lines = [line for row in (PLAIN, IMPLICIT) for line in _lines(curves.entry(row), row)]
     rows = []
-    for metric in ("accuracy", "nll"):
+    for metric in METRICS:
         rules = alt.Chart(alt.Data(values=[r for r in lines if r["metric"] == metric]))
         x = alt.X("lambda:Q", scale=alt.Scale(type="log"), title="lambda", axis=alt.Axis(tickCount=4))
-        scale = alt.Scale(zero=False, domain=_domain(points, metric))
+        scale = alt.Scale(zero=False, domain=domain(drawn, metric))
         color = alt.Color("gradient:N", title="gradient", scale=alt.Scale(range=["#0b6fa4", "#d97706"]))
         panels = []
         for form in FORMS:
-            here = [p for p in points if p["metric"] == metric and p["form"] == form]
+            here = [p for p in drawn if p["metric"] == metric and p["form"] == form]
             base = alt.Chart(alt.Data(values=here)).encode(x=x, color=color)
             y = alt.Y("mean:Q", title=describe(metric).title, scale=scale)
             band = base.mark_area(opacity=0.15, clip=True).encode(y=alt.Y("low:Q", scale=scale), y2="high:Q")
@@ -147,28 +83,12 @@ def picture(curves: Curves) -> str:
 
 def _points(entry: Entry) -> list[dict[str, Any]]:
     form, _, detached = entry.row.name.partition(", ")
-    found = []
-    for metric in ("accuracy", "nll"):
-        if (s := entry.metrics.get(metric)) is not None and s.n:
-            value = next(iter(entry.cell.grid.values()))
-            half = 2.26 * s.sd / s.n**0.5 if s.n > 1 else 0.0
-            gradient = detached or "through activations"
-            at = {"metric": metric, "lambda": value, "form": form, "gradient": gradient}
-            found.append({**at, "mean": s.mean, "low": s.mean - half, "high": s.mean + half})
-    return found
+    at = {"lambda": next(iter(entry.cell.grid.values())), "form": form, "gradient": detached or "through activations"}
+    return points(entry, **at)
 
 
 def _lines(entry: Entry, row: str) -> list[dict[str, Any]]:
-    return [{"metric": m, "mean": entry.metrics[m].mean, "row": row} for m in ("accuracy", "nll") if m in entry.metrics]
-
-
-def _domain(points: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
-    """The range of the middle nine tenths of the means: a few collapsed points would flatten everything else."""
-    means = sorted(p["mean"] for p in points if p["metric"] == metric)
-    cut = len(means) // 10
-    inner = means[cut:] if describe(metric).better == "max" else means[: len(means) - cut]
-    room = 0.15 * (inner[-1] - inner[0])
-    return [inner[0] - room, inner[-1] + room]
+    return [{"metric": m, "mean": entry.metrics[m].mean, "row": row} for m in METRICS if m in entry.metrics]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

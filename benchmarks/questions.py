@@ -84,6 +84,7 @@ QUESTIONS = (
 )
 ELSEWHERE = {
     "Is there a lambda at which explicit dropout does what dropout does?": "lambda.md",
+    "Does DropKey beat attention dropout, over ratios and schedules?": "results/dropkey.md",
     "Why skip connections: conditioning, ablation, Token Graying": "always_skip.md",
     "The papers' claims, one by one": "results/claims.md",
     "The papers' tables at laptop scale (three seeds, little is decided)": "results/laptop.md",

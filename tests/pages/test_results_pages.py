@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import costs_page, detection_page, lambda_page, questions, real_data, reproductions
+from benchmarks import costs_page, detection_page, lambda_page, questions, rates_page, real_data, reproductions
 from dampen.lab.report import make_report
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
@@ -18,6 +18,7 @@ def test_the_pages_are_up_to_date():
     assert detection_page.main(["--check"]) == 0, "run `python -m benchmarks.detection_page`"
     assert questions.main(["--check"]) == 0, "run `python -m benchmarks.questions`"
     assert lambda_page.main(["--check"]) == 0, "run `python -m benchmarks.lambda_page`"
+    assert rates_page.main(["--check"]) == 0, "run `python -m benchmarks.rates_page`"
 
 
 def test_every_study_has_its_record():
