@@ -35,6 +35,8 @@ def test_training_learns_and_leaves_a_complete_record(tmp_path, small, quick):
     progress = [e for e in events if e["kind"] == "progress"]
     assert progress[-1]["step"] == progress[-1]["steps"] == result["steps"]
     assert "task" in progress[0]["terms"]
+    assert progress[0]["epoch"] == 1
+    assert progress[-1]["epoch"] == progress[-1]["epochs"] == 12  # not one more at an epoch's last step
 
 
 def test_a_finished_trial_is_not_run_again(tmp_path, small, quick):

@@ -260,7 +260,8 @@ class Bookkeeping:
     def _progress(self) -> None:
         s = self.s
         pace = s.seconds["train"] / max(1, s.step)
-        told = {"kind": "progress", "epoch": s.epoch + 1, "epochs": s.options.epochs, "step": s.step, "steps": s.total}
+        epoch = math.ceil(s.step / s.per_epoch)  # of the step that was just done
+        told = {"kind": "progress", "epoch": epoch, "epochs": s.options.epochs, "step": s.step, "steps": s.total}
         self.report({**told, "terms": dict(s.meter.latest), "eta": round(pace * (s.total - s.step), 1)})
 
     def _stop(self) -> bool:
