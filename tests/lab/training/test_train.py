@@ -7,9 +7,9 @@ import torch
 from dampen.lab.config.trial import TrainOptions, TrialSpec
 from dampen.lab.errors import ConfigError, Diverged
 from dampen.lab.records.record import Record
-from dampen.lab.training.checkpoint import load_state, saved_states
+from dampen.lab.training.checkpoint import fingerprint, load_state, saved_states
 from dampen.lab.training.losses import Meter, NotFinite, task_loss
-from dampen.lab.training.optim import MovingAverage, learning_rate, make_optimizer
+from dampen.lab.training.optim import MovingAverage, learning_rate, make_optimizer, set_learning_rate
 from dampen.lab.training.state import TrialState
 from dampen.lab.training.train import run_trial
 
@@ -116,6 +116,25 @@ def test_a_compiled_trial_ends_like_an_eager_one(tmp_path, small, quick):
     eager, compiled = (run_trial(small(methods, epochs=1, compile=c), tmp_path / str(c), quick) for c in (False, True))
     assert compiled["train"] == pytest.approx(eager["train"], rel=1e-3)
     assert compiled["test"]["nll"] == pytest.approx(eager["test"]["nll"], rel=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"clip": 0.5}])
+def test_one_device_without_fabrics_wrappers_ends_on_the_same_bits_as_with_them(tmp_path, small, quick, options):
+    trial = small([{"name": "drop_key", "rate": 0.3}], epochs=1, **options)
+    result = run_trial(trial, tmp_path, quick)
+    s = TrialState(trial, quick)
+    assert s.alone
+    s.model.train()
+    for ((batch, _),) in s.batches():
+        set_learning_rate(s.optimizer, learning_rate(s.step, s.total, s.per_epoch, s.options))
+        s.handle.progress(s.step / s.total)
+        s.fabric.backward(s.losses(batch)[0])
+        if s.options.clip:
+            s.fabric.clip_gradients(s.model, s.optimizer, max_norm=s.options.clip, error_if_nonfinite=False)
+        s.optimizer.step()
+        s.optimizer.zero_grad(set_to_none=True)
+        s.step += 1
+    assert fingerprint(s.raw.state_dict()) == result["last_weights"]
 
 
 def test_the_moving_average_is_what_is_evaluated(tmp_path, small, quick):

@@ -145,7 +145,7 @@ class Bookkeeping:
             self.record.log(self.log[-1])
             for logger in self.loggers:
                 logger.log(s.step, flat(self.log[-1]))
-        self.report({"kind": "epoch", **finite(line), "epochs": s.options.epochs})
+        self.report({"kind": "epoch", **self.log[-1], "epochs": s.options.epochs})
         stop = self._stop()
         due = all_ranks(s.fabric, time.monotonic() - self.saved_at >= s.execution.checkpoint_seconds)[0]
         if stop or due or s.execution.checkpoint_steps is not None:

@@ -101,6 +101,9 @@ class TrialState:
         self.model = self.fabric.setup_module(self.own)
         extra = list(self.handle.parameters()) if self.handle else []
         self.optimizer: Any = self.fabric.setup_optimizers(make_optimizer(self.raw, extra, self.options))
+        # One device without a gradient scaler needs nothing of Fabric's wrappers, and a tiny step would feel them.
+        self.alone = self.fabric.world_size == 1 and self.options.precision != "fp16"
+        self.stepper: torch.optim.Optimizer = self.optimizer.optimizer if self.alone else self.optimizer
         self.average = MovingAverage(self.raw, self.options.ema) if self.options.ema else None
         self.augment = make_augment(trial.data.get("augment"), self.data)
         self.meter = Meter(self.device)
@@ -215,6 +218,13 @@ class TrialState:
         """Around forward and backward of one part: gradients are exchanged in the last part only."""
         return nullcontext() if last else self.fabric.no_backward_sync(self.model)
 
+    def backward(self, loss: Tensor) -> None:
+        """The gradients of a part of a step."""
+        if self.alone:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self.fabric.backward(loss)
+
     def check_gradient(self) -> None:
         """Stop before a gradient that is not finite reaches the weights, although the loss itself was finite.
 
@@ -224,7 +234,7 @@ class TrialState:
         grad = self.probe.grad
         if self.device.type != "cpu" or self.options.precision == "fp16" or grad is None:
             return
-        if not math.isfinite(whole(grad).sum().item()):
+        if not math.isfinite((grad if self.alone else whole(grad)).sum().item()):
             raise NotFinite(self.step, ["the gradient"], self.meter.latest)
 
     def evaluate(self, split: str, final: bool = False) -> dict[str, float]:

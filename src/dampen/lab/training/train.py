@@ -73,19 +73,19 @@ def train(
         while not s.done:
             for parts in s.batches():  # batch
                 began, cpu_began = time.perf_counter(), time.process_time()
-                set_learning_rate(s.optimizer, learning_rate(s.step, s.total, s.per_epoch, options))
+                set_learning_rate(s.stepper, learning_rate(s.step, s.total, s.per_epoch, options))
                 if s.handle is not None:
                     s.handle.progress(s.step / s.total)  # schedules over training
                 for i, (batch, share) in enumerate(parts):
                     with s.part_of_step(last=i + 1 == len(parts)):
                         loss, terms = s.losses(batch)  # inputs -> ... -> outputs -> penalties by name
                         s.meter.add(s.step, terms, share)  # raises NotFinite before a bad gradient reaches the weights
-                        s.fabric.backward(loss if share == 1 else loss * share)
+                        s.backward(loss if share == 1 else loss * share)
                 s.check_gradient()
                 if options.clip is not None:
                     s.fabric.clip_gradients(s.model, s.optimizer, max_norm=options.clip, error_if_nonfinite=False)
-                s.optimizer.step()
-                s.optimizer.zero_grad(set_to_none=True)
+                s.stepper.step()
+                s.stepper.zero_grad(set_to_none=True)
                 if s.average is not None:
                     s.average.update(s.raw)
                 s.step += 1
