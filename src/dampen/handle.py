@@ -261,7 +261,8 @@ class Regularization:
         learnt = {
             f"{i}.{name}": p.detach().clone() for i, r in enumerate(self.clones) for name, p in r.named_parameters()
         }
-        return {"progress": self._progress, "parameters": learnt, "methods": [r.name for r in self.methods]}
+        state = {"progress": self._progress, "parameters": learnt, "methods": [r.name for r in self.methods]}
+        return state | ({} if self.passes == 1 else {"never_doubled": self.prefix.doubled.why})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
@@ -281,6 +282,7 @@ class Regularization:
         with torch.no_grad():
             for name, value in state["parameters"].items():
                 own[name].copy_(value)
+        self.prefix.doubled.go_on(state)
         self.progress(state["progress"])
 
     @contextlib.contextmanager

@@ -74,6 +74,9 @@ class Regularizer(nn.Module):
     """True for deterministic transforms that also act at inference."""
     stochastic: ClassVar[bool] = True
     """False for methods that draw nothing: their result depends on the data alone."""
+    per_sample: bool = False
+    """True where all that a method does is each sample's own: no draw is shared by a batch, and no penalty is made. A
+    step of two passes may then run as one batch that holds every sample twice."""
     needs_valid: ClassVar[bool] = False
     """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
     reads_adapters: bool = False
@@ -105,6 +108,8 @@ class Regularizer(nn.Module):
             cls.zero_is_identity = False
         cls._name = snake_case(cls.__name__)  # once per class: a cached function may not be called inside a graph
         cls.stages = frozenset(s for s in STAGES if getattr(cls, s) is not getattr(Regularizer, s))
+        if "per_sample" not in vars(cls) and any(s in vars(cls) for s in STAGES):
+            cls.per_sample = False  # what a method says of its own stages says nothing of those that replace them
         if cls.stages & set(LINEAR_STAGES) and not cls.roles:
             cls.roles = frozenset(ROLES)
 

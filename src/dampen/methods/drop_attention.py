@@ -34,6 +34,7 @@ class DropAttention(Regularizer):
     >>> sorted(DropAttention(0.1).stages), sorted(DropAttention(0.1, normalized=False).stages)
     (['mask'], ['probs'])"""
 
+    per_sample = True
     rate: Tensor
 
     def __init__(

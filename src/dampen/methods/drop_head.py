@@ -28,6 +28,7 @@ class DropHead(Regularizer):
     DropHead(rate=0.2)
     """
 
+    per_sample = True
     rate: Tensor
 
     def __init__(self, rate: Value = 0.1) -> None:

@@ -48,6 +48,7 @@ class DropKey(Regularizer):
     >>> DropKey(linear(0.3, 0.0))
     DropKey(rate=0.3, unit=element)"""
 
+    per_sample = True
     rate: Tensor
 
     def __init__(

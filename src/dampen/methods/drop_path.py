@@ -30,6 +30,7 @@ class DropPath(Regularizer):
     (DropPath(rate=0), DropPath(rate=0.1))
     """
 
+    per_sample = True
     rate: Tensor
 
     def __init__(self, rate: Value = linear(0.0, 0.1)) -> None:  # noqa: B008 - schedules are immutable

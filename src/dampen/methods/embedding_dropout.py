@@ -25,6 +25,7 @@ class EmbeddingDropout(Regularizer):
     EmbeddingDropout(rate=0.1)
     """
 
+    per_sample = True
     rate: Tensor
 
     def __init__(self, rate: Value = 0.1) -> None:

@@ -23,6 +23,7 @@ class FeedForwardDropout(Regularizer):
     >>> FeedForwardDropout(0.2)
     FeedForwardDropout(rate=0.2)"""
 
+    per_sample = True
     rate: Tensor
     roles = frozenset({"ffn_in", "ffn_out"})
 

@@ -64,6 +64,7 @@ class HardMasking(Regularizer):
     HardMasking(rate=0.2, top=0.1, fill=-inf, learn=rate top)
     """
 
+    per_sample = True
     rate: Tensor
     prior_weight: Tensor
 
@@ -85,6 +86,7 @@ class HardMasking(Regularizer):
         self.top, self.fill = check_top(top), fill
         self.learn, self.temperature = check_learn(learn, top), temperature
         self.scheduled("rate", rate)
+        self.per_sample = not self.learn
         if self.learn:
             if not temperature > 0:
                 raise ValueError(f"HardMasking: temperature must be positive, got {temperature!r}.")

@@ -28,6 +28,7 @@ class HiddenDropout(Regularizer):
     (HiddenDropout(rate=0.1), HiddenDropout(rate=0.1))
     """
 
+    per_sample = True
     rate: Tensor
 
     def __init__(self, rate: Value = 0.1) -> None:

@@ -30,6 +30,7 @@ class NEFTune(Regularizer):
     True
     """
 
+    per_sample = True
     alpha: Tensor
 
     def __init__(self, alpha: Value = 5.0) -> None:

@@ -31,6 +31,7 @@ class PatchDropout(Regularizer):
     torch.Size([2, 33, 8])
     """
 
+    per_sample = True
     rate: Tensor
 
     def __init__(self, rate: Value = 0.5, prefix: int | None = None) -> None:

@@ -30,6 +30,7 @@ class ProjectionDropout(Regularizer):
     ProjectionDropout(rate=0.2, targets=out)
     """
 
+    per_sample = True
     rate: Tensor
 
     def __init__(self, rate: Value = 0.1, targets: str | Sequence[str] = "out") -> None:

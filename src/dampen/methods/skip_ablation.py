@@ -36,6 +36,7 @@ class SkipAblation(Regularizer):
 
     in_eval = True
     stochastic = False
+    per_sample = True
 
     def __init__(self, attention: bool = False, ffn: bool = False) -> None:
         super().__init__()

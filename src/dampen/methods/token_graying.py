@@ -44,6 +44,7 @@ class TokenGraying(Regularizer):
 
     in_eval = True
     stochastic = False
+    per_sample = True
 
     def __init__(
         self,

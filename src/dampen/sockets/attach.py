@@ -100,6 +100,7 @@ def attach(
     blockless = [layer for plan, layer in zip(plans, layers, strict=True) if plan.block is None]
     whole_model = ModelSite(clones, own, model_input(model), blockless)
     whole_model.layers = layers
+    whole_model.doubled = prefix.doubled if comparing else None
     for module, kind, state in open_embeddings(model, embeddings, embedded, whole_model):
         swap(module, kind, state)
     if any("inputs" in c.stages or c.passes > 1 for c in own):

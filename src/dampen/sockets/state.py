@@ -14,6 +14,7 @@ from dampen.regularizer import Regularizer, Site
 from dampen.sockets.entry import EntrySite
 from dampen.sockets.frame import Frame
 from dampen.sockets.own_dropout import OwnRate, is_flipped
+from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
     from dampen.sockets.memory import Memory
@@ -104,6 +105,7 @@ class ModelSite:
     """What is kept on the model itself."""
 
     sampling = False  # models pickled with 0.1 have none
+    doubled: DoubledBatch | None = None  # likewise
 
     def __init__(
         self,
@@ -120,6 +122,7 @@ class ModelSite:
         self.ledger = Ledger(None, clones, strict=False)
         self.entry: EntrySite | None = None
         self.layers: list[Layer] = []
+        self.doubled: DoubledBatch | None = None  # where a method compares two passes
         self.own_rates: list[OwnRate] = []  # of the model's own dropout, those that the handle has set
 
     @contextlib.contextmanager

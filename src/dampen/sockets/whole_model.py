@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from dampen.regularizer import Regularizer
 from dampen.sockets.blame import add_blame
+from dampen.sockets.determinism import deterministic
 from dampen.sockets.frame import close_frame, open_frame
 from dampen.sockets.state import ModelSite
 
@@ -32,6 +37,12 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     the step that they belong to."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        doubled = self._dampen_model.doubled
+        if doubled is None or torch.compiler.is_compiling() or not doubled.turn:
+            return once(self, *args, **kwargs)
+        return doubled.run(self, partial(once, self), partial(base, self), silent, args, kwargs)
+
+    def once(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: ModelSite = self._dampen_model
         for r in site.own:
             if "inputs" in r.stages and site.acts(r, self.training):
@@ -50,6 +61,15 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 close_frame(layer, frame)
 
     return forward
+
+
+@contextlib.contextmanager
+def silent(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing in the model is random; what draws in its own code is found by its draws."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with deterministic(model):
+            yield
 
 
 def apply_inputs(

@@ -3,10 +3,10 @@
 In the first pass each block that runs before anything is perturbed leaves its output; in the second it gives that
 output back, if it is asked for the same thing. So every reader of a lower block (the next block, a skip connection, a
 list of hidden states) gets in the second pass exactly what a second computation would have given, and the gradients of
-both passes meet in one graph. Of the first perturbed block the opening is shared: the norms and linear maps that read
-its input and nothing perturbed (`first_block.py`). What cannot be shared is computed again, and `why` says why: a block
-that draws at random or keeps a state of its own, one that gets a cache or hands out something beside its output (an
-inner hook), or one whose input differs between the passes, because something random stands below it."""
+both passes meet in one graph. What cannot be shared is computed again, and `why` says why: a block that draws at random
+or keeps a state of its own, one that gets a cache or hands out something beside its output (an inner hook), or one
+whose input differs between the passes, because something random stands below it. Where it is known from the start that
+no block can be shared, both passes may be one doubled batch (`doubled.py`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import has_forward_hooks, in_functorch, pytree, saved_tensors_are_hooked, version_of
+from dampen._torch import has_forward_hooks, in_functorch, pytree, version_of
 from dampen.regularizer import MODEL_STAGES, Regularizer
-from dampen.two_pass.first_block import FirstBlock, RememberedCall
+from dampen.two_pass.doubled import BEGUN_APART, PLAIN, DoubledBatch, plan_doubled, same
 from dampen.two_pass.own_randomness import own_randomness
 
 if TYPE_CHECKING:
     from dampen.sockets.find import LayerPlan
-
-PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 class SharedBlocks:
@@ -37,9 +35,11 @@ class SharedBlocks:
         self.open = False  # nothing has been perturbed yet in this first pass
         self.gradients = True
         self.why = ""  # why two full passes are run, once that is known
-        self.note = ""  # why no whole block can be shared, where only the first one's opening can
         self.shared: list[str] = []  # blocks that were computed once in the last step
-        self.opened = 0  # norms and maps of the first perturbed block that were computed once in the last step
+        self.doubled = DoubledBatch(
+            "blocks below the first perturbed one can be shared"
+        )  # the other way, where nothing can be shared
+        self.trying = False  # this step was begun as one doubled batch
         self.sites: list[PrefixSite] = []
         self.thread: dict[str, int] = {}  # whose step of two passes is under way; a dict, to be claimed in one move
 
@@ -55,11 +55,12 @@ class SharedBlocks:
                 "A step of two passes is under way in another thread, and both would share what the blocks keep "
                 "between the passes. Give each thread a copy of the model (copy.deepcopy(reg) copies both)."
             )
-        self.shared, self.opened = [], 0
+        self.shared = []
         try:
             yield
         finally:
             self.mode = ""
+            self.doubled.forget()
             for site in self.sites:
                 site.forget()
             self.thread.clear()
@@ -67,6 +68,12 @@ class SharedBlocks:
     def begin(self, index: int, passes: int) -> None:
         """Before pass `index` of a step of `passes`."""
         if passes < 2:
+            return
+        if index == 0:
+            self.trying = passes == 2 and self.doubled.starts()
+        elif self.trying and self.doubled.turn:
+            self.doubled.turn = index + 1
+        if self.trying:
             return
         if torch.is_inference_mode_enabled() or in_functorch():
             self.mode = ""  # no versions, no comparisons there: two full passes, this time
@@ -78,25 +85,26 @@ class SharedBlocks:
 
     def give_up(self, why: str) -> None:
         """Run two full passes from here on."""
-        self.mode, self.why, self.shared, self.opened = "", why, [], 0
+        self.mode, self.why, self.shared = "", why, []
 
     def describe(self) -> str:
         """One line for the report."""
+        if self.doubled.used:
+            return f"one batch that holds every sample twice: {self.why}"
         if self.why:
-            return f"two full passes: {self.why}"
-        opened = f"; of the next, {self.opened} norms and maps of its input" if self.opened else ""
+            told = f"; no doubled batch: {self.doubled.note}" if self.doubled.note else ""
+            return f"two full passes: {self.why}{told}"
         if self.shared:
-            span = f"{self.shared[0]} to {self.shared[-1]}"
-            return f"{len(self.shared)} blocks are computed once for both passes, {span}{opened}"
+            return f"{len(self.shared)} blocks are computed once for both passes, {self.shared[0]} to {self.shared[-1]}"
         first = next((s for s in self.sites if s.perturbed), None)
-        if self.note:
-            done = f"{self.opened} norms and maps of its input are computed once" if self.opened else "no step yet"
-            return f"{self.note}; {done}"
         below = self.sites.index(first) if first else len(self.sites)
         return f"{below} blocks below the first perturbed one can be computed once; no step yet"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "mode": "", "open": False, "thread": {}}
+        return {**self.__dict__, "mode": "", "open": False, "thread": {}, "trying": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({"doubled": DoubledBatch(BEGUN_APART), "trying": False, **state})  # 0.1 had none
 
 
 class PrefixSite:
@@ -108,11 +116,9 @@ class PrefixSite:
 
     def forget(self) -> None:
         self.asked: list[Any] | None = None
-        self.arguments: tuple[Any, Any] = ((), {})
         self.output: Any = None
         self.versions: list[int] = []
         self.penalties: list[dict[str, Tensor]] = []
-        self.calls: list[RememberedCall] = []
 
     def record(self, block: nn.Module, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the block and keep what it gives, unless it cannot be shared."""
@@ -141,7 +147,7 @@ class PrefixSite:
 
     def replay(self, block: nn.Module, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Give the first pass's output again, if the question is the same."""
-        if not _same(self.asked or [], pytree.tree_leaves((args, kwargs))):
+        if not same(self.asked or [], pytree.tree_leaves((args, kwargs))):
             self.prefix.give_up(f"the input of '{self.name}' differs between the passes: something random is below it")
         elif _versions(self.output) != self.versions:
             self.prefix.give_up(f"the output of '{self.name}' is changed in place above it")
@@ -152,39 +158,7 @@ class PrefixSite:
             return self.output
         return base(block, *args, **kwargs)
 
-    def record_opening(self, block: nn.Module, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the first perturbed block and keep what its norms and maps make of its input."""
-        asked = pytree.tree_leaves((args, kwargs))
-        why = self._unfit_for_both(block, asked)
-        if not why and (has_forward_hooks(block, after=False) or saved_tensors_are_hooked()):
-            why = f"'{self.name}' is checkpointed or hooked"
-        if why:
-            if not any(site.asked is not None for site in self.prefix.sites):
-                self.prefix.give_up(why)
-            return base(block, *args, **kwargs)
-        self.asked, self.arguments, self.versions = asked, (args, kwargs), _versions(asked)
-        with FirstBlock(self.calls, asked):
-            return base(block, *args, **kwargs)
-
-    def replay_opening(self, block: nn.Module, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the block on the first pass's input, if it is the same, and take what that pass made of it."""
-        if not _same(self.asked or [], pytree.tree_leaves((args, kwargs))):
-            self.prefix.give_up(f"the input of '{self.name}' differs between the passes: something random is below it")
-        elif _versions(self.asked) == self.versions:
-            args, kwargs = self.arguments
-            with FirstBlock(self.calls) as opening:
-                output = base(block, *args, **kwargs)
-            self.prefix.opened = opening.taken
-            return output
-        return base(block, *args, **kwargs)
-
     def _unfit(self, block: nn.Module, asked: list[Any]) -> str:
-        if why := self._unfit_for_both(block, asked):
-            return why
-        hooked = next((m for m in block.modules() if m is not block and has_forward_hooks(m)), None)
-        return "" if hooked is None else f"a hook inside '{self.name}' ({type(hooked).__name__}) reads a lower state"
-
-    def _unfit_for_both(self, block: nn.Module, asked: list[Any]) -> str:
         if self.asked is not None:
             return f"'{self.name}' runs several times in one pass"
         if torch.is_grad_enabled() != self.prefix.gradients:
@@ -195,7 +169,8 @@ class PrefixSite:
         if strange is not None:
             kind = type(strange).__name__
             return f"'{self.name}' gets a {kind}, which may carry states upwards (transformers: use_cache=False)"
-        return ""
+        hooked = next((m for m in block.modules() if m is not block and has_forward_hooks(m)), None)
+        return "" if hooked is None else f"a hook inside '{self.name}' ({type(hooked).__name__}) reads a lower state"
 
     def __getstate__(self) -> dict[str, Any]:
         clean = PrefixSite(self.prefix, self.name, self.clones, self.perturbed)
@@ -214,9 +189,8 @@ def prefix_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             if not site.perturbed:
                 return site.record(self, base, args, kwargs)
             prefix.open = False
-            return site.record_opening(self, base, args, kwargs)
         if prefix.mode == "replay" and site.asked is not None:
-            return (site.replay_opening if site.perturbed else site.replay)(self, base, args, kwargs)
+            return site.replay(self, base, args, kwargs)
         return base(self, *args, **kwargs)
 
     return forward
@@ -239,12 +213,13 @@ def plan_prefix(
         found.append((plan.block, site))
         if site.perturbed and len(found) == 1:
             by = type(perturbing[0]).__name__ if perturbing else f"the model's own '{plan.name}.{inside[0]}'"
-            prefix.note = f"the first block, '{plan.name}', is perturbed already by {by}"
+            prefix.why = f"the first block, '{plan.name}', is perturbed already by {by}"
     random = [c for c in own if c.stochastic and c.stages & {"inputs", "embeddings"} and not c.always_idle]
     if random:
         prefix.why = f"{type(random[0]).__name__} perturbs the input"
-    if prefix.note:
-        found = found[:1]
+    if prefix.why:
+        every = [*(c for here in clones.values() for c in here), *own]
+        prefix.doubled = plan_doubled(every, plans[0].block if plans else None)
     prefix.sites = [site for _, site in found]
     return prefix, [] if prefix.why else found
 
@@ -252,17 +227,6 @@ def plan_prefix(
 def perturbs(clone: Regularizer) -> bool:
     """Whether a clone draws anything in its layer, at any time of training."""
     return clone.stochastic and bool(clone.stages - set(MODEL_STAGES)) and not clone.always_idle
-
-
-def _same(first: list[Any], second: list[Any]) -> bool:
-    if len(first) != len(second):
-        return False
-    return all(
-        a is b
-        or (isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b))
-        or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 def _versions(output: Any) -> list[int]:
