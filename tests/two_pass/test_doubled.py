@@ -206,6 +206,44 @@ def test_two_passes_where_a_batch_is_more_than_its_samples(make, methods, forwar
     assert f"no doubled batch: {reg.prefix.doubled.note}" in repr(reg)
 
 
+class InnerCheckpoint(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
+
+    def forward(self, x, keep=None):
+        x = x + checkpoint(self.attn, self.norm1(x), use_reentrant=False)
+        return x + self.mlp(self.norm2(x))
+
+
+def test_checkpoints_inside_replay_the_doubled_draws():
+    plain, inner = attach(vit(), HEAD), vit()
+    inner.blocks = nn.ModuleList(InnerCheckpoint(block) for block in inner.blocks)
+    inner = attach(inner, HEAD)
+    assert_same(step(inner), step(plain))
+    assert plain.prefix.doubled.used
+    assert inner.prefix.doubled.used
+
+
+def test_autocast_and_other_libraries_models():
+    timm = pytest.importorskip("timm")
+
+    def make():
+        torch.manual_seed(0)
+        return timm.create_model("vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=3, depth=2)
+
+    def forward(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(X).float()
+
+    later = [DropHead(LATER), RDrop(1.0)]
+    together, apart = attach(make(), later), attach(make(), later, apart=True)
+    assert_same(step(together), step(apart))
+    assert together.prefix.doubled.used
+    torch.testing.assert_close(step(together, forward)[0], step(apart, forward)[0], rtol=0.02, atol=0.02)
+    assert together.prefix.doubled.used
+
+
 def test_a_model_that_is_not_small_takes_two_passes(monkeypatch):
     monkeypatch.setattr(doubled, "DOUBLED_BELOW", 3 * 5 * 16 - 1)
     reg = attach(vit(), HEAD)
