@@ -59,9 +59,11 @@ def train(model, reg, step_of):
 
 
 def by_hand(kind):
-    """One process, nothing sharded."""
+    """One process, nothing sharded; two passes and no doubled batch, as in several processes, which draw so."""
     model, methods = vit(), KINDS[kind]()
     reg = None if methods is None else dampen.regularize(model, methods)
+    if reg is not None:
+        reg.prefix.doubled.why = "several processes do not double"
     optimizer = torch.optim.SGD(trained(model), lr=0.1)
     losses = train(model, reg, stepper(optimizer))
     return {"losses": losses, "weights": model.state_dict()}

@@ -58,14 +58,18 @@ def test_the_classes_may_stand_on_another_axis():
     )
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(("method", "symmetric"), [(Consistency(0.7), False), (RDrop(0.7), True)])
-def test_loss_is_the_mean_task_plus_the_divergence_of_two_independent_passes(method, symmetric):
+def test_loss_is_the_mean_task_plus_the_divergence_of_two_independent_passes(method, symmetric, together):
     model = vit()
     reg = regularize(model, [DropKey(0.4), method])
+    if not together:
+        reg.prefix.doubled.why = "the test wants two passes"
     torch.manual_seed(5)
     loss, terms = reg.loss(lambda: model(X), criterion)
+    assert reg.prefix.doubled.used is together
     torch.manual_seed(5)
-    first, second = model(X), model(X)
+    first, second = model(torch.cat([X, X])).chunk(2) if together else (model(X), model(X))
     assert not torch.allclose(first, second)
     task = (criterion(first) + criterion(second)) / 2
     expected = task + 0.7 * divergence(first, second, symmetric=symmetric)

@@ -26,6 +26,8 @@ class Attached:
         self.subject, self.model, self.inputs = subject, subject.model(), subject.inputs()
         makes = [make] if callable(make) else list(make)
         self.reg: Regularization = regularize(self.model, with_companion([m() for m in makes]))
+        # contracts compare draw by draw with compiled graphs and plain calls; a doubled batch draws in another order
+        self.reg.prefix.doubled.why = "a contract compares two passes draw by draw"
         if neutral:
             for clone in self.reg.clones:
                 clone.zero_is_identity = False  # the formula at 0 is looked at, not that it is left out
