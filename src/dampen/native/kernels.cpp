@@ -81,7 +81,7 @@ void turn(int rows, int columns, const float* in, i64 ld, float* out, int width)
 
 constexpr i64 SMALL = 64;  // keys and channels up to which the products are those above
 constexpr i64 FORWARD = 1 << 17;  // scores of a block of queries in the forward, which holds whole rows
-constexpr i64 ROWS = 128, KEYS_WHOLE = 512, KEYS_PART = 512;  // of a block in the backward
+constexpr i64 ROWS = 256, KEYS_WHOLE = 512, KEYS_PART = 256;  // of a block in the backward
 
 // --- random numbers: Philox4x32-10 (Salmon et al., SC 2011), a function of (seed, stream, slab, index) alone ----------
 
