@@ -17,10 +17,10 @@ class Consistency(Regularizer):
     L = L_task + lambda KL(softmax(Z1) || softmax(Z2)), averaged over predictions, beside any stochastic method.
     `symmetric=True` takes (KL(P1 || P2) + KL(P2 || P1)) / 2, which is R-Drop's.
 
-    The passes are two forwards and not one doubled batch, in which both halves would share every draw that is one per
-    forward (a blur's sigma, LayerDrop, DropConnect) and the divergence would vanish; so batch norm sees each pass by
-    itself. Blocks below the first perturbed one are computed once where that changes nothing; `print(reg)` says whether
-    they are. The task loss is the mean over both passes. Needs `reg.loss`, which runs the passes.
+    Blocks below the first perturbed one are computed once where that changes nothing. Where none can be, a small model
+    runs both passes as one batch that holds every sample twice, if all that is drawn is each sample's own: the halves
+    would share a draw that is one per forward (a blur's sigma, LayerDrop, DropConnect) or batch norm's statistics. Else
+    two forwards run; `print(reg)` says which and why. The task loss is the mean over both passes. Needs `reg.loss`.
 
     Args:
         weight: lambda.

@@ -11,7 +11,9 @@ from dampen.lab.errors import DiskFull, Interrupted
 from dampen.lab.processes import start
 from dampen.lab.records.record import Record
 from dampen.lab.training.checkpoint import saved_states
+from dampen.lab.training.state import TrialState
 from dampen.lab.training.train import run_trial
+from dampen.two_pass.doubled import BEGUN_APART
 
 DROP = {"name": "drop_key", "rate": {"linear": {"start": 0.3, "end": 0.0, "along": "progress"}}}
 
@@ -120,3 +122,28 @@ def test_a_process_killed_at_random_steps_resumes_to_the_same_weights(tmp_path, 
     assert result["resumed"] == len(steps)
     assert same(result, whole)
     assert log_without_times(tmp_path / "cut") == log_without_times(tmp_path / "whole")
+
+
+TWO_PASSES = [{"name": "drop_head", "rate": 0.3}, {"name": "consistency"}]
+
+
+def test_a_doubled_batch_goes_on_bit_exactly(tmp_path, small, quick):
+    trial = small(TWO_PASSES, epochs=2)
+    whole = run_trial(trial, tmp_path / "whole", quick)
+    report, stop = interrupt_at({3})
+    with pytest.raises(Interrupted):
+        run_trial(trial, tmp_path / "cut", replace(quick, progress_seconds=0.0), report, stop)
+    assert same(run_trial(trial, tmp_path / "cut", quick), whole)
+
+
+def test_a_trial_that_began_with_two_passes_goes_on_with_two(small, quick):
+    """A checkpoint from before there were doubled batches does not say which it ran."""
+    s = TrialState(small(TWO_PASSES), quick)
+    state = s.state()
+    assert state["handle"].pop("never_doubled") == ""
+    s.load_state(state)
+    s.losses(next(s.batches())[0][0])
+    assert s.handle.prefix.doubled.note == BEGUN_APART
+    fresh = TrialState(small(TWO_PASSES), quick)
+    fresh.losses(next(fresh.batches())[0][0])
+    assert fresh.handle.prefix.doubled.used
