@@ -58,7 +58,7 @@ def _seed() -> int:
 
 
 FACTORS_UP_TO = 2**18
-"""Entries up to which dropout keeps its factors until the backward, where torch multiplies by them once more: a megabyte
+"""Entries up to which dropout keeps its factors until the backward, where torch multiplies by them again: a megabyte
 at most. That takes half the time of two Python functions around a kernel, which larger tensors get."""
 
 
