@@ -140,12 +140,15 @@ def attention_weights(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
 ) -> tuple[Tensor, Tensor]:
     """Output and the (B, H, N, M) weights, for callers that ask for the weights."""
-    keep = _merge(q, k, regularizers, call)
+    shared = k
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = (q * call.scale) @ k.transpose(-2, -1)
     if call.bias is not None:
         s = s + call.bias
+    call.scores = s.detach() if s.dtype is torch.float32 else None  # for who hides the largest, unless they are rounded
+    keep = _merge(q, shared, regularizers, call)
+    call.scores = None
     own = True  # s is nobody else's yet
     for r in regularizers:
         if "logits" in r.stages:

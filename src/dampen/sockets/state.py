@@ -45,9 +45,9 @@ class Layer:
         )  # a graph may not depend on the numbers of a schedule, only on its form
         found = []
         for r in self.clones:
-            if (training or r.in_eval or (self.sampling and r.stochastic)) and not r.asleep:
-                if not (r.idle_forever if compiling else r.idle):
-                    found.append(r)
+            acts = training or r.in_eval or (self.sampling and r.stochastic)
+            if acts and not r.asleep and not (r.idle_forever if compiling else r.idle):
+                found.append(r)
         if found and "_is_replica" in module.__dict__:
             raise_replica(self.site.name)
         return found
