@@ -208,6 +208,8 @@ class Regularization:
     def _taken(self) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
         for r in self.clones:
+            if not r._penalties and not r.lost:
+                continue
             lost, r.lost = r.lost, False
             taken = r.take_penalties()
             if torch.is_grad_enabled() and (lost or not all(v.requires_grad for v in taken.values())):

@@ -246,8 +246,9 @@ class Regularizer(nn.Module):
 
     def at(self, progress: float) -> None:
         """Set the scheduled values for this clone's depth at `progress`."""
-        self._progress = progress
+        self.__dict__["_progress"] = progress  # in every step: `nn.Module` takes a microsecond to set an attribute
         depth = 0.0 if self.site is None else self.site.depth
+        changed = bool(self._parameters)  # what is learned may have been frozen meanwhile
         for name, (schedule, high) in self._schedules.items():
             value = schedule(depth, progress)
             if self._numbers.get(name) == value:
@@ -255,7 +256,9 @@ class Regularizer(nn.Module):
             what = f"{type(self).__name__}({name}=...) at depth {depth:.3g}, progress {progress:.3g}"
             self._numbers[name] = check_value(value, what, high)
             getattr(self, name).fill_(value)
-        self.idle = self._is_idle()
+            changed = True
+        if changed:
+            self.idle = self._is_idle()
 
     def _is_idle(self) -> bool:
         """Whether nothing would change if the stages were not run now: every value is 0, or the weight of a method that

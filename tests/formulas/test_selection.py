@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dampen.formulas import top_k as selection
-from dampen.formulas.top_k import comparators, kth_largest, largest
+from dampen.formulas.top_k import comparators, in_top, in_top_of_rows, kth_largest, largest
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,3 +43,15 @@ def test_large_k_and_long_rows_take_topk(monkeypatch):
 def test_compiles_whole():
     s = torch.randn(2, 17, 4)
     assert torch.equal(torch.compile(largest, fullgraph=True, backend="eager")(s, 3), largest(s, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(keys=st.integers(1, 30), ties=st.booleans(), top=st.sampled_from([1, 2, 0.05, 0.1, 0.5]))
+def test_the_two_largest_of_rows_are_those_of_the_network(keys, ties, top):
+    if isinstance(top, int) and top > keys:
+        return
+    s = torch.randn(2, 3, 5, keys, generator=torch.Generator().manual_seed(keys))
+    s = s.round() if ties else s
+    found, expected = in_top_of_rows(s, top), in_top(s.mT.contiguous(), None, top).mT
+    assert found is None or torch.equal(found, expected)
+    assert (found is None) == (keys * top > 2 if isinstance(top, float) else False)

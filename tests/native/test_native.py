@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dampen
-from dampen import DropAttention, DropKey, FeedForwardDropout, HardMasking
+from dampen import BlurredAttention, DropAttention, DropHead, DropKey, FeedForwardDropout, HardMasking
 from dampen.checking import check_contract
 from dampen.native import library
 
@@ -274,13 +274,48 @@ def test_switched_off_and_named(built, monkeypatch):
     library.reset()
 
 
-def test_short_sequences_stay_on_torch(built, monkeypatch):
-    monkeypatch.setattr("dampen.kernels.kernel.NATIVE_FROM", {"all": 18, "top": 17})
-    kernels = [
-        dampen.kernels.attend.attend(*operands(), None, 0.0, False, None, False, [method], None)[2].name
-        for method in (DropKey(0.1), HardMasking(0.1))
-    ]
-    assert kernels == ["plain", "native"]
+def test_short_rows_run_natively_and_middling_ones_on_torch(built, monkeypatch):
+    """Up to 64 keys the kernel's own products win, whatever the method; above, each kind has its length."""
+    monkeypatch.setattr("dampen.kernels.kernel.NATIVE_FROM", {"all": 81, "top": 80})
+
+    def kernel(length, method):
+        q, k, v = operands(n=length, m=length)
+        return dampen.kernels.attend.attend(q, k, v, None, 0.0, False, None, False, [method], None)[2].name
+
+    methods = DropKey(0.1), HardMasking(0.1), DropHead(0.1), BlurredAttention(3)
+    assert [kernel(17, m) for m in methods] == ["native"] * 4
+    assert [kernel(80, m) for m in methods] == ["fused", "native", "fused", "fused"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["all", "causal", "padded"])
+def test_without_hiding_it_is_sdpa(built, shape, kind):
+    q, k, v = operands(*shape)
+    b, h, g, n, m, _ = shape
+    if kind == "causal" and n != m:
+        pytest.skip("a causal mask of a square only")
+    keep = torch.rand(b, 1, 1, m) < 0.7 if kind == "padded" else None
+    if keep is not None:
+        keep[..., 0] = True
+    before = torch.get_rng_state()
+    ours = built.attention(q, k, v, keep, kind == "causal", 0.3, None)
+    assert torch.equal(before, torch.get_rng_state())
+    many = [t.repeat_interleave(h // g, 1) for t in (k, v)]
+    expected = F.scaled_dot_product_attention(q, *many, keep, is_causal=kind == "causal", scale=0.3)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    w = torch.randn_like(ours)
+    for a, e in zip(*(torch.autograd.grad(o, (q, k, v), w) for o in (ours, expected)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1024, 5000])
+def test_kept_factors_are_those_of_the_operator(built, size):
+    """The mask of a small tensor is the one that a graph, and a large tensor, have under the same seed."""
+    x = torch.randn(size)
+    torch.manual_seed(5)
+    ours = built.dropout(x, 0.3)
+    expected = torch.ops.dampen.dropout(x, torch.tensor(drawn_seed(5)), torch.tensor(0.3, dtype=torch.float64))
+    torch.testing.assert_close(ours, expected)
 
 
 def test_a_failed_build_is_one_line(tmp_path, monkeypatch):

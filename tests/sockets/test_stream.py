@@ -1,6 +1,7 @@
 """Residual branches in later forwards: the stream tells, and a block that adds otherwise is seen."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -261,3 +262,37 @@ def test_a_method_may_add_to_the_stream_that_it_reads():
     dampen.regularize(model, method)
     for _ in range(STEADY + 3):  # the last ones are streamed
         assert torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        dampen.DropKey(0.2),
+        dampen.HardMasking(0.2),
+        dampen.DropPath(0.2),
+        dampen.DropHead(0.2),
+        dampen.BlurredAttention(3),
+        dampen.FeedForwardDropout(0.2),
+        dampen.DropAttention(0.2, normalized=False),
+        dampen.ExplicitDropout(value=0.1, ffn=0.1),
+    ],
+    ids=lambda m: m.name,
+)
+def test_a_step_leaves_no_circle_of_references(method):
+    """A circle keeps a step's tensors until Python looks for it, and the next step takes fresh memory."""
+    torch.manual_seed(0)
+    model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16).train()
+    reg, x = dampen.regularize(model, method), torch.randn(2, 3, 8, 8)
+
+    def step():
+        reg.loss(lambda: model(x), lambda out: out.square().mean())[0].backward()
+
+    for _ in range(STEADY + 2):
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -73,7 +73,7 @@ class Call:
     is_causal: bool = False  # the flag was given; no mask tensor stands for it
     mask: Tensor | None = None  # the model's own bool mask (B or 1, H or 1, N or 1, M), True may be seen
     bias: Tensor | None = None  # the model's own score bias (relative positions), hidden places 0
-    scores: Tensor | None = None  # the model's own final scores (B, H, N, M), where it computes its attention itself
+    scores: Tensor | None = None  # the final scores (B, H, N, M), where they are there before keys are hidden
     scale: float = 1.0
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # B, H, N, M
     kv_heads: int = 0  # as seen at the socket; a library may have repeated grouped keys before it

@@ -8,9 +8,8 @@ inside a compiled graph, under checkpointing and in DDP; a hook on an activation
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,18 +133,9 @@ class Ledger:
         """Whether this thread is inside `reg.loss`."""
         return bool(self.askers) and (torch.compiler.is_compiling() or owner() in self.askers)
 
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
+    def asking(self) -> Asking:
         """Inside `reg.loss`: what the forwards make is counted under `no_grad` and in eval too, for it is taken."""
-        me, self.outside = owner(), False
-        self.askers.append(me)
-        try:
-            yield
-        except BaseException:
-            self.forget()
-            raise
-        finally:
-            self.askers.remove(me)
+        return Asking(self)
 
     # --- watching the backward --------------------------------------------------------------------------------------
 
@@ -191,6 +181,24 @@ class Ledger:
         self.fresh()  # a copy has a step of its own; its parameters come without hooks
         for clone in self.clones:  # a clone does not carry its ledger along: a copy of one block would copy the model
             clone.ledger = self
+
+
+class Asking:
+    """A thread inside `reg.loss`; what an error leaves is forgotten."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.me = ledger, owner()
+
+    def __enter__(self) -> None:
+        self.ledger.outside = False
+        self.ledger.askers.append(self.me)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self.ledger.forget()
+        finally:
+            self.ledger.askers.remove(self.me)
 
 
 def owner() -> str:

@@ -80,6 +80,32 @@ def kernel_weights(near: Neighbors, counts: Tensor, sigma: Tensor, edge: Edge) -
     return weights / whole.sum(-1, keepdim=True)
 
 
+def minus_squares(near: Neighbors) -> Tensor:
+    """-t^2 between every two keys, (M, M), and -inf where one is no neighbor of the other."""
+    keys = near.key.shape[0]
+    distances = -near.squared_distance.float().expand_as(near.exists).masked_fill(~near.exists, float("inf"))
+    out = torch.full((keys, keys), float("-inf"), device=near.key.device)
+    return out.scatter_reduce(1, near.key, distances, "amax")  # where there is none, `key` names any key, with -inf
+
+
+def blur_all(k: Tensor, squares: Tensor, sigma: Tensor | float) -> Tensor:
+    """Each key (B, H, M, D) as the weighted sum of its neighbors, where all of them count: the normalized Gaussian
+    exp(-t^2 / (2 sigma^2)) is a softmax. `sigma` is a number, or one per head, (H, 1, 1)."""
+    twice = (2 * sigma.square()).clamp(min=1e-12) if isinstance(sigma, Tensor) else max(2 * sigma * sigma, 1e-12)
+    band = (squares / twice).softmax(-1).to(k.dtype)
+    with torch.autocast(k.device.type, enabled=False):
+        return _banded(k, band.reshape((1,) * (4 - band.ndim) + tuple(band.shape)))
+
+
+def _banded(k: Tensor, band: Tensor) -> Tensor:
+    """band (B or 1, H or 1, M, M) times the keys."""
+    if band.shape[1] > 1:
+        return band @ k
+    batch, heads, keys, size = k.shape
+    merged = k.transpose(1, 2).flatten(2)  # (B, M, H D): one matrix for all heads
+    return torch.bmm(band[:, 0].expand(batch, -1, -1), merged).view(batch, keys, heads, size).transpose(1, 2)
+
+
 def apply_kernel(k: Tensor, weights: Tensor, near: Neighbors) -> Tensor:
     """Each key (B, H, M, D) becomes the weighted sum of its neighbors."""
     weights = weights.to(k.dtype)
@@ -91,10 +117,4 @@ def apply_kernel(k: Tensor, weights: Tensor, near: Neighbors) -> Tensor:
                 blurred = blurred + weights[..., t : t + 1] * k[:, :, near.key[:, t]]
             return blurred
         band = k.new_zeros(*weights.shape[:3], k.shape[2])
-        band = band.scatter_add(-1, near.key.expand_as(weights), weights)
-        if band.shape[1] > 1:
-            return band @ k
-        merged = k.transpose(1, 2).flatten(2)  # (B, M, H D): one matrix for all heads
-        blurred = (band[0, 0] if band.shape[0] == 1 else band[:, 0]) @ merged
-        out: Tensor = blurred.unflatten(-1, (k.shape[1], k.shape[3])).transpose(1, 2)
-        return out
+        return _banded(k, band.scatter_add(-1, near.key.expand_as(weights), weights))

@@ -76,6 +76,19 @@ def top_share(top: int | float, keys: int) -> tuple[int, int]:
     return top, 0
 
 
+def in_top_of_rows(s: Tensor, top: int | float) -> Tensor | None:
+    """Which scores (B, H, N, M) are among the largest of their rows; None where those are more than two, for which
+    `in_top` is quicker. Exact with ties: the largest is taken out once, wherever it stands."""
+    num, den = top_share(top, s.shape[-1])
+    k = -(-s.shape[-1] * num // den) if den else num
+    if k > 2:
+        return None
+    if k == 2:
+        rest = s.scatter(-1, s.max(-1, keepdim=True).indices, float("-inf"))
+        return s >= rest.amax(-1, keepdim=True)
+    return s >= s.amax(-1, keepdim=True)
+
+
 def in_top(s: Tensor, keep: Tensor | None, top: int | float) -> Tensor:
     """Which scores (B, H, M, N), keys first, are among the k largest that `keep` (B, H, N, M) shows to their query."""
     keys = s.shape[-2]

@@ -36,7 +36,10 @@ HIDE = -1e30
 """What is added to a score to hide its key: no score matters beside it, and it is finite."""
 NATIVE_FROM = {"all": 512, "top": 0}
 """Keys from which the native kernel runs, for methods that hide any key and for those that hide the strongest. Below,
-torch's path takes as long or less, measured with attention alone at 17 to 2,048 keys."""
+torch's path takes as long or less, measured with attention alone at 17 to 2,048 keys; but for short rows:"""
+NATIVE_UP_TO = 64
+"""Keys and channels up to which the native kernel has products of its own. It runs there for every method, in half the
+time of torch's attention, forward and backward, at 17 keys (`benchmarks/kernel_table.py` has torch's own two)."""
 LONG = 2048
 """Keys from which a mask or matrix over all queries is taken in chunks."""
 CHUNK = 2**21
@@ -86,7 +89,9 @@ def choose_kernel(
         names = [r.name for r in regularizers if needs_matrix([r])] or ["the caller"]
         return Kernel("plain", static and keys >= LONG and not matrix, f"{', '.join(names)} needs the matrix of scores")
     if native and _fits_native(q, k, regularizers):
-        return Kernel("native", False, "keys are hidden inside the kernel, and nothing of N x M is kept")
+        hides = any("mask" in r.stages for r in regularizers)
+        why = "keys are hidden inside the kernel" if hides else "short rows"
+        return Kernel("native", False, f"{why}, and nothing of N x M is kept")
     if fits_flex(q, k, regularizers, asked=native):
         return Kernel("flex", False, "DAMPEN_FLEX=1: keys are hidden inside FlexAttention")
     device = q.device.type
@@ -135,12 +140,15 @@ def attention_weights(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
 ) -> tuple[Tensor, Tensor]:
     """Output and the (B, H, N, M) weights, for callers that ask for the weights."""
-    keep = _merge(q, k, regularizers, call)
+    shared = k
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = (q * call.scale) @ k.transpose(-2, -1)
     if call.bias is not None:
         s = s + call.bias
+    call.scores = s.detach() if s.dtype is torch.float32 else None  # for who hides the largest, unless they are rounded
+    keep = _merge(q, shared, regularizers, call)
+    call.scores = None
     own = True  # s is nobody else's yet
     for r in regularizers:
         if "logits" in r.stages:
@@ -191,27 +199,35 @@ def _added_mask(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call:
 
 
 def _fits_native(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]) -> bool:
-    """Whether dampen's own kernel is built and can do what is asked: one method that hides keys, float32, on a CPU."""
-    hiding, keys = [r for r in regularizers if "mask" in r.stages], k.shape[2]
-    return (
-        len(hiding) == 1
-        and isinstance(keys, int)
-        and q.device.type == "cpu"
-        and q.dtype is k.dtype is torch.float32
-        and not torch.is_autocast_enabled("cpu")
+    """Whether dampen's own kernel is built and can do what is asked: at most one method that hides keys, float32, on a
+    CPU."""
+    if not (
+        q.dtype is k.dtype is torch.float32
         and native_available()
-        and (how := hiding[0].native_hiding(keys)) is not None
-        and keys >= NATIVE_FROM["all" if how[1] is None else "top"]
-        and (torch.compiler.is_compiling() or has_numbers(q))
-    )
+        and q.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+    ):
+        return False
+    compiling, keys, size = torch.compiler.is_compiling(), k.shape[2], q.shape[3]
+    if not (isinstance(keys, int) and isinstance(size, int) and (compiling or has_numbers(q))):
+        return False
+    hiding = [r for r in regularizers if "mask" in r.stages]
+    if len(hiding) > 1 or any(r.takes_jacobian for r in regularizers):  # the kernel can be differentiated once
+        return False
+    short = keys <= NATIVE_UP_TO and size <= NATIVE_UP_TO
+    if not hiding:
+        return short and not compiling and bool(regularizers)  # a graph has its own ways with torch's attention
+    how = hiding[0].native_hiding(keys)
+    return how is not None and (short or keys >= NATIVE_FROM["all" if how[1] is None else "top"])
 
 
 def _native(q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
     from dampen.native.ops import Hiding, attention  # only where it was built
 
-    hiding = next(h for r in regularizers if "mask" in r.stages and (h := r.native_hiding(k.shape[2])) is not None)
+    found = (h for r in regularizers if "mask" in r.stages and (h := r.native_hiding(k.shape[2])) is not None)
+    hiding = next(found, None)
     keep = None if call.is_causal else call.mask
-    return attention(q, k, v, keep, call.is_causal, call.scale, Hiding(*hiding))
+    return attention(q, k, v, keep, call.is_causal, call.scale, None if hiding is None else Hiding(*hiding))
 
 
 def _hide(s: Tensor, hidden: Tensor, own: bool) -> Tensor:

@@ -9,7 +9,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.formulas.blur import Edge, Neighbors, apply_kernel, kernel_weights, on_grid, on_line, seen_together
+from dampen._torch import has_numbers
+from dampen.formulas.blur import (
+    DENSE_UP_TO,
+    Edge,
+    Neighbors,
+    apply_kernel,
+    blur_all,
+    kernel_weights,
+    minus_squares,
+    on_grid,
+    on_line,
+    seen_together,
+)
 from dampen.formulas.grid import check_grid, model_grid
 from dampen.formulas.learnable import count_heads, device_of, per_head, scale_divergence, spread
 from dampen.regularizer import Call, Regularizer
@@ -82,7 +94,7 @@ class BlurredAttention(Regularizer):
         self.patches: tuple[int, int] | None = None  # the grid that the model makes, if it tells
         self.edge, self.draw, self.learn = edge, draw, learn
         self.log_sigma: nn.Parameter | None = None
-        self._line: tuple[tuple[int, torch.device], Neighbors] | None = None
+        self._known: tuple[tuple[int, torch.device], Neighbors, Tensor | None] | None = None
         if learn:
             self.scheduled("prior_weight", prior_weight, high=math.inf)
             if heads is not None:
@@ -98,19 +110,29 @@ class BlurredAttention(Regularizer):
         self.log_sigma = nn.Parameter(torch.full((heads,), math.log(start), device=device))
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        keys, device = k.shape[2], k.device
-        if self.grid is None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-            if self._line is None or self._line[0] != (keys, device):  # the same for every forward of that length
-                self._line = (keys, device), on_line(keys, self.width, device)
-            near = self._line[1]
-        elif self.grid is None:
+        near, squares = self._neighbors(k.shape[2], k.device)
+        drawn = torch.rand((k.shape[1], 1, 1) if self.draw == "head" else (), device=k.device)
+        if squares is None or call.mask is not None or call.is_causal:
+            weights = kernel_weights(near, seen_together(near, call), drawn * self._largest(k.shape[1]), self.edge)
+            return q, apply_kernel(k, weights, near), v
+        if drawn.ndim == 0 and not self.learn and drawn.device.type == "cpu" and has_numbers(drawn):
+            return q, blur_all(k, squares, drawn.item() * self._numbers["sigma"]), v
+        return q, blur_all(k, squares, drawn * self._largest(k.shape[1])), v
+
+    def _neighbors(self, keys: int, device: torch.device) -> tuple[Neighbors, Tensor | None]:
+        """The neighbors of each key, and as a matrix of distances where that is small and edges are renormalized: the
+        same for every forward of that length."""
+        kept = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+        if kept and self._known is not None and self._known[0] == (keys, device):
+            return self._known[1], self._known[2]
+        if self.grid is None:
             near = on_line(keys, self.width, device)
         else:
             near = on_grid(keys, self.grid, self.width, device, self.patches)
-        shape = (k.shape[1], 1, 1) if self.draw == "head" else ()
-        sigma = torch.rand(shape, device=device) * self._largest(k.shape[1])
-        weights = kernel_weights(near, seen_together(near, call), sigma, self.edge)
-        return q, apply_kernel(k, weights, near), v
+        matrix = minus_squares(near) if keys <= DENSE_UP_TO and self.edge == "renormalize" else None
+        if kept:
+            self._known = (keys, device), near, matrix
+        return near, matrix
 
     def _largest(self, heads: int) -> Tensor:
         """Sigma: the stated one, or one per key head (H, 1, 1)."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dampen.masks import bernoulli, dilate, seed_rate, zero_and_rescale
+from dampen.masks import bernoulli, dilate, drop, seed_rate, zero_and_rescale
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
@@ -62,6 +62,8 @@ class DropAttention(Regularizer):
         return self._dropped((*q.shape[:3], k.shape[2]), q.device, call)
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
+        if self.per_query and self.window == 1:
+            return drop(a, self.current("rate"))
         return zero_and_rescale(a, self._dropped(tuple(a.shape), a.device, call), self.current("rate"))
 
     def _dropped(self, shape: tuple[int, ...], device: torch.device, call: Call) -> Tensor:

@@ -20,7 +20,7 @@ from dampen.formulas.learnable import (
     soft_top,
     spread,
 )
-from dampen.formulas.top_k import in_top, top_share, transposed_scores
+from dampen.formulas.top_k import in_top, in_top_of_rows, top_share, transposed_scores
 from dampen.masks import bernoulli
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
@@ -100,6 +100,10 @@ class HardMasking(Regularizer):
             self._make_parameters(count_heads(self), device_of(model))
 
     def mask(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        if call.scores is not None and call.keep is None:
+            belongs = in_top_of_rows(call.scores, self.top)
+            if belongs is not None:
+                return belongs & bernoulli(belongs.shape, self.current("rate"), belongs.device)
         return self._dropped(transposed_scores(q, k, call), call).mT
 
     def logits(self, s: Tensor, call: Call) -> Tensor:

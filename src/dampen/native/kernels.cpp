@@ -10,10 +10,14 @@
 #include <cstring>
 #include <limits>
 #include <vector>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr int FEW = 8;           // largest scores that are found by insertion
 using i64 = std::int64_t;
 using u64 = std::uint64_t;
 using u32 = std::uint32_t;
@@ -31,44 +35,70 @@ void multiply(char ta, char tb, int m, int n, int k, float alpha, const float* a
   sgemm(&ta, &tb, &m, &n, &k, &alpha, a, &la, b, &lb, &beta, c, &lc);
 }
 
+// --- a few numbers at a time ------------------------------------------------------------------------------------------
+
+// Vectors by name, because not every compiler makes them of a loop over eight numbers
+typedef float Four __attribute__((vector_size(16)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Sixteen __attribute__((vector_size(64)));
+typedef std::int32_t EightInts __attribute__((vector_size(32)));
+typedef u16 EightDraws __attribute__((vector_size(16)));
+
+template <class V>
+V load(const void* p) {
+  V x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+template <class V>
+void store(void* p, V x) {
+  std::memcpy(p, &x, sizeof x);
+}
+
+float dot(const float* x, const float* y, int size) {
+  Four sum = {};
+  int j = 0;
+  for (; j + 4 <= size; j += 4) sum += load<Four>(x + j) * load<Four>(y + j);
+  float total = sum[0] + sum[1] + sum[2] + sum[3];
+  for (; j < size; j++) total += x[j] * y[j];
+  return total;
+}
+
 // --- products of small matrices, for which the call of a library takes longer than the product ------------------------
 
-// C (n x W) = alpha A (n x k) B (k x W), or that added to C; row-major, A with any strides
-template <int W>
+// C (R x T vectors) = alpha A (R x k) B (k x T vectors), or that added to C; row-major, A with any strides
+template <class V, int T, int R>
+void tile(int k, float alpha, const float* a, i64 row, i64 column, const float* b, i64 ldb, bool add, float* c, i64 ldc) {
+  constexpr int W = sizeof(V) / sizeof(float);
+  V sum[R][T] = {};
+  for (int p = 0; p < k; p++)
+    for (int t = 0; t < T; t++) {
+      const V y = load<V>(b + p * ldb + t * W);
+      for (int r = 0; r < R; r++) sum[r][t] += a[r * row + p * column] * y;
+    }
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) {
+      float* out = c + r * ldc + t * W;
+      store<V>(out, add ? load<V>(out) + alpha * sum[r][t] : alpha * sum[r][t]);
+    }
+}
+
+template <class V, int T>
 void panel(int n, int k, float alpha, const float* a, i64 row, i64 column, const float* b, i64 ldb, bool add, float* c,
            i64 ldc) {
-  for (int i = 0; i < n;) {
-    const int rows = n - i >= 4 ? 4 : 1;
-    float sum[4][W] = {};
-    if (rows == 4)
-      for (int p = 0; p < k; p++)
-        for (int r = 0; r < 4; r++) {
-          const float x = a[(i + r) * row + p * column];
-#pragma omp simd
-          for (int l = 0; l < W; l++) sum[r][l] += x * b[p * ldb + l];
-        }
-    else
-      for (int p = 0; p < k; p++) {
-        const float x = a[i * row + p * column];
-#pragma omp simd
-        for (int l = 0; l < W; l++) sum[0][l] += x * b[p * ldb + l];
-      }
-    for (int r = 0; r < rows; r++) {
-      float* out = c + (i + r) * ldc;
-#pragma omp simd
-      for (int l = 0; l < W; l++) out[l] = (add ? out[l] : 0.f) + alpha * sum[r][l];
-    }
-    i += rows;
-  }
+  int i = 0;
+  for (; i + 4 <= n; i += 4) tile<V, T, 4>(k, alpha, a + i * row, row, column, b, ldb, add, c + i * ldc, ldc);
+  for (; i < n; i++) tile<V, T, 1>(k, alpha, a + i * row, row, column, b, ldb, add, c + i * ldc, ldc);
 }
 
 void small(int n, int m, int k, float alpha, const float* a, i64 row, i64 column, const float* b, i64 ldb, bool add,
            float* c, i64 ldc) {
   int j = 0;
-  for (; j + 16 <= m; j += 16) panel<16>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc);
-  if (j + 8 <= m) panel<8>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc), j += 8;
-  if (j + 4 <= m) panel<4>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc), j += 4;
-  for (; j < m; j++) panel<1>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc);
+  for (; j + 24 <= m; j += 24) panel<Eight, 3>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc);
+  if (j + 16 <= m) panel<Eight, 2>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc), j += 16;
+  if (j + 8 <= m) panel<Eight, 1>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc), j += 8;
+  if (j + 4 <= m) panel<Four, 1>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc), j += 4;
+  for (; j < m; j++) panel<float, 1>(n, k, alpha, a, row, column, b + j, ldb, add, c + j, ldc);
 }
 
 // the transpose of (rows x columns), its rows `width` apart with zeros at their ends
@@ -88,6 +118,40 @@ constexpr i64 ROWS = 256, KEYS_WHOLE = 512, KEYS_PART = 256;  // of a block in t
 constexpr int LANES = 16, CHUNK = 8 * LANES;  // a chunk is 128 draws of 16 bits
 
 // the draws of one chunk: draw[128] for counters (chunk * 16 + lane, slab, stream)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+// Eight lanes in the low halves of 64-bit words: a product reads those alone, so what stands above is never cleared
+struct State {
+  __m512i a, b, c, d;
+};
+inline void round_of(State& x, __m512i k0, __m512i k1) {
+  const __m512i p = _mm512_mul_epu32(x.a, _mm512_set1_epi64(0xD2511F53u));
+  const __m512i q = _mm512_mul_epu32(x.c, _mm512_set1_epi64(0xCD9E8D57u));
+  x.a = _mm512_ternarylogic_epi64(_mm512_srli_epi64(q, 32), x.b, k0, 0x96);  // exclusive or of three
+  x.c = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p, 32), x.d, k1, 0x96);
+  x.b = q, x.d = p;
+}
+inline void put(u16* draw, __m512i x, __m512i y) {  // 16 words: their low halves, then their high ones
+  _mm_storeu_si128((__m128i*)draw, _mm512_cvtepi64_epi16(x));
+  _mm_storeu_si128((__m128i*)(draw + 8), _mm512_cvtepi64_epi16(y));
+  _mm_storeu_si128((__m128i*)(draw + LANES), _mm512_cvtepi64_epi16(_mm512_srli_epi64(x, 16)));
+  _mm_storeu_si128((__m128i*)(draw + LANES + 8), _mm512_cvtepi64_epi16(_mm512_srli_epi64(y, 16)));
+}
+void philox_chunk(u64 seed, u32 stream, u64 slab, u64 chunk, u16* draw) {
+  const __m512i first = _mm512_add_epi64(_mm512_set1_epi64(chunk * LANES), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m512i second = _mm512_add_epi64(first, _mm512_set1_epi64(8)), in = _mm512_set1_epi64((u64)(stream << 24));
+  const __m512i c = _mm512_set1_epi64(slab), d = _mm512_set1_epi64(slab >> 32);
+  State x = {first, _mm512_xor_si512(_mm512_srli_epi64(first, 32), in), c, d};
+  State y = {second, _mm512_xor_si512(_mm512_srli_epi64(second, 32), in), c, d};
+  u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
+  for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    const __m512i key0 = _mm512_set1_epi64(k0), key1 = _mm512_set1_epi64(k1);
+    round_of(x, key0, key1);
+    round_of(y, key0, key1);
+  }
+  put(draw, x.a, y.a), put(draw + 2 * LANES, x.b, y.b);
+  put(draw + 4 * LANES, x.c, y.c), put(draw + 6 * LANES, x.d, y.d);
+}
+#else
 void philox_chunk(u64 seed, u32 stream, u64 slab, u64 chunk, u16* draw) {
   u32 a[LANES], b[LANES], c[LANES], d[LANES];
   for (int l = 0; l < LANES; l++) {
@@ -119,6 +183,7 @@ void philox_chunk(u64 seed, u32 stream, u64 slab, u64 chunk, u16* draw) {
     draw[6 * LANES + l] = (u16)d[l], draw[7 * LANES + l] = (u16)(d[l] >> 16);
   }
 }
+#endif
 
 enum Stream : u32 { KEYS = 0, GUARD = 1, DITHER = 2, FEATURES = 3 };
 
@@ -126,7 +191,7 @@ enum Stream : u32 { KEYS = 0, GUARD = 1, DITHER = 2, FEATURES = 3 };
 const u16* draws(u64 seed, u32 stream, u64 slab, u64 start, u64 count, std::vector<u16>& room) {
   const u64 first = start / CHUNK, last = count ? (start + count - 1) / CHUNK : first;
   const u64 size = (last - first + 1) * CHUNK;
-  if (room.size() < size) room.resize(size);
+  if (room.size() < size + 8) room.resize(size + 8);  // a row's last eight may be read past its end
   for (u64 c = first; c <= last; c++) philox_chunk(seed, stream, slab, c, room.data() + (c - first) * CHUNK);
   return room.data() + (start - first * CHUNK);
 }
@@ -164,6 +229,76 @@ inline float exponential(float x) {
   return x < -87.0f ? 0.0f : p * power;
 }
 
+inline Eight exponential(Eight x) {
+  const Eight z = x < -87.0f ? Eight{} - 87.0f : x;
+  const EightInts whole = __builtin_convertvector(z * 1.44269504088896341f - 0.5f, EightInts);  // z <= 0: to the nearest
+  const Eight n = __builtin_convertvector(whole, Eight);
+  Eight r = z - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Eight p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const EightInts power = (whole + 127) << 23;
+  return x < -87.0f ? Eight{} : p * (Eight)power;
+}
+
+// -inf from place m to the end of a row, in one piece: single numbers would not be at hand when the row is read again
+void close_row(float* s, int m, int end) {
+  if (m == end) return;
+  const EightInts place = {0, 1, 2, 3, 4, 5, 6, 7};
+  store(s + end - 8, place >= m - (end - 8) ? Eight{} - INF : load<Eight>(s + end - 8));
+}
+
+float largest_of(const float* s, int m) {
+  float largest = -INF;
+  int j = 0;
+  if (m >= 8) {
+    Eight most = load<Eight>(s);
+    for (j = 8; j + 8 <= m; j += 8) {
+      const Eight x = load<Eight>(s + j);
+      most = most > x ? most : x;
+    }
+    for (int l = 0; l < 8; l++) largest = std::max(largest, most[l]);
+  }
+  for (; j < m; j++) largest = std::max(largest, s[j]);
+  return largest;
+}
+
+// s <- exp(s - largest), divided by their sum, which is returned
+float normalize(float* s, int m, float largest) {
+  Eight sums = {};
+  float total = 0;
+  int j = 0;
+  for (; j + 8 <= m; j += 8) {
+    const Eight e = exponential(load<Eight>(s + j) - largest);
+    store(s + j, e);
+    sums += e;
+  }
+  for (int l = 0; l < 8; l++) total += sums[l];
+  for (; j < m; j++) total += s[j] = exponential(s[j] - largest);
+  const float inverse = 1 / total;
+  for (j = 0; j + 8 <= m; j += 8) store(s + j, load<Eight>(s + j) * inverse);
+  for (; j < m; j++) s[j] *= inverse;
+  return total;
+}
+
+// s <- exp(s - lse), the weights; d <- their scores' gradient, from that of the weights and `own`, its mean
+void differentiate(float* s, float* d, int m, float lse, float own, float scale) {
+  int j = 0;
+  for (; j + 8 <= m; j += 8) {
+    const Eight e = exponential(load<Eight>(s + j) - lse);
+    store(s + j, e);
+    store(d + j, e * (load<Eight>(d + j) - own) * scale);
+  }
+  for (; j < m; j++) {
+    s[j] = exponential(s[j] - lse);
+    d[j] = s[j] * (d[j] - own) * scale;
+  }
+}
+
 int count_from(const float* s, int M, float t) {
   int c = 0;
 #pragma omp simd reduction(+ : c)
@@ -174,7 +309,6 @@ int count_from(const float* s, int M, float t) {
 // A threshold that the k largest of s reach, and with them whatever ties with the k-th. It lies between the k-th and the
 // next, so the rounding of scores that are computed again in the backward does not move a key across it.
 float top_threshold(const float* s, int M, int k) {
-  constexpr int FEW = 8;
   if (k > 0 && k <= FEW && M <= 256) {  // the k + 1 largest, falling, by insertion
     float best[FEW + 1];
     std::fill(best, best + k + 1, -INF);
@@ -215,6 +349,31 @@ float top_threshold(const float* s, int M, int k) {
   return low;
 }
 
+// For each of up to 16 rows of M numbers, `ld` apart, a threshold as `top_threshold` gives it for the K largest; `turned`
+// has room for the rows by columns
+template <int K>
+void thresholds(const float* s, i64 ld, int M, int rows, float* turned, float* limit) {
+  for (int l = 0; l < rows; l++)
+    for (int j = 0; j < M; j++) turned[j * 16 + l] = s[l * ld + j];
+  Sixteen best[K + 1];
+  for (int i = 0; i <= K; i++) best[i] = Sixteen{} - INF;
+  for (int j = 0; j < M; j++) {
+    Sixteen x = load<Sixteen>(turned + j * 16);
+    for (int i = 0; i <= K; i++) {
+      const Sixteen high = best[i] > x ? best[i] : x;
+      x = best[i] > x ? x : best[i];
+      best[i] = high;
+    }
+  }
+  for (int l = 0; l < rows; l++) {
+    const float kth = best[K - 1][l], next = best[K][l], middle = 0.5f * kth + 0.5f * next;
+    limit[l] = next == -INF ? -std::numeric_limits<float>::max() : middle > next ? middle : kth;
+  }
+}
+using Thresholds = void (*)(const float*, i64, int, int, float*, float*);
+constexpr Thresholds THRESHOLDS[FEW] = {thresholds<1>, thresholds<2>, thresholds<3>, thresholds<4>,
+                                        thresholds<5>, thresholds<6>, thresholds<7>, thresholds<8>};
+
 }  // namespace
 
 extern "C" {
@@ -251,14 +410,21 @@ int show(const Problem& p, i64 b, i64 h, i64 i, i64 j0, int m, float* s) {
   return seen;
 }
 
-// Drop the keys that are drawn and whose scores reach `limit`. How many are left.
-int drop(const u16* draw, u32 thr, float limit, int m, float* s) {
-  int kept = 0;
-#pragma omp simd reduction(+ : kept)
-  for (int j = 0; j < m; j++) {
-    const bool dropped = (u32)draw[j] < thr && s[j] >= limit;
-    s[j] = dropped ? -INF : s[j];
-    kept += s[j] > -INF;
+// Drop the keys that are drawn and whose scores reach `limit`. Whether any is left.
+bool drop(const u16* draw, u32 thr, float limit, int m, float* s) {
+  EightInts left = {};
+  bool kept = false;
+  int j = 0;
+  for (; j + 8 <= m; j += 8) {
+    const EightInts number = __builtin_convertvector(load<EightDraws>(draw + j), EightInts);
+    const Eight x = load<Eight>(s + j), y = (number < (int)thr) & (x >= limit) ? Eight{} - INF : x;
+    store(s + j, y);
+    left |= y > -INF;
+  }
+  for (int l = 0; l < 8; l++) kept |= left[l] != 0;
+  for (; j < m; j++) {
+    s[j] = (u32)draw[j] < thr && s[j] >= limit ? -INF : s[j];
+    kept |= s[j] > -INF;
   }
   return kept;
 }
@@ -275,16 +441,24 @@ i64 rescued(const Problem& p, i64 b, i64 h, i64 i) {
   return 0;
 }
 
+// How many of the largest scores hard masking means where all keys are seen; 0: rows differ, or they are too many for
+// `THRESHOLDS`
+int few_largest(const Problem& p) {
+  if (p.mode != 2 || p.mask || p.causal) return 0;
+  const i64 k = p.share_den ? (p.M * p.share_num + p.share_den - 1) / p.share_den : std::min(p.share_num, p.M);
+  return k <= FEW && p.M <= 256 ? (int)k : 0;
+}
+
 // Hide keys of a whole row: what the model hides, then what is drawn. False where the row was rescued: then one key is
-// left, with a finite score. `top`: where hard masking keeps its threshold.
-bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, const u16* draw, float* top) {
+// left, with a finite score. `top`: where hard masking keeps its threshold, which may be `known` already.
+bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, int width, const u16* draw, float* top, bool known) {
   const int M = (int)p.M, seen = show(p, b, h, i, 0, M, s);
   if (!p.mode || !seen) return true;
-  if (p.mode == 2) {
+  if (p.mode == 2 && !known) {
     const i64 k = p.share_den ? (seen * p.share_num + p.share_den - 1) / p.share_den : std::min<i64>(p.share_num, seen);
     *top = top_threshold(s, M, (int)k);
   }
-  if (drop(draw, thr, p.mode == 2 ? *top : -INF, M, s)) return true;
+  if (drop(draw, thr, p.mode == 2 ? *top : -INF, width, s)) return true;
   s[rescued(p, b, h, i)] = 0;
   return false;
 }
@@ -309,10 +483,11 @@ void dampen_attention(const Problem* problem) {
   const i64 blocks = bq ? (p.N + bq - 1) / bq : 0, tasks = p.B * p.H * blocks;
   const u32 thr = threshold(p.rate, p.seed);
   const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
+  const int few = few_largest(p);
   const int ld = is_small ? (M + 7) / 8 * 8 : M;  // rows with room at their ends: no loop has a remainder
 #pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
   {
-    std::vector<float> scores((size_t)bq * ld), turned(is_small ? (size_t)ld * D : 0);
+    std::vector<float> scores((size_t)bq * ld), turned(is_small ? (size_t)ld * D : 0), columns((size_t)(few ? 16 * M : 0));
     std::vector<u16> room;
 #pragma omp for schedule(static)
     for (i64 task = 0; task < tasks; task++) {
@@ -327,29 +502,22 @@ void dampen_attention(const Problem* problem) {
         multiply('T', 'N', M, n, D, (float)p.scale, k, p.sk[2], q, p.sq[2], 0.f, scores.data(), M);
       }
       const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i0 * M, (u64)n * M, room) : nullptr;
+      float* top = p.top ? p.top + bh * p.N + i0 : nullptr;
+      for (int i = 0; few && i < n; i += 16)
+        THRESHOLDS[few - 1](scores.data() + (size_t)i * ld, ld, M, std::min(16, n - i), columns.data(), top + i);
       for (int i = 0; i < n; i++) {
         float* s = scores.data() + (size_t)i * ld;
         const i64 row = bh * p.N + i0 + i;
-        for (int j = M; j < ld; j++) s[j] = -INF;
-        const bool usual =
-            hide(p, thr, b, h, i0 + i, s, draw ? draw + (size_t)i * M : nullptr, p.top ? p.top + row : nullptr);
-        float largest = -INF, total = 0;
-#pragma omp simd reduction(max : largest)
-        for (int j = 0; j < ld; j++) largest = s[j] > largest ? s[j] : largest;
+        close_row(s, M, ld);
+        const bool usual = hide(p, thr, b, h, i0 + i, s, ld, draw ? draw + (size_t)i * M : nullptr, top ? top + i : nullptr, few > 0);
+        const float largest = largest_of(s, ld);
         if (largest == -INF) {  // the model shows this query nothing: zeros, as SDPA gives
           std::memset(s, 0, sizeof(float) * ld);
           p.lse[row] = INF;
           continue;
         }
-#pragma omp simd reduction(+ : total)
-        for (int j = 0; j < ld; j++) {
-          s[j] = exponential(s[j] - largest);
-          total += s[j];
-        }
+        const float total = normalize(s, ld, largest);
         p.lse[row] = usual ? largest + std::log(total) : -INF;  // -inf: see `rescued`
-        const float inverse = 1 / total;
-#pragma omp simd
-        for (int j = 0; j < ld; j++) s[j] *= inverse;
       }
       if (is_small) small(n, E, M, 1.f, scores.data(), ld, 1, v, p.sv[2], false, out, p.so[2]);
       else multiply('N', 'N', E, n, M, 1.f, v, p.sv[2], scores.data(), M, 0.f, out, p.so[2]);
@@ -384,12 +552,7 @@ void dampen_attention_backward(const Problem* problem) {
           const i64 bh = b * p.H + h;
           const float *q = at(p.q, p.sq, b, h, i0), *go = at(p.go, p.sgo, b, h, i0), *o = at(p.o, p.so, b, h, i0);
           float* dq = at(p.dq, p.sdq, b, h, i0);
-          for (int i = 0; i < n; i++) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int e = 0; e < E; e++) sum += go[i * p.sgo[2] + e] * o[i * p.so[2] + e];
-            own[i] = sum;
-          }
+          for (int i = 0; i < n; i++) own[i] = dot(go + i * p.sgo[2], o + i * p.so[2], E);
           const u16* drawn = p.mode && bk == p.M ? draws(p.seed, KEYS, bh, (u64)i0 * bk, (u64)n * bk, room) : nullptr;
           for (i64 j0 = 0; j0 < p.M; j0 += bk) {
             const int m = (int)std::min<i64>(bk, p.M - j0);
@@ -416,17 +579,13 @@ void dampen_attention_backward(const Problem* problem) {
                 continue;
               }
               show(p, b, h, i0 + i, j0, m, s);
-              for (int j = m; j < width; j++) s[j] = -INF;
+              close_row(s, m, width);
               if (p.mode) {
                 const u16* draw =
                     drawn ? drawn + (size_t)i * bk : draws(p.seed, KEYS, bh, (u64)(i0 + i) * p.M + j0, (u64)m, room);
-                drop(draw, thr, p.mode == 2 ? p.top[row] : -INF, m, s);
+                drop(draw, thr, p.mode == 2 ? p.top[row] : -INF, width, s);
               }
-#pragma omp simd
-              for (int j = 0; j < width; j++) {
-                s[j] = exponential(s[j] - lse);
-                d[j] = s[j] * (d[j] - mine) * scale;
-              }
+              differentiate(s, d, width, lse, mine, scale);
             }
             if (is_small) {
               small(m, E, n, 1.f, weights.data(), 1, ld, go, p.sgo[2], more, dv, p.sdv[2]);
@@ -521,6 +680,20 @@ void dampen_dropout(const float* x, float* y, i64 size, double rate, u64 seed, i
 #pragma omp simd
       for (i64 j = 0; j < n; j++) out[j] = draw[j] < thr ? 0.f : in[j] * scale;
     }
+  }
+}
+
+// The factors of inverted dropout, 0 or 1 / (1 - rate): what `dampen_dropout` multiplies by under the same seed
+void dampen_factors(float* out, i64 size, double rate, u64 seed) {
+  const u32 thr = threshold(rate, seed);
+  const float scale = (float)(1 / (1 - rate));
+  constexpr i64 block = 1024;
+  std::vector<u16> room;
+  for (i64 start = 0; start < size; start += block) {
+    const i64 n = std::min(block, size - start);
+    const u16* draw = draws(seed, FEATURES, 0, (u64)start, (u64)n, room);
+#pragma omp simd
+    for (i64 j = 0; j < n; j++) out[start + j] = draw[j] < thr ? 0.f : scale;
   }
 }
 

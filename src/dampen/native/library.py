@@ -152,6 +152,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "dampen_tap": [pointer, pointer, pointer],
         "dampen_tap_backward": [pointer],
         "dampen_dropout": [pointer, pointer, i64, f64, u64, i64],
+        "dampen_factors": [pointer, i64, f64, u64],
         "dampen_mask": [pointer, i64, i64, i64, f64, u64],
         "dampen_draws": [pointer, i64, u64, i64, u64],
     }

@@ -32,31 +32,48 @@ class Hiding(NamedTuple):
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float, hiding: Hiding
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float, hiding: Hiding | None
 ) -> Tensor:
     """softmax(q k^T scale) v in float32 with random keys hidden from each query; nothing of size N x M is kept.
 
     q (B, H, N, D), k and v (B, G, M, .) with G a divisor of H, `keep` a bool mask that broadcasts to (B, H, N, M).
+    `hiding` None hides nothing and draws nothing.
     """
-    seed = torch.randint(2**63 - 1, ())
-    num, den = hiding.top or (0, 0)
-    mode = 1 if hiding.top is None else 2
+    mode, (num, den) = (0, (0, 0)) if hiding is None else (1, (0, 0)) if hiding.top is None else (2, hiding.top)
     keep = None if keep is None else keep.expand(*q.shape[:3], k.shape[2])
     if torch.compiler.is_compiling():
-        rate = torch.as_tensor(hiding.rate, dtype=torch.float32)
+        seed = torch.randint(2**63 - 1, ()) if hiding else torch.zeros((), dtype=torch.int64)
+        rate = torch.as_tensor(hiding.rate if hiding else 0.0, dtype=torch.float32)
         out: Tensor = torch.ops.dampen.attention(q, k, v, keep, seed, rate, causal, scale, mode, num, den)[0]
         return out
-    eager: Tensor = _Attention.apply(q, k, v, keep, seed.item(), float(hiding.rate), causal, scale, mode, num, den)
+    number, share = (_seed(), float(hiding.rate)) if hiding else (0, 0.0)
+    eager: Tensor = _Attention.apply(q, k, v, keep, number, share, causal, scale, mode, num, den)
     return eager
 
 
+def _seed() -> int:
+    """From torch's global generator, as every draw: a checkpoint's recompute draws it again."""
+    seed: int = torch.randint(2**63 - 1, ()).item()  # type: ignore[assignment]
+    return seed
+
+
+FACTORS_UP_TO = 2**18
+"""Entries up to which dropout keeps its factors until the backward, where torch multiplies by them again: a megabyte
+at most. That takes half the time of two Python functions around a kernel, which larger tensors get."""
+
+
 def dropout(x: Tensor, rate: float | Tensor) -> Tensor:
-    """Inverted dropout of a float32 tensor; the mask is made again in the backward."""
-    seed = torch.randint(2**63 - 1, ())
+    """Inverted dropout of a float32 tensor."""
     if torch.compiler.is_compiling():
+        seed = torch.randint(2**63 - 1, ())
         out: Tensor = torch.ops.dampen.dropout(x, seed, torch.as_tensor(rate, dtype=torch.float32))
         return out
-    eager: Tensor = _Dropout.apply(x, seed.item(), float(rate))
+    size = x.numel()
+    if size <= FACTORS_UP_TO:
+        factors = torch.empty(x.shape)
+        library().dampen_factors(factors.data_ptr(), size, float(rate), _seed())
+        return x * factors
+    eager: Tensor = _Dropout.apply(x, _seed(), float(rate))
     return eager
 
 
@@ -84,55 +101,44 @@ def _empty_like_heads(t: Tensor, size: int) -> Tensor:
     return torch.empty(t.shape[0], t.shape[2], t.shape[1], size).transpose(1, 2)
 
 
-def _problem(
-    tensors: dict[str, Tensor], keep: Tensor | None, seed: int, rate: float, causal: bool, scale: float, mode: int,
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, seed: int, rate: float, causal: bool, scale: float, mode: int,
     num: int, den: int,
-) -> bytes:  # fmt: skip
-    q, k, v = tensors["q"], tensors["k"], tensors["v"]
-
-    def pointer(name: str) -> int:
-        return tensors[name].data_ptr() if name in tensors else 0
-
-    def strides(name: str) -> tuple[int, ...]:
-        return tensors[name].stride()[:3] if name in tensors else _NO_STRIDES
-
-    return _PROBLEM.pack(
-        *(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]),
-        *(torch.get_num_threads(), mode, causal, num, den),
-        *(scale, rate, seed),
-        *(pointer(name) for name in ("q", "k", "v", "go")),
-        0 if keep is None else keep.data_ptr(),
-        *(pointer(name) for name in ("o", "lse", "top", "dq", "dk", "dv")),
-        *(stride for name in ("q", "k", "v", "o", "go", "dq", "dk", "dv") for stride in strides(name)),
-        *((0, 0, 0, 0) if keep is None else keep.stride()),
-    )
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = _rows(q), _rows(k), _rows(v)
     o, lse = _empty_like_heads(q, v.shape[3]), torch.empty(q.shape[:3])
-    top = torch.empty(q.shape[:3]) if settings[4] == 2 else torch.empty(0)
-    if o.numel() and k.shape[2]:
-        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse} | ({"top": top} if top.numel() else {})
-        library().dampen_attention(_problem(tensors, keep, *settings))
-    else:
-        o.zero_()
+    top = torch.empty(q.shape[:3]) if mode == 2 else torch.empty(0)
+    (b, h, n, d), (_, g, m, e) = q.shape, v.shape
+    if not (o.numel() and m):
+        return o.zero_(), lse, top
+    problem = _PROBLEM.pack(
+        *(b, h, g, n, m, d, e, torch.get_num_threads(), mode, causal, num, den, scale, rate, seed),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0 if keep is None else keep.data_ptr()),
+        *(o.data_ptr(), lse.data_ptr(), top.data_ptr(), 0, 0, 0),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *_NO_STRIDES, *_NO_STRIDES),
+        *(*_NO_STRIDES, *_NO_STRIDES, *((0, 0, 0, 0) if keep is None else keep.stride())),
+    )
+    library().dampen_attention(problem)
     return o, lse, top
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor, keep: Tensor | None,
-    *settings: Any,
+    seed: int, rate: float, causal: bool, scale: float, mode: int, num: int, den: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, grad, o = _rows(q), _rows(k), _rows(v), _rows(grad), _rows(o)
-    dq, dk, dv = (_empty_like_heads(t, t.shape[3]) for t in (q, k, v))
-    if o.numel() and k.shape[2]:
-        tensors = {"q": q, "k": k, "v": v, "go": grad, "o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-        tensors |= {"top": top} if top.numel() else {}
-        library().dampen_attention_backward(_problem(tensors, keep, *settings))
-    else:
-        for t in (dq, dk, dv):
-            t.zero_()
+    (b, h, n, d), (_, g, m, e) = q.shape, v.shape
+    dq, dk, dv = _empty_like_heads(q, d), _empty_like_heads(k, d), _empty_like_heads(v, e)
+    if not (o.numel() and m):
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    problem = _PROBLEM.pack(
+        *(b, h, g, n, m, d, e, torch.get_num_threads(), mode, causal, num, den, scale, rate, seed),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), grad.data_ptr(), 0 if keep is None else keep.data_ptr()),
+        *(o.data_ptr(), lse.data_ptr(), top.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *grad.stride()[:3], *dq.stride()[:3]),
+        *(*dk.stride()[:3], *dv.stride()[:3], *((0, 0, 0, 0) if keep is None else keep.stride())),
+    )
+    library().dampen_attention_backward(problem)
     return dq, dk, dv
 
 

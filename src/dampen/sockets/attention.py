@@ -58,6 +58,10 @@ class Socket(TorchFunctionMode):
             self.call.followed.follow(func, name, args, kwargs, out)
         return out
 
+    def close(self) -> None:
+        """No circle of references is left; see `close_frame`."""
+        self.run, self.eager.watch = call_torch, nobody
+
     def _watch(self, call: Call, before: bool) -> None:
         """Before and after an attention that the module computes itself."""
         needs_valid = any(r.needs_valid for r in self.regularizers)
@@ -89,6 +93,10 @@ class Socket(TorchFunctionMode):
         if self.call.followed is not None:
             self.call.followed.start(out, -1)
         return out
+
+
+def nobody(call: Call, before: bool) -> None:
+    """Who watches an attention after its forward."""
 
 
 def socket_attention(
@@ -189,6 +197,7 @@ def run_attention(
             with socket:
                 out = base(self, *args, **kwargs)
         finally:
+            socket.close()
             if switched:
                 switch_off(self, site)
         if not socket.seen:

@@ -51,8 +51,10 @@ def open_frame(layer: Layer, in_block: bool = True) -> Frame:
 
 
 def close_frame(layer: Layer, frame: Frame) -> None:
-    """The end of a forward."""
+    """The end of a forward. What it held is let go at once: a circle of references would keep the forward's tensors
+    until Python next looks for circles, and the next step would have to find memory elsewhere."""
     layer.frames.remove(frame)
+    frame.residual = frame.call = None
 
 
 def frame_of(layer: Layer) -> Frame | None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dampen.regularizer import LinearCall, Regularizer
 from dampen.sockets.adapters import read_adapter
 from dampen.sockets.frame import Frame, frame_of
-from dampen.sockets.roles import is_conv1d, is_convolution, weight_of
+from dampen.sockets.roles import kind_of, weight_of
 from dampen.sockets.state import LinearSite
 
 
@@ -27,22 +27,24 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             return cast(Tensor, base(self, input))
         if not torch.compiler.is_compiling() and input.numel() == 0:  # an expert, or a modality, without tokens
             return cast(Tensor, base(self, input))
-        if is_convolution(self):
+        kind = site.kind or kind_of(self)
+        if kind == "convolution":
             return _convolve(base, self, site, active, input)
-        weight, frame = weight_of(self), frame_of(layer)
+        weight, frame = weight_of(self, kind), frame_of(layer)
         valid = None if frame is None else frame.valid
         if frame is not None and valid is not None and frame.sequence_first and frame.call is None:
             valid = valid.t()
         elif frame is not None and valid is None and not frame.early and is_early(frame, site.role, active):
             frame.early = site.role
-        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, fit_valid(valid, input))
+        fitting = None if valid is None else fit_valid(valid, input)
+        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, fitting)
         if site.adapter is not None:
             call.adapter = read_adapter(site.adapter, layer.site.name)
 
         def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             if x is input and w is weight:
                 return cast(Tensor, base(self, input))
-            if is_conv1d(self):  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
+            if kind == "conv1d":  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
                 return cast(Tensor, torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
 
@@ -78,10 +80,8 @@ def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:
     return frame.in_block and role.startswith("ffn") and any(r.needs_valid for r in active)
 
 
-def fit_valid(valid: Tensor | None, input: Tensor) -> Tensor | None:
+def fit_valid(valid: Tensor, input: Tensor) -> Tensor | None:
     """The validity (B, N) of a layer's tokens, as a linear map sees them: (B, N, D), or (B * N, D) where flattened."""
-    if valid is None:
-        return None
     if input.ndim == 2 and input.shape[0] % valid.shape[1] == 0:
         samples = input.shape[0] // valid.shape[1]
         return valid.expand(samples, -1).flatten() if valid.shape[0] in (1, samples) else None

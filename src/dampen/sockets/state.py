@@ -41,11 +41,14 @@ class Layer:
         if not self.enabled:
             return []
         training = module.training and not is_flipped(module)
-        found = [r for r in self.clones if (training or r.in_eval or (self.sampling and r.stochastic)) and not r.asleep]
-        if torch.compiler.is_compiling():  # a graph may not depend on the numbers of a schedule, only on its form
-            found = [r for r in found if not r.idle_forever]
-        else:
-            found = [r for r in found if not r.idle]
+        compiling = (
+            torch.compiler.is_compiling()
+        )  # a graph may not depend on the numbers of a schedule, only on its form
+        found = []
+        for r in self.clones:
+            acts = training or r.in_eval or (self.sampling and r.stochastic)
+            if acts and not r.asleep and not (r.idle_forever if compiling else r.idle):
+                found.append(r)
         if found and "_is_replica" in module.__dict__:
             raise_replica(self.site.name)
         return found
@@ -87,9 +90,10 @@ class LinearSite:
     """What is kept on a linear map."""
 
     adapter: nn.Module | None = None  # models pickled with 0.1 have none
+    kind = ""  # nor that
 
-    def __init__(self, layer: Layer, role: str) -> None:
-        self.layer, self.role = layer, role
+    def __init__(self, layer: Layer, role: str, kind: str) -> None:
+        self.layer, self.role, self.kind = layer, role, kind  # the kind as `kind_of` tells it
         self.adapter: nn.Module | None = None  # the LoRA layer around the map
 
 
