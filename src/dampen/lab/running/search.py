@@ -76,11 +76,11 @@ def search(
         told = "optuna is not installed here, and tuning needs it; run: pip install 'dampen[search]'"
         raise ConfigError("The search", [told])
     opened, axes = make_searchable(recipe, scale)
-    folder.mkdir(parents=True, exist_ok=True)
     at = opened.at(scale)
+    selection = _selection(at, recipe, execution)
+    folder.mkdir(parents=True, exist_ok=True)
     all_seeds = list(seeds) if seeds is not None else at.get("seeds", [0])
     url = storage or f"sqlite:///{(folder / 'search.db').resolve()}"
-    selection = _selection(at, recipe, execution)
     what = Search(opened, folder, axes, url, trials, execution, selection, scale, tuple(settings), TUNING_SEED)
     what = replace(what, rows=[r["name"] for r in at["rows"]])
     for row in what.rows:  # names, ranges and storage are checked before any process starts
@@ -100,7 +100,8 @@ def _selection(at: dict[str, Any], recipe: Recipe, execution: Execution) -> tupl
     if "function" not in at:
         return SELECTION[task_of(at["data"]["name"], at.get("model", {}).get("name", ""))]
     if execution.function is None or execution.function.metric is None:
-        raise ConfigError("The search", ["metric: say which validation metric it goes by, such as accuracy or nll:min"])
+        told = "say which validation metric of your function it goes by, such as --metric accuracy or --metric nll:min"
+        raise ConfigError("The search", [f"metric: {told}"])
     return execution.function.metric
 
 
