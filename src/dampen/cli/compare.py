@@ -98,7 +98,7 @@ def compare(
     if train is not None:
         theirs = {"--data": data, "--model": model, "--data-dir": data_dir, "--partial": partial, "--folds": folds}
         _only_the_labs({**theirs, "--accelerator": accelerator != "auto"})
-        asked = _own(train, methods, seeds, metric, settings or [], same_code, out)
+        asked = _own(train, methods, seeds, metric, settings or [], same_code, out, search is not None)
     else:
         from dampen.lab.study.parts import ask_parts
 
@@ -131,9 +131,8 @@ def compare(
     if options.get("engine", "local") == "local":
         Execution(**execution).check_here()  # before anything is written
     check_rows(plan, folder, Execution(**execution))
-    steps = [
-        "rows that are not decided: the same command with --until-decided adds seeds to them and keeps all records"
-    ]
+    more = "rows that are not decided: the same command with --until-decided adds seeds to them and keeps all records"
+    steps = [more] if not until_decided and budget is None else []
     if search:
         folder = folder.with_name(f"{folder.name}-search")
         plan = searched(asked.recipe, folder, execution, search_trials, storage, workers, settings=asked.settings)
@@ -184,12 +183,16 @@ def _own(
     settings: list[str],
     same_code: bool,
     out: Path,
+    searching: bool,
 ) -> Asked:
     from dampen.lab.config.plan import read_setting
     from dampen.lab.study.asked import ask_own
     from dampen.lab.training.function import function_in_file
 
     problems = []
+    if searching and metric is None:
+        told = "say which validation metric of your function --tune goes by, as in --metric accuracy or nll:min"
+        problems.append(f"--metric: {told}")
     params: dict[str, Any] = {}
     for setting in settings:
         key, value, problem = read_setting(setting)

@@ -112,7 +112,7 @@ class Plan:
         wanted, named = {t.id for t in trials}, dict[str, str]()
         for row in self.rows:
             for point in row.points:
-                grid = "".join(f" {k.split('.')[-1]}={v}" for k, v in point.grid.items())
+                grid = "".join(f" {k.split('.')[-1]}={_short(v)}" for k, v in point.grid.items())
                 for seed, trial in point.trials.items():
                     whole, fold = divmod(int(seed), self.folds)
                     told = f"seed {whole} fold {fold}" if self.folds > 1 else f"seed {seed}"
@@ -211,6 +211,11 @@ def _points(
         )
         points.setdefault(tuple(ids.values()), Point(chosen, ids, published))
     return list(points.values()), problems
+
+
+def _short(value: Any) -> Any:
+    """A value of a grid for a label: what a search found has sixteen digits."""
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def _matches(wanted: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:

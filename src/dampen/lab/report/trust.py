@@ -77,7 +77,7 @@ def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
         if tested
         else []
     )
-    return [*told, tuned(table), tested_at(table)]
+    return [*told, tuned(table), what_was_tested(table)]
 
 
 def tuned(table: ResultTable) -> str:
@@ -89,10 +89,10 @@ def tuned(table: ResultTable) -> str:
     most = max((len(row.cells) for row in table.study.rows), default=1)
     if most > 1 and not table.study.show_all:
         return f"Each row is shown at the best of its grid points (up to {most}) on validation."
-    return "Settings were not tuned: a row stands for the one setting it names."
+    return "No setting was tuned in this run: a row stands for the one setting it names."
 
 
-def tested_at(table: ResultTable) -> str:
+def what_was_tested(table: ResultTable) -> str:
     """Which weights were tested, and what chose them, in a sentence."""
     configs = [run.config for run in table.study.runs()]
     if any(config.get("function") for config in configs):
