@@ -77,7 +77,7 @@ def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
         if tested
         else []
     )
-    return [*told, tuned(table), what_was_tested(table)]
+    return [line for line in (*told, tuned(table), what_was_tested(table)) if line]
 
 
 def tuned(table: ResultTable) -> str:
@@ -95,6 +95,8 @@ def tuned(table: ResultTable) -> str:
 def what_was_tested(table: ResultTable) -> str:
     """Which weights were tested, and what chose them, in a sentence."""
     configs = [run.config for run in table.study.runs()]
+    if not configs:
+        return ""
     if any(config.get("function") for config in configs):
         return "Your function measured the test metrics itself: the part they come from must have chosen nothing."
     kept = {config.get("train", {}).get("select", "best") for config in configs}
