@@ -22,7 +22,8 @@ def _watch() -> None:
 
 _thread = threading.Thread(target=_watch, daemon=True)
 _thread.start()
-for _name in ("SIGTERM", "SIGHUP"):  # sent to the whole group, they are meant for the command; the server goes with it
+# Sent to the whole group, these are meant for the command; the server goes with it, and without a word.
+for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
     if hasattr(signal, _name):
         signal.signal(getattr(signal, _name), signal.SIG_IGN)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from dampen.cli import COMMANDS, available, main
+from dampen.cli.demo import NEXT
+from tests.lab.study.test_parts import write_images
 
 TINY = """
 title = "Tiny"
@@ -263,8 +266,23 @@ def test_the_demo_compares_every_family_and_says_what_to_type_next(capsys, tmp_p
     assert len(demo.FAMILIES) <= 9  # and the plain row
     assert "reference" in out
     assert "Too few runs to say" in out
-    assert "dampen compare" in out
+    assert all(line in out for line in NEXT)
+    assert "A step of this small model takes" in out  # beside the cost
     assert (tmp_path / "demo" / "report.html").exists()
+
+
+def test_what_the_demo_says_to_type_next_can_be_typed(capsys, tmp_path, monkeypatch):
+    """On a folder of images and a script of those names: every line is understood, up to the plan."""
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "FOLDER_OF_IMAGES")
+    (tmp_path / "train.py").write_text("def train(trial):\n    return {'accuracy': 1.0}\n")
+    seen = []
+    monkeypatch.setattr("dampen.cli.preview.preview", lambda asked, *_: seen.append([r.name for r in asked.plan.rows]))
+    for line in NEXT:
+        arguments = shlex.split(line, comments=True)[1:]
+        code, out, err = run(capsys, *arguments, *(["--dry-run"] if arguments[0] == "compare" else []))
+        assert code == 0, out + err
+    assert seen == [["plain", "patch_dropout", "drop_key"], ["plain", "drop_key", "r_drop + drop_head"]]
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_the_good_recipe_is_good():
     ("text", "place"),
     [
         ("],[", "brackets"),
-        (")+(", "parenthesis"),
+        (")+(", "brackets"),
         ("\0", "null"),
         ("+".join("a" * 5000), "recursion"),
         ("drop_key(rate=1e999)", "finite"),

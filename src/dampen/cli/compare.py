@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command
 from dampen.cli.racing import Budget, Margin, Tune, UntilDecided
 from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched
+from dampen.lab.errors import ConfigError
 
 if TYPE_CHECKING:
     from dampen.lab.study.asked import Asked
@@ -94,10 +96,14 @@ def compare(
     check_budget(budget)
     options = engine_options(engine, workers, address)
     if train is not None:
-        asked = _own(train, data, model, methods, seeds, metric, settings or [], same_code, out)
+        theirs = {"--data": data, "--model": model, "--data-dir": data_dir, "--partial": partial, "--folds": folds}
+        _only_the_labs({**theirs, "--accelerator": accelerator != "auto"})
+        asked = _own(train, methods, seeds, metric, settings or [], same_code, out, search is not None)
     else:
         from dampen.lab.study.parts import ask_parts
 
+        if same_code:
+            raise ConfigError("--same-code", ["only your own training, FILE.py:FUNCTION, can be said to be the same"])
         changes = [*(settings or []), *(["data.partial=true"] if partial else [])]
         places: dict[str, Any] = {"data_dir": data_dir, "out": out, "folds": folds}
         asked = ask_parts(model, data or "digits", methods, seeds, metric=metric, settings=changes, **places)
@@ -125,9 +131,8 @@ def compare(
     if options.get("engine", "local") == "local":
         Execution(**execution).check_here()  # before anything is written
     check_rows(plan, folder, Execution(**execution))
-    steps = [
-        "rows that are not decided: the same command with --until-decided adds seeds to them and keeps all records"
-    ]
+    more = "rows that are not decided: the same command with --until-decided adds seeds to them and keeps all records"
+    steps = [more] if not until_decided and budget is None else []
     if search:
         folder = folder.with_name(f"{folder.name}-search")
         plan = searched(asked.recipe, folder, execution, search_trials, storage, workers, settings=asked.settings)
@@ -152,23 +157,42 @@ def check_budget(budget: str | None) -> None:
         seconds(budget)
 
 
+BRINGS = {
+    "--data": "your own training brings its own",
+    "--model": "your own training brings its own",
+    "--data-dir": "your own training finds its own data",
+    "--partial": "your own training reads its own data",
+    "--folds": "your own training splits its own data; it can take the fold from trial.seed",
+    "--accelerator": "your own training chooses its own device",
+}
+"""Options of the lab's trainer, and why a user's own training has no use for them."""
+
+
+def _only_the_labs(given: Mapping[str, Any]) -> None:
+    """Refuse what would be passed over in silence."""
+    problems = [f"{name}: {BRINGS[name]}" for name, value in given.items() if value]
+    if problems:
+        raise ConfigError("The comparison", problems)
+
+
 def _own(
     train: str,
-    data: str | None,
-    model: str | None,
     methods: str,
     seeds: int,
     metric: str | None,
     settings: list[str],
     same_code: bool,
     out: Path,
+    searching: bool,
 ) -> Asked:
     from dampen.lab.config.plan import read_setting
-    from dampen.lab.errors import ConfigError
     from dampen.lab.study.asked import ask_own
     from dampen.lab.training.function import function_in_file
 
-    problems = [f"{name}: your own training brings its own" for name, v in (("--data", data), ("--model", model)) if v]
+    problems = []
+    if searching and metric is None:
+        told = "say which validation metric of your function --tune goes by, as in --metric accuracy or nll:min"
+        problems.append(f"--metric: {told}")
     params: dict[str, Any] = {}
     for setting in settings:
         key, value, problem = read_setting(setting)

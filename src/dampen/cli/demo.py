@@ -9,6 +9,13 @@ import typer
 
 from dampen.cli.common import Json, Out, Workers, command
 
+NEXT = [
+    'dampen compare --data FOLDER_OF_IMAGES --methods "patch_dropout, drop_key" --until-decided    # your own data',
+    'dampen compare train.py:train --methods "drop_key, r_drop + drop_head" --tune 10 --metric accuracy    # your loop',
+    "dampen show drop_key    # formula, paper, arguments",
+]
+"""What to type after the demo."""
+
 
 @command("dampen demo\ndampen demo --seeds 12\ndampen demo --json")
 def demo(
@@ -32,10 +39,5 @@ def demo(
     if fresh and folder.is_dir():
         shutil.rmtree(folder)
     plan = make_plan(demo_recipe(list(catalog()), seeds))
-    steps = [
-        'dampen compare --data FOLDER_OF_IMAGES --methods "patch_dropout, drop_key" --until-decided    # your own data',
-        'dampen compare train.py:train --methods "drop_key, r_drop + drop_head" --tune 10    # your own training',
-        "dampen show drop_key    # formula, paper, arguments",
-    ]
     page = folder / "report.html"
-    execute(plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, steps, page, workers=workers)
+    execute(plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, NEXT, page, workers=workers)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
-from dampen.cli.running import conclude, heed_signals, trial_labels
+from dampen.cli.running import conclude, heed_signals
 from dampen.lab.config.plan import Plan
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.records.record import Record
@@ -48,21 +47,21 @@ def race_and_conclude(
     from dampen.lab.records.table import plan_table, read_runs
     from dampen.lab.records.verdict import Comparison
     from dampen.lab.report.names import listed
-    from dampen.lab.report.terminal import LiveView, results_table
+    from dampen.lab.report.terminal import LiveView, console_for, results_table
     from dampen.lab.running.engine import Outcome
     from dampen.lab.running.racing import race_plan, seconds
     from dampen.lab.running.runner import RunResult, run_plan
     from dampen.lab.training.state import Execution
 
     limit = seconds(budget) if budget is not None else None
-    console = Console(stderr=as_json, highlight=False)
+    console = console_for(stderr=as_json)
     heed_signals()
     outcomes: dict[str, Outcome] = {}
 
     def run(trials: list[TrialSpec]) -> bool:
         done = sum(Record(folder / t.id).final() is not None for t in trials)
         where = _named(execution, plan)
-        with LiveView(console, trial_labels(plan, trials), done, table) as view:
+        with LiveView(console, plan.labels(trials), done, table) as view:
             result = run_plan(plan, folder, trials, Execution(**where), view, **options)
         outcomes.update(result.outcomes)
         return result.exit_code in GOING

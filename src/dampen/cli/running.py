@@ -35,12 +35,12 @@ def execute(
     Where a `page` is asked for, the report of the finished run is written there.
     """
     from dampen.lab.records.table import plan_table, read_runs
-    from dampen.lab.report.terminal import LiveView, results_table
+    from dampen.lab.report.terminal import LiveView, console_for, results_table
     from dampen.lab.running.runner import run_plan
     from dampen.lab.training.state import Execution
 
-    console = Console(stderr=as_json, highlight=False)
-    labels = trial_labels(plan, trials)
+    console = console_for(stderr=as_json)
+    labels = plan.labels(trials)
     done = sum(Record(folder / t.id).done for t in trials)
     told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already recorded" if done else "")
     console.print(told, soft_wrap=True)
@@ -76,8 +76,8 @@ def conclude(
         console.print(results_table(run.table))
         for line in [*([said] if said else []), *in_words(advise(run.table))]:
             console.print(line, soft_wrap=True, markup=False)
-        for message in run.messages():
-            console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
+        for line in what_went_wrong(run):
+            console.print(f"dampen: {line}", style="red", soft_wrap=True, markup=False)
         if run.exit_code == 130:
             console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
         elif run.exit_code == 0 and next_steps:
@@ -85,17 +85,14 @@ def conclude(
     raise typer.Exit(run.exit_code)
 
 
-def trial_labels(plan: Plan, trials: list[TrialSpec]) -> dict[str, str]:
-    """Row, grid point and seed of each trial, for people."""
-    wanted = {t.id for t in trials}
-    labels: dict[str, str] = {}
-    for row in plan.rows:
-        for point in row.points:
-            grid = "".join(f" {k.split('.')[-1]}={v}" for k, v in point.grid.items())
-            for seed, trial in point.trials.items():
-                if trial in wanted:
-                    labels.setdefault(trial, f"{row.name}{grid} seed {seed}")
-    return labels
+def what_went_wrong(run: RunResult) -> list[str]:
+    """Each message once, with the trials that it is about."""
+    from dampen.lab.report.names import listed
+
+    labels, who = run.plan.labels(run.plan.trials.values()), dict[str, list[str]]()
+    for message in run.messages():
+        who[message] = [labels.get(i, i) for i, o in run.outcomes.items() if o.message == message]
+    return [f"{listed(names)}: {message}" if names else message for message, names in who.items()]
 
 
 def resume_command() -> str:

@@ -26,7 +26,10 @@ Storage = Annotated[
 
 
 def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
-    """The options of `run_plan` for an engine."""
+    """The options of `run_plan` for an engine; one that nobody offers is refused before anything starts."""
+    from dampen.lab.running.engine import check_engine
+
+    check_engine(engine)
     if address is not None and engine != "ray":
         raise ConfigError("--address", [f"only --engine ray has an address, the engine is {engine!r}"])
     return {"engine": engine, "workers": workers} | ({"address": address} if engine == "ray" else {})
@@ -49,22 +52,21 @@ def tuned(
     **engine: Any,
 ) -> Plan:
     """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
-    from rich.console import Console
 
-    from dampen.cli.running import resume_command, trial_labels
+    from dampen.cli.running import resume_command
     from dampen.lab.records.record import Record
-    from dampen.lab.report.terminal import LiveView
+    from dampen.lab.report.terminal import LiveView, console_for
     from dampen.lab.running.grid_tuning import tune
     from dampen.lab.running.runner import run_plan
     from dampen.lab.training.state import Execution
 
-    console = Console(stderr=True, highlight=False)
+    console = console_for(stderr=True)
 
     def run(tuning: Plan, place: Path) -> int:
         trials = tuning.chosen()
         done = sum(Record(place / t.id).done for t in trials)
         console.print(f"tuning: {len(trials)} trials in {place}, {done} already recorded", soft_wrap=True)
-        with LiveView(console, trial_labels(tuning, trials), done) as view:
+        with LiveView(console, tuning.labels(trials), done) as view:
             made = run_plan(tuning, place, trials, Execution(**execution), view, **engine)
         for message in made.messages():
             console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)

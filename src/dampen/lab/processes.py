@@ -73,6 +73,7 @@ def _begin(environment: dict[str, str], target: Any, pipe: Any, *arguments: Any)
     os.environ.update(environment)  # the server's is as old as the server
     keep_freed_memory()
     _polite(signal.SIG_DFL)  # the server ignores them, see _dampen_watch.py
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     target(pipe, *arguments)
 
 

@@ -1,6 +1,7 @@
 """The sequential test and races of rows; all numbers here are simulated."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from benchmarks.verdict_power import false_claims_fixed, false_claims_sequential
 from dampen.lab.errors import ConfigError
 from dampen.lab.records import sequential
 from dampen.lab.records.stats import holm
-from dampen.lab.records.verdict import judge
+from dampen.lab.records.verdict import judge, words
 from dampen.lab.running.racing import race, seconds
 
 differences = st.lists(st.floats(-5, 5), min_size=3, max_size=12).filter(lambda d: np.std(d[:2]) > 0.01)
@@ -158,6 +159,13 @@ def test_a_row_that_does_nothing_at_all_leaves_after_the_first_round():
 
     done = race(["good", "nothing"], "plain", copying, values, "accuracy")
     assert (done.why, done.seeds["nothing"]) == ("all decided", sequential.first_round(2))
+    assert words(done.verdicts["nothing"], "accuracy") == "not decided, no seed differs"  # and promises nothing
+
+
+def test_a_race_says_how_many_seeds_it_took():
+    run, values, _ = simulated({"a": 50.0})
+    told = race(["a"], "plain", run, values, "accuracy").told()
+    assert re.match(r"\d+ runs in 1 round, \d+ seeds each: every row is decided\.", told), told
 
 
 def test_more_rows_dropped_do_not_make_the_others_easier():

@@ -9,6 +9,8 @@ from dampen.lab.config.recipe import Recipe
 from dampen.lab.config.search_space import Axis, axis_of, make_searchable, plan_at
 from dampen.lab.errors import LabError
 from dampen.lab.records.record import Record
+from dampen.lab.records.table import plan_table
+from dampen.lab.report.trust import tuned
 from dampen.lab.running.search import Search, _release_dead, _study, run_one, search
 
 
@@ -158,6 +160,8 @@ def test_a_real_search_gives_each_row_its_best_point_on_all_seeds(tmp_path, quic
         assert point.grid == best["values"]
         assert best["id"] not in point.trials.values()  # tuned on a seed that the table does not use
         assert Record(tmp_path / "run" / "search" / best["id"]).final()["valid"]["accuracy"] == best["valid"]
+    told = tuned(plan_table(plan, {}))
+    assert told.startswith("Settings were tuned: 2 trials for every row on tuning seeds ")
     assert Path(tmp_path / "team.db").exists()
     again = []
     search(recipe(epochs=1), tmp_path / "run", quick, trials=2, storage=url, workers=1, report=again.append)

@@ -81,3 +81,31 @@ def test_the_helper_ends_with_a_command_that_fails_at_once(tmp_path):
         assert process.wait() == 3
     assert time.monotonic() - said < 1.5, f"the helper lived on; it all took {time.monotonic() - began:.1f} s"
     wait_for(lambda: not processes_of(process.pid), 5)
+
+
+def test_ctrl_c_while_the_helper_still_imports_prints_nothing():
+    """The terminal sends it to the whole group; the command says what there is to say."""
+    code = (
+        "import os, signal, time; signal.signal(signal.SIGINT, lambda *_: None); "
+        "from dampen.lab.processes import warm_up; warm_up(); print('warming', flush=True); "
+        "signal.pause(); time.sleep(3); os._exit(0)"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes) as process:
+        try:
+            assert process.stdout.readline() == b"warming\n"
+            wait_for(lambda: [pid for pid in processes_of(process.pid) if pid != process.pid and _imports_torch(pid)])
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(60) == 0
+            assert process.stderr.read() == b""
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _imports_torch(pid: int) -> bool:
+    """Whether torch's libraries are in a process by now."""
+    try:
+        return "libc10" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # ended while we looked
+        return False

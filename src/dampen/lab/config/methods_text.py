@@ -153,7 +153,11 @@ def parse_rows(text: str, what: str = "--methods") -> dict[str, list[dict[str, A
             warnings.simplefilter("ignore")  # Python's opinion of odd escapes and the like is nothing for users
             tree = ast.parse(f"[{hidden}\n]", mode="eval").body
         if isinstance(tree, ast.List) and tree.elts:
-            rows = {ast.unparse(row): _row(row, what) for row in tree.elts}
+            names = [ast.unparse(row) for row in tree.elts]
+            twice = sorted({_shown(name, files) for name in names if names.count(name) > 1})
+            if twice:
+                raise ConfigError(what, [f"the row {name!r} is written more than once" for name in twice])
+            rows = {name: _row(row, what) for name, row in zip(names, tree.elts, strict=True)}
             return {
                 _shown(n, files): [{**s, "name": files.get(s["name"], s["name"])} for s in r] for n, r in rows.items()
             }
@@ -161,9 +165,19 @@ def parse_rows(text: str, what: str = "--methods") -> dict[str, list[dict[str, A
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        reason = getattr(error, "msg", "") or str(error) or "nested too deeply"
+        reason = _reason(hidden, getattr(error, "msg", "") or str(error) or "nested too deeply")
     shown = text if len(text) < 200 else f"{text[:200]}..."
     raise ConfigError(what, [f"cannot read {shown!r}: {reason}; write drop_key(rate=0.1), drop_path + drop_head"])
+
+
+def _reason(text: str, told: str) -> str:
+    """Why text cannot be read; Python would speak of the square brackets that were put around it."""
+    if "parenthesis" not in told and "never closed" not in told and "unmatched" not in told:
+        return told
+    opened, closed = (sum(text.count(mark) for mark in marks) for marks in ("([{", ")]}"))
+    if opened == closed:
+        return "its brackets do not belong together"
+    return "a bracket is not closed" if opened > closed else "a bracket is closed that was not opened"
 
 
 def _hide_files(text: str) -> tuple[str, dict[str, str]]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from dampen.lab.config.plain import check_plain
 from dampen.lab.config.recipe import ROW_SECTIONS, SECTIONS, Recipe, merge
-from dampen.lab.config.trial import TrialSpec
+from dampen.lab.config.trial import TrainOptions, TrialSpec
 from dampen.lab.errors import ConfigError
 from dampen.lab.files import read_json, write_json
 from dampen.names import nearest
@@ -59,7 +60,11 @@ class Plan:
     trials: dict[str, TrialSpec]
 
     def save(self, folder: Path) -> None:
-        """Write plan.json."""
+        """Write plan.json; a comparison that grew since says so in its title."""
+        if self.name.startswith("compare-"):
+            count = len({seed // self.folds for seed in self.seeds})
+            told = f", {count} seed{'s' * (count != 1)}"
+            self.header["title"] = re.sub(r", \d+ seeds?\b", told, self.header["title"])
         plain = asdict(self) | {"trials": {i: t.to_dict() for i, t in self.trials.items()}}
         write_json(folder / "plan.json", plain)
 
@@ -96,6 +101,24 @@ class Plan:
         if looked or earlier.header.get("test") == "sequential":  # looked at, then extended: see records/sequential.py
             header["test"] = "sequential"
         return replace(self, rows=list(own.values()), trials=trials, seeds=seeds, header=header)
+
+    @property
+    def folds(self) -> int:
+        """Trials that make one value: the folds of a round of cross-validation, or 1."""
+        return self.header.get("folds") or 1
+
+    def labels(self, trials: Iterable[TrialSpec]) -> dict[str, str]:
+        """Row, grid point and seed of each trial, for people."""
+        wanted, named = {t.id for t in trials}, dict[str, str]()
+        for row in self.rows:
+            for point in row.points:
+                grid = "".join(f" {k.split('.')[-1]}={_short(v)}" for k, v in point.grid.items())
+                for seed, trial in point.trials.items():
+                    whole, fold = divmod(int(seed), self.folds)
+                    told = f"seed {whole} fold {fold}" if self.folds > 1 else f"seed {seed}"
+                    if trial in wanted:
+                        named.setdefault(trial, f"{row.name}{grid} {told}")
+        return named
 
     def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[TrialSpec]:
         """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows fill up evenly."""
@@ -190,6 +213,11 @@ def _points(
     return list(points.values()), problems
 
 
+def _short(value: Any) -> Any:
+    """A value of a grid for a label: what a search found has sixteen digits."""
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
 def _matches(wanted: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     return all(chosen.get(k) == v for k, v in wanted.items())
 
@@ -251,7 +279,9 @@ def _apply_setting(setting: str, over: dict[str, Any]) -> list[str]:
     if problem:
         return [problem]
     if section not in ROW_SECTIONS:
-        return [f"--set {setting}: unknown section {section!r}{nearest(section, ROW_SECTIONS)}"]
+        known = {f.name: f"train.{f.name}" for f in fields(TrainOptions)}
+        near = f"; did you mean {known[key]!r}?" if key in known else nearest(section, ROW_SECTIONS)
+        return [f"--set {setting}: unknown section {section!r}{near}"]
     if key in TABLES and not isinstance(value, Mapping) and value is not False:
         return [f"--set {setting}: {key} is a table; say which of its values, such as {key}.{TABLES[key]}"]
     return [f"--set {problem}" for problem in _put(over, key, value)]

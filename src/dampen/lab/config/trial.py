@@ -57,6 +57,14 @@ class TrainOptions:
     condition_every: int | None = None  # steps between measurements of condition numbers, on 16 validation examples
     variance_every: int | None = None  # steps between measurements of the gradient's variance, on 8 training batches
 
+    def steps_per_epoch(self, examples: int) -> int:
+        """Whole batches in so many training examples; raises ConfigError, with what to say, where there is not one."""
+        if examples >= self.batch_size:
+            return examples // self.batch_size
+        fitting = 2 ** max(0, examples.bit_length() - 2)  # two batches or more
+        problem = f"train.batch_size: {self.batch_size} is more than the {examples} training examples"
+        raise ConfigError("The trial", [f"{problem}; say for example --set train.batch_size={fitting}"])
+
     def problems(self, path: str = "train.") -> list[str]:
         """What is wrong with the values, beyond their types."""
         found = []

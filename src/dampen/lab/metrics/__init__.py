@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dampen.extensions import from_packages
 from dampen.lab.data.dataset import Dataset, Split
 from dampen.lab.metrics.base import Metrics
 from dampen.lab.metrics.classification import ClassificationMetrics
@@ -25,8 +26,10 @@ from dampen.lab.metrics.reconstruction import ReconstructionMetrics
 from dampen.lab.metrics.text import TextMetrics
 from dampen.lab.metrics.translation import TranslationMetrics
 from dampen.lab.records.metric import direction
+from dampen.names import nearest
 
 __all__ = [
+    "GIVES",
     "PRIMARY",
     "SELECTION",
     "ClassificationMetrics",
@@ -39,6 +42,7 @@ __all__ = [
     "TranslationMetrics",
     "judged_by",
     "make_metrics",
+    "not_measured",
 ]
 
 _JUDGES = {
@@ -58,6 +62,35 @@ PRIMARY: dict[str, tuple[str, str]] = {task: (name, direction(name)) for task, n
 
 SELECTION: dict[str, tuple[str, str]] = PRIMARY | {"translation": ("nll", direction("nll"))}
 """The metric that chooses the best epoch: the primary one, except where that needs a search (BLEU)."""
+
+
+_CLASSES = ("accuracy", "macro_f1", "nll", "ece", "brier")
+
+GIVES: dict[str, tuple[str, ...]] = {
+    "image": _CLASSES,
+    "text": (*_CLASSES, "mcc"),
+    "classification": _CLASSES,
+    "audio": _CLASSES,
+    "detection": ("frame_map", "nll", "interval_map"),
+    "objects": ("ap", "ap50", "ap75"),
+    "translation": ("bleu", "chrf", "nll", "perplexity", "accuracy"),
+    "language": ("bpc", "nll", "perplexity", "accuracy"),
+    "reconstruction": ("reconstruction",),
+}
+"""The test metrics of a task; `interval_map@0.5` and the like are variants of one."""
+
+
+def not_measured(metric: str, task: str) -> str:
+    """What is wrong with judging a task by this metric, or nothing.
+
+    >>> not_measured("acuracy", "image")
+    "'acuracy' is not measured here; did you mean 'accuracy'?"
+    """
+    others = [m.description.name for m in from_packages("dampen.metrics").values() if task in m.tasks]
+    known = [*GIVES[task], *others]
+    if metric.partition("@")[0] in known or metric.startswith("training_variance"):  # train.variance_every measures it
+        return ""
+    return f"{metric!r} is not measured here{nearest(metric, known)}"
 
 
 def judged_by(task: str) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def runs_of_plan(plan: Plan, find: Callable[[str], RecordedTrial | None]) -> Stu
     study = StudyRuns(
         plan.name, plan.header.get("title") or plan.name, "", "max", rows, header, departures=plan.departures
     )
+    study.search = dict(plan.header.get("search") or {})
     study.show_all = plan.header.get("report") == "all"
     study.judge_by(plan.header.get("metric"))
     return study

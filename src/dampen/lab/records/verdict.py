@@ -211,6 +211,8 @@ def _needed(
     d: Sequence[float], mean: float, sd: float, level: float, widest: float, margin: float | None, test: Test
 ) -> int | None:
     """Seeds at which this difference and spread would be decided: as a difference, or as equal, whichever is first."""
+    if not has_spread(d) and test == "sequential":
+        return None  # the e-process has nothing to divide by
     if not has_spread(d):
         return max(len(d) + 1, math.ceil(math.log2(2 / level)))
     ways = []
@@ -242,6 +244,8 @@ def words(c: Comparison, metric: str | Metric) -> str:
     if c.verdict == "not decided":
         if c.p is None:
             return f"not decided, needs at least {FEWEST} shared seeds"
+        if c.needed is None and c.sd == 0:
+            return "not decided, the same difference in every seed" if c.difference else "not decided, no seed differs"
         return f"not decided, needs about {c.needed:,} seeds" if c.needed else "not decided, out of reach of more seeds"
     return f"{c.verdict}, by less than the margin" if c.small else c.verdict
 

@@ -63,6 +63,10 @@ def _which(table: ResultTable, reference: Entry | None, better: list[Entry], pic
     if reference is None:
         return _best_without_reference(table)
     compared, name = table.compared(), table.reference_name
+    if not any(e.summary.n for e in table.entries):
+        failed = [e.name for e in table.entries if e.verdict == "failed"]
+        told = f"Failed: {listed(failed)}." if failed else "No run has finished yet."
+        return Answer("No result yet", [told], "caution")
     elsewhere = [e.name for e in compared if e.verdict == "better" and e.reference != reference.name]
     told_elsewhere = [f"Better than {name}: {listed(elsewhere)}."] if elsewhere else []
     if pick is not None:

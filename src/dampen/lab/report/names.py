@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dampen.lab.records.table import Entry, ResultTable
+
 
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
@@ -10,6 +15,11 @@ def plural(count: int, noun: str) -> str:
     ('1 seed', '1,200 runs')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def counted(entry: Entry, table: ResultTable) -> str:
+    """Values of a row and how many were planned; the folds of a round of cross-validation make one value."""
+    return f"{entry.summary.n}/{entry.cell.planned // (table.study.header.get('folds') or 1)}"
 
 
 def listed(names: list[str], most: int = 4) -> str:

@@ -69,7 +69,7 @@ def _from_plan(
         return own[0] if own else None
 
     study = runs_of_plan(plan, find)
-    study.search = searches.get(folder, {})
+    study.search = searches.get(folder, study.search)
     return study, used
 
 

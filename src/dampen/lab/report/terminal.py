@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,8 @@ from rich.table import Table
 from dampen.lab.records.events import Event
 from dampen.lab.records.metric import Metric
 from dampen.lab.records.table import Entry, ResultTable, grid_text
+from dampen.lab.report.names import counted, shortened
+from dampen.lab.report.pace import Pace, losses_of, place_of, steps_of
 
 
 def results_table(found: ResultTable, verdicts: bool = True) -> Table:
@@ -28,7 +32,8 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     grid = any(e.cell.grid for e in entries)
     compared = any(e.reference for e in entries)
     table = Table(title=escape(study.title), title_justify="left")
-    table.add_column("row", overflow="fold" if verdicts else "ellipsis", no_wrap=not verdicts)
+    whole = max((len(e.row.name) for e in entries), default=0) <= UNBROKEN
+    table.add_column("row", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts)
     if grid:
         table.add_column("grid", overflow="fold")
     table.add_column(f"test {metric.title}", justify="right")
@@ -44,18 +49,23 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
         cells = [escape(entry.row.name)]
         if grid:
             cells.append(escape(grid_text(entry.cell.grid)))
-        cells += [mean_sd(entry, metric), f"{entry.summary.n}/{entry.cell.planned}"]
+        cells += [mean_sd(entry, metric), counted(entry, found)]
         if compared:
             cells.append(_difference(entry, metric, verdicts))
         cells.append(f"{entry.cost.ratio:.2f}x" if entry.cost.ratio else "-")
         if published:
             cells.append(published_text(entry.row.published.get(study.metric)))
         if verdicts:
-            cells.append(escape(entry.told(metric) or "-"))
+            told = " ".join(entry.told(metric).split())  # of a long reason all is said below the table
+            cells.append(escape(shortened(told, LONGEST) or "-"))
         table.add_row(*cells, style=STYLES.get(entry.verdict, "") if verdicts else "")
     return table
 
 
+UNBROKEN = 30
+"""Letters of a row's name that a narrow terminal does not break."""
+LONGEST = 100
+"""Letters of a verdict in a table."""
 STYLES = {"better": "green", "worse": "red", "failed": "red", "reference": "bold"}
 
 
@@ -86,6 +96,14 @@ EVERY = 60.0
 """Seconds between two lines about what goes on, where there is no terminal."""
 
 
+def console_for(stderr: bool = False) -> Console:
+    """Where tables and progress go. A file or a pipe has no width of its own, and 80 letters break every name."""
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120
+    return console
+
+
 class LiveView:
     """Shows a run while it goes on: a bar over all trials, a line per running trial with its loss terms and ETA, and
     the table so far. Without a terminal it prints one line per finished trial, and one per minute, instead.
@@ -98,8 +116,7 @@ class LiveView:
     ):
         self.table = table
         self.console, self.labels = console, labels
-        self.finished, self.total, self.began = done, len(labels), time.monotonic()
-        self.at_start = done
+        self.pace = Pace(labels, done)
         self.overall = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -108,7 +125,7 @@ class LiveView:
             TextColumn("{task.fields[eta]}"),
             console=console,
         )
-        self.bar = self.overall.add_task("all", total=self.total, completed=done, eta="")
+        self.bar = self.overall.add_task("all", total=self.pace.total, completed=done, eta="")
         self.each = Progress(
             TextColumn("  {task.description}"),
             BarColumn(bar_width=20),
@@ -116,17 +133,19 @@ class LiveView:
             console=console,
         )
         self.tasks: dict[str, TaskID] = {}
-        self.latest: dict[str, str] = {}  # what each trial said last
-        self.said_at = self.began
-        self.shares: dict[str, float] = {}  # how much of each running trial is done
+        self.said_at = self.pace.began
+        self.lock, self.ended = threading.Lock(), threading.Event()
         self.live = Live(self._content(), console=console, refresh_per_second=5, transient=True)
 
     def __enter__(self) -> LiveView:
         if self.console.is_terminal:
             self.live.start()
+        else:
+            threading.Thread(target=self._keep_talking, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.ended.set()
         if self.console.is_terminal:
             self.live.stop()
 
@@ -136,67 +155,50 @@ class LiveView:
     def __call__(self, trial: str, event: Event) -> None:
         """Take one event of one trial."""
         kind = event.kind
+        with self.lock:
+            self.pace.take(trial, event)
         if kind == "start":
             if trial in self.tasks:  # pretrained; now the training itself
                 self.each.remove_task(self.tasks.pop(trial))
             self.tasks[trial] = self.each.add_task(escape(self.labels[trial]), total=event.steps, told="")
             if event.resumed:
-                self.console.print(f"  {escape(self.labels[trial])} goes on at step {event.step}", highlight=False)
+                self._say(f"  {self.labels[trial]} goes on at step {steps_of(event)}")
         elif kind == "progress" and trial in self.tasks:
-            terms = "  ".join(f"{name} {value:.3g}" for name, value in event.terms.items() if value is not None)
             phase = f"{event.phase}, " if event.phase else ""
-            place = f"epoch {event.epoch:g}/{event.epochs}" if event.epochs and event.epoch else f"step {event.count}"
             left = f"{event.eta:.0f} s left" if event.eta is not None else ""
-            told = f"{phase}{place}  {terms}  {left}"
+            told = f"{phase}{place_of(event)}  {losses_of(event)}  {left}"
             self.each.update(self.tasks[trial], completed=event.step, told=escape(told))
-            self._minute(trial, f"{place} {terms}")
-            if event.steps:
-                self.shares[trial] = event.step / event.steps
-                self.overall.update(self.bar, completed=self.finished + sum(self.shares.values()), eta=self._left())
+            self._minute()
+            self.overall.update(self.bar, completed=self.pace.moved, eta=self.pace.left())
         elif kind == "warning":
-            self.console.print(f"[yellow]{escape(event.message)}", highlight=False)
+            self._say(f"{self.labels[trial]}: {event.message}", "yellow")
         elif kind == "outcome":
             self._outcome(trial, event)
 
-    def _minute(self, trial: str, told: str) -> None:
+    def _keep_talking(self) -> None:
+        """A training that tells nothing, or a step that takes minutes, must not look like one that hangs."""
+        while not self.ended.wait(EVERY / 4):
+            self._minute()
+
+    def _minute(self) -> None:
         """Without a terminal, a line per minute: trials done, what the running ones are at, time left."""
-        self.latest[trial] = told
-        if self.console.is_terminal or time.monotonic() - self.said_at < EVERY:
-            return
-        self.said_at = time.monotonic()
-        running = "; ".join(f"{self.labels[t]}: {line}" for t, line in self.latest.items() if t in self.tasks)
-        line = f"{self.finished}/{self.total} trials done, {self._left() or 'time left not known yet'}; {running}"
-        self.console.print(escape(line), highlight=False, soft_wrap=True)
+        with self.lock:
+            if self.console.is_terminal or time.monotonic() - self.said_at < EVERY:
+                return
+            self.said_at = time.monotonic()
+            line = self.pace.line()
+        self._say(line)
 
     def _outcome(self, trial: str, event: Event) -> None:
         if trial in self.tasks:
             self.each.remove_task(self.tasks.pop(trial))
-        self.finished += 1
-        self.shares.pop(trial, None)
-        self.overall.update(self.bar, completed=self.finished + sum(self.shares.values()), eta=self._left())
+        self.overall.update(self.bar, completed=self.pace.moved, eta=self.pace.left())
         if self.console.is_terminal:
             self.live.update(self._content())
         if not self.console.is_terminal or event.status != "finished":
-            line = f"[{self.finished}/{self.total}] {self.labels[trial]}: {event.status} {event.message}"
-            self.console.print(escape(line.rstrip()), highlight=False, soft_wrap=True)
+            self._say(
+                f"[{self.pace.done}/{self.pace.total}] {self.labels[trial]}: {event.status} {event.message}".rstrip()
+            )
 
-    def _left(self) -> str:
-        """The time left at the pace so far, running trials counted by the part of them that is done."""
-        running = sum(self.shares.values())
-        done, open_ = self.finished - self.at_start + running, self.total - self.finished - running
-        if done < 0.2 or open_ <= 0:  # the first steps of a first trial are no pace yet
-            return ""
-        return f"about {spoken((time.monotonic() - self.began) / done * open_)} left"
-
-
-def spoken(seconds: float) -> str:
-    """A time as people say it.
-
-    >>> spoken(42.4), spoken(200), spoken(8000)
-    ('42 s', '3 min 20 s', '2 h 13 min')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 1:
-        return f"{rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    def _say(self, line: str, style: str | None = None) -> None:
+        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 from dampen.lab.records.recorded import RecordedTrial
 from dampen.lab.records.stats import FEWEST, POWER
@@ -76,7 +77,7 @@ def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
         if tested
         else []
     )
-    return [*told, tuned(table), "Settings and epoch chosen on validation, the test set used once."]
+    return [line for line in (*told, tuned(table), what_was_tested(table)) if line]
 
 
 def tuned(table: ResultTable) -> str:
@@ -88,23 +89,67 @@ def tuned(table: ResultTable) -> str:
     most = max((len(row.cells) for row in table.study.rows), default=1)
     if most > 1 and not table.study.show_all:
         return f"Each row is shown at the best of its grid points (up to {most}) on validation."
-    return "Settings were not tuned: a row stands for the one setting it names."
+    return "No setting was tuned in this run: a row stands for the one setting it names."
+
+
+def what_was_tested(table: ResultTable) -> str:
+    """Which weights were tested, and what chose them, in a sentence."""
+    configs = [run.config for run in table.study.runs()]
+    if not configs:
+        return ""
+    if any(config.get("function") for config in configs):
+        return "Your function measured the test metrics itself: the part they come from must have chosen nothing."
+    kept = {config.get("train", {}).get("select", "best") for config in configs}
+    if kept == {"last"}:
+        return "Every run was tested after its last epoch; the test set was used once."
+    return "The epoch to test was chosen on validation; the test set was used once."
 
 
 def noise(table: ResultTable) -> list[str]:
-    """What seeds vary and what they do not: the test set is one draw, the same in every run."""
+    """What seeds vary and what they do not, and so what the intervals cover."""
+    varied = _varied([run.config for run in table.study.runs()])
+    return [varied + (_test_set(table) if varied.endswith(SAME_TEST) else "") + "."] if varied else []
+
+
+SAME_TEST = "the test set is the same in every run"
+
+
+def _varied(configs: list[dict[str, Any]]) -> str:
+    """Which parts of the data were drawn anew for each seed."""
+    if not configs:
+        return ""
+    if any(config.get("function") for config in configs):
+        return "Seeds vary what your function draws; whether that includes the parts of the data, only it knows"
+    data = configs[0].get("data", {})
+    if data.get("folds"):
+        return (
+            f"Seeds vary initial weights, order of batches and the {data['folds']} folds: every example is tested once "
+            "per seed, so that intervals cover the draw of the parts too"
+        )
+    if data.get("split_seed") == "seed":
+        return (
+            "Seeds vary initial weights, order of batches and the split into training and validation, which is drawn "
+            f"anew for each; {SAME_TEST}"
+        )
+    return (
+        "Seeds vary initial weights and order of batches; every run trains on the same part (data.split_seed=seed "
+        f"would draw it anew for each seed), and {SAME_TEST}"
+    )
+
+
+def _test_set(table: ResultTable) -> str:
+    """The standard error that the size of the test set alone leaves, where the metric is a share of its examples."""
     finals = [r.final for r in table.study.runs() if r.final and r.status == "finished"]
     counts = {f.data.get("examples", {}).get("test") for f in finals} - {None}
-    told = "Seeds vary initial weights, order of batches and, where the data set leaves it open, the split into "
-    told += "training and validation; the test set is the same in every run"
     reference, metric = table.main_reference, table.metric
-    if len(counts) == 1 and metric.noisy_by_count and reference and reference.summary.n:
-        (count,), share = counts, reference.summary.mean / metric.scale
-        error = metric.scale * math.sqrt(max(0.0, share * (1 - share)) / count)
-        told += f": its {count:,} examples alone leave a standard error of {error:.2f}{metric.points} on any "
-        told += f"{metric.label}, "
-        told += "which no number of seeds removes (rows share it, so differences suffer less)"
-    return [f"{told}."]
+    if len(counts) != 1 or not metric.noisy_by_count or not reference or not reference.summary.n:
+        return ""
+    (count,), share = counts, reference.summary.mean / metric.scale
+    error = metric.scale * math.sqrt(max(0.0, share * (1 - share)) / count)
+    return (
+        f": its {count:,} examples alone leave a standard error of {error:.2f}{metric.points} on any {metric.label}, "
+        "which no number of seeds removes (rows share it, so differences suffer less)"
+    )
 
 
 def _reservations(table: ResultTable) -> list[str]:

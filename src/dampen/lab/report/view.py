@@ -13,6 +13,7 @@ from dampen.lab.records.table import Entry, ResultTable, grid_text
 from dampen.lab.records.verdict import KINDS, Comparison, Test, words
 from dampen.lab.report.advice import advise
 from dampen.lab.report.figure import Figure, Palette
+from dampen.lab.report.names import counted
 
 MOST = 60
 """Rows of a table that are shown before one asks for all."""
@@ -177,7 +178,8 @@ def _columns(table: ResultTable, extra: list[str]) -> list[Head]:
 def _row(
     entry: Entry, table: ResultTable, extra: list[str], pick: str | None, palette: Palette, dark: dict[str, str]
 ) -> dict[str, Any]:
-    count = str(entry.summary.n) if entry.summary.n == entry.cell.planned else f"{entry.summary.n}/{entry.cell.planned}"
+    done, planned = counted(entry, table).split("/")
+    count = done if done == planned else f"{done}/{planned}"
     compared = table.main_reference is not None
     cells = [_cell(entry.name, entry.name), *([_verdict_cell(entry, table)] if compared else []), _cost_cell(entry)]
     cells.append(_narrow(number(entry.summary.mean, entry.summary.sd, table.metric)))

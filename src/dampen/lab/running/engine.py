@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ENGINES = {"local": "dampen.lab.running.local:LocalEngine", "ray": "dampen.lab.running.ray_engine:RayEngine"}
 Status = Literal["finished", "diverged", "failed", "no data", "locked", "disk full", "interrupted", "waiting"]
+RETRIES = 2
+"""How often a trial is tried again after its worker died."""
 FATAL = ("no data", "disk full")
 """What would stop every other trial too: an engine hands out no more of them."""
 Report = Callable[[str, Event], None]
@@ -57,11 +59,17 @@ class Engine(Protocol):
         ...
 
 
+def check_engine(name: str) -> None:
+    """Refuse an engine that nobody offers, with the nearest name."""
+    known = [*ENGINES, *from_packages("dampen.engines")]
+    if name not in known:
+        raise ConfigError("--engine", [f"unknown engine {name!r}{nearest(name, known)}"])
+
+
 def make_engine(name: str, **options: Any) -> Engine:
     """An engine by name."""
+    check_engine(name)
     offered = from_packages("dampen.engines")
-    if name not in ENGINES and name not in offered:
-        raise ConfigError("--engine", [f"unknown engine {name!r}{nearest(name, [*ENGINES, *offered])}"])
     if name in offered:
         return cast(Engine, offered[name](**options))
     module, cls = ENGINES[name].split(":")
@@ -93,10 +101,26 @@ def run_job(
         return Outcome("disk full", None, str(error))
     except Exception as error:  # a worker outlives any failure of a trial; the outcome carries it
         told = portable(error)
-        notes = getattr(told, "__notes__", [])
-        try:
-            if job.folder.is_dir():
-                write_json(job.folder / "error.json", {"message": str(told), "traceback": "".join(notes)})
-        except DiskFull as full:
-            return Outcome("disk full", None, f"{full} Before that: {told}")
-        return Outcome("failed", None, f"{type(told).__name__}: {told}" if not str(told) else str(told))
+        message = f"{type(told).__name__}: {told}" if not str(told) else str(told)
+        return failed(job, message, "".join(getattr(told, "__notes__", [])))
+
+
+def failed(job: Job, message: str, traceback: str = "") -> Outcome:
+    """A trial that failed, with the reason kept in its folder: the table, the page and `dampen.load` read it there."""
+    try:
+        if job.folder.is_dir():
+            write_json(job.folder / "error.json", {"message": message, "traceback": traceback})
+    except DiskFull as full:
+        return Outcome("disk full", None, f"{full} Before that: {message}")
+    return Outcome("failed", None, message)
+
+
+def after_death(job: Job, how: str, deaths: int) -> tuple[str, Outcome | None]:
+    """What to say of a job whose worker has died, `deaths` times by now, and its outcome once that is too often."""
+    from dampen.lab.training.checkpoint import saved_states
+
+    if deaths > RETRIES:
+        message = f"Its worker died {deaths} times; the last one {how} (out of memory?)."
+        return message, failed(job, message)
+    kept = saved_states(job.folder, "checkpoint")
+    return f"Its worker {how}; {'it goes on from its last checkpoint' if kept else 'it starts again'}.", None

@@ -18,11 +18,9 @@ from typing import Any
 from dampen.lab.processes import start, stop_on_signals
 from dampen.lab.records.environment import asked_threads, usable_cores
 from dampen.lab.records.events import Event, parse_event
-from dampen.lab.running.engine import FATAL, Job, Outcome, Report, run_job
+from dampen.lab.running.engine import FATAL, Job, Outcome, Report, after_death, run_job
 from dampen.lab.training.state import Execution
 
-RETRIES = 2
-"""How often a trial is tried again after its worker died."""
 LOOK_SECONDS = 0.05
 """How often a worker looks whether it is to stop."""
 
@@ -105,16 +103,16 @@ class LocalEngine:
         job, code = worker.job, worker.process.exitcode
         if job is None:
             return
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
+        killed = code is not None and code < 0
+        how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with code {code}"
         tries[job.trial.id] = tries.get(job.trial.id, 0) + 1
-        if tries[job.trial.id] <= RETRIES:
+        message, outcome = after_death(job, how, tries[job.trial.id])
+        if outcome is None:
             waiting.appendleft(job)
-            message = f"The worker of trial {job.trial.id} was {how}; the trial goes on from its last checkpoint."
             report(job.trial.id, Event(kind="warning", message=message))
         else:
-            message = f"The worker of trial {job.trial.id} died {RETRIES + 1} times, last {how} (out of memory?)."
-            outcomes[job.trial.id] = Outcome("failed", None, message)
-            report(job.trial.id, Event(kind="outcome", status="failed", message=message))
+            outcomes[job.trial.id] = outcome
+            report(job.trial.id, Event(kind="outcome", status=outcome.status, message=outcome.message))
 
 
 def _start(execution: Execution) -> _Worker:

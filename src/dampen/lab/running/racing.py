@@ -43,9 +43,9 @@ class Race:
 
     def told(self) -> str:
         """What happened, in a sentence or two."""
-        spent = (
-            f"{self.runs} runs in {self.rounds} rounds, {min(self.seeds.values())} to {max(self.seeds.values())} seeds"
-        )
+        fewest, most = min(self.seeds.values()), max(self.seeds.values())
+        seeds = f"{fewest} to {most} seeds" if fewest < most else f"{most} seeds each"
+        spent = f"{self.runs} runs in {self.rounds} round{'s' * (self.rounds != 1)}, {seeds}"
         ends = {
             "all decided": "every row is decided",
             "time used": "the time is used; the same command goes on",

@@ -22,11 +22,8 @@ from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.files import atomic_file
 from dampen.lab.records.environment import asked_threads, usable_cores
 from dampen.lab.records.events import Event, parse_event
-from dampen.lab.running.engine import FATAL, Job, Outcome, Report, run_job
+from dampen.lab.running.engine import FATAL, Job, Outcome, Report, after_death, run_job
 from dampen.lab.training.state import Execution
-
-RETRIES = 2
-"""How often a trial is tried again after its worker died."""
 
 FILES = ("config.json", "environment.json", "log.jsonl", "final.json")
 """What is sent back from a node that does not share the folder; final.json last, because it says that all is there."""
@@ -135,13 +132,13 @@ class _Run:
             outcome, files = self.ray.get(reference)
             bring_home(running.job.folder, files)
         except (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError, errors.ObjectLostError) as e:
-            how = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-            if running.tries < RETRIES and not self.told_to_stop:
-                message = f"The worker of trial {trial} died ({how}); the trial goes on from its last checkpoint."
+            how = f"died ({type(e).__name__}: {str(e).splitlines()[0]})"
+            message, dead = after_death(running.job, how, running.tries + 1)
+            if dead is None and not self.told_to_stop:
                 self.report(trial, Event(kind="warning", message=message))
                 self.waiting.appendleft(_Running(running.job, running.tries + 1))
                 return
-            outcome = Outcome("failed", None, f"The worker of trial {trial} died {running.tries + 1} times, last {how}")
+            outcome = dead or Outcome("interrupted", None, message)
         except errors.RayTaskError as e:
             told = f"Trial {trial} could not be run on the cluster: {e.cause or e}. Is the same dampen on every node?"
             outcome = Outcome("failed", None, told)

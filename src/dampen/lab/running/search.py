@@ -76,11 +76,11 @@ def search(
         told = "optuna is not installed here, and tuning needs it; run: pip install 'dampen[search]'"
         raise ConfigError("The search", [told])
     opened, axes = make_searchable(recipe, scale)
-    folder.mkdir(parents=True, exist_ok=True)
     at = opened.at(scale)
+    selection = _selection(at, recipe, execution)
+    folder.mkdir(parents=True, exist_ok=True)
     all_seeds = list(seeds) if seeds is not None else at.get("seeds", [0])
     url = storage or f"sqlite:///{(folder / 'search.db').resolve()}"
-    selection = _selection(at, recipe, execution)
     what = Search(opened, folder, axes, url, trials, execution, selection, scale, tuple(settings), TUNING_SEED)
     what = replace(what, rows=[r["name"] for r in at["rows"]])
     for row in what.rows:  # names, ranges and storage are checked before any process starts
@@ -88,8 +88,9 @@ def search(
         plan_at(opened, scale, settings, row, {a.key: a.choices[0] if a.choices else a.low for a in axes[row]}, [0])
     if any(count < trials for count in _counts({row: _study(what, row) for row in what.rows}).values()):
         _run_workers(what, workers, report)
-    plan = _best_plan(what, all_seeds)
-    write_json(folder / "search.json", _told(what))
+    plan, told = _best_plan(what, all_seeds), _told(what)
+    write_json(folder / "search.json", told)
+    plan.header["search"] = {key: value for key, value in told.items() if key in ("metric", "trials", "seeds")}
     return plan
 
 
@@ -100,7 +101,8 @@ def _selection(at: dict[str, Any], recipe: Recipe, execution: Execution) -> tupl
     if "function" not in at:
         return SELECTION[task_of(at["data"]["name"], at.get("model", {}).get("name", ""))]
     if execution.function is None or execution.function.metric is None:
-        raise ConfigError("The search", ["metric: say which validation metric it goes by, such as accuracy or nll:min"])
+        told = "say which validation metric of your function it goes by, such as --metric accuracy or --metric nll:min"
+        raise ConfigError("The search", [f"metric: {told}"])
     return execution.function.metric
 
 

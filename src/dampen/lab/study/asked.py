@@ -17,6 +17,7 @@ from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError
 from dampen.lab.records.rebuild import load_plan
 from dampen.lab.records.record import Record
+from dampen.lab.report.names import plural
 from dampen.lab.study.rows import PLAIN, Rows, check_params, read_rows
 from dampen.lab.training.function import Function
 from dampen.lab.training.own_result import direction
@@ -91,7 +92,7 @@ def ask_own(
     place = _folder(folder, out, name, {"name": section["name"], "params": section["params"]}, resume)
     section["code"], remark = _code(section, place, same_code)
     base = {"function": section, "seeds": seeds_of(seeds)}
-    title = f"{function.code.name}, {len(base['seeds'])} seeds"
+    title = f"{function.code.name}, {plural(len(base['seeds']), 'seed')}"
     recipe = recipe_of(name, title, rows, reference, base, judged[0] if judged else "", shlex.join(command))
     recipe = replace(recipe, grid={f"function.params.{k}": v for k, v in (grid or {}).items()})
     asked = planned(recipe)

@@ -6,6 +6,7 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
+from dampen.lab.report.names import counted
 from dampen.lab.report.terminal import mean_sd
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def table_html(study: Study) -> str:
     lines = []
     for row in table.entries:
         cost = f"{row.cost.ratio:.2f}x" if row.cost.ratio else "-"
-        cells = [row.name, mean_sd(row, table.metric), f"{row.summary.n}/{row.cell.planned}", cost]
+        cells = [row.name, mean_sd(row, table.metric), counted(row, table), cost]
         lines.append([*cells, row.told(table.metric, numbers=True) or "-"])
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>" for line in lines)
     return (

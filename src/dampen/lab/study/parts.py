@@ -20,8 +20,10 @@ from dampen.lab.data.locations import PLACES, locate
 from dampen.lab.data.own_function import content_hash, read_parts
 from dampen.lab.data.recognize import recognize
 from dampen.lab.errors import ConfigError
-from dampen.lab.metrics import PRIMARY
+from dampen.lab.metrics import PRIMARY, not_measured
 from dampen.lab.records.fingerprint import fingerprint
+from dampen.lab.records.metric import direction
+from dampen.lab.report.names import plural
 from dampen.lab.study.asked import Asked, metric_of, planned, recipe_of, seeds_of, with_recorded
 from dampen.lab.study.rows import PLAIN, Rows, read_rows
 from dampen.lab.training.build import MODEL
@@ -62,11 +64,11 @@ def ask_parts(
     rows = read_rows(methods, reference)
     said = metric_of(metric)
     name = base["model"]["name"]
-    judged = said[0] if said else PRIMARY[task_of(section["name"], name)][0]
+    judged = _judged(said, task_of(section["name"], name))
     command = _command(data, model, methods, seeds, settings)
     shown = section.get("source", section["name"])
     base["seeds"] = seeds_of(seeds)
-    title = f"{shown}: {name}, {len(base['seeds'])} seeds"
+    title = f"{shown}: {name}, {plural(len(base['seeds']), 'seed')}"
     if folds is not None:
         base = merge(base, {"data": {"folds": folds}})
         base["seeds"] = [folds * seed + fold for seed in seeds_of(seeds) for fold in range(folds)]
@@ -79,6 +81,19 @@ def ask_parts(
     place = _place(asked.name, asked.trials, folder, out, resume)
     plan = with_recorded(asked, place)
     return Asked(recipe, plan, place, asked.chosen(), parts=parts, settings=tuple(settings))
+
+
+def _judged(said: tuple[str, str] | None, task: str) -> str:
+    """The metric that judges: the one that was said, if the task's trainer measures it, else the task's own."""
+    if said is None:
+        return PRIMARY[task][0]
+    name, way = said
+    problem = not_measured(name, task)
+    if not problem and way != direction(name):
+        problem = f"of {name!r} {'less' if direction(name) == 'min' else 'more'} is better; leave out ':{way}'"
+    if problem:
+        raise ConfigError("The comparison", [f"metric: {problem}"])
+    return name
 
 
 def comparison(data: Any, model: Any, methods: Any, seeds: int, settings: Sequence[str] = ()) -> Recipe:
@@ -158,7 +173,7 @@ def plain_rows(rows: Rows) -> Rows:
     if rows.objects:
         named = [r.name for r in rows.rows if any("object" in m for m in r.methods)]
         problem = f"rows {named}: a regularizer of your own class runs in your own training (train=), not in the lab's"
-        raise ConfigError("The rows", [problem])
+        raise ConfigError("The list of rows", [problem])
     return Rows([replace(row, params={}) for row in rows.rows])
 
 

@@ -47,6 +47,7 @@ def check_rows(plan: Plan, folder: Path, execution: Execution) -> None:
 def _problem(trial: TrialSpec, execution: Execution) -> str:
     """Why the methods of a trial do not work on its model, or nothing. What is wrong without them is raised."""
     data = load_data(trial.data, execution.data_dir, execution.parts, trial.seed)
+    trial.train.steps_per_epoch(len(data.train))  # raises where there are fewer examples than one batch has
     seed_all(0)
     try:
         model = make_model(trial.model, data.model_args, execution.parts).train()

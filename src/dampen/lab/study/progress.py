@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 from typing import TYPE_CHECKING, Any, cast
 
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.records.events import Event
 from dampen.lab.records.record import Record
+from dampen.lab.report.pace import Pace
 from dampen.lab.running.engine import Report
+from dampen.lab.study.notebook import table_html
 
 if TYPE_CHECKING:
     from dampen.lab.study.study import Study
@@ -21,27 +25,14 @@ def view_of(study: Study, trials: list[TrialSpec], progress: bool) -> Iterator[R
     if not progress:
         yield lambda trial, event: None
         return
-    if in_notebook():
-        yield NotebookView(study, len(trials))
-        return
-    from rich.console import Console
-
-    from dampen.lab.report.terminal import LiveView
-
     done = sum(Record(study.folder / t.id).done for t in trials)
-    with LiveView(Console(stderr=True, highlight=False), labels(study, trials), done) as view:
+    if in_notebook():
+        yield NotebookView(study, study.plan.labels(trials), done)
+        return
+    from dampen.lab.report.terminal import LiveView, console_for
+
+    with LiveView(console_for(stderr=True), study.plan.labels(trials), done) as view:
         yield view
-
-
-def labels(study: Study, trials: list[TrialSpec]) -> dict[str, str]:
-    """Row and seed of each trial, for people."""
-    wanted, named = {t.id for t in trials}, dict[str, str]()
-    for row in study.plan.rows:
-        for point in row.points:
-            for seed, trial in point.trials.items():
-                if trial in wanted:
-                    named.setdefault(trial, f"{row.name} seed {seed}")
-    return named
 
 
 def in_notebook() -> bool:
@@ -54,22 +45,30 @@ def in_notebook() -> bool:
     return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
 
 
-class NotebookView:
-    """One output that is replaced when a trial ends: how many are done, and the table so far."""
+EVERY = 1.0
+"""Seconds between two looks of a notebook at the running trials."""
 
-    def __init__(self, study: Study, total: int):
+
+class NotebookView:
+    """One output that is replaced while trials run: how many are done, what the others are at, the time left, and the
+    table so far."""
+
+    def __init__(self, study: Study, labels: dict[str, str], done: int):
         from IPython.display import HTML, display
 
-        self.study, self.total, self.html = study, total, cast(Any, HTML)
-        self.done = sum(Record(study.folder / i).done for i in study.plan.trials)
+        self.study, self.pace, self.html = study, Pace(labels, done), cast(Any, HTML)
+        self.table = table_html(study) if done else ""
+        self.shown_at = time.monotonic()
         self.output = display(HTML(self._content()), display_id=True)
 
     def __call__(self, trial: str, event: Event) -> None:
+        self.pace.take(trial, event)
+        now = time.monotonic()
         if event.kind == "outcome":
-            self.done += 1
+            self.table = table_html(self.study)
+        if event.kind == "outcome" or now - self.shown_at >= EVERY:
+            self.shown_at = now
             self.output.update(self.html(self._content()))
 
     def _content(self) -> str:
-        from dampen.lab.study.notebook import table_html
-
-        return f"<p>{self.done} of {self.total} trials</p>{table_html(self.study) if self.done else ''}"
+        return f"<p>{escape(self.pace.line())}</p>{self.table}"

@@ -48,7 +48,7 @@ class Rows:
 
     def add(self, row: Row) -> None:
         if any(r.name == row.name for r in self.rows):
-            raise ConfigError("The rows", [f"two rows are called {row.name!r}; give one of them another name"])
+            raise ConfigError("The list of rows", [f"two rows are called {row.name!r}; give one of them another name"])
         self.rows.append(row)
 
 
@@ -67,9 +67,11 @@ def read_rows(given: Any, reference: str = PLAIN) -> Rows:
         _read(item, found)
     if reference not in (r.name for r in found.rows):
         names = ", ".join(repr(r.name) for r in found.rows)
-        raise ConfigError("The rows", [f"reference: there is no row {reference!r}; there are {names}"])
+        raise ConfigError("The list of rows", [f"reference: there is no row {reference!r}; there are {names}"])
     if len(found.rows) < 2:
-        raise ConfigError("The rows", ["methods: nothing to compare with the reference; name at least one method"])
+        raise ConfigError(
+            "The list of rows", ["methods: nothing to compare with the reference; name at least one method"]
+        )
     return found
 
 
@@ -102,7 +104,7 @@ def _named(name: str | None, content: Any, found: Rows) -> Row:
         unknown = set(content) - {"methods", "params"}
         if unknown:
             problem = f"a row is a method, a list of methods, or {{'methods': ..., 'params': {{...}}}}, got {content!r}"
-            raise ConfigError("The rows", [f"{name}: {problem}"])
+            raise ConfigError("The list of rows", [f"{name}: {problem}"])
         params, content = dict(content.get("params", {})), content.get("methods", [])
     shown, specs = [], []
     for method in content if isinstance(content, list | tuple) else [content]:
@@ -122,13 +124,15 @@ def _method(method: Any, found: Rows) -> tuple[str, list[dict[str, Any]]]:
     if isinstance(method, str):
         parsed = parse_rows(method)
         if len(parsed) != 1:
-            raise ConfigError("The rows", [f"{method!r}: one row is meant here; join methods with + or give a list"])
+            raise ConfigError(
+                "The list of rows", [f"{method!r}: one row is meant here; join methods with + or give a list"]
+            )
         ((name, specs),) = parsed.items()
         return name, specs
     if isinstance(method, Mapping) and isinstance(method.get("name"), str):
         return describe([method]), [dict(method)]
     problem = f"expected a regularizer such as DropKey(0.1), or text such as 'drop_key(rate=0.1)', got {method!r}"
-    raise ConfigError("The rows", [problem])
+    raise ConfigError("The list of rows", [problem])
 
 
 def _shown(method: Regularizer, spec: Mapping[str, Any]) -> str:

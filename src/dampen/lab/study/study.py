@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,13 +194,11 @@ def _params(trial: dict[str, Any], row: str, params: dict[str, Any]) -> dict[str
 
 def _add_seeds(plan: Plan, seeds: int | Sequence[int]) -> None:
     """Further seeds for every row: so many after the last one, or those named. With folds, each is a round of them."""
-    folds = plan.header.get("folds") or 1
+    folds = plan.folds
     first = (max(plan.seeds, default=-1) + folds) // folds
     rounds = range(first, first + seeds) if isinstance(seeds, int) else seeds
     more = [folds * n + fold for n in rounds for fold in range(folds)]
     plan.seeds += [seed for seed in more if seed not in plan.seeds]
-    count = len({seed // folds for seed in plan.seeds})
-    plan.header["title"] = re.sub(r", \d+ seeds\b", f", {count} seeds", plan.header.get("title", ""))
     for row in plan.rows:
         for point in row.points:
             template = plan.trials[next(iter(point.trials.values()))]

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dampen._torch import cure_torchvision
 from dampen.lab.config.code import Code, code_of, digest_of_file, local_files, package_root
 from dampen.lab.config.methods_text import OBJECT, build_methods
 from dampen.lab.config.trial import TrialSpec
-from dampen.lab.errors import ConfigError, LabError
+from dampen.lab.errors import ConfigError, LabError, OwnCodeError
 
 _reading: list[str] = []
 
@@ -152,7 +154,8 @@ def _import(file: str, digest: str) -> Any:
     path, root = Path(file), package_root(Path(file))
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    with _noted(file):
+    cure_torchvision()  # as workers do: a script that imports lightning or transformers must not fail here alone
+    with _noted(file), _in_their_words(path, root):
         if path.parent != root:  # inside a package: its relative imports need the package
             return importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
         name = f"dampen_own_{path.stem}_{digest}"
@@ -161,8 +164,27 @@ def _import(file: str, digest: str) -> Any:
             raise ConfigError("The training function", [f"{path.name}: Python reads only files that end in .py"])
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]  # half a module must not be found by the next import
+            raise
         return module
+
+
+@contextmanager
+def _in_their_words(path: Path, root: Path) -> Iterator[None]:
+    """An error of a file at its import, with the line of the user's own code that it came from."""
+    try:
+        yield
+    except LabError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if Path(f.filename).is_relative_to(root) and "site-packages" not in f.filename]
+        place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: " if own else ""
+        message = "".join(traceback.format_exception_only(error)).strip()
+        raise OwnCodeError(f"{path.name} cannot be imported: {place}{message}") from error
 
 
 @lru_cache(maxsize=4)

@@ -140,7 +140,8 @@ class Trial:
         self._clock.times = {k: [tuple(t) for t in v.tolist()] for k, v in found["times"].items()}
         self._resumed = len(self._log.record.sessions()) - 1
         set_rng_state(found["rng"], self._device())
-        self._report({"kind": "start", "step": int(100 * self._fraction), "steps": 100, "resumed": self._resumed})
+        at = {"step": int(100 * self._fraction), "steps": 100, "count": self._count()}
+        self._report({"kind": "start", **at, "resumed": self._resumed})
         return found["state"]
 
     # --- what the lab does

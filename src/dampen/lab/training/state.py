@@ -108,10 +108,7 @@ class TrialState:
         self.augment = make_augment(trial.data.get("augment"), self.data)
         self.meter = Meter(self.device)
         self.probe = next(p for p in self.raw.parameters() if p.requires_grad)
-        self.per_epoch = len(self.data.train) // self.options.batch_size
-        if not self.per_epoch:
-            problem = f"{self.options.batch_size} is more than the {len(self.data.train)} training examples"
-            raise ConfigError("The trial", [f"train.batch_size: {problem}"])
+        self.per_epoch = self.options.steps_per_epoch(len(self.data.train))
         self.total = min(self.options.epochs * self.per_epoch, self.options.max_steps or 10**18)
         self.step = 0  # optimizer steps done; the epoch and the place in it follow from it
         self.best: dict[str, Any] | None = None
