@@ -29,6 +29,7 @@ RECIPES = (
     "dropkey/rates_digits",
     "attentiondrop/digits",
     "always_skip_attention/depth_digits",
+    "attentiondrop/cross_modal",
     "explicit_dropout/table_4",
     "explicit_dropout/table_2",
 )

@@ -40,7 +40,7 @@ class Claim:
 
 T3, SKIP = "explicit_dropout/table_3-study.json.xz", "always_skip_attention/skip_ablation.json"
 DEPTH, ATTENTION = "always_skip_attention/depth_digits-study.json.xz", "attentiondrop/digits-study.json.xz"
-RATES = "dropkey/rates_digits-study.json.xz"
+RATES, VARIANCE = "dropkey/rates_digits-study.json.xz", "attentiondrop/variance_digits.json"
 SVD, SCHEDULES = "always_skip_attention/token_graying_svd.json", "dropkey/schedules_cifar10.json"
 FFN = "none + implicit ffn"
 LARGE = "needs ImageNet and GPUs; the recipe runs at --scale paper"
@@ -125,6 +125,21 @@ CLAIMS = (
         metric="ece",
     ),
     Claim(DROP, "R-Drop beats dropout", ATTENTION, "R-Drop on dropout", "dropout"),
+    *(
+        Claim(
+            DROP,
+            f"the gradient's variance over training is lower with {name} than with dropout (by 10 %)",
+            VARIANCE,
+            row,
+            "dropout",
+            metric="training_variance",
+        )
+        for name, row in (
+            ("hard masking", "hard attention masking"),
+            ("blur", "blurred attention smoothing"),
+            ("blur + consistency", "blur + consistency"),
+        )
+    ),
     Claim(
         ALWAYS,
         "without the skip around attention a ViT loses much (6 layers, CIFAR-10)",

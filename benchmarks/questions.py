@@ -70,6 +70,12 @@ QUESTIONS = (
         "dampen run always_skip_attention/depth_digits --scale study",
     ),
     Question(
+        "cross_modal",
+        "Does dropping in the attention from text to image help?",
+        "attentiondrop/cross_modal.json.xz",
+        "dampen run attentiondrop/cross_modal --scale laptop",
+    ),
+    Question(
         "gtzan",
         "Which dropout for music genres?",
         "explicit_dropout/table_4-study.json.xz",

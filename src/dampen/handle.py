@@ -170,7 +170,7 @@ class Regularization:
         terms = self._taken()  # what waits from forwards before this one counts once, however many passes follow
         comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]
         passes = max((r.passes for r in comparing), default=1)
-        with self._ledger.asking(), self.prefix.step(passes):
+        with self._ledger.asking(), self.prefix.step(passes, self.model):
             for i in range(passes):
                 self.prefix.begin(i, passes)
                 outputs.append(forward())

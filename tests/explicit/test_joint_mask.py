@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import dampen
 from dampen import ExplicitDropout, regularize
 from dampen.calls import Call, LinearCall
+from dampen.checking import CONTRACTS, SUBJECTS, check_contract, check_regularizer
 from dampen.formulas.explicit.joint_mask import joint_variance
 from dampen.formulas.explicit.reductions import token_rows
 
@@ -220,3 +221,21 @@ def test_a_loss_measured_without_gradients_has_it_too(name):
     loss.backward()
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"under torch.no_grad\(\) instead"):
         reg.loss(lambda: model(x), lambda out: out.square().mean())
+
+
+COMPILED = {"compiled", "compiled_inductor"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+def test_the_contracts_with_it_on():
+    """All but a compiled graph, which is refused by name."""
+
+    def make():
+        return ExplicitDropout(joint=0.05, form="inverted")
+
+    outcomes = check_regularizer(make, contracts=[c for c in CONTRACTS if c not in COMPILED])
+    assert {o.subject for o in outcomes if o.state == "kept"} == set(SUBJECTS)
+    assert all(o.state == "kept" for o in outcomes), [str(o) for o in outcomes]
+    refused = check_contract(make, "compiled", "vit")
+    assert "joint" in refused.message
+    assert refused.state == "broken"

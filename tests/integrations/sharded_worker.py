@@ -23,6 +23,7 @@ KINDS = {
     "exact": lambda: [ExplicitDropout(value=3.0, ffn=2.0, form="exact")],
     "query_key": lambda: [ExplicitDropout(query=1.0, key=1.0, query_key=1.0, form="exact")],
     "two_pass": lambda: [DropKey(0.3), RDrop(2.0)],
+    "two_pass_penalty": lambda: [DropKey(0.3), RDrop(2.0), ExplicitDropout(value=3.0, form="exact")],
     "mixout": lambda: [Mixout(0.7)],
     "explicit_mixout": lambda: [ExplicitMixout(5.0)],
 }

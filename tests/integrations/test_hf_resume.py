@@ -5,7 +5,7 @@ import torch
 
 import dampen
 from dampen import HardMasking, Mixout
-from tests.integrations.hf_loop import arguments, logged, make
+from tests.integrations.hf_loop import arguments, bare, logged, make
 from tests.integrations.tiny import METHODS, bert, same, sentences, weights
 
 pytestmark = [
@@ -14,29 +14,33 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", [*METHODS, "learned", "mixout"])
-def test_resumed_in_the_middle_equals_a_run_in_one_go(tmp_path, kind):
-    made = {
-        **METHODS, "learned": lambda: [HardMasking(0.3, learn="rate")], "mixout": lambda: [Mixout(0.5)],
-    }  # fmt: skip
-    results, data = [], sentences(32)
+KINDS = {**METHODS, "learned": lambda: [HardMasking(0.3, learn="rate")], "mixout": lambda: [Mixout(0.5)]}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_in_the_middle_equals_a_loop_by_hand(tmp_path, kind, accumulation):
+    """Resumed from other weights, those that Mixout starts from among them: the loop never stopped."""
+    data, logs = sentences(32), []
+
+    def made(seed):
+        model, methods = bert(seed=seed), KINDS[kind]()
+        return model, None if methods is None else dampen.regularize(model, methods)
+
+    twin, hand = made(0)
+    losses = bare(twin, hand, data, accumulation)
     for resume in (False, True):
-        model = bert(seed=0)
-        reg = None if made[kind]() is None else dampen.regularize(model, made[kind]())
-        args = arguments(tmp_path / str(resume), 2, save_strategy="steps", save_steps=2)
+        model, reg = made(5 if resume else 0)
+        args = arguments(tmp_path / str(resume), accumulation, save_strategy="steps", save_steps=2)
         trainer = make(model, data, args, reg)
-        if resume:
-            source = tmp_path / "False" / "checkpoint-2"
-            trainer.train(resume_from_checkpoint=str(source))
-        else:
-            trainer.train()
-        learnt = {} if reg is None else reg.state_dict()["parameters"]
-        results.append((weights(model), learnt, logged(trainer)[-2:]))
-    same(results[0][0], results[1][0])
-    same(results[0][1], results[1][1])
-    assert results[0][2] == results[1][2]
-    if kind in ("learned", "mixout"):
-        assert results[0][1]
+        trainer.train(resume_from_checkpoint=str(tmp_path / "False" / "checkpoint-2") if resume else None)
+        same(weights(model), weights(twin))
+        if reg is not None:
+            learnt = reg.state_dict()["parameters"]
+            same(learnt, hand.state_dict()["parameters"])
+            assert bool(learnt) == (kind in ("learned", "mixout"))
+        logs.append(logged(trainer)[-2:])
+    assert logs[0] == logs[1] == pytest.approx(losses[-2:], rel=1e-6)
 
 
 def test_resume_from_a_checkpoint_without_the_handles_state_says_so(tmp_path):

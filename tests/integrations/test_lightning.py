@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*"),
 ]
 RATE = 0.1
+KINDS = {**METHODS, "learned": lambda: [HardMasking(0.3, learn="rate")]}
 
 
 def vit(seed=0):
@@ -63,6 +64,25 @@ class Seeded(Callback):
         self.losses.append(outputs["loss"].item())
 
 
+class Loader(DataLoader):
+    """Batches in order, from where it was when a checkpoint was made: with a loader that has no state Lightning begins
+    again at the first batch, and says so."""
+
+    done = 0
+
+    def __iter__(self):
+        batches, start = list(super().__iter__()), self.done % len(self)
+        for i, batch in enumerate(batches[start:], start):
+            self.done = i + 1
+            yield batch
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
 def train(model, reg, data, accumulation, folder, ckpt=None, callbacks=(), **options):
     task, seeded = Task(model), Seeded()
     added = [] if reg is None else [Regularize(reg)]
@@ -71,7 +91,7 @@ def train(model, reg, data, accumulation, folder, ckpt=None, callbacks=(), **opt
         accumulate_grad_batches=accumulation, default_root_dir=folder, callbacks=[seeded, *added, *callbacks],
         **{"enable_checkpointing": False, **options},
     )  # fmt: skip
-    trainer.fit(task, DataLoader(data, batch_size=2), ckpt_path=ckpt)
+    trainer.fit(task, Loader(data, batch_size=2), ckpt_path=ckpt)
     return trainer, seeded.losses
 
 
@@ -96,7 +116,7 @@ def bare(model, reg, data, accumulation):
 
 
 def regularized(model, kind):
-    methods = METHODS[kind]()
+    methods = KINDS[kind]()
     return None if methods is None else dampen.regularize(model, methods)
 
 
@@ -122,25 +142,30 @@ def test_terms_are_logged_and_the_module_is_given_back(tmp_path):
     assert "training_step" not in vars(trainer.lightning_module)
 
 
-@pytest.mark.parametrize("kind", [*METHODS, "learned"])
-def test_resumed_in_the_middle_equals_a_run_in_one_go(tmp_path, kind):
-    made, results = {**METHODS, "learned": lambda: [HardMasking(0.3, learn="rate")]}, []
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_in_the_middle_equals_a_loop_by_hand(tmp_path, kind, accumulation):
+    """Stopped after 8 of 16 micro-batches and resumed from other weights: the loop never stopped."""
+    twin, results, half = vit(), [], tmp_path / f"step={8 // accumulation}.ckpt"
+    expected = bare(twin, hand := regularized(twin, kind), images(), accumulation)
     for resume in (False, True):
-        model = vit()
-        reg = None if made[kind]() is None else dampen.regularize(model, made[kind]())
+        model = vit(seed=5 if resume else 0)
+        reg = regularized(model, kind)
         keep = ModelCheckpoint(
-            tmp_path, filename="half", every_n_train_steps=4, save_top_k=-1, save_on_train_epoch_end=False
-        )
-        path = tmp_path / "half.ckpt"
-        train(
-            model, reg, images(), 2, tmp_path, ckpt=str(path) if resume else None,
+            tmp_path, filename="{step}", every_n_train_steps=8 // accumulation, save_top_k=-1,
+            save_on_train_epoch_end=False,
+        )  # fmt: skip
+        _, losses = train(
+            model, reg, images(), accumulation, tmp_path, ckpt=str(half) if resume else None,
             callbacks=[] if resume else [keep], enable_checkpointing=not resume,
         )  # fmt: skip
-        if not resume:
-            (tmp_path / "half-v1.ckpt").unlink(missing_ok=True)  # of the last step
-        results.append((weights(model), {} if reg is None else reg.state_dict()["parameters"]))
-    same(results[0][0], results[1][0])
-    same(results[0][1], results[1][1])
+        same(weights(model), weights(twin))
+        if reg is not None:
+            same(reg.state_dict()["parameters"], hand.state_dict()["parameters"])
+        results.append(losses)
+    assert results[1] == results[0][8:]
+    scale = results[0][0] / expected[0]  # as above
+    assert [v / scale for v in results[1]] == pytest.approx(expected[8:], rel=1e-6)
 
 
 def test_what_cannot_work_is_refused(tmp_path):
@@ -153,6 +178,38 @@ def test_what_cannot_work_is_refused(tmp_path):
     callback = Regularize(dampen.regularize(model, DropKey(0.1)))
     with pytest.raises(ValueError, match="automatic_optimization=False"):
         callback.setup(None, task, "fit")
+    reg = dampen.regularize(model := vit(), DropKey(0.1))
+    with pytest.raises(RuntimeError, match="more than one stateful callback"):  # Lightning's own
+        train(model, reg, images(4), 1, tmp_path, callbacks=[Regularize(reg)])
+
+
+def test_a_fit_that_raised_leaves_nothing_to_the_next(tmp_path):
+    """Its training_step is still on the module; the next fit regularizes by its own handle, and only once."""
+
+    class Fails(Callback):
+        def on_train_batch_end(self, *args):
+            raise ArithmeticError("as a loss that became NaN")
+
+    model, twin = vit(), vit()
+    task, calls = Task(model), []
+    options = {
+        "max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "enable_checkpointing": False, "default_root_dir": tmp_path,
+    }  # fmt: skip
+    first = regularized(model, "penalty")
+    with pytest.raises(ArithmeticError):
+        lightning.Trainer(**options, callbacks=[Regularize(first), Fails()]).fit(
+            task, DataLoader(images()[:2], batch_size=2)
+        )
+    first.remove()
+    model.load_state_dict(twin.state_dict())
+    reg = regularized(model, "two_pass")
+    model.register_forward_hook(lambda *a: calls.append(1))
+    lightning.Trainer(**options, callbacks=[Seeded(), Regularize(reg)]).fit(task, DataLoader(images(), batch_size=2))
+    assert len(calls) == 2 * 16
+    bare(twin, regularized(twin, "two_pass"), images(), 1)
+    same(weights(model), weights(twin))
+    assert "training_step" not in vars(task)
 
 
 def by_fabric(folder, kind, accumulation, resume):

@@ -40,19 +40,25 @@ class Regularize(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Put the penalties behind `training_step`, once."""
         check(pl_module, self.reg)
-        if stage != "fit" or "training_step" in vars(pl_module):
+        if stage != "fit":
             return
-        inner = pl_module.training_step
+        # a fit that raised was not torn down: what it put on the module is not wrapped again
+        inner = getattr(pl_module.training_step, "inner", pl_module.training_step)
 
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             return self._step(pl_module, inner, batch, *args, **kwargs)
 
+        training_step.inner = inner  # type: ignore[attr-defined]
         pl_module.training_step = training_step
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The module is as it was."""
-        if stage == "fit":
-            vars(pl_module).pop("training_step", None)
+        step = vars(pl_module).get("training_step")
+        if stage != "fit" or not hasattr(step, "inner"):
+            return
+        del pl_module.training_step
+        if pl_module.training_step != step.inner:  # the module had one of its own, beside its class's
+            pl_module.training_step = step.inner
 
     def _step(self, pl_module: Any, inner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         results: list[Any] = []

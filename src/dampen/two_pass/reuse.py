@@ -44,11 +44,12 @@ class SharedBlocks:
         self.thread: dict[str, int] = {}  # whose step of two passes is under way; a dict, to be claimed in one move
 
     @contextlib.contextmanager
-    def step(self, passes: int = 2) -> Iterator[None]:
+    def step(self, passes: int, model: nn.Module) -> Iterator[None]:
         """Around the passes of one step; nothing is kept afterwards."""
         if passes < 2:
             yield
             return
+        refuse_gathered_blocks(model)
         me = threading.get_ident()
         if self.thread.setdefault("at work", me) != me:
             raise RuntimeError(
@@ -189,6 +190,10 @@ def prefix_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             if not site.perturbed:
                 return site.record(self, base, args, kwargs)
             prefix.open = False
+        if prefix.mode == "record" and site.asked is not None:
+            # found now and not at the second pass: a step that shared half would sum its gradients in another order
+            # than all later ones, and a run that is resumed there would differ by an ulp
+            prefix.give_up(f"'{site.name}' runs several times in one pass")
         if prefix.mode == "replay" and site.asked is not None:
             return site.replay(self, base, args, kwargs)
         return base(self, *args, **kwargs)
@@ -227,6 +232,21 @@ def plan_prefix(
 def perturbs(clone: Regularizer) -> bool:
     """Whether a clone draws anything in its layer, at any time of training."""
     return clone.stochastic and bool(clone.stages - set(MODEL_STAGES)) and not clone.always_idle
+
+
+def refuse_gathered_blocks(model: nn.Module) -> None:
+    """Raise where DeepSpeed's ZeRO-3 gathers whole blocks: it then expects one forward of each before a backward, and
+    two end in an assertion that says nothing of it."""
+    if not hasattr(next(model.parameters(), None), "ds_id"):
+        return
+    whole = next((name for name, m in model.named_modules() if getattr(m, "_z3_leaf", False)), None)
+    if whole is not None:
+        raise RuntimeError(
+            f"DeepSpeed's ZeRO-3 gathers '{whole}' as a whole (set_z3_leaf_modules), and can then run it once before a "
+            "backward, but two passes are compared here. Leave set_z3_leaf_modules out, and with it the penalties that "
+            "need it (ExplicitDropout on q, k or v, ExplicitMixout); or leave R-Drop and Consistency out; or use "
+            "ZeRO-2, which runs both."
+        )
 
 
 def _versions(output: Any) -> list[int]:

@@ -6,12 +6,14 @@ import torch
 from dampen.lab.config.names import check_data
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.data import load
-from dampen.lab.data.label_noise import with_label_noise, wrong_labels
+from dampen.lab.data.label_noise import TASKS, with_label_noise, wrong_labels
+from dampen.lab.data.sets import DATASETS
 from dampen.lab.errors import ConfigError
 from dampen.lab.records.record import Record
 from dampen.lab.training.build import load_data
 from dampen.lab.training.state import Execution
 from dampen.lab.training.train import run_trial
+from tests.lab.data.readers import READERS, read
 
 
 def labels(split):
@@ -64,6 +66,34 @@ def test_only_training_labels_and_the_record_says_so():
     assert "wrong on purpose" in noisy.info["departures"][-1]
     assert "noise" not in clean.info  # the cached clean set is not touched
     assert not torch.equal(labels(load_data({"name": "digits", "noise": 0.3}, None, seed=5).train), labels(noisy.train))
+
+
+ONE_CLASS = {"cifar10 binary", "cifar100 binary", "folder of png", "fsdd", "gtzan mel"}
+
+
+@pytest.mark.parametrize("case", [*sorted(ONE_CLASS), "thumos14", "voc", "parallel", "text"])
+def test_an_option_of_every_set_with_one_class_for_each_example(case, tmp_path):
+    """Each reader on a tiny set in its format; sets whose examples have no class of their own refuse."""
+    name, write = READERS[case]
+    write(tmp_path)
+    clean = read(case, tmp_path)
+    said = check_data({"name": name, "noise": 0.3}, "data.")
+    if case not in ONE_CLASS:
+        assert "one class each" in said[0]
+        with pytest.raises(ValueError, match="one class each"):
+            with_label_noise(clean, 0.3, 0)
+        return
+    assert not said
+    noisy = with_label_noise(clean, 0.3, 0)
+    assert (labels(noisy.train) != labels(clean.train)).sum() == round(0.3 * len(clean.train)) > 0
+    for part in ("valid", "test"):
+        assert getattr(noisy, part) is getattr(clean, part)
+
+
+def test_every_built_in_set_is_one_or_the_other():
+    for name, spec in DATASETS.items():
+        said = check_data({"name": name, "noise": 0.3}, "data.")
+        assert any("one class each" in s for s in said) == (spec.task not in TASKS), name
 
 
 def test_with_folds():
