@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from dampen.formulas.explicit.forms import Number, is_off
-from dampen.formulas.explicit.layer import check_roles, sequence_first, tap_map, tap_projection
+from dampen.formulas.explicit.forms import is_off
+from dampen.formulas.explicit.layer import check_roles, sequence_first, tap_projection
+from dampen.formulas.explicit.linear import Term, tap_map
 from dampen.formulas.explicit.precision import as_wide, no_autocast
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
@@ -69,8 +70,7 @@ class AroraDropout(Regularizer):
         """Both feed-forward maps."""
         if "ffn" in self.terms and call.role in ("ffn_in", "ffn_out"):
             with no_autocast(y.device.type):
-                y, value = tap_map(y, call, *self._numbers_of("ffn", y), "inverted", "mean",
-                                   swapped=sequence_first(self.neighbors))  # fmt: skip
+                y, value = tap_map(y, call, self._term("ffn", y), sequence_first(self.neighbors))
             self.penalize(value, "ffn")
         return y
 
@@ -79,13 +79,13 @@ class AroraDropout(Regularizer):
         with no_autocast(q.device.type):
             for term, role, operand in (("query", "q", q), ("key", "k", k), ("value", "v", v)):
                 if term in self.terms:  # the form has no part that is read off the operand, so it passes as it is
-                    numbers = self._numbers_of(term, operand)
-                    self.penalize(tap_projection(role, operand, call, *numbers, "inverted", "mean")[1], term)
+                    self.penalize(tap_projection(role, operand, call, self._term(term, operand))[1], term)
         return q, k, v
 
-    def _numbers_of(self, term: str, like: Tensor) -> tuple[Number, Number]:
-        """Twice the weight, because Arora et al. have no 1/2, and p."""
-        return 2 * as_wide(self.current(term), like), as_wide(self.current("rate"), like)
+    def _term(self, name: str, like: Tensor) -> Term:
+        """Twice the weight, because Arora et al. have no 1/2."""
+        weight, rate = (as_wide(self.current(n), like) for n in (name, "rate"))
+        return Term(2 * weight, rate, "inverted", "mean")
 
     def extra_repr(self) -> str:
         values = [f"{t}={getattr(self, t).item():.3g}" for t in (*TERMS, "ffn") if t in self.terms]
