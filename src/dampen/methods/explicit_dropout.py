@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dampen.formulas.explicit.attended import attended_bias, attended_bias_from_weights, attended_variance
 from dampen.formulas.explicit.diagonal import diagonal_weights, shared_mask_excess
@@ -24,7 +24,7 @@ from dampen.formulas.explicit.layer import (
     tap_projection,
     valid_pairs,
 )
-from dampen.formulas.explicit.linear import BRANCHES, Term, tap_branch, tap_map
+from dampen.formulas.explicit.linear import BRANCHES, Term, map_penalty, multiply, tap_branch
 from dampen.formulas.explicit.maps import read_map
 from dampen.formulas.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
 from dampen.formulas.explicit.precision import as_wide, no_autocast, wide_dtype
@@ -90,7 +90,9 @@ class ExplicitDropout(Regularizer):
 
     stochastic = False
     needs_valid = True
+    multiplies = True
     rate: Tensor
+    swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not asked yet
 
     def __init__(
         self,
@@ -191,6 +193,9 @@ class ExplicitDropout(Regularizer):
     def does_nothing(self) -> bool:
         return not self.terms
 
+    def prepare(self, model: nn.Module) -> None:
+        self.swapped = sequence_first(self.neighbors)
+
     def check_layer(self, roles: set[str], where: str) -> None:
         alone = [r for r in BRANCHES if "residual" in self.terms and _LAYER[r] not in self.terms]
         check_roles(type(self).__name__, self.roles, roles, where, branches=alone)
@@ -201,18 +206,34 @@ class ExplicitDropout(Regularizer):
         """One mask for q, k and v: their input must have a gradient, also where nothing below it is trained."""
         return with_gradient(x, call), weight
 
+    def multiply(self, call: LinearCall) -> Tensor | None:
+        """Feed-forward, layers 1 and 2, and the output projection: map and penalty in one."""
+        name = _LAYER.get(call.role)
+        found = multiply(call, self._term(name, call.input), self._swapped(call)) if name in self.terms else None
+        if found is None:
+            return None
+        self.penalize(found[1], name)
+        return self._branch(found[0], call)
+
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
-        """Feed-forward, layers 1 and 2, the output projection, and the branches that they give out."""
-        name, role = _LAYER.get(call.role), call.role
-        swapped = role != "out" and sequence_first(self.neighbors)  # inside attention the batch is first
-        with no_autocast(y.device.type):
-            if name in self.terms:
-                y, value = tap_map(y, call, self._term(name, y), swapped)
-                self.penalize(value, name)
-            if role in BRANCHES and "residual" in self.terms:
-                y, value = tap_branch(y, call, self._term("residual", y), swapped)
-                self.penalize(value, "residual")
+        """The same beside the map, and the branches that these give out."""
+        name = _LAYER.get(call.role)
+        if name in self.terms:
+            with no_autocast(y.device.type):
+                self.penalize(map_penalty(call, self._term(name, y), self._swapped(call)), name)
+        return self._branch(y, call)
+
+    def _branch(self, y: Tensor, call: LinearCall) -> Tensor:
+        if "residual" in self.terms and call.role in BRANCHES:
+            with no_autocast(y.device.type):
+                y, value = tap_branch(y, call, self._term("residual", y), self._swapped(call))
+            self.penalize(value, "residual")
         return y
+
+    def _swapped(self, call: LinearCall) -> bool:
+        """Whether the map sees (N, B, D); inside attention the batch is first."""
+        swapped = sequence_first(self.neighbors) if self.swapped is None else self.swapped
+        return swapped and call.role != "out"
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Value, query, key, and the last two at once: the model's mask is known here."""

@@ -24,7 +24,7 @@ from dampen.sockets.embeddings import find_embeddings, open_embeddings
 from dampen.sockets.entry import EntrySite
 from dampen.sockets.find import LayerPlan, find_layers, is_cross, is_keyless, stack_of
 from dampen.sockets.instance import check_own_forward
-from dampen.sockets.roles import weight_of
+from dampen.sockets.roles import kind_of, weight_of
 from dampen.sockets.scope import LinearPlan
 from dampen.sockets.state import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
 from dampen.sockets.swap import is_swapped, swap
@@ -235,7 +235,7 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
     roles = {r for c in layer.clones for r in c.roles}
     linear_sites: dict[str, list[nn.Module]] = {name: [] for name in plan.attentions}
     for linear in _wanted_linears(plan, layer).values():
-        swap(linear.module, "linear", LinearSite(layer, linear.role))
+        swap(linear.module, "linear", LinearSite(layer, linear.role, kind_of(linear.module)))
         if linear.attention is not None:
             linear_sites[linear.attention].append(linear.module)
     torch_maps = any(isinstance(m, nn.MultiheadAttention) for m in plan.attentions.values())  # it inlines its maps

@@ -46,12 +46,16 @@ def is_conv1d(module: nn.Module) -> bool:
     return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__)
 
 
-def weight_of(module: nn.Module) -> Tensor:
+def kind_of(module: nn.Module) -> str:
+    """Which of the three a linear map is: asked once, when it is opened, and not in every forward."""
+    return "convolution" if is_convolution(module) else "conv1d" if is_conv1d(module) else "linear"
+
+
+def weight_of(module: nn.Module, kind: str = "") -> Tensor:
     """The weight of a linear map as (out, in)."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    if is_convolution(module):
-        return weight.flatten(1)
-    return weight.t() if is_conv1d(module) else weight
+    kind = kind or kind_of(module)
+    return weight if kind == "linear" else weight.t() if kind == "conv1d" else weight.flatten(1)
 
 
 def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:

@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+_AUTOCASTS = {d for d in ("cpu", "cuda", "xpu", "hpu", "mps", "mtia", "xla") if torch.amp.is_autocast_available(d)}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -34,7 +35,7 @@ def as_wide(number: float | Tensor, like: Tensor) -> float | Tensor:
 
 def no_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """A context in which matrix products keep their dtype, although the caller may be under autocast."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in _AUTOCASTS and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
