@@ -94,11 +94,7 @@ TAPS = {
     "bias": (lambda y, b: tap(y, b, None, 0.3), [(2, 3, 4), (4,)]),
     "heads": (lambda y, b: tap(y, b, rows.unsqueeze(1), 0.3), [(2, 2, 3, 4), (2, 1, 4)]),
     "no bias": (lambda y: tap(y, None, None, 0.3), [(2, 3, 4)]),
-    "both parts": (lambda y, b, x, w: tap(y, b, rows, 0.3, 0.2, (x, w)), [(2, 3, 4), (4,), (2, 3, 5), (4, 5)]),
-    "rows of a map": (
-        lambda y, b, x, w: tap(y, b, None, 0.3, 0.2, (x, w), (2, 4)),
-        [(2, 2, 3, 2), (7,), (2, 3, 5), (7, 5)],
-    ),
+    "rows of a map": (lambda y, b: tap(y, b, None, 0.3, (2, 4)), [(2, 2, 3, 2), (7,)]),
     "tensor factor": (lambda y, b: tap(y, b, None, torch.tensor(0.3, dtype=torch.float64)), [(2, 3, 4), (4,)]),
 }
 

@@ -8,7 +8,7 @@ import torch
 import dampen
 from dampen import AroraDropout, DropKey, ExplicitDropout, Mixout, ProjectionDropout, hidden_key
 from dampen.formulas.explicit.low_rank import LowRank
-from dampen.formulas.explicit.tap import column_power
+from dampen.formulas.explicit.squares import column_power
 from dampen.integrations.peft import connect, lora_dropout
 from dampen.regularizer import UnsupportedModel
 from tests.integrations.tiny import batch, bert, llama, sentences, texts

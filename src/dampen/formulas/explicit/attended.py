@@ -14,8 +14,8 @@ from torch import Tensor
 from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.maps import HeadMap
 from dampen.formulas.explicit.precision import wide
-from dampen.formulas.explicit.squares import column_sums, mixed_power
-from dampen.formulas.explicit.tap import column_power, squared_norm
+from dampen.formulas.explicit.squares import column_power, column_sums, mixed_power
+from dampen.formulas.explicit.tap import squared_norm
 
 
 def attended_bias(o: Tensor, bias: Tensor | None, rows: Tensor | None) -> Tensor:

@@ -22,17 +22,8 @@ from dampen.formulas.explicit.low_rank import add_adapter, merge
 from dampen.formulas.explicit.maps import only_weight
 from dampen.formulas.explicit.precision import in_full_precision, no_autocast, wide, wide_dtype
 from dampen.formulas.explicit.reductions import Rows, token_rows
-from dampen.formulas.explicit.tap import (
-    Cut,
-    add_bare,
-    column_power,
-    feature_sums,
-    native_fits,
-    sum_of_squares,
-    tap,
-    twice_of,
-    weighed,
-)
+from dampen.formulas.explicit.squares import column_power, feature_sums, map_variance
+from dampen.formulas.explicit.tap import Cut, add_bare, native_fits, sum_of_squares, tap, twice_of, weighed
 
 BRANCHES = ("out", "ffn_out")
 """The maps that give out a residual branch."""
@@ -134,7 +125,14 @@ def tap_linear(
 ) -> tuple[Tensor, Tensor]:
     """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map."""
     factor, variance = _factors(term, rows)
-    return tap(y, bias, rows.weights, factor, variance, (x, weight), cut)
+    values = []
+    if factor is not None and y is not None:
+        y, value = tap(y, bias, rows.weights, factor, cut)
+        values.append(value)
+    if variance is not None:
+        part = slice(None) if cut is None else slice(cut[0], sum(cut))
+        values.append(variance * again(map_variance, x, weight, rows.weights, part))
+    return y, sum(values[1:], start=values[0])  # type: ignore[return-value]
 
 
 def _factors(term: Term, rows: Rows) -> tuple[Number | None, Number | None]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dampen.formulas.explicit.precision import wide
-from dampen.formulas.explicit.tap import column_power
+from dampen.formulas.explicit.squares import column_power
 from dampen.regularizer import LinearCall
 
 

@@ -36,6 +36,22 @@ def column_sums(a: Tensor, rows: Tensor | None) -> Tensor:
     return contract_squares("bhnm,bn->bhm", a, rows)
 
 
+def column_power(weight: Tensor) -> Tensor:
+    """sum_o W_oj^2 of a (..., out, in) weight."""
+    return wide(weight).square().sum(-2)
+
+
+def feature_sums(x: Tensor, weights: Tensor | None) -> Tensor:
+    """sum_i w_i x_ij^2 of (..., in) and (...)."""
+    squares = wide(x).square().flatten(0, -2)
+    return squares.sum(0) if weights is None else weights.reshape(-1) @ squares
+
+
+def map_variance(x: Tensor, weight: Tensor, weights: Tensor | None, rows: slice = slice(None)) -> Tensor:
+    """sum_j (sum_i w_i x_ij^2) (sum_o W_oj^2), of some rows of W: the variance part of a map. To be run `again`."""
+    return feature_sums(x, weights) @ column_power(weight[rows])
+
+
 class _Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, equation: str, x: Tensor, weights: Tensor) -> Tensor:

@@ -1,12 +1,10 @@
 """The penalty tap: a tensor passes through unchanged, and the sum of its squares is read off beside it.
 
-    y, J = tap(y)       J = b sum_i w_i ||y_i - bias||^2  +  v sum_j (sum_i w_i x_ij^2) (sum_o W_oj^2)
+    y, J = tap(y)       J = factor * sum_i w_i ||y_i - bias||^2
 
-For a map y = x W^T + bias the first sum is the paper's Tr(X^T X W^T W), from the output that the forward has; the
-second is two vectors, no matrix product. Read off in the ordinary way, J sends a second gradient to y, which autograd
-makes, keeps and adds. The backward of the tap adds it to the gradient that passes through anyway, g + 2 b w (y - bias),
-in one pass. The bias is in no penalty: what the map behind y would pass on to it is taken back, by the column sums of
-y - bias.
+Read off in the ordinary way, J sends a second gradient to y, which autograd makes, keeps and adds. The backward of the
+tap adds it to the gradient that passes through anyway, g + 2 factor w (y - bias), in one pass. The bias is in no
+penalty: what the map behind y would pass on to it is taken back, by the column sums of y - bias.
 """
 
 from __future__ import annotations
@@ -26,48 +24,29 @@ Cut = tuple[int, int]
 
 
 def tap(
-    y: Tensor | None,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    factor: Number | None = 1.0,
-    variance: Number | None = None,
-    made_by: tuple[Tensor, Tensor] | None = None,
-    cut: Cut | None = None,
+    y: Tensor, bias: Tensor | None, weights: Tensor | None, factor: Number = 1.0, cut: Cut | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y, and factor * sum_i weights_i ||y_i - bias||^2 over its vectors y_i, plus the variance part of the map behind
-    it; use the y that is returned. The backward reads y again: give a copy of what may change in place.
+    """y, and factor * sum_i weights_i ||y_i - bias||^2 over its vectors y_i; use the y that is returned. The backward
+    reads y again: give a copy of what may change in place.
 
     Args:
-        y: (..., out), or by heads (B, H, N, dh); not read where `factor` is None.
+        y: (..., out), or by heads (B, H, N, dh).
         bias: broadcasts to y; in no penalty.
-        weights: of the vectors y_i and x_i, (...); None: all are 1.
-        factor: of the sum over y; None: the form has no such part.
-        variance: factor of the sum over x and W; None: the form has no such part.
-        made_by: x and W, for the variance part.
-        cut: where y, by heads, comes from some rows of a fused map, and bias and W are those of the whole map.
+        weights: of the vectors y_i, (...); None: all are 1.
+        factor: of the whole sum.
+        cut: where y, by heads, comes from some rows of a fused map, and bias is that of the whole map.
     """
-    x, weight = (None, None) if made_by is None or variance is None else made_by
-    if torch.compiler.is_compiling() or in_functorch():
-        return y, _plain(y, bias, weights, factor, variance, x, weight, cut)  # type: ignore[return-value]
-    seen, bias = (None, None) if factor is None else (y, bias)
-    passed, value = _apply(seen, bias, weights, factor, variance, x, weight, cut)
-    return y if passed is None else passed, value  # type: ignore[return-value]
+    if torch.compiler.is_compiling() or in_functorch():  # these differentiate it themselves
+        row = _row(bias, y, cut)
+        bare = wide(y) if row is None else wide(y) - row
+        return y, factor * (weighed(bare, weights) * bare).sum()
+    out: tuple[Tensor, Tensor] = _apply(y, bias, weights, factor, cut)
+    return out
 
 
 def squared_norm(y: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
     """sum_i weights_i ||y_i - bias||^2 alone."""
     return tap(y, bias, weights)[1]
-
-
-def column_power(weight: Tensor, cut: Cut | None = None) -> Tensor:
-    """sum_o W_oj^2 of a (..., out, in) weight, or of some of its rows."""
-    return wide(weight if cut is None else weight.narrow(0, *cut)).square().sum(-2)
-
-
-def feature_sums(x: Tensor, weights: Tensor | None) -> Tensor:
-    """sum_i w_i x_ij^2 of (..., in) and (...)."""
-    squares = wide(x).square().flatten(0, -2)
-    return squares.sum(0) if weights is None else weights.reshape(-1) @ squares
 
 
 def _of_vectors(weights: Tensor, y: Tensor) -> Tensor:
@@ -97,77 +76,42 @@ def _row(bias: Tensor | None, y: Tensor, cut: Cut | None) -> Tensor | None:
     return wide(bias.narrow(0, *cut).view(y.shape[1], 1, y.shape[3]))
 
 
-def _plain(
-    y: Tensor | None, bias: Tensor | None, weights: Tensor | None, factor: Number | None, variance: Number | None,
-    x: Tensor | None, weight: Tensor | None, cut: Cut | None,
-) -> Tensor:  # fmt: skip
-    """The same for compiled graphs and for functorch, which differentiate it themselves."""
-    values = []
-    if factor is not None and y is not None:
-        row = _row(bias, y, cut)
-        bare = wide(y) if row is None else wide(y) - row
-        values.append(factor * (weighed(bare, weights) * bare).sum())
-    if variance is not None and x is not None and weight is not None:
-        values.append(variance * (feature_sums(x, weights) @ column_power(weight, cut)))
-    return sum(values[1:], start=values[0])
-
-
 class _Tap(torch.autograd.Function):
     """`forward` takes the context, because torch binds the signature of one that does not on every call, by
     `inspect`."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor | None, bias: Tensor | None, weights: Tensor | None, factor: Number | None,
-        variance: Number | None, x: Tensor | None, weight: Tensor | None, cut: Cut | None,
-    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        ctx: Any, y: Tensor, bias: Tensor | None, weights: Tensor | None, factor: Number, cut: Cut | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.factor, ctx.variance, ctx.cut, ctx.native = factor, variance, cut, False
-        value: Any = None
-        sums = features = columns = None
-        if factor is not None and y is not None:
-            row = _row(bias, y, cut)
-            if weights is None and not isinstance(factor, Tensor) and native_fits(y, row):
-                from dampen.native.ops import tap_sums  # only where it was built
+        ctx.factor, ctx.cut = factor, cut
+        row = _row(bias, y, cut)
+        ctx.native = weights is None and not isinstance(factor, Tensor) and native_fits(y, row)
+        if ctx.native:
+            from dampen.native.ops import tap_sums  # only where it was built
 
-                value, sums = tap_sums(y, row)
-                ctx.native = True
-            else:
-                bare = wide(y) if row is None else wide(y) - row
-                value = sum_of_squares(bare, weights)
-                sums = None if row is None else weighed(bare, weights).sum_to_size(row.shape)
-            value = value * factor
-        if variance is not None and x is not None and weight is not None:
-            features, columns = feature_sums(x, weights), column_power(weight, cut)
-            v = torch.dot(features, columns) * variance
-            value = v if value is None else value + v
-        ctx.save_for_backward(y, bias, weights, sums, x, weight, features, columns)
-        return None if y is None else y.detach(), value  # not a view: a model may go on in place
+            value, sums = tap_sums(y, row)
+        else:
+            bare = wide(y) if row is None else wide(y) - row
+            value = sum_of_squares(bare, weights)
+            sums = None if row is None else weighed(bare, weights).sum_to_size(row.shape)
+        ctx.save_for_backward(y, bias, weights, sums)
+        return y.detach(), value * factor  # not a view: a model may go on in place
 
     @staticmethod
-    def backward(ctx: Any, through: Tensor | None, grad: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, through: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return through, None, None, None, None, None, None, None
-        y, bias, weights, sums, x, weight, features, columns = ctx.saved_tensors
-        scale = twice_of(grad)
-        to_y, to_bias, to_x, to_weight = through, None, None, None
-        if ctx.factor is not None:
-            row, s = _row(bias, y, ctx.cut), scale * ctx.factor
-            to_y = add_bare(through, y, row, weights, s, ctx.native)
-            if row is not None and ctx.needs_input_grad[1]:
-                if torch.is_grad_enabled():
-                    sums = weighed(wide(y) - row, weights).sum_to_size(row.shape)
-                to_bias = _as_whole(bias, ctx.cut, (sums * -s).to(bias.dtype))
-        if ctx.variance is not None:
-            s = scale * ctx.variance
-            if torch.is_grad_enabled():  # to be differentiated again: as functions of x and W
-                features, columns = feature_sums(x, weights), column_power(weight, ctx.cut)
-            if ctx.needs_input_grad[5]:
-                to_x = weighed(x * (columns * s), weights).to(x.dtype)
-            if ctx.needs_input_grad[6]:
-                part = weight if ctx.cut is None else weight.narrow(0, *ctx.cut)
-                to_weight = _as_whole(weight, ctx.cut, (part * (features * s)).to(weight.dtype))
-        return to_y, to_bias, None, None, None, to_x, to_weight, None
+            return through, None, None, None, None
+        y, bias, weights, sums = ctx.saved_tensors
+        row, scale, to_bias = _row(bias, y, ctx.cut), twice_of(grad) * ctx.factor, None
+        if row is not None and ctx.needs_input_grad[1]:
+            if torch.is_grad_enabled():  # to be differentiated again: as a function of y
+                sums = weighed(wide(y) - row, weights).sum_to_size(row.shape)
+            to_bias = (sums * -scale).to(bias.dtype).view(-1 if ctx.cut else bias.shape)
+            if ctx.cut is not None:
+                to_bias = torch.nn.functional.pad(to_bias, (ctx.cut[0], bias.shape[0] - sum(ctx.cut)))
+        return add_bare(through, y, row, weights, scale, ctx.native), to_bias, None, None, None
 
 
 _apply: Any = apply_directly(_Tap)
@@ -191,14 +135,6 @@ def add_bare(
         return tap_gradient(through, y, row, scale)
     out = wide(y) * scale if through is None else torch.add(wide(through), wide(y), alpha=scale)
     return (out if row is None else out.sub_(row, alpha=scale)).to(y.dtype)
-
-
-def _as_whole(whole: Tensor, cut: Cut | None, part: Tensor) -> Tensor:
-    """The gradient of some rows as one of the whole."""
-    if cut is None or cut[1] == whole.shape[0]:
-        return part.view(whole.shape)
-    rest = whole.shape[0] - sum(cut)
-    return torch.nn.functional.pad(part.reshape(cut[1], *whole.shape[1:]), (0, 0) * (whole.ndim - 1) + (cut[0], rest))
 
 
 def native_fits(y: Tensor, row: Tensor | None) -> bool:
