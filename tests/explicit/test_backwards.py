@@ -134,18 +134,21 @@ def test_a_map_with_its_penalty(form, padded, shapes):
     torch.testing.assert_close(value, 2.8 * wanted)
 
 
+@pytest.mark.parametrize("form", ["paper", "inverted"])
 @pytest.mark.parametrize("after", ["nothing", "in place", "checkpoint", "checkpoint in place"])
-def test_a_map_with_its_penalty_equals_the_penalty_beside_it(after):
+def test_a_map_with_its_penalty_equals_the_penalty_beside_it(after, form):
     """y goes on through a nonlinearity that may change it in place; the bias gets nothing of the penalty."""
     x, w, b = tensors((2, 3, 4), (5, 4), (5,))
     act = torch.relu_ if "in place" in after else torch.relu
 
     def together(x):
-        y, value = mapped(x, w, b)
+        y, value = mapped(x, w, b, form)
         return act(y).pow(3).sum() + value
 
     def beside(x):
-        return torch.relu(torch.nn.functional.linear(x, w, b)).pow(3).sum() + 0.7 * (x @ w.t()).square().sum()
+        squares = 0.7 * (x @ w.t()).square().sum()
+        squares = squares if form == "paper" else 2.8 * (x.square().sum((0, 1)) @ w.square().sum(0))
+        return torch.relu(torch.nn.functional.linear(x, w, b)).pow(3).sum() + squares
 
     ours = checkpoint(together, x, use_reentrant=False) if "checkpoint" in after else together(x)
     for a, e in zip(torch.autograd.grad(ours, [x, w, b]), torch.autograd.grad(beside(x), [x, w, b]), strict=True):

@@ -174,12 +174,11 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         value: Any = None
         kept = features = columns = None
-        if factor is None:
-            y = torch.nn.functional.linear(x, weight, bias)
-        else:
-            y = torch.nn.functional.linear(x, weight)
+        y = torch.nn.functional.linear(x, weight)  # with a bias it would be a view, which no model may change in place
+        if factor is not None:
             value = sum_of_squares(wide(y), weights) * factor
-            y = y if bias is None else y.add_(bias)
+        y = y if bias is None else y.add_(bias)
+        if factor is not None:
             if saved_tensors_are_hooked():  # a checkpoint or offloading sees every tensor that is kept
                 kept, ctx.version = y.clone(), None
             else:
