@@ -84,6 +84,8 @@ class Regularizer(nn.Module):
     takes_jacobian: bool = False
     """True where a penalty is a derivative of the attention: the attention is then run with gradients in a `reg.loss`
     under `no_grad` too, and what it gives is detached."""
+    multiplies: bool = False
+    """True where `multiply` may stand in for a linear map and `product`."""
     measuring: bool = False
     """True while gradients are on for a derivative's sake alone, so that penalties are kept without a graph."""
     roles: frozenset[str] = frozenset()
@@ -157,6 +159,11 @@ class Regularizer(nn.Module):
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
         """After a linear map of a block."""
         return y
+
+    def multiply(self, call: LinearCall) -> Tensor | None:
+        """Instead of `product`, for a method with `multiplies` that only reads a map: the map itself, x W^T + b, and
+        what is read off it, as one function. None: the map runs as it is, and `product` sees what it gives."""
+        return None
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Before the attention scores. `call.keep` and `call.projection("q")` are known here."""

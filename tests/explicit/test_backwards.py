@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from dampen.calls import LinearCall
+from dampen.formulas.explicit.forms import FORMS
 from dampen.formulas.explicit.grams import gram, spread
+from dampen.formulas.explicit.linear import Term, multiply
 from dampen.formulas.explicit.maps import only_weight
 from dampen.formulas.explicit.scores import sum_of_squares
 from dampen.formulas.explicit.squares import column_sums, feature_power, mixed_power
@@ -91,6 +94,7 @@ TAPS = {
     "bias": (lambda y, b: tap(y, b, None, 0.3), [(2, 3, 4), (4,)]),
     "heads": (lambda y, b: tap(y, b, rows.unsqueeze(1), 0.3), [(2, 2, 3, 4), (2, 1, 4)]),
     "no bias": (lambda y: tap(y, None, None, 0.3), [(2, 3, 4)]),
+    "rows of a map": (lambda y, b: tap(y, b, None, 0.3, (2, 4)), [(2, 2, 3, 2), (7,)]),
     "tensor factor": (lambda y, b: tap(y, b, None, torch.tensor(0.3, dtype=torch.float64)), [(2, 3, 4), (4,)]),
 }
 
@@ -103,28 +107,74 @@ def test_a_tap_passes_its_gradient_on(name):
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
+def mapped(x, w, b=None, form="paper", valid=None):
+    """A linear map with 0.7 sum ||x W^T||^2 beside it, in the paper's form."""
+    return multiply(LinearCall("ffn_in", x, w, b, valid=valid), Term(5.6, 0.5, form, "sum"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("shapes", [[(2, 3, 4), (5, 4), (5,)], [(2, 3, 4), (5, 4)], [(6, 4), (5, 4), (5,)]], ids=str)
+def test_a_map_with_its_penalty(form, padded, shapes):
+    """Both outputs and their first and second derivatives, with and without a bias, padded tokens and samples."""
+    inputs = tensors(*shapes)
+    x, w = inputs[:2]
+    valid = rows.reshape(x.shape[:-1]) > 0.3 if padded else None
+    options = {"form": form, "valid": valid}
+    for outputs in ((0, 1), (0,), (1,)):
+        function = lambda *t: [mapped(*t, **options)[i] for i in outputs]  # noqa: B023, E731
+        # a second backward makes x W^T again, which rounds otherwise
+        assert torch.autograd.gradcheck(function, inputs, nondet_tol=1e-12)
+    assert torch.autograd.gradgradcheck(lambda *t: mapped(*t, **options), inputs, nondet_tol=1e-12)
+    y, value = mapped(*inputs, **options)
+    torch.testing.assert_close(y, torch.nn.functional.linear(*inputs))
+    kept = x if valid is None else x * valid.unsqueeze(-1)
+    b, v = (kept @ w.t()).square().sum(), kept.square().flatten(0, -2).sum(0) @ w.square().sum(0)
+    wanted = {"paper": 0.25 * b, "exact": 0.25 * (b + v), "inverted": v}[form]
+    torch.testing.assert_close(value, 2.8 * wanted)
+
+
+@pytest.mark.parametrize("form", ["paper", "inverted"])
 @pytest.mark.parametrize("after", ["nothing", "in place", "checkpoint", "checkpoint in place"])
-def test_a_tap_on_a_map_equals_the_penalty_beside_it(after):
+def test_a_map_with_its_penalty_equals_the_penalty_beside_it(after, form):
     """y goes on through a nonlinearity that may change it in place; the bias gets nothing of the penalty."""
     x, w, b = tensors((2, 3, 4), (5, 4), (5,))
     act = torch.relu_ if "in place" in after else torch.relu
 
-    def tapped(x):
-        y, value = tap(torch.nn.functional.linear(x, w, b), b, None, 0.7, made_by=(x, w))
+    def together(x):
+        y, value = mapped(x, w, b, form)
         return act(y).pow(3).sum() + value
 
     def beside(x):
-        return torch.relu(torch.nn.functional.linear(x, w, b)).pow(3).sum() + 0.7 * (x @ w.t()).square().sum()
+        squares = 0.7 * (x @ w.t()).square().sum()
+        squares = squares if form == "paper" else 2.8 * (x.square().sum((0, 1)) @ w.square().sum(0))
+        return torch.relu(torch.nn.functional.linear(x, w, b)).pow(3).sum() + squares
 
-    ours = checkpoint(tapped, x, use_reentrant=False) if "checkpoint" in after else tapped(x)
+    ours = checkpoint(together, x, use_reentrant=False) if "checkpoint" in after else together(x)
     for a, e in zip(torch.autograd.grad(ours, [x, w, b]), torch.autograd.grad(beside(x), [x, w, b]), strict=True):
         torch.testing.assert_close(a, e)
 
 
-def test_a_tap_survives_a_second_backward_and_a_retained_graph():
+def test_it_survives_a_second_backward_and_a_retained_graph():
     x, w, b = tensors((2, 3, 4), (5, 4), (5,))
-    y, value = tap(torch.nn.functional.linear(x, w, b), b, None, 0.7, made_by=(x, w))
+    y, value = mapped(x, w, b)
     first = torch.autograd.grad(y.sum() + value, [x, w], retain_graph=True)
     again = torch.autograd.grad(y.sum() + value, [x, w])
     for a, e in zip(first, again, strict=True):
         torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_map_with_its_penalty_under_autocast(dtype):
+    x, w, b = (t.detach().float().requires_grad_() for t in tensors((2, 3, 4), (5, 4), (5,)))
+    with torch.autocast("cpu", dtype):
+        y, value = mapped(x, w, b, form="exact")
+        expected = torch.nn.functional.linear(x, w, b)
+    assert y.dtype == expected.dtype == dtype
+    assert value.dtype == torch.float32
+    wide_y, wide_value = mapped(x, w, b, form="exact")
+    torch.testing.assert_close(value, wide_value, rtol=0.03, atol=0)
+    ours = torch.autograd.grad(y.float().sin().sum() + value, [x, w, b])
+    theirs = torch.autograd.grad(wide_y.sin().sum() + wide_value, [x, w, b])
+    for a, e in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, e, rtol=0.05, atol=0.3)

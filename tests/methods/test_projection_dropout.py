@@ -179,7 +179,7 @@ def test_detached_residual_is_refused():
         ExplicitDropout(residual=1.0, detach_inputs=True)
     with pytest.raises(RuntimeError, match="without samples"):
         from dampen.calls import LinearCall
-        from dampen.formulas.explicit.residual import branch_penalty
+        from dampen.formulas.explicit.linear import Term, tap_branch
 
         y = torch.randn(3, 4)
-        branch_penalty(y, LinearCall("out", y, y, None), 0.1, "paper", "author", False)
+        tap_branch(y, LinearCall("out", y, y, None), Term(1.0, 0.1, "paper", "author"))

@@ -112,16 +112,20 @@ class Call:
     def projection(self, role: str) -> LinearCall:
         """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias and output, fused
         or not."""
-        return split_projection(self, role)
+        return _cut(*self.source(role), role)
+
+    def source(self, role: str) -> tuple[LinearCall, slice | Tensor]:
+        """The linear map behind "q", "k" or "v" as it ran, fused or not, and which of its rows make the role."""
+        return find_source(self, role)
 
 
-def split_projection(call: Call, role: str) -> LinearCall:
-    """The linear map behind q, k or v of one attention call, cut out of a fused projection where it is fused."""
+def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
+    """The linear map behind q, k or v of one attention call, and its rows, all of them where it is not fused."""
     if role in call.cuts:
         name, rows = call.cuts[role]
-        return _cut(check_whole(call.maps[name]), role, rows)
+        return check_whole(call.maps[name]), rows
     if role in call.maps:
-        return check_whole(call.maps[role])
+        return check_whole(call.maps[role]), slice(0, call.maps[role].weight.shape[0])
     fused = "qkv" if "qkv" in call.maps else "kv" if "kv" in call.maps and role != "q" else None
     if fused is None:
         found = ", ".join(sorted(call.maps)) or "none"
@@ -142,10 +146,10 @@ def split_projection(call: Call, role: str) -> LinearCall:
         )
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
-    return _cut(whole, role, slice(start, start + rows[role]))
+    return whole, slice(start, start + rows[role])
 
 
-def _cut(whole: LinearCall, role: str, rows: slice | Tensor) -> LinearCall:
+def _cut(whole: LinearCall, rows: slice | Tensor, role: str) -> LinearCall:
     """Some rows of a map."""
     if isinstance(rows, slice) and rows == slice(0, whole.weight.shape[0]):
         return whole

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from dampen.regularizer import Regularizer
 
 
+_MAIN = threading.main_thread().ident
+
+
 class Ledger:
     """The penalties of one regularized model: which wait, and whether a backward went past them."""
 
@@ -203,7 +206,7 @@ class Asking:
 
 def owner() -> str:
     """Whose penalties: "" is the main thread, and a compiled graph, which knows no thread."""
-    if torch.compiler.is_compiling() or threading.current_thread() is threading.main_thread():
+    if torch.compiler.is_compiling() or threading.get_ident() == _MAIN:
         return ""
     return str(threading.get_ident())
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from dampen.formulas.explicit.forms import Number, is_off
-from dampen.formulas.explicit.layer import check_roles, sequence_first, tap_map, tap_projection
+from dampen.formulas.explicit.forms import is_off
+from dampen.formulas.explicit.layer import check_roles, sequence_first, tap_projection
+from dampen.formulas.explicit.linear import Term, map_penalty, multiply
 from dampen.formulas.explicit.precision import as_wide, no_autocast
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
@@ -37,7 +38,9 @@ class AroraDropout(Regularizer):
     stochastic = False
     needs_valid = True
     reads_adapters = True
+    multiplies = True
     rate: Tensor
+    swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not asked yet
 
     def __init__(self, query: Value = 0, key: Value = 0, value: Value = 0, ffn: Value = 0, rate: Value = 0.2) -> None:
         super().__init__()
@@ -62,30 +65,43 @@ class AroraDropout(Regularizer):
     def does_nothing(self) -> bool:
         return not self.terms
 
+    def prepare(self, model: nn.Module) -> None:
+        self.swapped = sequence_first(self.neighbors)
+
     def check_layer(self, roles: set[str], where: str) -> None:
         check_roles(type(self).__name__, self.roles, roles, where)
 
+    def multiply(self, call: LinearCall) -> Tensor | None:
+        """Both feed-forward maps, each with its penalty in one."""
+        if "ffn" not in self.terms or call.role not in ("ffn_in", "ffn_out"):
+            return None
+        found = multiply(call, self._term("ffn", call.input), self._swapped())
+        if found is not None:
+            self.penalize(found[1], "ffn")
+        return None if found is None else found[0]
+
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
-        """Both feed-forward maps."""
+        """The same beside the map."""
         if "ffn" in self.terms and call.role in ("ffn_in", "ffn_out"):
             with no_autocast(y.device.type):
-                y, value = tap_map(y, call, *self._numbers_of("ffn", y), "inverted", "mean",
-                                   swapped=sequence_first(self.neighbors))  # fmt: skip
-            self.penalize(value, "ffn")
+                self.penalize(map_penalty(call, self._term("ffn", y), self._swapped()), "ffn")
         return y
+
+    def _swapped(self) -> bool:
+        return sequence_first(self.neighbors) if self.swapped is None else self.swapped
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """The projections: the model's mask is known here."""
         with no_autocast(q.device.type):
             for term, role, operand in (("query", "q", q), ("key", "k", k), ("value", "v", v)):
                 if term in self.terms:  # the form has no part that is read off the operand, so it passes as it is
-                    numbers = self._numbers_of(term, operand)
-                    self.penalize(tap_projection(role, operand, call, *numbers, "inverted", "mean")[1], term)
+                    self.penalize(tap_projection(role, operand, call, self._term(term, operand))[1], term)
         return q, k, v
 
-    def _numbers_of(self, term: str, like: Tensor) -> tuple[Number, Number]:
-        """Twice the weight, because Arora et al. have no 1/2, and p."""
-        return 2 * as_wide(self.current(term), like), as_wide(self.current("rate"), like)
+    def _term(self, name: str, like: Tensor) -> Term:
+        """Twice the weight, because Arora et al. have no 1/2."""
+        weight, rate = (as_wide(self.current(n), like) for n in (name, "rate"))
+        return Term(2 * weight, rate, "inverted", "mean")
 
     def extra_repr(self) -> str:
         values = [f"{t}={getattr(self, t).item():.3g}" for t in (*TERMS, "ffn") if t in self.terms]

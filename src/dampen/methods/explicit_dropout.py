@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dampen.formulas.explicit.attended import attended_bias, attended_bias_from_weights, attended_variance
 from dampen.formulas.explicit.diagonal import diagonal_weights, shared_mask_excess
-from dampen.formulas.explicit.forms import Number, check_form, combine, is_off, single
+from dampen.formulas.explicit.forms import check_form, combine, is_off, single
 from dampen.formulas.explicit.joint_mask import check_joint, joint_variance, with_gradient
 from dampen.formulas.explicit.layer import (
     as_one_head,
@@ -21,15 +21,14 @@ from dampen.formulas.explicit.layer import (
     query_rows,
     raise_extra_keys,
     sequence_first,
-    tap_map,
     tap_projection,
     valid_pairs,
 )
+from dampen.formulas.explicit.linear import BRANCHES, Term, map_penalty, multiply, tap_branch
 from dampen.formulas.explicit.maps import read_map
 from dampen.formulas.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
-from dampen.formulas.explicit.precision import as_wide, no_autocast, wide
+from dampen.formulas.explicit.precision import as_wide, no_autocast, wide_dtype
 from dampen.formulas.explicit.reductions import check_reduction, pair_rows
-from dampen.formulas.explicit.residual import BRANCHES, branch_penalty
 from dampen.formulas.explicit.scores import (
     chunked_pairs,
     count_visible,
@@ -91,7 +90,9 @@ class ExplicitDropout(Regularizer):
 
     stochastic = False
     needs_valid = True
+    multiplies = True
     rate: Tensor
+    swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not asked yet
 
     def __init__(
         self,
@@ -192,6 +193,9 @@ class ExplicitDropout(Regularizer):
     def does_nothing(self) -> bool:
         return not self.terms
 
+    def prepare(self, model: nn.Module) -> None:
+        self.swapped = sequence_first(self.neighbors)
+
     def check_layer(self, roles: set[str], where: str) -> None:
         alone = [r for r in BRANCHES if "residual" in self.terms and _LAYER[r] not in self.terms]
         check_roles(type(self).__name__, self.roles, roles, where, branches=alone)
@@ -202,27 +206,40 @@ class ExplicitDropout(Regularizer):
         """One mask for q, k and v: their input must have a gradient, also where nothing below it is trained."""
         return with_gradient(x, call), weight
 
+    def multiply(self, call: LinearCall) -> Tensor | None:
+        """Feed-forward, layers 1 and 2, and the output projection: map and penalty in one."""
+        name = _LAYER.get(call.role)
+        found = multiply(call, self._term(name, call.input), self._swapped(call)) if name in self.terms else None
+        if found is None:
+            return None
+        self.penalize(found[1], name)
+        return self._branch(found[0], call)
+
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
-        """Feed-forward, layers 1 and 2, the output projection, and the branches that they give out."""
-        term = _LAYER.get(call.role)
-        swapped = call.role != "out" and sequence_first(self.neighbors)  # inside attention the batch is first
-        if term in self.terms:
+        """The same beside the map, and the branches that these give out."""
+        name = _LAYER.get(call.role)
+        if name in self.terms:
             with no_autocast(y.device.type):
-                y, value = tap_map(y, call, *self._numbers_of(term, y), self.form, self.reduction,
-                                   detach=self.detach_inputs, swapped=swapped)  # fmt: skip
-            self.penalize(value, term)
+                self.penalize(map_penalty(call, self._term(name, y), self._swapped(call)), name)
+        return self._branch(y, call)
+
+    def _branch(self, y: Tensor, call: LinearCall) -> Tensor:
         if "residual" in self.terms and call.role in BRANCHES:
-            weight, rate = self._numbers_of("residual", y)
             with no_autocast(y.device.type):
-                self.penalize(weight * branch_penalty(y, call, rate, self.form, self.reduction, swapped), "residual")
+                y, value = tap_branch(y, call, self._term("residual", y), self._swapped(call))
+            self.penalize(value, "residual")
         return y
+
+    def _swapped(self, call: LinearCall) -> bool:
+        """Whether the map sees (N, B, D); inside attention the batch is first."""
+        swapped = sequence_first(self.neighbors) if self.swapped is None else self.swapped
+        return swapped and call.role != "out"
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Value, query, key, and the last two at once: the model's mask is known here."""
         with no_autocast(q.device.type):
             if "value" in self.terms:
-                numbers = self._numbers_of("value", v)
-                v, value = tap_projection("v", v, call, *numbers, self.form, self.reduction, self.detach_inputs)
+                v, value = tap_projection("v", v, call, self._term("value", v))
                 self.penalize(value, "value")
             if self.pair_terms:
                 self._pairs(q, k, call)
@@ -237,7 +254,7 @@ class ExplicitDropout(Regularizer):
             if v.x.shape[1] != a.shape[-1]:
                 raise_extra_keys(call, v.x.shape[1], a.shape[-1])
             rows, factors = (
-                query_rows(call, self.reduction, wide(a).dtype),
+                query_rows(call, self.reduction, wide_dtype(a)),
                 single(self.form, as_wide(self.current("rate"), a)),
             )
             weights = rows.weights if rows.weights is None or call.rows is None else rows.weights[:, call.rows]
@@ -258,14 +275,14 @@ class ExplicitDropout(Regularizer):
                     "joint is a derivative of the attention, which ran without gradients. Switch them on."
                 )
         elif "joint" in self.terms:
-            rows = query_rows(call, self.reduction, wide(o).dtype)
+            rows = query_rows(call, self.reduction, wide_dtype(o))
             self._penalize("joint", joint_variance(o, call, rows, as_wide(self.current("rate"), o)))
         if not self.reads_output:
             return o
         with no_autocast(o.device.type):
             linear = call.projection("v")
             bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, o.shape[-1]))
-            rows = query_rows(call, self.reduction, wide(o).dtype)
+            rows = query_rows(call, self.reduction, wide_dtype(o))
             b = attended_bias(o, bias, rows.weights)
             self._penalize(
                 "attended_value", combine(single(self.form, as_wide(self.current("rate"), o)), b, None) * rows.factor
@@ -276,7 +293,7 @@ class ExplicitDropout(Regularizer):
         """query, key and query_key, which share their sums over pairs."""
         queries, keys = (read_map(call, r, t, call.head_size, self.detach_inputs) for r, t in (("q", q), ("k", k)))
         rows = pair_rows(self.reduction, call.shape[0], queries.x.shape[1], keys.x.shape[1], *valid_pairs(
-            call, queries.x.shape[1], keys.x.shape[1]), dtype=wide(queries.x).dtype)  # fmt: skip
+            call, queries.x.shape[1], keys.x.shape[1]), dtype=wide_dtype(queries.x))  # fmt: skip
         rate = as_wide(self.current("rate"), q)
         need, restricted = needed(set(self.pair_terms), self.form), self.visible_only and restricts_pairs(call)
         if self.concat:
@@ -285,7 +302,7 @@ class ExplicitDropout(Regularizer):
             check_visible(call, queries, keys)
             parts = visible_pairs(queries, keys, rows, need, call)
             if self.reduction == "mean":
-                rows = rows._replace(factor=0.5 / count_visible(call, rows, wide(queries.x).dtype).clamp(min=1))
+                rows = rows._replace(factor=0.5 / count_visible(call, rows, wide_dtype(queries.x)).clamp(min=1))
         else:
             parts = (chunked_pairs if self.concat else all_pairs)(queries, keys, rows, need)
         for term in sorted(self.pair_terms):
@@ -297,9 +314,9 @@ class ExplicitDropout(Regularizer):
                     value = value + shared_mask_excess(queries, keys, self.form, rate, weights)
             self._penalize(term, value * rows.factor)
 
-    def _numbers_of(self, term: str, like: Tensor) -> tuple[Number, Number]:
-        """lambda and p."""
-        return as_wide(self.current(term), like), as_wide(self.current("rate"), like)
+    def _term(self, name: str, like: Tensor) -> Term:
+        weight, rate = as_wide(self.current(name), like), as_wide(self.current("rate"), like)
+        return Term(weight, rate, self.form, self.reduction, self.detach_inputs)
 
     def _penalize(self, term: str, value: Tensor) -> None:
         self.penalize(self.current(term) * value, term)

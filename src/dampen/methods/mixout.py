@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from dampen._torch import shared_until_written
 from dampen.calls import check_whole
-from dampen.formulas.explicit.layer import fit, map_penalty, sequence_first
+from dampen.formulas.explicit.layer import fit, sequence_first
+from dampen.formulas.explicit.linear import Term, map_penalty
 from dampen.formulas.explicit.precision import as_wide, no_autocast
 from dampen.masks import drop
 from dampen.methods.drop_connect import GROUPS, check_targets
@@ -172,8 +173,8 @@ class ExplicitMixout(FromStart):
         x = call.input.detach() if self.detach_inputs else call.input
         with no_autocast(x.device.type):
             moved = dataclasses.replace(call, input=x, weight=self.distance(call), output=None, bias=None)
-            value = map_penalty(moved, as_wide(self.rate, x), "inverted", "mean", swapped=swapped and x.ndim == 3)
-            self.penalize(self.weight * value)
+            term = Term(as_wide(self.current("weight"), x), as_wide(self.current("rate"), x), "inverted", "mean")
+            self.penalize(map_penalty(moved, term, swapped))
 
 
 def _in_projections(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:

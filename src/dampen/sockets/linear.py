@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dampen.regularizer import LinearCall, Regularizer
@@ -19,36 +19,36 @@ from dampen.sockets.state import LinearSite
 def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a linear map with the stages operands and product open."""
 
+    plain = base is nn.Linear.forward
+
     def forward(self: Any, input: Tensor) -> Tensor:
         site: LinearSite = self._dampen_linear
         layer = site.layer
         active = layer.active(self)
-        if not active:
-            return cast(Tensor, base(self, input))
-        if not torch.compiler.is_compiling() and input.numel() == 0:  # an expert, or a modality, without tokens
-            return cast(Tensor, base(self, input))
+        if not active or (input.numel() == 0 and not torch.compiler.is_compiling()):
+            return base(self, input)  # type: ignore[no-any-return]  # also an expert, or a modality, without tokens
         kind = site.kind or kind_of(self)
         if kind == "convolution":
             return _convolve(base, self, site, active, input)
-        weight, frame = weight_of(self, kind), frame_of(layer)
-        valid = None if frame is None else frame.valid
-        if frame is not None and valid is not None and frame.sequence_first and frame.call is None:
-            valid = valid.t()
-        elif frame is not None and valid is None and not frame.early and is_early(frame, site.role, active):
-            frame.early = site.role
-        fitting = None if valid is None else fit_valid(valid, input)
-        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, fitting)
+        weight, frame, valid = weight_of(self, kind), frame_of(layer), None
+        if frame is not None:
+            valid = frame.valid
+            if valid is not None:
+                valid = fit_valid(valid.t() if frame.sequence_first and frame.call is None else valid, input)
+            elif not frame.early and is_early(frame, site.role, active):
+                frame.early = site.role
+        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, valid)
         if site.adapter is not None:
             call.adapter = read_adapter(site.adapter, layer.site.name)
 
         def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             if x is input and w is weight:
-                return cast(Tensor, base(self, input))
+                return base(self, input)  # type: ignore[no-any-return]
             if kind == "conv1d":  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
-                return cast(Tensor, torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1]))
+                return torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
             return F.linear(x, w, bias)
 
-        return apply_linear(frame, active, call, multiply)
+        return apply_linear(frame, active, call, multiply, plain)
 
     return forward
 
@@ -63,7 +63,7 @@ def _convolve(
             f"the convolution '{site.role}' at '{site.layer.site.name}' got {tuple(input.shape)}, without samples. "
             "Give batches, or leave the layer out with sites=."
         )
-    tokens, weight = input.flatten(2).transpose(1, 2), weight_of(module)
+    tokens, weight = input.flatten(2).transpose(1, 2), weight_of(module, "convolution")
 
     def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         if x is tokens and w is weight:
@@ -72,7 +72,7 @@ def _convolve(
         return F.linear(x, w, bias)
 
     call = LinearCall(site.role, tokens, weight, module.bias, module, site.layer.site)
-    return cast(Tensor, apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places))
+    return apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places)
 
 
 def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:
@@ -95,24 +95,34 @@ def apply_linear(
     regularizers: Sequence[Regularizer],
     call: LinearCall,
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    plain: bool = True,
 ) -> Tensor:
-    """operands -> x W^T + b -> product, and the call kept for the attention under way."""
+    """operands -> x W^T + b -> product, and the call kept for the attention under way.
+
+    `plain` where `multiply` is `F.linear` and no more, for which a method may have a function of its own."""
     x, weight = call.input, call.weight
     for r in regularizers:
         if "operands" in r.stages and call.role in r.roles:
             x, weight = r.operands(x, weight, call)
-    if frame is None:
-        y = multiply(x, weight, call.bias)
-    else:
+    plain = plain and x is call.input and weight is call.weight
+    done = None  # who has multiplied
+    if frame is not None:
         frame.multiplying = True
-        try:
+    try:
+        y = None
+        for r in regularizers if plain else ():
+            if r.multiplies and call.role in r.roles and (y := r.multiply(call)) is not None:
+                done = r
+                break
+        if y is None:
             y = multiply(x, weight, call.bias)
-        finally:
+    finally:
+        if frame is not None:
             frame.multiplying = False
     call.output = y
     followed = None if frame is None or frame.call is None else frame.call.followed
     for r in regularizers:
-        if "product" in r.stages and call.role in r.roles:
+        if r is not done and "product" in r.stages and call.role in r.roles:
             y = r.product(y, call)
     if frame is not None:
         frame.hits += 1

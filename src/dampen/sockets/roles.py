@@ -47,12 +47,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """convolution, conv1d (transformers' own), or linear."""
+    """Which of the three a linear map is: asked once, when it is opened, and not in every forward."""
     return "convolution" if is_convolution(module) else "conv1d" if is_conv1d(module) else "linear"
 
 
 def weight_of(module: nn.Module, kind: str = "") -> Tensor:
-    """The weight of a linear map as (out, in); `kind` where it is known."""
+    """The weight of a linear map as (out, in)."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     kind = kind or kind_of(module)
     return weight if kind == "linear" else weight.t() if kind == "conv1d" else weight.flatten(1)

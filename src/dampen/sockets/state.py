@@ -89,11 +89,11 @@ class AttentionSite:
 class LinearSite:
     """What is kept on a linear map."""
 
-    adapter: nn.Module | None = None  # models pickled with 0.1 have none
-    kind = ""  # nor that
+    adapter: nn.Module | None = None  # models pickled with 0.1 have none, nor a kind
+    kind = ""
 
     def __init__(self, layer: Layer, role: str, kind: str) -> None:
-        self.layer, self.role, self.kind = layer, role, kind  # the kind as `kind_of` tells it
+        self.layer, self.role, self.kind = layer, role, kind  # kind: see `roles.kind_of`
         self.adapter: nn.Module | None = None  # the LoRA layer around the map
 
 

@@ -9,95 +9,51 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from dampen.formulas.explicit.forms import Number, single
-from dampen.formulas.explicit.linear import linear_penalty, tap_linear
-from dampen.formulas.explicit.low_rank import add_adapter, merge
-from dampen.formulas.explicit.maps import HeadMap, only_weight, read_map
-from dampen.formulas.explicit.precision import wide
+from dampen.formulas.explicit.linear import Term, map_penalty, tap_linear
+from dampen.formulas.explicit.maps import HeadMap, read_map
+from dampen.formulas.explicit.precision import wide_dtype
 from dampen.formulas.explicit.reductions import Rows, token_rows
 from dampen.regularizer import Call, LinearCall, UnsupportedModel
 
 
-def tap_map(
-    y: Tensor,
-    call: LinearCall,
-    weight: Number,
-    rate: Number,
-    form: str,
-    reduction: str,
-    *,
-    detach: bool = False,
-    swapped: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """y, and weight times the penalty of the linear map that made it; `swapped` where its tokens are (N, B, in)."""
-    x = call.input
-    if x.ndim == 2 and reduction in ("token_mean", "author"):
-        raise RuntimeError(
-            f"reduction={reduction!r} divides by each sample's tokens, but "
-            f"'{call.site.name if call.site else call.role}' gives its {call.role} map tokens without samples, of "
-            f"shape {tuple(x.shape)}. Use reduction='mean' or 'sum'."
+def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[Tensor, Tensor]:
+    """The operand "q", "k" or "v" of an attention, and the penalty of the projection behind it."""
+    linear, rows = call.source(role)
+    valid, tokens = call.valid if role == "q" else call.valid_keys, linear.input.shape[-2]
+    if not term.detach and _shows(operand, linear, rows):  # the usual case: no view is made, no map is cut
+        weights = token_rows(
+            term.reduction, operand.shape[0], tokens, fit(valid, tokens, call), wide_dtype(linear.input)
         )
-    swapped = swapped and x.ndim == 3
-    # changed on its way, or with an adapter beside it: the map itself counts
-    if detach or call.output is None or y is not call.output or call.adapter is not None:
-        return y, weight * map_penalty(call, rate, form, reduction, detach, swapped)
-    batch, tokens = (1, x.shape[0]) if x.ndim == 2 else (x.shape[0], x.shape[1:-1].numel())
-    valid = call.valid
-    if swapped:
-        batch, tokens, valid = x.shape[1], x.shape[0], None if valid is None else valid.t()
-    rows = token_rows(reduction, batch, tokens, None if valid is None else valid.reshape(-1, tokens), wide(x).dtype)
-    if rows.weights is not None:
-        weights = rows.weights.t() if swapped else rows.weights
-        rows = rows._replace(weights=weights.reshape(x.shape[:-1]))
-    made_by = (x, call.weight)
-    y, value = tap_linear(y, call.bias, x, call.weight, rows, single(form, rate), weight, made_by=made_by)
-    call.output = y  # what a second tap on this map sees
-    return y, value
-
-
-def map_penalty(
-    call: LinearCall, rate: Number, form: str, reduction: str, detach: bool = False, swapped: bool = False
-) -> Tensor:
-    """The penalty of one linear map as a layer ran it, read off beside it."""
-    columns = None
-    if call.adapter is not None:
-        columns = None if form == "paper" else call.adapter.columns(call.weight)
-        call = merge(call) if detach else add_adapter(call)
-    x, y, bias, valid = call.input, call.output, call.bias, call.valid
-    if swapped:
-        x, y, valid = x.transpose(0, 1), None if y is None else y.transpose(0, 1), None if valid is None else valid.t()
-    if detach:
-        x = x.detach()
-        y, bias = None if y is None else only_weight(y.detach(), bias, x, call.weight), None
-    return linear_penalty(
-        x, call.weight, rate, form=form, reduction=reduction, valid=valid, output=y, bias=bias, columns=columns
-    )
-
-
-def tap_projection(
-    role: str,
-    operand: Tensor,
-    call: Call,
-    weight: Number,
-    rate: Number,
-    form: str,
-    reduction: str,
-    detach: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The operand "q", "k" or "v" of an attention, and weight times the penalty of the projection behind it."""
-    linear, valid = call.projection(role), call.valid if role == "q" else call.valid_keys
+        cut = (rows.start, rows.stop - rows.start)  # type: ignore[union-attr]
+        return tap_linear(operand, linear.bias, linear.input, linear.weight, weights, term, cut)
+    linear = call.projection(role)
     if linear.input.shape[0] != call.shape[0] and valid is None:  # windows made after the projection
-        return operand, weight * map_penalty(linear, rate, form, reduction, detach)
+        return operand, map_penalty(linear, term)
     if linear.adapter is not None:  # no view at the attention, and no merged matrix
-        linear = replace(linear, valid=fit(valid, linear.input.shape[-2], call))
-        return operand, weight * map_penalty(linear, rate, form, reduction, detach)
-    m = read_map(call, role, operand, operand.shape[-1], detach)
+        return operand, map_penalty(replace(linear, valid=fit(valid, tokens, call)), term)
+    m = read_map(call, role, operand, operand.shape[-1], term.detach)
     batch, tokens = m.x.shape[:2]
-    rows = token_rows(reduction, batch, tokens, fit(valid, tokens, call), wide(m.x).dtype)
-    factors, whole = single(form, rate), m.weight.flatten(0, 1)
-    if m.y is operand:
-        return tap_linear(operand, m.bias, m.x, whole, rows, factors, weight)
-    return operand, tap_linear(*m.tokens, m.x, whole, rows, factors, weight)[1]
+    weights = token_rows(term.reduction, batch, tokens, fit(valid, tokens, call), wide_dtype(m.x))
+    y, bias = (m.y, m.bias) if m.y is operand else m.tokens
+    y, value = tap_linear(y, bias, m.x, m.weight.flatten(0, 1), weights, term)
+    return y if m.y is operand else operand, value
+
+
+def _shows(operand: Tensor, linear: LinearCall, rows: slice | Tensor) -> bool:
+    """Whether an operand (B, H, N, dh) is a mere view of some rows of a map's output, heads in order: then the gradient
+    of a penalty may enter there, which spares a fused projection the gradients of its slices."""
+    y = linear.output
+    if torch.compiler.is_compiling() or y is None or y.ndim != 3 or not isinstance(rows, slice) or linear.adapter:
+        return False
+    batch, heads, tokens, size = operand.shape
+    sample, token, channel = y.stride()
+    return (
+        (batch, tokens, heads * size) == (*y.shape[:2], rows.stop - rows.start)
+        and operand.stride() == (sample, size * channel, token, channel)
+        and operand.data_ptr() == y.data_ptr() + rows.start * channel * y.element_size()
+        and operand.dtype == y.dtype
+        and operand.requires_grad == y.requires_grad
+    )
 
 
 def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:

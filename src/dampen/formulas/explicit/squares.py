@@ -36,18 +36,20 @@ def column_sums(a: Tensor, rows: Tensor | None) -> Tensor:
     return contract_squares("bhnm,bn->bhm", a, rows)
 
 
-def map_variance(x: Tensor, weight: Tensor, rows: Tensor | None) -> Tensor:
-    """sum_i r_i sum_j x_ij^2 sum_o W_oj^2 of (..., in), (out, in) and row weights (...): the variance part of a map."""
-    if torch.compiler.is_compiling() or in_functorch():
-        squares = wide(x).square() if rows is None else wide(x).square() * rows.unsqueeze(-1)
-        return squares.flatten(0, -2).sum(0) @ column_power(weight)
-    out: Tensor = _MapVariance.apply(x, weight, rows)
-    return out
-
-
 def column_power(weight: Tensor) -> Tensor:
     """sum_o W_oj^2 of a (..., out, in) weight."""
     return wide(weight).square().sum(-2)
+
+
+def feature_sums(x: Tensor, weights: Tensor | None) -> Tensor:
+    """sum_i w_i x_ij^2 of (..., in) and (...)."""
+    squares = wide(x).square().flatten(0, -2)
+    return squares.sum(0) if weights is None else weights.reshape(-1) @ squares
+
+
+def map_variance(x: Tensor, weight: Tensor, weights: Tensor | None, rows: slice = slice(None)) -> Tensor:
+    """sum_j (sum_i w_i x_ij^2) (sum_o W_oj^2), of some rows of W: the variance part of a map. To be run `again`."""
+    return feature_sums(x, weights) @ column_power(weight[rows])
 
 
 class _Squares(torch.autograd.Function):
@@ -69,27 +71,3 @@ class _Squares(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 to_weights = torch.einsum(f"{out},{squares}->{factor}", grad, wide(x).square()).to(weights.dtype)
         return None, to_x, to_weights
-
-
-class _MapVariance(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Tensor | None) -> Tensor:
-        columns = column_power(weight)
-        squares = wide(x).square().flatten(0, -2)
-        features = squares.sum(0) if rows is None else rows.reshape(-1) @ squares
-        ctx.save_for_backward(x, weight, rows, features, columns)
-        return torch.dot(features, columns)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, rows, features, columns = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again: as functions of x and W
-            squares = wide(x).square() if rows is None else wide(x).square() * rows.unsqueeze(-1)
-            features, columns = squares.flatten(0, -2).sum(0), column_power(weight)
-        twice, to_x, to_weight = 2 * grad, None, None
-        if ctx.needs_input_grad[0]:
-            to_x = x * (columns * twice)
-            to_x = (to_x if rows is None else to_x * rows.unsqueeze(-1)).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            to_weight = (weight * (features * twice)).to(weight.dtype)
-        return to_x, to_weight, None

@@ -14,171 +14,133 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen._torch import has_numbers, in_functorch, saved_tensors_are_hooked, version_of
+from dampen._torch import apply_directly, has_numbers, in_functorch
 from dampen.formulas.explicit.forms import Number
-from dampen.formulas.explicit.precision import no_autocast, wide
+from dampen.formulas.explicit.precision import wide
 from dampen.native.library import available as native_available
+
+Cut = tuple[int, int]
+"""The first row of a fused map that makes y, and how many do."""
 
 
 def tap(
-    y: Tensor,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    factor: Number = 1.0,
-    made_by: tuple[Tensor, Tensor] | None = None,
+    y: Tensor, bias: Tensor | None, weights: Tensor | None, factor: Number = 1.0, cut: Cut | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y, and factor * sum_i weights_i ||y_i - bias||^2 over its vectors y_i; use the y that is returned.
+    """y, and factor * sum_i weights_i ||y_i - bias||^2 over its vectors y_i; use the y that is returned. The backward
+    reads y again: give a copy of what may change in place.
 
     Args:
-        y: (..., out).
+        y: (..., out), or by heads (B, H, N, dh).
         bias: broadcasts to y; in no penalty.
-        weights: broadcast to y.shape[:-1]; None: all are 1.
+        weights: of the vectors y_i, (...); None: all are 1.
         factor: of the whole sum.
-        made_by: x and W of y = x W^T + bias. With them the model may change y in place afterwards (an activation
-            with inplace=True): x W^T is then made again in the backward, which reads it.
+        cut: where y, by heads, comes from some rows of a fused map, and bias is that of the whole map.
     """
-    if torch.compiler.is_compiling() or in_functorch():
-        if made_by is not None:
-            y = y.clone()  # may change in place
-        return y, factor * _plain(y, bias, weights)
-    out: tuple[Tensor, Tensor] = _Tap.apply(y, bias, weights, factor, *(made_by or (None, None)))[:2]
+    if torch.compiler.is_compiling() or in_functorch():  # these differentiate it themselves
+        row = _row(bias, y, cut)
+        bare = wide(y) if row is None else wide(y) - row
+        return y, factor * (weighed(bare, weights) * bare).sum()
+    out: tuple[Tensor, Tensor] = _apply(y, bias, weights, factor, cut)
     return out
 
 
 def squared_norm(y: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
-    """sum_i weights_i ||y_i - bias||^2 alone. The backward reads y again: give a copy of what may change in place."""
+    """sum_i weights_i ||y_i - bias||^2 alone."""
     return tap(y, bias, weights)[1]
 
 
-def _plain(y: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
-    bare = wide(y) if bias is None else wide(y) - wide(bias)
-    squares = torch.linalg.vector_norm(bare, dim=-1).square()
-    out: Tensor = squares.sum() if weights is None else (squares * weights).sum()
-    return out
+def _of_vectors(weights: Tensor, y: Tensor) -> Tensor:
+    """Row weights (B, N) beside the vectors of y, which may be by heads (B, H, N, dh)."""
+    return weights if weights.ndim == y.ndim - 1 else weights.unsqueeze(1)
+
+
+def weighed(y: Tensor, weights: Tensor | None) -> Tensor:
+    """w_i y_i."""
+    return y if weights is None else y * _of_vectors(weights, y).unsqueeze(-1)
+
+
+def sum_of_squares(bare: Tensor, weights: Tensor | None) -> Tensor:
+    """sum_i w_i ||y_i||^2."""
+    if weights is not None:
+        return (torch.linalg.vector_norm(bare, dim=-1).square() * _of_vectors(weights, bare)).sum()
+    if bare.is_contiguous():
+        flat = bare.view(-1)
+        return torch.dot(flat, flat)
+    return torch.linalg.vector_norm(bare).square()
+
+
+def _row(bias: Tensor | None, y: Tensor, cut: Cut | None) -> Tensor | None:
+    """The bias as it stands in y."""
+    if bias is None or cut is None:
+        return None if bias is None else wide(bias)
+    return wide(bias.narrow(0, *cut).view(y.shape[1], 1, y.shape[3]))
 
 
 class _Tap(torch.autograd.Function):
-    """With s = sum_i w_i y_i and r = s - (sum_i w_i) bias: sum_i w_i ||y_i - bias||^2 = sum_i w_i ||y_i||^2 - bias .
-    (s + r), so y - bias is never written down, and -2 r is the gradient of the bias.
-
-    `forward` takes the context, because torch binds the signature of one that does not on every call, by `inspect`.
-    """
+    """`forward` takes the context, because torch binds the signature of one that does not on every call, by
+    `inspect`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        y: Tensor,
-        bias: Tensor | None,
-        weights: Tensor | None,
-        factor: Number,
-        x: Tensor | None,
-        weight: Tensor | None,
+        ctx: Any, y: Tensor, bias: Tensor | None, weights: Tensor | None, factor: Number, cut: Cut | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.factor, ctx.kept, ctx.dtype, ctx.native = factor, None, y.dtype, False
-        full = wide(y)
-        if weights is None and native_available() and not isinstance(factor, Tensor) and _fits_native(y, bias):
+        ctx.factor, ctx.cut = factor, cut
+        row = _row(bias, y, cut)
+        ctx.native = weights is None and not isinstance(factor, Tensor) and native_fits(y, row)
+        if ctx.native:
             from dampen.native.ops import tap_sums  # only where it was built
 
-            total, sums = tap_sums(y, bias)
-            ctx.native = True
-            return _Tap.keep(ctx, y, bias, weights, None if bias is None else sums, x, weight), total.mul_(factor)
-        if weights is not None:
-            total = (torch.linalg.vector_norm(full, dim=-1).square() * weights).sum()
-        elif full.is_contiguous():
-            flat = full.view(-1)
-            total = torch.dot(flat, flat)
+            value, sums = tap_sums(y, row)
         else:
-            total = torch.linalg.vector_norm(full).square()
-        r = None
-        if bias is not None:
-            b = wide(bias)
-            if weights is None:
-                s = full.sum_to_size(bias.shape)
-                r = torch.sub(s, b, alpha=y.numel() // bias.numel())
-            else:
-                s = (full * weights.unsqueeze(-1)).sum_to_size(bias.shape)
-                r = s - weights.sum() * b
-            total = total - torch.dot((s + r).view(-1), b.reshape(-1))
-        return _Tap.keep(ctx, y, bias, weights, r, x, weight), total * factor
-
-    @staticmethod
-    def keep(
-        ctx: Any,
-        y: Tensor,
-        bias: Tensor | None,
-        weights: Tensor | None,
-        r: Tensor | None,
-        x: Tensor | None,
-        weight: Tensor | None,
-    ) -> Tensor:
-        """What the backward needs, and y as it goes on."""
-        if x is None or saved_tensors_are_hooked():  # a checkpoint or offloading sees every tensor that is kept
-            ctx.save_for_backward(y if x is None else y.clone(), bias, weights, r)
-        else:
-            ctx.save_for_backward(None, bias, weights, r, x, weight)
-            ctx.kept, ctx.version = y.detach(), version_of(y)
-        return y.detach()  # not a view: a model may go on in place
+            bare = wide(y) if row is None else wide(y) - row
+            value = sum_of_squares(bare, weights)
+            sums = None if row is None else weighed(bare, weights).sum_to_size(row.shape)
+        ctx.save_for_backward(y, bias, weights, sums)
+        return y.detach(), value * factor  # not a view: a model may go on in place
 
     @staticmethod
     def backward(ctx: Any, through: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return through, None, None, None, None, None
-        y, bias, weights, r, *made_by = ctx.saved_tensors
-        if y is None:
-            kept, ctx.kept = ctx.kept, None  # the graph may outlive its backward
-            if kept is not None and version_of(kept) == ctx.version and not torch.is_grad_enabled():
-                y = kept
-            else:
-                y, bias_in_y = _again(*made_by), None
-                return (*_slow(through, grad * ctx.factor, y, bias_in_y, bias, weights, r, ctx.dtype), None, None)
-        if (
-            torch.is_grad_enabled()
-            or weights is not None
-            or isinstance(ctx.factor, Tensor)
-            or grad.device.type != "cpu"
-        ):
-            return (*_slow(through, grad * ctx.factor, y, bias, bias, weights, r, ctx.dtype), None, None)
-        scale = 2 * ctx.factor * grad.item()
-        if ctx.native and through is not None and through.dtype is torch.float32:
-            from dampen.native.ops import tap_gradient  # it was there in the forward
-
-            return tap_gradient(through, y, bias, scale), None if r is None else r.mul(-scale), None, None, None, None
-        full = wide(y)
-        out = full * scale if through is None else torch.add(wide(through), full, alpha=scale)
-        if bias is not None:
-            out.sub_(bias, alpha=scale)
-        return out.to(ctx.dtype), None if r is None else (r * -scale).to(bias.dtype), None, None, None, None
+            return through, None, None, None, None
+        y, bias, weights, sums = ctx.saved_tensors
+        row, scale, to_bias = _row(bias, y, ctx.cut), twice_of(grad) * ctx.factor, None
+        if row is not None and ctx.needs_input_grad[1]:
+            if torch.is_grad_enabled():  # to be differentiated again: as a function of y
+                sums = weighed(wide(y) - row, weights).sum_to_size(row.shape)
+            to_bias = (sums * -scale).to(bias.dtype).view(-1 if ctx.cut else bias.shape)
+            if ctx.cut is not None:
+                to_bias = torch.nn.functional.pad(to_bias, (ctx.cut[0], bias.shape[0] - sum(ctx.cut)))
+        return add_bare(through, y, row, weights, scale, ctx.native), to_bias, None, None, None
 
 
-def _fits_native(y: Tensor, bias: Tensor | None) -> bool:
-    from dampen.native.ops import fits_tap
-
-    return has_numbers(y) and fits_tap(y, bias)
+_apply: Any = apply_directly(_Tap)
 
 
-def _again(x: Tensor, weight: Tensor) -> Tensor:
-    with no_autocast(x.device.type):
-        return torch.nn.functional.linear(wide(x), wide(weight))
+def twice_of(grad: Tensor) -> Any:
+    """2 grad: a plain number, which spares small operations, where nobody has to wait for it or differentiates it."""
+    return 2 * grad if torch.is_grad_enabled() or grad.device.type != "cpu" else 2 * grad.item()
 
 
-def _slow(
-    through: Tensor | None,
-    grad: Tensor,
-    y: Tensor,
-    bias_in_y: Tensor | None,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    r: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, ...]:
-    """The backward with row weights, on any device, and where it is differentiated itself."""
-    bare = wide(y) if bias_in_y is None else wide(y) - wide(bias_in_y)
-    rows = bare if weights is None else bare * weights.unsqueeze(-1)
-    out = 2 * grad * rows
-    to_bias = None
-    if bias is not None:
-        sums = rows.sum_to_size(bias.shape) if torch.is_grad_enabled() or r is None else r
-        to_bias = (-2 * grad * sums).to(bias.dtype)
-    out = out if through is None else through + out
-    return out.to(dtype), to_bias, None, None
+def add_bare(
+    through: Tensor | None, y: Tensor, row: Tensor | None, weights: Tensor | None, scale: Any, native: bool = False
+) -> Tensor:
+    """through + scale w (y - bias), in the dtype of y."""
+    if weights is not None or isinstance(scale, Tensor):
+        bare = weighed(wide(y) if row is None else wide(y) - row, weights) * scale
+        return (bare if through is None else through + bare).to(y.dtype)
+    if native and through is not None and through.dtype is torch.float32:
+        from dampen.native.ops import tap_gradient  # it was there in the forward
+
+        return tap_gradient(through, y, row, scale)
+    out = wide(y) * scale if through is None else torch.add(wide(through), wide(y), alpha=scale)
+    return (out if row is None else out.sub_(row, alpha=scale)).to(y.dtype)
+
+
+def native_fits(y: Tensor, row: Tensor | None) -> bool:
+    """Whether a native kernel does it."""
+    if not native_available() or not has_numbers(y):
+        return False
+    from dampen.native.ops import fits_tap  # only where it was built
+
+    return fits_tap(y, row)
