@@ -162,6 +162,7 @@ def _run_tests(module: Module, processor: float, output: Path) -> None:
 
         tests = [str(ROOT / "tests" / name) for name in module.tests]
         options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--hypothesis-seed=0"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins that were imported before the fork
         code = int(pytest.main([*options, *tests]))
     except BaseException:
         traceback.print_exc()
