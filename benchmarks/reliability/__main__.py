@@ -52,8 +52,7 @@ ATTACKS = {
 
 
 def run(full: bool, only: list[str], count: int | None) -> None:
-    """Attack after attack, each written to the record when it is done; with `only`, the others stay as they are."""
-    rows: dict[str, Any] = read_json(RECORD)["attacks"] if RECORD.exists() and only else {}
+    """Attack after attack, each put into the record when it is done; the others stay there as they are."""
     for name, attack in ATTACKS.items():
         if only and name not in only:
             continue
@@ -62,9 +61,10 @@ def run(full: bool, only: list[str], count: int | None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             tally = attack.do(times, Path(folder), random.Random(0))
         spent = {"seconds": round(time.monotonic() - began, 1), "processor": round(time.process_time() - processor, 1)}
-        rows[name] = {"what": attack.what, "asked": times, "full": attack.full, **dict(tally), **spent}
-        rows[name]["environment"] = describe(1, "cpu")
-        print(name, {k: v for k, v in rows[name].items() if k != "environment"}, file=sys.stderr, flush=True)
+        row = {"what": attack.what, "asked": times, "full": attack.full, **dict(tally), **spent}
+        print(name, row, file=sys.stderr, flush=True)
+        rows: dict[str, Any] = read_json(RECORD)["attacks"] if RECORD.exists() else {}
+        rows[name] = row | {"environment": describe(1, "cpu")}
         write_json(RECORD, {"attacks": {n: rows[n] for n in ATTACKS if n in rows}})
 
 
