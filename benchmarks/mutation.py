@@ -136,7 +136,7 @@ def _tested(module: Module, mutant: Mutant | None, copy: Path, processor: float)
     try:
         child = os.fork()
         if not child:
-            _run_tests(module, processor, copy.parent / "output")
+            _run_tests(module, processor, copy)
         status = _waited(child)
     finally:
         if path:
@@ -148,11 +148,11 @@ def _tested(module: Module, mutant: Mutant | None, copy: Path, processor: float)
     return ("survived" if status == 0 else "killed"), spent
 
 
-def _run_tests(module: Module, processor: float, output: Path) -> None:
-    """The life of the fork; never returns."""
+def _run_tests(module: Module, processor: float, copy: Path) -> None:
+    """The life of the fork, with the tests and the module's own examples; never returns."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (int(processor), int(processor) + 10))
-    quiet = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    quiet = os.open(copy.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     os.chdir(ROOT)
@@ -160,10 +160,10 @@ def _run_tests(module: Module, processor: float, output: Path) -> None:
     try:
         import pytest
 
-        tests = [str(ROOT / "tests" / name) for name in module.tests]
+        tests = [*sorted((copy / "dampen").glob(module.files)), *(ROOT / "tests" / name for name in module.tests)]
         options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--hypothesis-seed=0"]
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins that were imported before the fork
-        code = int(pytest.main([*options, *tests]))
+        code = int(pytest.main([*options, *map(str, tests)]))
     except BaseException:
         traceback.print_exc()
     finally:

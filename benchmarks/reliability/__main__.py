@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from benchmarks import reliability
 from benchmarks.reliability import disks, fuzz, hardships, kills, pickles
 from benchmarks.reliability.page import PAGE, RECORD, page
-from benchmarks.reliability.subject import Tally
+from benchmarks.reliability.subject import Tally, patience
 from dampen.lab.files import read_json, write_json
 from dampen.lab.records.environment import describe
 
@@ -51,12 +51,13 @@ ATTACKS = {
 }
 
 
-def run(full: bool, only: list[str], count: int | None) -> None:
+def run(full: bool, only: list[str], count: int | None, minutes: float | None) -> None:
     """Attack after attack, each put into the record when it is done; the others stay there as they are."""
     for name, attack in ATTACKS.items():
         if only and name not in only:
             continue
         times = count or (attack.full if full else attack.usual)
+        patience.allow(minutes)
         began, processor = time.monotonic(), time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             tally = attack.do(times, Path(folder), random.Random(0))
@@ -73,13 +74,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability", **told)
     parser.add_argument("--full", action="store_true", help="as often as the goal says: hours")
     parser.add_argument("--count", type=int, help="so often; with --only")
+    parser.add_argument("--minutes", type=float, help="no repetition of an attack begins later than that")
     parser.add_argument("--only", action="append", default=[], choices=list(ATTACKS), help="this attack; repeatable")
     parser.add_argument("--page", action="store_true", help="only write the page from the record")
     options = parser.parse_args()
     if options.count is not None and (options.count < 1 or not options.only):
         parser.error(f"--count is 1 or more and goes with --only, got {options.count} for {len(options.only)} attacks")
     if not options.page:
-        run(options.full, options.only, options.count)
+        run(options.full, options.only, options.count, options.minutes)
     text = page(read_json(RECORD), list(ATTACKS))
     PAGE.write_text(text, encoding="utf-8")
     return 0

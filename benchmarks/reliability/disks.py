@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.subject import QUICK, Tally, judge, trial, undisturbed
+from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial, undisturbed
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import DiskFull, LabError
 from dampen.lab.processes import start
@@ -88,7 +88,7 @@ def power_cuts(count: int, where: Path, rng: random.Random) -> Tally:
     """What was not synced is cut or zeroed, renames are undone; then the trial runs to its end."""
     tally, spec = Tally(), trial()
     whole = undisturbed(spec, where / "whole")
-    for turn in range(count):
+    for turn in patience.turns(count):
         folder = where / f"cut-{turn}"
         for _ in range(rng.randint(1, 2)):
             process, _ = start(_until_the_cut, spec, folder, rng.randrange(10**9))
@@ -118,7 +118,7 @@ def full(count: int, where: Path, rng: random.Random) -> Tally:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:
         return Tally({"not possible here: a tmpfs cannot be mounted": 1})
     try:
-        for turn in range(count):
+        for turn in patience.turns(count):
             folder, ballast = disk / f"trial-{turn}", disk / "ballast"
             space = os.statvfs(disk)
             with ballast.open("wb") as file:

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.subject import Tally
+from benchmarks.reliability.subject import Tally, patience
 from dampen.lab.errors import LabError
-
-PARSERS = ("--methods", "--model", "--set", "recipes")
 
 
 def _fed(name: str, read: Callable[[Any], Any], tally: Tally) -> Callable[[Any], None]:
@@ -45,17 +43,17 @@ def parsers(count: int, where: Path, rng: random.Random) -> Tally:
         "recipes": (strategies.mutated(test_parsers.GOOD), test_parsers.planned),
     }
     for name, (strategy, read) in cases.items():
-        turn = 0
-        while tally[f"inputs to {name}"] < count:  # a strategy that runs out of new inputs ends a turn early
+        for turn in patience.turns(count):
+            if tally[f"inputs to {name}"] >= count:  # not one turn: a strategy may run out of new inputs
+                break
             settled = settings(
-                max_examples=min(count - tally[f"inputs to {name}"], 5000),
+                max_examples=min(count - tally[f"inputs to {name}"], 500),
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
                 database=None,
                 phases=[Phase.generate],
             )
             settled(seed(turn)(given(strategy)(_fed(name, read, tally))))()
-            turn += 1
     tally["repetitions"] = sum(n for what, n in tally.items() if what.startswith("inputs"))
     return tally
 
@@ -70,7 +68,7 @@ def readers(count: int, where: Path, rng: random.Random) -> Tally:
         folder = where / f"reader-{i}"
         folder.mkdir()
         write(folder)
-        for _ in range(count):
+        for _ in patience.turns(count):
             path = rng.choice(files(folder))
             content = path.read_bytes()
             path.write_bytes(harmed(content, rng))
@@ -93,7 +91,7 @@ def formats(count: int, where: Path, rng: random.Random) -> Tally:
 
     tally = Tally()
     for name, (content, read) in _taken_apart(where).items():
-        for _ in range(count):
+        for _ in patience.turns(count):
             try:
                 read(harmed(content, rng))
             except DamagedData:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.subject import QUICK, Tally, judge, trial, undisturbed
+from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial, undisturbed
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import Locked
 from dampen.lab.processes import start
@@ -34,7 +34,7 @@ def two_at_once(count: int, where: Path, rng: random.Random) -> Tally:
     """Two processes on one folder: one works, the other is told who does; or it finds the result."""
     tally, spec = Tally(), trial(epochs=2)
     whole = undisturbed(spec, where / "whole")
-    for turn in range(count):
+    for turn in patience.turns(count):
         folder = where / f"both-{turn}"
         pair = [start(_contend, spec, folder) for _ in range(2)]
         told = [pipe.recv() if pipe.poll(120) else "hang" for _, pipe in pair]
@@ -52,7 +52,7 @@ def clock_jumps(count: int, where: Path, rng: random.Random) -> Tally:
     """The wall clock jumps by up to ten years between the steps of a trial, in both directions."""
     tally, spec, real = Tally(), trial(), time.time
     whole = undisturbed(spec, where / "whole")
-    for turn in range(count):
+    for turn in patience.turns(count):
         jump = [0.0]
         time.time = lambda jump=jump: real() + jump[0]
 
@@ -88,7 +88,7 @@ def memory_refused(count: int, where: Path, rng: random.Random) -> Tally:
     """A limit of addresses that a trial meets at some point: it fails in words; without the limit it then ends."""
     tally, spec = Tally(), trial()
     whole = undisturbed(spec, where / "whole")
-    for turn in range(count):
+    for turn in patience.turns(count):
         folder = where / f"memory-{turn}"
         process, pipe = start(_starving, spec, folder, rng.randrange(0, 40) * 2**20)
         process.join(120)
@@ -135,8 +135,10 @@ def memory_kills(count: int, where: Path, rng: random.Random) -> Tally:
     Without the limit the trial then runs to its end."""
     tally, spec = Tally(), trial(epochs=8)
     whole = undisturbed(spec, where / "whole")
-    while tally["repetitions"] < count and tally["trials"] < 3 * count:
-        folder = where / f"killed-{tally['trials']}"
+    for turn in patience.turns(3 * count):
+        if tally["repetitions"] >= count:
+            break
+        folder = where / f"killed-{turn}"
         kernel = Kernel(folder, rng.randrange(0, 12) * 2**20, rng.randint(1, 3))
         kernel.start()
         outcome = make_engine("local", workers=1).run([Job(spec, folder)], QUICK, lambda id, event: None)[spec.id]

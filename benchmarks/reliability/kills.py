@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.subject import QUICK, Tally, judge, result_of, trial, undisturbed
+from benchmarks.reliability.subject import QUICK, Tally, judge, patience, result_of, trial, undisturbed
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.processes import start
 from dampen.lab.records.events import Event
@@ -28,8 +28,10 @@ def of_a_trial(count: int, where: Path, rng: random.Random) -> Tally:
     """At random moments, several times per trial; then it runs to its end."""
     tally, spec = Tally(), trial(epochs=6)
     whole = undisturbed(spec, where / "whole")
-    while tally["repetitions"] < count:
-        folder = where / f"killed-{tally['trials']}"
+    for turn in patience.turns(count):
+        if tally["repetitions"] >= count:
+            break
+        folder = where / f"killed-{turn}"
         for _ in range(min(rng.randint(2, 6), count - tally["repetitions"])):
             process, pipe = start(_steps, spec, folder)
             tally["hangs"] += not pipe.poll(120)
@@ -48,10 +50,10 @@ def of_workers(count: int, where: Path, rng: random.Random, engine: str) -> Tall
     """Workers of an engine are killed while trials run; the engine replaces them by itself. Every trial is hit up to
     twice, at random steps: a third death would make it fail, as it should."""
     tally = Tally()
-    most = max(1, min(8, count // 2))
+    most = max(1, min(4, count // 2))
     whole = {s.id: undisturbed(s, where / "whole" / s.id) for s in (trial(n, epochs=8) for n in range(most))}
-    while tally["repetitions"] < count:
-        turn, hits = tally["runs of the engine"], min(count - tally["repetitions"], 2 * most)
+    for turn in patience.turns(count):
+        hits = min(count - tally["repetitions"], 2 * most)
         specs = [trial(seed, epochs=8) for seed in range((hits + 1) // 2)]
         folder, killed = where / f"{engine}-{turn}", set[int]()
         waits = {s.id: sorted(rng.sample(range(3, 45), 2 if hits >= 2 * i + 2 else 1)) for i, s in enumerate(specs)}
@@ -75,8 +77,8 @@ def of_workers(count: int, where: Path, rng: random.Random, engine: str) -> Tall
             judge(tally, folder / s.id, whole[s.id])
         tally["trials"] += len(specs)
         tally["runs of the engine"] += 1
-        if not killed:  # the trials were over before a report came: nothing would ever be killed
-            tally["runs in which nothing could be killed"] += 1
+        tally["runs in which nothing could be killed"] += not killed  # the trials were over before a report came
+        if tally["repetitions"] >= count:
             break
     return tally
 

@@ -39,7 +39,9 @@ def page(record: dict[str, Any], attacks: Sequence[str]) -> str:
 
 
 def _full(row: dict[str, Any]) -> str:
-    return "done" if row["asked"] >= row["full"] else f"{_number(row['full'])} (here {_number(row['asked'])})"
+    if row["asked"] < row["full"]:
+        return _number(row["full"])
+    return "done" if row.get("repetitions", 0) >= row["full"] else f"{_number(row['full'])}, ended by time"
 
 
 def _number(value: Any) -> str:

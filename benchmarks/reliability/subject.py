@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,26 @@ QUICK = Execution(threads=1, accelerator="cpu", progress_seconds=0.0, checkpoint
 TIMES = ("seconds", "step_seconds", "step_cpu_seconds", "resumed")
 Tally = Counter[str]
 """What an attack counted: repetitions, lost, wrong, tracebacks, hangs, and whatever else it has to say."""
+
+
+class Patience:
+    """How long an attack may go on repeating: a busy machine ends it early, with what it counted until then."""
+
+    def __init__(self) -> None:
+        self.deadline = math.inf
+
+    def allow(self, minutes: float | None) -> None:
+        self.deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+    def turns(self, count: int) -> Iterator[int]:
+        """0, 1, ... count - 1, as long as there is time; the first in any case."""
+        for turn in range(count):
+            if turn and time.monotonic() > self.deadline:
+                return
+            yield turn
+
+
+patience = Patience()
 
 
 def trial(seed: int = 0, epochs: int = 3, limit: int = 300) -> TrialSpec:

@@ -88,12 +88,8 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for programs."""
-        plain: dict[str, Any] = {
-            "name": self.name,
-            "methods": self.row.methods,
-            "grid": self.cell.grid,
-            "values": self.values,
-        }
+        plain: dict[str, Any] = {"name": self.name, "methods": self.row.methods, "grid": self.cell.grid}
+        plain["values"] = self.values
         plain |= {**asdict(self.summary), "planned": self.cell.planned, "baseline": self.row.baseline}
         plain |= {"metrics": {m: asdict(s) for m, s in self.metrics.items()}, "valid": self.valid}
         plain |= {"reference": self.reference, "same_as": self.same_as, "verdict": self.verdict}
