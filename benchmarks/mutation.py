@@ -57,6 +57,14 @@ MODULES = {
 }
 
 
+EQUIVALENT = {
+    ("lab/records/stats.py", "[True] * m"): "every entry is written before it is read",
+    ("lab/records/stats.py", "[ 1.0] * len(p_values)"): "every entry is written before it is read",
+    ("masks.py", "(width - 1) // 1"): "more padding behind the window than anything reads",
+}
+"""(file, a part of the mutated line) -> why no test could tell it from the original."""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One change: the operator's name and the number of its place in the file say which."""
@@ -92,6 +100,33 @@ def main() -> int:
             RECORD.write_text(json.dumps({n: record[n] for n in MODULES if n in record}, indent=1) + "\n")
             print(name, {k: v for k, v in record[name].items() if k != "survived"}, file=sys.stderr, flush=True)
     return 0
+
+
+def table(record: dict[str, Any]) -> list[str]:
+    """The record as lines of Markdown: a row per module, then the survivors."""
+    lines = ["| module | possible mutants | sampled | noticed | cannot be told apart | survived | score |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    total, told = [0, 0], []
+    for name, row in record.items():
+        why = {m["file"] + m["after"]: _equivalent(m) for m in row["survived"]}
+        same, noticed = sum(map(bool, why.values())), row["killed"] + row["by time"]
+        total = [total[0] + noticed, total[1] + row["sampled"] - same]
+        counts = f"{row['possible']:,} | {row['sampled']} | {noticed} | {same} | {len(why) - same}"
+        lines.append(f"| {name} | {counts} | {noticed / (row['sampled'] - same):.0%} |")
+        for m in row["survived"]:
+            change = f"`{m['file']}` line {m['line']}: `{m['before']}` to `{m['after']}`".replace("|", "\\|")
+            told.append(f"- {change}: {_equivalent(m) or 'not noticed'}")
+    return [
+        *lines,
+        "",
+        f"Together {total[0]} of {total[1]} are noticed, {total[0] / total[1]:.0%}. Survivors:",
+        "",
+        *told,
+    ]
+
+
+def _equivalent(mutant: dict[str, Any]) -> str:
+    return next((w for (f, part), w in EQUIVALENT.items() if f == mutant["file"] and part in mutant["after"]), "")
 
 
 def _prepare(copy: Path) -> None:

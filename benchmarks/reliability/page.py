@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import mutation
+
 ROOT = Path(__file__).resolve().parents[2]
 RECORD, PAGE = ROOT / "benchmarks" / "records" / "reliability.json", ROOT / "docs" / "reliability.md"
+MUTATION = mutation.RECORD
+MUTANTS = """## Small errors that the tests notice
+
+`python -m benchmarks.mutation` changes one thing at a time in the modules where an error would be silent (another
+comparison, number, operator or constant; cosmic-ray's operators, a sample with a fixed seed) and runs the tests that
+mirror the module. The score is the share of sampled mutants that a test notices, without those that no test could tell
+from the original; each of these is listed with the reason.
+"""
 BAD = ("lost", "wrong", "tracebacks", "hangs")
 KNOWN = (*BAD, "what", "asked", "full", "repetitions", "seconds", "processor", "environment")
 HEAD = """# Hard to break
@@ -35,6 +46,8 @@ def page(record: dict[str, Any], attacks: Sequence[str]) -> str:
     told = ["", f"Measured on {'; '.join(machines)}."]
     if missing:
         told += ["", f"Not in this record: {', '.join(missing)}."]
+    if MUTATION.exists():
+        told += ["", MUTANTS, *mutation.table(json.loads(MUTATION.read_text(encoding="utf-8")))]
     return HEAD + "\n".join([*lines, *told]) + "\n"
 
 

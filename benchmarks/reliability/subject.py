@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from dampen.lab.training.state import Execution
 from dampen.lab.training.train import run_trial
 
 QUICK = Execution(threads=1, accelerator="cpu", progress_seconds=0.0, checkpoint_steps=2, checkpoint_seconds=1e9)
-TIMES = ("seconds", "step_seconds", "step_cpu_seconds", "resumed")
+ASIDE = ("seconds", "step_seconds", "step_cpu_seconds", "resumed", "malloc")
+"""What of a result may differ: times, how often it was resumed, and how its process took memory (workers keep it)."""
 Tally = Counter[str]
 """What an attack counted: repetitions, lost, wrong, tracebacks, hangs, and whatever else it has to say."""
 
@@ -60,11 +62,14 @@ def undisturbed(spec: TrialSpec, folder: Path) -> dict[str, Any]:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    return {k: v for k, v in (Record(folder).final() or {}).items() if k not in TIMES}
+    return {k: v for k, v in (Record(folder).final() or {}).items() if k not in ASIDE}
 
 
 def judge(tally: Tally, folder: Path, whole: dict[str, Any]) -> None:
     """Count a trial that should be done: is its result there, and the same to the last bit?"""
     found = result_of(folder)
     tally["lost"] += not found
-    tally["wrong"] += bool(found) and found != whole
+    if found and found != whole:
+        tally["wrong"] += 1
+        differing = {k for k in found.keys() | whole.keys() if found.get(k) != whole.get(k)}
+        print(folder, "differs in", ", ".join(sorted(differing)), file=sys.stderr, flush=True)
