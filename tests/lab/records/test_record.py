@@ -154,3 +154,15 @@ def test_there_is_a_result_or_not(tmp_path):
     assert Record(tmp_path).done is False
     Record(tmp_path).finish({"id": "x", "status": "finished"})
     assert Record(tmp_path).done is True
+
+
+def test_folders_with_spaces_and_letters_of_other_languages(tmp_path, small, quick):
+    from dampen.lab.report import make_report
+    from dampen.lab.training.train import run_trial
+
+    folder = tmp_path / "Läufe mit Platz" / "试 验 'a' %s"
+    result = run_trial(small(epochs=1), folder, quick)
+    assert Record(folder).final() == result
+    assert run_trial(small(epochs=1), folder, quick) == result  # found again, not trained again
+    (table,) = make_report([folder.parent]).tables
+    assert [entry.summary.n for entry in table.entries] == [1]
