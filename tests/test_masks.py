@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dampen.masks import bernoulli, causal_rows, dilate, drop, give_back_one, keep_keys, seed_rate, visible
+from dampen.masks import _hashed, bernoulli, causal_rows, dilate, drop, give_back_one, keep_keys, seed_rate, visible
 
 
 def within(count, total, p, sigmas=5.0):
@@ -160,3 +160,15 @@ def test_drop_is_unbiased_and_keeps_dtype():
         wide = x.to(dtype)
         y = drop(wide, torch.tensor(0.1)).double()
         assert (0.9 * y[y > 0].sum() / wide.double()[y > 0].sum()).item() == pytest.approx(1.0, abs=2e-4)
+
+
+@pytest.mark.parametrize("seed", [0, 12345, 2**31 - 2])
+def test_the_hash_of_the_guard_is_murmurs_finalizer_of_a_weyl_sequence(seed):
+    """In Python's own integers. The draws of a seed are part of what a record says, so they may not change."""
+    expected = []
+    for i in range(6):
+        h = (i * 0x9E3779B1 + seed) % 2**32
+        h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
+        h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
+        expected.append((h ^ h >> 16) / 2**32)
+    assert _hashed(torch.tensor(seed), (2, 3)).flatten().tolist() == expected

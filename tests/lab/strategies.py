@@ -1,6 +1,6 @@
 """Hypothesis strategies for what people type and files contain: near the grammar, so that parsers are really entered.
 
-`benchmarks/reliability.py` draws from the same ones, many more times.
+`benchmarks/reliability` draws from the same ones, many more times.
 """
 
 import datetime

@@ -71,6 +71,10 @@ READERS = {
     "parallel": ("parallel", writers.parallel),
     "parallel gz": ("parallel", lambda f: writers.parallel(f, compressed=True)),
     "text": ("text", writers.text),
+    "table of csv": ("table", lambda f: writers.table(f / "train.csv")),
+    "table of jsonl": ("table", lambda f: writers.table(f / "train.jsonl")),
+    "image arrays": ("image_arrays", lambda f: writers.arrays(f / "own.npz", images=True)),
+    "feature arrays": ("feature_arrays", lambda f: writers.arrays(f / "own.npz", images=False)),
 }
 """Name of the case -> (data set, what writes it into a folder)."""
 OPTIONS = {
@@ -83,7 +87,8 @@ OPTIONS = {
 
 def read(case: str, folder: Path):
     name = READERS[case][0]
-    return load(name, folder, partial=True, **OPTIONS.get(name, {}))
+    place = folder / "own.npz" if name.endswith("arrays") else folder  # that reader takes a file, the others folders
+    return load(name, place, partial=True, **OPTIONS.get(name, {}))
 
 
 def files(folder: Path) -> list[Path]:

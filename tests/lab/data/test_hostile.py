@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dampen.lab.data import load
 from dampen.lab.data.errors import DamagedData, IncompleteData, MissingData
 from dampen.lab.data.limits import parse_json, parse_npy, read_file, read_image, read_npz
 from dampen.lab.data.waves import read_audio
@@ -60,13 +61,16 @@ def change(path):
     elif path.suffix == ".npz":
         with np.load(path) as table:
             arrays = {name: table[name] for name in table.files}
-        np.savez(path, **{**arrays, "mel": arrays["mel"] + 1})
+        key = "mel" if "mel" in arrays else "x"
+        np.savez(path, **{**arrays, key: arrays[key] + 1})
     elif path.suffix == ".npy":
         np.save(path, np.load(path) + 1)
     elif path.suffix == ".gz" and b"\n" in gzip.decompress(path.read_bytes())[:200]:
         path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"e", b"a")))
     elif path.suffix in (".en", ".de", ".txt"):
         path.write_bytes(path.read_bytes().replace(b"e", b"a"))
+    elif path.suffix in (".csv", ".jsonl"):
+        path.write_bytes(path.read_bytes().replace(b"word", b"ward"))
     else:  # raw pixels and samples
         content = bytearray(path.read_bytes())
         content[-2] ^= 1
@@ -253,6 +257,106 @@ def test_zip_files_that_lie(tmp_path):
     path.write_bytes(content)
     with pytest.raises(DamagedData, match=r"claims 4294967294 bytes.*DAMPEN_MAX_CONTENT"):
         read_npz(path, {"mel": "f"})
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "why"),
+    [
+        (np.array([[[1.0]], [[np.nan]]]), [0, 1], r"no finite number, at \[1, 0, 0\]"),
+        (np.array([[[1e300]], [[1.0]]]), [0, 1], "no finite number"),  # finite as a double alone
+        (np.array([[[1j]], [[2.0]]]), [0, 1], "complex128"),
+        (np.array([[["a"]], [["b"]]]), [0, 1], "inputs of <U1"),
+        (np.array(3.0), [0, 1], "has 0 inputs and 2 labels"),
+        (np.ones((2, 1, 1)), [0.0, np.nan], "the label nan"),
+        (np.ones((3, 1, 1)), [0, 1], "3 inputs and 2 labels"),
+    ],
+)
+def test_own_arrays_with_odd_values_are_refused(tmp_path, x, y, why):
+    """NaN went into training, a label of NaN became a class."""
+    np.savez(tmp_path / "own.npz", x=x, y=np.array(y))
+    with pytest.raises(DamagedData, match=why):
+        read("feature arrays", tmp_path)
+
+
+def test_own_arrays_that_are_no_archive_or_claim_too_much(tmp_path, monkeypatch):
+    """The first was a BadZipFile, the second took the memory."""
+    path = writers.arrays(tmp_path / "own.npz", images=True)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DamagedData, match=r"own\.npz.*damaged or truncated"):
+        read("image arrays", tmp_path)
+    path.write_bytes(whole)
+    monkeypatch.setenv("DAMPEN_MAX_CONTENT", "1000")
+    with pytest.raises(DamagedData, match=r"own\.npz \(x\) claims .*DAMPEN_MAX_CONTENT="):
+        read("image arrays", tmp_path)
+
+
+def test_arrays_of_the_other_byte_order_are_read_the_same(tmp_path):
+    path = writers.arrays(tmp_path / "own.npz", images=False)
+    before = read("feature arrays", tmp_path).train.batch([0, 1])["inputs"][0]
+    with np.load(path) as table:
+        arrays = {name: table[name] for name in table.files}
+    np.savez(path, x=np.asfortranarray(arrays["x"].astype(">f8")), y=arrays["y"].astype(">i2"))
+    after = read("feature arrays", tmp_path).train.batch([0, 1])["inputs"][0]
+    assert (before == after).all()
+
+
+@pytest.mark.parametrize("labels", [["5", "--5"], ["1", "²"], ["1", "9" * 5000], ["-3", "2", "10"], ["7", "a", "b"]])
+def test_labels_that_look_like_numbers(tmp_path, labels):
+    """The first three were tracebacks of int(). Numbers come first, by size."""
+    rows = [f"word {i},{label}\n" for label in reversed(labels) for i in range(8)]
+    (tmp_path / "train.csv").write_text("text,label\n" + "".join(rows))
+    assert read("table of csv", tmp_path).classes == labels
+
+
+def test_a_table_of_json_that_is_deep_or_long(tmp_path, monkeypatch):
+    path = writers.table(tmp_path / "train.jsonl")
+    whole = path.read_text()
+    path.write_text(whole + "[" * 100_000 + "\n")
+    with pytest.raises(DamagedData, match=r"train\.jsonl cannot be read as jsonl"):
+        read("table of jsonl", tmp_path)
+    monkeypatch.setenv("DAMPEN_MAX_LINE", "1000")
+    with pytest.raises(DamagedData, match=r"train\.jsonl claims 100001 characters in one line.*DAMPEN_MAX_LINE="):
+        read("table of jsonl", tmp_path)
+
+
+def test_a_pipe_in_a_folder_of_tables_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "train.csv")
+    with pytest.raises(DamagedData, match=r"train\.csv is no regular file"):
+        read("table of csv", tmp_path)
+
+
+def test_saved_sets_that_are_damaged_or_hold_other_formats(tmp_path):
+    import datasets
+
+    pictures = []
+    for i, kind in enumerate(["PNG"] * 11 + ["TIFF"]):
+        Image.new("RGB", (9, 8), (20 * i, 0, 0)).save(tmp_path / f"{i}.{kind.lower()}", kind)
+        pictures.append({"bytes": (tmp_path / f"{i}.{kind.lower()}").read_bytes(), "path": None})
+    columns = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
+    for name, rows in {"good": pictures[:10], "tiff": pictures[2:]}.items():
+        made = datasets.Dataset.from_dict({"image": rows, "label": [i % 2 for i in range(10)]}, features=columns)
+        made.save_to_disk(str(tmp_path / name))
+    options = {"size": 8, "train_fraction": 0.5}
+    assert load("hub_images", tmp_path / "good", **options).model_args["channels"] == 3
+    with pytest.raises(DamagedData, match=r"tiff, row 10 is damaged .* or no PNG"):
+        load("hub_images", tmp_path / "tiff", **options)
+    arrow = next((tmp_path / "good").glob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[:200])
+    with pytest.raises(DamagedData, match=r"good is damaged or truncated"):
+        load("hub_images", tmp_path / "good", **options)
+    arrow.unlink()
+    os.mkfifo(arrow)
+    with pytest.raises(DamagedData, match=r"arrow is no regular file"):
+        load("hub_images", tmp_path / "good", **options)
+
+
+def test_a_sound_of_doubles_too_large_for_floats_is_refused(tmp_path):
+    """1e300 is a finite double: it became an infinite sample."""
+    head = struct.pack(">4s5I", b".snd", 24, 16, 7, 8000, 1)
+    (tmp_path / "a.au").write_bytes(head + struct.pack(">2d", 0.5, 1e300))
+    with pytest.raises(DamagedData, match="infinite or undefined"):
+        read_audio(tmp_path / "a.au")
 
 
 @pytest.mark.parametrize("rate", [0, 1, 2**31])

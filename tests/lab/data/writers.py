@@ -1,5 +1,6 @@
 """Tiny sets written in the official formats, byte by byte, independently of the readers. All content is synthetic."""
 
+import csv
 import gzip
 import io
 import json
@@ -193,6 +194,28 @@ def text(folder: Path, characters: int = 4000) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "input.txt").write_text((line * (characters // len(line) + 1))[:characters], encoding="utf-8")
     return folder
+
+
+def table(path: Path, rows: int = 40) -> Path:
+    """Short texts with one of two labels, as CSV or JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = [{"text": f"word {i}, {i % 7}", "label": "yes" if i % 2 else "no"} for i in range(rows)]
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["text", "label"])
+            writer.writeheader()
+            writer.writerows(content)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return path
+
+
+def arrays(path: Path, images: bool, n: int = 40) -> Path:
+    """Images as bytes, or sequences of feature vectors, with one of two classes."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (n, 8, 8), dtype=np.uint8) if images else rng.normal(size=(n, 5, 4))
+    np.savez(path, x=x, y=np.arange(n) % 2)
+    return path
 
 
 def image_folder(folder: Path, classes: tuple[str, ...] = ("cat", "dog"), n: int = 8, suffix: str = "png") -> Path:

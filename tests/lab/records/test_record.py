@@ -126,3 +126,43 @@ def test_a_checkpoint_that_carries_code_is_not_run(tmp_path):
     path = save_state(tmp_path, "checkpoint", 1, {"x": Evil()})
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
         load_state(path)
+
+
+def test_reopening_forgets_what_diverged_and_nothing_else(tmp_path):
+    for name, status in {"a": "finished", "b": "diverged"}.items():
+        Record(tmp_path / name).finish({"id": "x", "status": status})
+    Record(tmp_path / "b" / "pretrain").finish({"id": "y", "status": "diverged"})
+    Record(tmp_path / "a" / "pretrain").finish({"id": "y", "status": "diverged"})
+    for name in ("a", "b", "never begun"):
+        Record(tmp_path / name).reopen()
+    assert Record(tmp_path / "a").final() == {"id": "x", "status": "finished"}
+    assert Record(tmp_path / "b").final() is None
+    assert not list(tmp_path.glob("*/pretrain/final.json"))  # it runs again with the training that it began
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"epoch": 2, "valid": {"accuracy": 0.25}}'])
+def test_a_torn_last_line_is_left_out_wherever_it_was_torn(tmp_path, torn):
+    record = Record(tmp_path)
+    for epoch in range(2):
+        record.log({"epoch": epoch})
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write(torn)
+    assert [line["epoch"] for line in record.lines()] == [0, 1]
+
+
+def test_there_is_a_result_or_not(tmp_path):
+    assert Record(tmp_path).done is False
+    Record(tmp_path).finish({"id": "x", "status": "finished"})
+    assert Record(tmp_path).done is True
+
+
+def test_folders_with_spaces_and_letters_of_other_languages(tmp_path, small, quick):
+    from dampen.lab.report import make_report
+    from dampen.lab.training.train import run_trial
+
+    folder = tmp_path / "Läufe mit Platz" / "试 验 'a' %s"
+    result = run_trial(small(epochs=1), folder, quick)
+    assert Record(folder).final() == result
+    assert run_trial(small(epochs=1), folder, quick) == result  # found again, not trained again
+    (table,) = make_report([folder.parent]).tables
+    assert [entry.summary.n for entry in table.entries] == [1]

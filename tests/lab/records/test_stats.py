@@ -178,6 +178,23 @@ def test_the_seeds_said_to_be_needed_decide_with_the_power_that_is_said(differen
     assert stats.detectable(sd, n, level) <= difference < stats.detectable(sd, n - 1, level)
 
 
+@pytest.mark.parametrize(("n", "level", "power"), [(2, 0.05, 0.8), (3, 0.01, 0.9), (10, 0.05 / 7, 0.8)])
+def test_the_detectable_difference_by_its_formula(n, level, power):
+    t = reference.t(n - 1)
+    expected = (t.ppf(1 - level / 2) + t.ppf(power)) * 0.7 / math.sqrt(n)
+    assert stats.detectable(0.7, n, level, power) == pytest.approx(expected)
+    assert math.isnan(stats.detectable(0.7, 1, level))
+    assert math.isnan(stats.detectable(math.nan, n, level))
+
+
+@pytest.mark.parametrize(("n", "decided"), [(2, False), (5, False), (6, True), (7, True)])
+def test_equal_differences_decide_once_the_signs_alone_do(n, decided):
+    """2 / 2^6 is the first below 0.05."""
+    low, high = stats.paired_interval([0.5] * n)
+    assert ((low, high) == (0.5, 0.5)) if decided else (math.isnan(low) and math.isnan(high))
+    assert stats.paired_p([0.5] * n) == 2 / 2**n
+
+
 def test_equal_differences_do_not_pass_for_certainty():
     plain = {"0": 0.1, "1": 0.2, "2": 0.3}
     higher = {s: v + 0.1 for s, v in plain.items()}  # in floating point not all exactly 0.1

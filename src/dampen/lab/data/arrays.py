@@ -13,6 +13,7 @@ from dampen.lab.data.dataset import Dataset, DataSpec, Normalization, Request
 from dampen.lab.data.errors import DamagedData
 from dampen.lab.data.images import image_dataset
 from dampen.lab.data.labeled import ArraySplit, class_numbers, split_rows
+from dampen.lab.data.limits import read_npz
 from dampen.lab.records.fingerprint import file_hash
 
 LAYOUT = "x and y, or x_train, y_train, x_test, y_test (also x_valid, y_valid); x also as images, features, inputs"
@@ -27,11 +28,7 @@ X, Y = ("x", "images", "features", "inputs", "data"), ("y", "labels", "label", "
 
 def read_arrays(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Inputs and labels of each part that the file has."""
-    try:
-        with np.load(path, allow_pickle=False) as content:
-            arrays = {name.lower(): content[name] for name in content.files}
-    except (OSError, ValueError) as error:
-        raise DamagedData(f"{path} is no npz file of plain arrays: {error}.") from error
+    arrays = {name.lower(): array for name, array in read_npz(path, "biufUS").items()}
     found = {}
     for part, endings in {"train": ("_train", ""), "valid": ("_valid", "_val"), "test": ("_test",)}.items():
         for ending in endings:
@@ -41,10 +38,24 @@ def read_arrays(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
                 found[part] = (x, y.reshape(-1))
     if "train" not in found:
         raise DamagedData(f"{path} has the arrays {', '.join(arrays)}; expected {LAYOUT}.")
-    for part, (x, y) in found.items():
-        if len(x) != len(y) or not len(x):
-            raise DamagedData(f"{path}: the {part} part has {len(x)} inputs and {len(y)} labels.")
-    return found
+    return {part: (_usable(x, f"{path}: the {part} part", len(y)), y) for part, (x, y) in found.items()}
+
+
+def _usable(x: np.ndarray, where: str, labels: int) -> np.ndarray:
+    """Inputs as bytes or as finite floats, one for each label; anything else is said to be wrong."""
+    count = len(x) if x.ndim else 0
+    if count != labels or not count:
+        raise DamagedData(f"{where} has {count} inputs and {labels} labels.")
+    if x.dtype.kind not in "biuf":
+        raise DamagedData(f"{where} has inputs of {x.dtype}; whole numbers and floats are read.")
+    if x.dtype == np.uint8:
+        return x.copy(order="C")  # what lies in the file's bytes cannot be written to, which torch warns of
+    with np.errstate(over="ignore"):  # a double may be finite and too large for a float
+        floats = x.astype(np.float32, order="C")
+    if not np.isfinite(floats).all():
+        odd = np.argwhere(~np.isfinite(floats))[0].tolist()
+        raise DamagedData(f"{where} has an input that is no finite number, at {odd}. Remove it or fill it in.")
+    return floats
 
 
 def is_images(x: np.ndarray) -> bool:

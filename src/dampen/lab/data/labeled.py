@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,10 @@ def split_rows(
 
 def class_numbers(labels: Mapping[str, Sequence[Any]], where: str) -> tuple[list[str], dict[str, Tensor]]:
     """The classes of the training part, sorted (numbers as numbers), and each part's labels as their places in it."""
-    names = sorted({_name(v) for v in labels["train"]}, key=lambda n: (not n.lstrip("-").isdigit(), _order(n)))
+    names = sorted({_name(v) for v in labels["train"]}, key=_order)
+    odd = {"nan", "inf", "-inf"} & {_name(v) for values in labels.values() for v in values if not isinstance(v, str)}
+    if odd:
+        raise DamagedData(f"{where} has the label {odd.pop()}, which is no class. Remove its examples or label them.")
     place = {name: i for i, name in enumerate(names)}
     numbered = {}
     for part, values in labels.items():
@@ -80,8 +84,10 @@ def _name(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def _order(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.lstrip("-").isdigit() else (0, name)
+def _order(name: str) -> tuple[bool, int, str]:
+    """Whole numbers first, by size; then names. Not all that Unicode calls a digit is a number, '--5' neither."""
+    whole = re.fullmatch(r"-?[0-9]{1,30}", name) is not None
+    return (not whole, int(name) if whole else 0, name)
 
 
 class ArraySplit(Split):

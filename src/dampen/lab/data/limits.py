@@ -27,7 +27,7 @@ DEFAULTS = {
     "DAMPEN_MAX_FILE": 4 * 2**30,  # bytes of a file that is read whole
     "DAMPEN_MAX_CONTENT": 2 * 2**30,  # bytes that come out of one compressed file, archive member or array
     "DAMPEN_MAX_PIXELS": 100_000_000,  # of one image
-    "DAMPEN_MAX_LINE": 1_000_000,  # characters of one line of parallel text
+    "DAMPEN_MAX_LINE": 1_000_000,  # characters of one line of parallel text, or of a table of JSON lines
 }
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 BROKEN = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
@@ -105,11 +105,14 @@ def parse_npy(content: bytes, path: Path | str, kinds: Collection[str] = "iuf") 
     return np.frombuffer(content, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
 
 
-def read_npz(path: Path, kinds: dict[str, str]) -> dict[str, np.ndarray]:
-    """The named arrays of an .npz file, each of the kinds said."""
+def read_npz(path: Path, kinds: dict[str, str] | str) -> dict[str, np.ndarray]:
+    """The named arrays of an .npz file, each of the kinds said; or, with kinds alone, all arrays there are."""
+    expected = f"Expected arrays {', '.join(kinds)}. " if isinstance(kinds, dict) else ""
     try:
         with zipfile.ZipFile(io.BytesIO(read_file(path))) as archive:
             found = {}
+            if isinstance(kinds, str):
+                kinds = {n.removesuffix(".npy"): kinds for n in archive.namelist() if n.endswith(".npy")}
             for name, allowed in kinds.items():
                 member = archive.getinfo(f"{name}.npy")
                 require_within("DAMPEN_MAX_CONTENT", member.file_size, f"{path} ({name})", "bytes")
@@ -121,7 +124,7 @@ def read_npz(path: Path, kinds: dict[str, str]) -> dict[str, np.ndarray]:
     except (*BROKEN, KeyError, NotImplementedError, RuntimeError) as error:
         raise DamagedData(
             f"{path} ({path.stat().st_size} bytes) is damaged or truncated: {error}. "
-            f"Expected arrays {', '.join(kinds)}. Compute or fetch the file again."
+            f"{expected}Compute or fetch the file again."
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from dampen.lab.data.dataset import DataSpec
 from dampen.lab.data.errors import DamagedData, MissingData
+from dampen.lab.data.limits import read_file, require_within
 from dampen.lab.data.text_sets import Columns, Texts, text_reader
 from dampen.lab.records.fingerprint import file_hash
 
@@ -54,15 +56,20 @@ load_table = text_reader(_read)
 
 def read_table(file: Path) -> Table:
     """The columns of a file, by name."""
+    content = read_file(file)
     try:
-        with file.open(encoding="utf-8-sig", newline="") as handle:
-            if file.suffix.lower() in (".jsonl", ".ndjson"):
-                rows = [json.loads(line) for line in handle if line.strip()]
-            else:
-                csv.field_size_limit(2**24)
-                tabs = file.suffix.lower() == ".tsv"
-                rows = list(csv.DictReader(handle, delimiter="\t" if tabs else ",", strict=not tabs))
-    except (UnicodeDecodeError, ValueError, csv.Error) as error:
+        handle = io.StringIO(content.decode("utf-8-sig"), newline="")
+        if file.suffix.lower() in (".jsonl", ".ndjson"):
+            lines = [line for line in handle if line.strip()]
+            require_within("DAMPEN_MAX_LINE", max(map(len, lines), default=0), file, "characters in one line")
+            rows = [json.loads(line) for line in lines]
+        else:
+            csv.field_size_limit(2**24)
+            tabs = file.suffix.lower() == ".tsv"
+            rows = list(csv.DictReader(handle, delimiter="\t" if tabs else ",", strict=not tabs))
+    except DamagedData:
+        raise
+    except (ValueError, RecursionError, csv.Error) as error:
         raise DamagedData(f"{file} cannot be read as {file.suffix[1:]} in UTF-8: {error}.") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise DamagedData(f"{file} has no rows with named columns; the first line of a table is its header.")

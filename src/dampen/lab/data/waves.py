@@ -91,9 +91,10 @@ def _mono(data: bytes, kind: str, bits: int, order: str, channels: int, path: Pa
         wave = (samples.astype(np.float64) - 128) / 128
     else:
         wave = samples / 2.0 ** (bits - 1)
-    if not np.isfinite(wave).all():
+    with np.errstate(over="ignore", invalid="ignore"):  # a double may be finite and too large for a float
+        out: np.ndarray = wave.reshape(-1, channels).mean(axis=1).astype(np.float32)
+    if not np.isfinite(out).all():
         raise damaged(path, "samples", "infinite or undefined", "finite ones")
-    out: np.ndarray = wave.reshape(-1, channels).mean(axis=1).astype(np.float32)
     return out
 
 

@@ -157,7 +157,7 @@ class Record:
         or where the result says that there were more."""
         path = self.folder / "log.jsonl"
         content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1].split(b"\n")[:-1]
+        whole = content.split(b"\n")[:-1]
         marked = CHECKSUM.encode() in content  # all lines of a log have checksums, or none
         lines = [_read_line(line, marked, f"Line {i + 1} of {path}") for i, line in enumerate(whole)]
         final = self.final() or {}

@@ -45,6 +45,7 @@ class Entry:
     unfinished: int
     problems: list[str]  # why runs have no result
     reference: str | None = None  # the entry it is compared with; None if it is a reference itself
+    no_number: list[str] = field(default_factory=list)  # seeds that ended with NaN or infinity, or without the metric
     unpaired: list[str] = field(default_factory=list)  # seeds that ran on other kernels than the reference's
     same_as: str | None = None  # an entry before it whose runs are the same, bit by bit
     comparison: Comparison | None = None
@@ -62,6 +63,15 @@ class Entry:
 
     def told(self, metric: Metric, numbers: bool = False) -> str:
         """The verdict in words; with `numbers` the difference and its interval too."""
+        told = self._told(metric, numbers)
+        return f"{told}; {self.left_out}" if self.left_out and self.verdict != "failed" else told
+
+    @property
+    def left_out(self) -> str:
+        """In words, which seeds are in no mean because they ended without a number."""
+        return f"no number from seed {', '.join(self.no_number)}" if self.no_number else ""
+
+    def _told(self, metric: Metric, numbers: bool) -> str:
         if self.same_as:
             return f"same as {self.same_as}"
         if self.verdict == "failed":
@@ -78,16 +88,12 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for programs."""
-        plain: dict[str, Any] = {
-            "name": self.name,
-            "methods": self.row.methods,
-            "grid": self.cell.grid,
-            "values": self.values,
-        }
+        plain: dict[str, Any] = {"name": self.name, "methods": self.row.methods, "grid": self.cell.grid}
+        plain["values"] = self.values
         plain |= {**asdict(self.summary), "planned": self.cell.planned, "baseline": self.row.baseline}
         plain |= {"metrics": {m: asdict(s) for m, s in self.metrics.items()}, "valid": self.valid}
         plain |= {"reference": self.reference, "same_as": self.same_as, "verdict": self.verdict}
-        plain["unpaired"] = self.unpaired
+        plain |= {"unpaired": self.unpaired, "no_number": self.no_number}
         plain["comparison"] = asdict(self.comparison) if self.comparison else None
         plain["secondary"] = {m: asdict(c) for m, c in self.secondary.items()}
         plain |= {"cost": asdict(self.cost), "published": {m: asdict(p) for m, p in self.published.items()}}
@@ -253,6 +259,8 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     for seed, values_of in found.items():
         if finals[seed].task == "own" and study.metric not in values_of:
             without.append(f"seed {seed}: it returned no {study.metric}, only {', '.join(values_of)}")
+    no_number = [s for s, values_of in found.items() if study.metric in values_of and values_of[study.metric] is None]
+    without += [f"seed {s}: no number, {study.metric} is undefined or infinite" for s in no_number]
     return Entry(
         name=name,
         row=row,
@@ -266,6 +274,7 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
         diverged=statuses.count("diverged"),
         unfinished=cell.planned - statuses.count("finished") - statuses.count("diverged"),
         problems=without,
+        no_number=no_number,
         published=published_figures(cell.published or row.published),
     )
 

@@ -190,6 +190,7 @@ def _row(
     notes = [grid_text(entry.cell.grid)] if len(entry.row.cells) > 1 and not table.study.show_all else []
     notes += [f"{entry.diverged} diverged"] if entry.diverged else []
     notes += [f"same training as {entry.same_as}"] if entry.same_as else []
+    notes += [entry.left_out] if entry.left_out else []
     notes += [entry.row.note] if entry.row.note else []
     light = palette.colors[entry.name]
     view = {"cells": cells, "pick": entry.name == pick, "note": "; ".join(notes), "color": light}

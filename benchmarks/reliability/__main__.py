@@ -1,0 +1,91 @@
+"""The command: `python -m benchmarks.reliability`; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import reliability
+from benchmarks.reliability import disks, fuzz, hardships, kills, pickles
+from benchmarks.reliability.page import PAGE, RECORD, page
+from benchmarks.reliability.subject import Tally, patience
+from dampen.lab.files import read_json, write_json
+from dampen.lab.records.environment import describe
+
+
+class Attack(NamedTuple):
+    """What is done, how often by default and with --full, and how it is described."""
+
+    do: Callable[[int, Path, random.Random], Tally]
+    usual: int
+    full: int
+    what: str
+
+
+ATTACKS = {
+    "fuzzed pickles": Attack(
+        lambda n, where, rng: pickles.attack(n, where), 100_000, 1_000_000, "atheris, which follows the code it reaches"
+    ),
+    "fuzzed command lines and recipes": Attack(fuzz.parsers, 500, 100_000, "each of four, near the grammar"),
+    "fuzzed contents": Attack(fuzz.formats, 2000, 100_000, "each of eleven formats"),
+    "fuzzed files": Attack(fuzz.readers, 10, 100_000, "each reader of a data set, whole"),
+    "full disk": Attack(disks.full, 15, 50, "a real tmpfs, full at a random point"),
+    "power cuts": Attack(disks.power_cuts, 20, 200, "what was not synced is cut or zeroed, renames undone"),
+    "two processes on one folder": Attack(hardships.two_at_once, 10, 50, "started together"),
+    "clock jumps": Attack(hardships.clock_jumps, 10, 50, "by up to ten years, at every step"),
+    "kills of a trial": Attack(kills.of_a_trial, 20, 200, "SIGKILL at a random moment"),
+    "kills of local workers": Attack(partial(kills.of_workers, engine="local"), 10, 200, "SIGKILL at a random step"),
+    "kills of Ray workers": Attack(partial(kills.of_workers, engine="ray"), 4, 30, "SIGKILL at a random step"),
+    "memory refused": Attack(hardships.memory_refused, 6, 50, "an address-space limit at a random size"),
+    "out-of-memory kills": Attack(hardships.memory_kills, 6, 50, "SIGKILL of the worker that passes a limit"),
+    "tiny trials, local engine": Attack(partial(kills.many_trials, engine="local"), 100, 2000, "two steps each"),
+    "tiny trials, Ray": Attack(partial(kills.many_trials, engine="ray"), 50, 2000, "two steps each"),
+    "attach, train, detach": Attack(hardships.attach_and_detach, 30, 1800, "memory left behind, for so many seconds"),
+}
+
+
+def run(full: bool, only: list[str], count: int | None, minutes: float | None) -> None:
+    """Attack after attack, each put into the record when it is done; the others stay there as they are."""
+    for name, attack in ATTACKS.items():
+        if only and name not in only:
+            continue
+        times = count or (attack.full if full else attack.usual)
+        patience.allow(minutes)
+        began, processor = time.monotonic(), time.process_time()
+        with tempfile.TemporaryDirectory() as folder:
+            tally = attack.do(times, Path(folder), random.Random(0))
+        spent = {"seconds": round(time.monotonic() - began, 1), "processor": round(time.process_time() - processor, 1)}
+        row = {"what": attack.what, "asked": times, "full": attack.full, **dict(tally), **spent}
+        print(name, row, file=sys.stderr, flush=True)
+        rows: dict[str, Any] = read_json(RECORD)["attacks"] if RECORD.exists() else {}
+        rows[name] = row | {"environment": describe(1, "cpu")}
+        write_json(RECORD, {"attacks": {n: rows[n] for n in ATTACKS if n in rows}})
+
+
+def main() -> int:
+    told = {"description": reliability.__doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability", **told)
+    parser.add_argument("--full", action="store_true", help="as often as the goal says: hours")
+    parser.add_argument("--count", type=int, help="so often; with --only")
+    parser.add_argument("--minutes", type=float, help="no repetition of an attack begins later than that")
+    parser.add_argument("--only", action="append", default=[], choices=list(ATTACKS), help="this attack; repeatable")
+    parser.add_argument("--page", action="store_true", help="only write the page from the record")
+    options = parser.parse_args()
+    if options.count is not None and (options.count < 1 or not options.only):
+        parser.error(f"--count is 1 or more and goes with --only, got {options.count} for {len(options.only)} attacks")
+    if not options.page:
+        run(options.full, options.only, options.count, options.minutes)
+    text = page(read_json(RECORD), list(ATTACKS))
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
