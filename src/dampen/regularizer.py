@@ -291,6 +291,7 @@ class Regularizer(nn.Module):
             self._schedules = {name: (as_only_layer(s), high) for name, (s, high) in self._schedules.items()}
         self.site = site
         self.at(self._progress)
+        self.idle = self._is_idle()  # what decides may have been set after the last value
         self.idle_forever = self.idle and self.always_idle
 
     def prepare(self, model: nn.Module) -> None:
