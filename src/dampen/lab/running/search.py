@@ -88,9 +88,9 @@ def search(
         plan_at(opened, scale, settings, row, {a.key: a.choices[0] if a.choices else a.low for a in axes[row]}, [0])
     if any(count < trials for count in _counts({row: _study(what, row) for row in what.rows}).values()):
         _run_workers(what, workers, report)
-    plan, told = _best_plan(what, all_seeds), _told(what)
-    write_json(folder / "search.json", told)
-    plan.header["search"] = {key: value for key, value in told.items() if key in ("metric", "trials", "seeds")}
+    plan, record = _best_plan(what, all_seeds), _told(what)
+    write_json(folder / "search.json", record)
+    plan.header["search"] = {key: value for key, value in record.items() if key in ("metric", "trials", "seeds")}
     return plan
 
 
