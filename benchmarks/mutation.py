@@ -47,7 +47,7 @@ MODULES = {
     "kernels": Module("kernels/[bk]*.py", ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py")),
     "attend": Module("kernels/attend.py", ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py")),
     "explicit": Module("formulas/explicit/*.py", ("explicit", "methods/test_explicit_dropout.py")),
-    "handle": Module("handle.py", ("test_handle.py", "test_handle_modes.py")),
+    "handle": Module("handle.py", ("test_handle.py", "test_handle_modes.py", "calls/test_ledger.py")),
     "stats": Module("lab/records/stats.py", ("lab/records/test_stats.py",)),
     "record": Module("lab/records/record.py", ("lab/records/test_record.py", "lab/records/test_damage.py")),
     "checkpoint": Module(
@@ -62,6 +62,7 @@ EQUIVALENT = {
     ("lab/records/stats.py", "[ 1.0] * len(p_values)"): "every entry is written before it is read",
     ("masks.py", "(width - 1) // 1"): "more padding behind the window than anything reads",
     ("kernels/attend.py", "len(leading) > 1:"): "the mask is expanded, as a view with the same values",
+    ("kernels/attend.py", "mask.ndim > 2 or len"): "the mask is expanded, as a view with the same values",
 }
 """(file, a part of the mutated line) -> why no test could tell it from the original."""
 
@@ -195,7 +196,10 @@ def _run_tests(module: Module, processor: float, copy: Path) -> None:
     code = 99
     try:
         import pytest
+        from hypothesis import settings
 
+        settings.register_profile("mutants", deadline=None)  # a busy machine must not pass for a test that noticed
+        settings.load_profile("mutants")
         tests = [*sorted((copy / "dampen").glob(module.files)), *(ROOT / "tests" / name for name in module.tests)]
         options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--hypothesis-seed=0"]
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins that were imported before the fork

@@ -106,3 +106,21 @@ def test_remove_of_a_plain_model_is_an_error():
         dampen.remove(vit())
     with pytest.raises(TypeError, match="takes an nn.Module, got int"):
         dampen.remove(3)
+
+
+def test_mc_average_is_the_mean_of_the_forwards_it_ran():
+    model = vit().eval()
+    reg = dampen.regularize(model, DropKey(rate=0.5))
+    outputs = []
+
+    def forward():
+        outputs.append(model(X))
+        return outputs[-1]
+
+    found = reg.mc_average(forward, samples=5)
+    assert len(outputs) == 5
+    assert not torch.equal(outputs[0], outputs[1])  # they are samples
+    torch.testing.assert_close(found, torch.stack(outputs).softmax(-1).mean(0))
+    torch.testing.assert_close(found.sum(-1), torch.ones(len(X)))
+    with pytest.raises(ValueError, match="at least one sample, got 0"):
+        reg.mc_average(forward, samples=0)

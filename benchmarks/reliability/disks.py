@@ -92,7 +92,7 @@ def power_cuts(count: int, where: Path, rng: random.Random) -> Tally:
         folder = where / f"cut-{turn}"
         for _ in range(rng.randint(1, 2)):
             process, _ = start(_until_the_cut, spec, folder, rng.randrange(10**9))
-            process.join(120)
+            process.join(300)
             tally["hangs"] += process.is_alive()
             process.kill()
             process.join()

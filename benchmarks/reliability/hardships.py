@@ -37,7 +37,7 @@ def two_at_once(count: int, where: Path, rng: random.Random) -> Tally:
     for turn in patience.turns(count):
         folder = where / f"both-{turn}"
         pair = [start(_contend, spec, folder) for _ in range(2)]
-        told = [pipe.recv() if pipe.poll(120) else "hang" for _, pipe in pair]
+        told = [pipe.recv() if pipe.poll(300) else "hang" for _, pipe in pair]
         for process, _ in pair:
             process.join()
         tally["hangs"] += told.count("hang")
@@ -91,7 +91,7 @@ def memory_refused(count: int, where: Path, rng: random.Random) -> Tally:
     for turn in patience.turns(count):
         folder = where / f"memory-{turn}"
         process, pipe = start(_starving, spec, folder, rng.randrange(0, 40) * 2**20)
-        process.join(120)
+        process.join(300)
         tally["hangs"] += process.is_alive()
         process.kill()
         process.join()

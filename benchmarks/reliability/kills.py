@@ -24,8 +24,19 @@ def _steps(pipe: Any, spec: TrialSpec, folder: Path) -> None:
     run_trial(spec, folder, QUICK, lambda event: pipe.send(event.get("step", 0)))
 
 
+def _reached(pipe: Any, step: int) -> bool:
+    """Whether a process gets to a step, or to its end, without being silent for minutes."""
+    while pipe.poll(300):
+        try:
+            if pipe.recv() >= step:
+                return True
+        except EOFError:
+            return True
+    return False
+
+
 def of_a_trial(count: int, where: Path, rng: random.Random) -> Tally:
-    """At random moments, several times per trial; then it runs to its end."""
+    """At random moments after random steps, several times per trial; then it runs to its end."""
     tally, spec = Tally(), trial(epochs=6)
     whole = undisturbed(spec, where / "whole")
     for turn in patience.turns(count):
@@ -34,12 +45,13 @@ def of_a_trial(count: int, where: Path, rng: random.Random) -> Tally:
         folder = where / f"killed-{turn}"
         for _ in range(min(rng.randint(2, 6), count - tally["repetitions"])):
             process, pipe = start(_steps, spec, folder)
-            tally["hangs"] += not pipe.poll(120)
-            time.sleep(rng.random() * 0.25)
+            tally["hangs"] += not _reached(pipe, rng.randint(1, 40))
+            time.sleep(rng.random() * 0.02)
             process.kill()
             process.join()
-            tally["repetitions"] += 1
-            tally["with a checkpoint to resume from"] += bool(saved_states(folder, "checkpoint"))
+            if process.exitcode == -signal.SIGKILL:  # it was not over before
+                tally["repetitions"] += 1
+                tally["with a checkpoint to resume from"] += bool(saved_states(folder, "checkpoint"))
         run_trial(spec, folder, QUICK)
         judge(tally, folder, whole)
         tally["trials"] += 1

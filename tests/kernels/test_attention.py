@@ -211,3 +211,15 @@ def test_errors():
         dampen.attention(q, q, q, torch.ones(5, 5, dtype=torch.bool), is_causal=True)
     with pytest.raises(ValueError, match="at least two dimensions"):
         dampen.attention(q[0, 0, 0], q, q)
+
+
+@pytest.mark.parametrize("leading", [(), (2,), (2, 3)])
+def test_shared_keys_and_values_with_any_number_of_leading_dimensions(leading):
+    """Four heads of queries share two of keys and values; said by repeating those."""
+    torch.manual_seed(0)
+    q = torch.randn(*leading, 4, 5, 8)
+    k, v = (torch.randn(*leading, 2, 7, 8) for _ in range(2))
+    repeated = (t.repeat_interleave(2, dim=-3) for t in (k, v))
+    expected = F.scaled_dot_product_attention(q, *repeated)
+    found = dampen.attention(q, k, v, enable_gqa=True, regularizers=[dampen.DropKey(rate=0.0).train()])
+    torch.testing.assert_close(found, expected)

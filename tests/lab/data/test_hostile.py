@@ -178,6 +178,13 @@ def _npy(array):
     return buffer.getvalue()
 
 
+@pytest.mark.parametrize(("old", "new"), [(b"}", b"{"), (b"'descr'", b'"""des\''), (b"(3, 4)", b"(3, 4 ")])
+def test_headers_of_arrays_that_are_no_literals_are_refused(old, new):
+    """The first two were a TokenError: numpy tries them as headers of Python 2."""
+    with pytest.raises(DamagedData, match=r"x\.npy .*damaged or truncated"):
+        parse_npy(_npy(np.zeros((3, 4), np.float32)).replace(old, new), "x.npy")
+
+
 @pytest.mark.parametrize("array", [np.array([1j]), np.array(["a"]), np.array([1], "M8[s]"), np.zeros(1, [("a", "f4")])])
 def test_arrays_of_other_kinds_are_refused(array):
     with pytest.raises(DamagedData, match="which is not read"):

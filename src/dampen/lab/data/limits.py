@@ -17,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Collection
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any, cast
 
 import numpy as np
@@ -91,10 +92,10 @@ def parse_npy(content: bytes, path: Path | str, kinds: Collection[str] = "iuf") 
     """An array in NumPy's format over bytes that are there; only the kinds of numbers (or texts, `U`) asked for."""
     stream = io.BytesIO(content)
     try:
-        version = np.lib.format.read_magic(stream)
+        version = np.lib.format.read_magic(stream)  # below, numpy hands headers that it cannot read to a tokenizer
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(stream)
-    except (ValueError, KeyError, EOFError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+    except (ValueError, KeyError, EOFError, SyntaxError, TypeError, RecursionError, MemoryError, TokenError) as error:
         raise DamagedData(f"{path} ({len(content)} bytes) is damaged or truncated: {error}.") from error
     if dtype.hasobject or dtype.kind not in kinds:
         raise DamagedData(f"{path} holds an array of {dtype}, which is not read; expected kinds {', '.join(kinds)}.")
