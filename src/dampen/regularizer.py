@@ -298,6 +298,11 @@ class Regularizer(nn.Module):
         return not learns and bool(self._schedules) and all(always_zero(s, depth) for s, _ in self._schedules.values())
 
     @property
+    def schedules(self) -> dict[str, Schedule]:
+        """The scheduled values by name, as they were given."""
+        return {name: schedule for name, (schedule, _) in self._schedules.items()}
+
+    @property
     def does_nothing(self) -> bool:
         """Whether nothing was asked of a method that must be told what to act on, as with `ExplicitDropout()`."""
         return False

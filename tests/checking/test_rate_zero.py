@@ -102,3 +102,33 @@ def test_a_method_whose_zero_is_not_the_identity_is_never_left_out():
     plain = model(X)
     dampen.regularize(model, Temperature(0.0))
     assert not torch.equal(model(X), plain)
+
+
+def one_layer():
+    torch.manual_seed(0)
+    return dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp=12).train()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [dampen.DropPath(), dampen.DropKey(linear(0.0, 0.3)), dampen.DropHead(late(linear(0.0, 0.3), 0.5))],
+    ids=lambda m: type(m).__name__,
+)
+def test_a_schedule_that_leaves_nothing_is_refused(method):
+    """DropPath's default rises with depth from 0, and a model of one layer has no depth but 0."""
+    model = one_layer()
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=r"rate=.*linear.* would do nothing: on the 1 layer\(s\) chosen"):
+        dampen.regularize(model, [dampen.DropKey(0.1), method] if method.name != "drop_key" else method)
+    assert [type(m) for m in model.modules()] == before
+    with pytest.raises(ValueError, match="would do nothing"):
+        dampen.regularize(vit(), method, sites="blocks.1")  # the only layer chosen
+    dampen.regularize(vit(), method)
+
+
+@pytest.mark.parametrize("rate", [0.0, [0.0, 0.0], linear(0.0, 0.0)], ids=str)
+def test_what_was_asked_for_at_zero_is_said_to_do_nothing(rate):
+    reg = dampen.regularize(vit(), [dampen.DropKey(rate), dampen.DropHead(0.1)])
+    assert "DropKey is 0 everywhere for the whole of training: does nothing" in repr(reg)
+    assert "DropHead is 0" not in repr(reg)
+    assert "is 0 everywhere" not in repr(dampen.regularize(vit(), dampen.DropKey(late(0.4, 0.5))))

@@ -19,13 +19,16 @@ from dampen.regularizer import (
     Site,
     UnsupportedModel,
 )
+from dampen.schedules import always_zero
 from dampen.sockets.adapters import connect_adapters, is_lora
 from dampen.sockets.embeddings import find_embeddings, open_embeddings
 from dampen.sockets.entry import EntrySite
 from dampen.sockets.find import LayerPlan, find_layers, is_cross, is_keyless, stack_of
 from dampen.sockets.instance import check_own_forward
+from dampen.sockets.library_backend import find_backend
 from dampen.sockets.roles import weight_of
 from dampen.sockets.scope import LinearPlan
+from dampen.sockets.source import calls_socket, shows_no_softmax
 from dampen.sockets.state import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
 from dampen.sockets.swap import is_swapped, swap
 from dampen.sockets.whole_model import first_argument, model_input
@@ -76,6 +79,7 @@ def attach(
     layers = [_layer(layered, plan, site) for plan, site in zip(plans, sites_of, strict=True)]
     own = [_clone(m, Site("")) for m in whole]
     clones = [c for layer in layers for c in layer.clones] + own
+    _check_zeros(methods, clones, len(layers))
     for clone in clones:
         clone.prepare(model)
     embedded = [c for c in own if "embeddings" in c.stages]
@@ -106,9 +110,23 @@ def attach(
         entry = EntrySite()
         whole_model.watch_entry(entry)
         swap(plans[0].block or next(iter(plans[0].attentions.values())), "entry", entry)
+    _switch_library(model, plans, layers)
     swap(model, "model", whole_model)
     connect_adapters(model)
     return layers, clones, prefix
+
+
+def _switch_library(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[Layer]) -> None:
+    """Where a library computes attention behind a back end without a socket, switch it in training forwards."""
+    attentions = {name: m for plan in plans for name, m in plan.attentions.items()}
+    found = find_backend(model, attentions, layers)
+    if found is None:
+        return
+    backend, models = found
+    for name, module in attentions.items():
+        swap(module, "hidden", (backend, name))
+    for module in models:
+        swap(module, "backend", backend)
 
 
 def _check_methods(methods: Sequence[Any]) -> None:
@@ -128,6 +146,21 @@ def _check_methods(methods: Sequence[Any]) -> None:
             raise ValueError(
                 f"{name}() would do nothing: everything that it can act on is left at 0 or off. "
                 f"Say what it should act on, for example {name}({arguments or '...'})."
+            )
+
+
+def _check_zeros(methods: Sequence[Regularizer], clones: Sequence[Regularizer], layers: int) -> None:
+    """Raise where a schedule over depth leaves nothing of a method, as DropPath's default in a model of one layer. A
+    method that was asked for at 0 is a plain one, and `print(reg)` says so."""
+    for m in methods:
+        placed = [c for c in clones if c.name == m.name]
+        meant = [n for n, s in m.schedules.items() if not all(always_zero(s, depth) for depth in (0.0, 0.5, 1.0))]
+        if placed and meant and all(c.idle_forever for c in placed):
+            deepest = max(c.site.depth for c in placed if c.site is not None)
+            raise ValueError(
+                f"{type(m).__name__}({meant[0]}={m.schedules[meant[0]]}) would do nothing: on the {layers} layer(s) "
+                f"chosen, whose depths run from 0 to {deepest:.3g}, it is 0 for the whole of training. "
+                f"Give a number, as in {type(m).__name__}({meant[0]}=0.1), or a list with one value per layer."
             )
 
 
@@ -214,9 +247,16 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
                 f"{', '.join(type(c).__name__ for c in layer.clones if linear.role in c.roles)} would read it as one. "
                 "Load the model without quantization, or leave the layer out with sites=."
             )
+    looking = [c for c in layer.clones if c.stages & set(ATTENTION_STAGES)]
     for name, module in plan.attentions.items():
         if isinstance(module, nn.MultiheadAttention):
             check_own_forward(module, name)
+        elif looking and not is_keyless(module) and not calls_socket(type(module)) and shows_no_softmax(module):
+            raise UnsupportedModel(
+                f"{type(looking[0]).__name__} acts inside softmax attention, but the code of {type(module).__name__} "
+                f"at '{name}' has no softmax and calls no attention of torch (is it linear attention?). "
+                "Leave the layer out with sites=."
+            )
 
 
 def _wanted_linears(plan: LayerPlan, layer: Layer) -> dict[str, LinearPlan]:

@@ -70,13 +70,14 @@ class Channels:
             if isinstance(out, Tensor) and out.shape == given.shape:  # type: ignore[union-attr]
                 self.known[id(out)] = (out, companion)
             return
+        if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+            return  # other bits, not other places
+        if name in ("view", "view_as"):  # a companion repeats one line of numbers in memory, so it may need a copy
+            func = Tensor.reshape if name == "view" else Tensor.reshape_as
         new_args = tuple(companion if a is given else a for a in args)
         new_kwargs = {k: companion if a is given else a for k, a in kwargs.items()}
-        try:
-            with torch.no_grad():
-                moved = func(*new_args, **new_kwargs)
-        except (NotImplementedError, RuntimeError):  # not for whole numbers: the way is lost here, and nothing is told
-            return
+        with torch.no_grad():
+            moved = func(*new_args, **new_kwargs)
         pairs = [(out, moved)] if isinstance(out, Tensor) else list(zip(out, moved, strict=True)) if _many(out) else []
         for made, its in pairs:
             if isinstance(made, Tensor) and isinstance(its, Tensor) and made.shape == its.shape:
@@ -88,8 +89,9 @@ def _many(out: Any) -> bool:
 
 
 def head_axis(companion: Tensor) -> tuple[int | None, int] | None:
-    """Which leading axis of an operand (..., tokens, channels) counts heads, and how many there are: None as the axis
-    where they are merged into the batch, or where there is one. None at all where the companion does not tell."""
+    """Which leading axis of an operand (..., tokens, channels) counts heads, and how many there are: fewer than the
+    axis is long where they are merged with the batch in it. None as the axis where there is one head, or no other axis
+    beside a merged one. None at all where the companion does not tell."""
     leading = companion[..., 0, 0]
     if not bool((companion[..., :1, :] == companion).all()):
         return None  # a channel that changes from token to token
@@ -103,8 +105,8 @@ def head_axis(companion: Tensor) -> tuple[int | None, int] | None:
     heads = len(set(line.tolist()))
     if heads == len(line):
         return axis, heads
-    merged = leading.ndim == 1 and len(line) % heads == 0 and bool((line.view(-1, heads) == line[:heads]).all())
-    return (None, heads) if merged else None
+    merged = len(line) % heads == 0 and bool((line.view(-1, heads) == line[:heads]).all())
+    return (None if leading.ndim == 1 else axis, heads) if merged else None
 
 
 def cut_of(followed: Channels, companion: Tensor) -> tuple[LinearCall, Tensor] | None:
@@ -133,12 +135,12 @@ def tell_heads(
     site: AttentionSite, call: Call, companions: Sequence[Tensor | None], leading: Sequence[int]
 ) -> tuple[int | None, int] | None:
     """The axis of the heads among the leading axes of q, k and v, and their number, where their companions tell."""
-    if len(leading) == 2:
-        return None  # (B, H) by convention
     if call.followed is None:
         return site.told.get(len(leading))
     fitting = [c for c in companions if c is not None and tuple(c.shape[:-2]) == tuple(leading)]
     told = next((t for c in reversed(fitting) if (t := head_axis(c)) is not None), None)
+    if len(leading) == 2 and (told is None or told[0] != 0):
+        return None  # (B, H) by convention
     if told is not None:
         site.told[len(leading)] = told
         site.follow = True

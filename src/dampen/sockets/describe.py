@@ -31,7 +31,25 @@ def describe(reg: Regularization) -> str:
     for layer in reg.layers:
         here = "; ".join(map(str, layer.clones)) or "-"
         lines.append(f"  {layer.site.name:<{width}}  {here}  [{'; '.join(_kernels(layer)) or 'attention untouched'}]")
-    return "\n".join([*lines, *_unreached(reg), *_own(reg)])
+    return "\n".join([*lines, *_library(reg), *_unreached(reg), *_zeros(reg), *_own(reg)])
+
+
+def _library(reg: Regularization) -> list[str]:
+    """The library's back end that is switched while methods are at work, if any."""
+    found = next((vars(m)["_dampen_backend"] for m in reg.model.modules() if "_dampen_backend" in vars(m)), None)
+    return [] if found is None else [f"  (library)  {found.describe()}"]
+
+
+def _zeros(reg: Regularization) -> list[str]:
+    """The methods that were asked for at 0 and stay there."""
+    lines = []
+    for name in dict.fromkeys(r.name for r in reg.clones):
+        clones = [r for r in reg.clones if r.name == name]
+        if all(r.always_idle for r in clones):
+            lines.append(
+                f"  (note)  {type(clones[0]).__name__} is 0 everywhere for the whole of training: does nothing"
+            )
+    return lines
 
 
 def _own(reg: Regularization) -> list[str]:

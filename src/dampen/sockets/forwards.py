@@ -11,6 +11,7 @@ from dampen.sockets.carrier import carrier_forward
 from dampen.sockets.embeddings import embedding_forward, mask_forward
 from dampen.sockets.entry import entry_forward
 from dampen.sockets.instance import instance_forward
+from dampen.sockets.library_backend import backend_forward, hidden_forward
 from dampen.sockets.linear import linear_forward
 from dampen.sockets.own_dropout import sampled_forward
 from dampen.sockets.whole_model import model_forward
@@ -29,4 +30,6 @@ FORWARDS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "entry": entry_forward,
     "sampled": sampled_forward,
     "carrier": carrier_forward,
+    "backend": backend_forward,
+    "hidden": hidden_forward,
 }

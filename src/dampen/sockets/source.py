@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import inspect
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 _SOCKETS = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
 _SOFTMAX = {"softmax", "Softmax"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
+_PLAIN = (Tensor, torch, F, nn.Module, str, list, dict, tuple, int, float)  # whose attributes hide no attention
+_LIBRARIES = ("torch", "math", "numpy", "einops", "functools", "operator")
 
 
 def calls_socket(cls: type) -> bool:
@@ -70,3 +77,73 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
+
+
+def shows_no_softmax(module: nn.Module) -> bool:
+    """Whether the code of a module and of all below it can be read in full and has no softmax, nor any attention of
+    torch. Whatever cannot be followed (a function of another package, a callable kept on the module) might have one."""
+    return all(_reads_plain(inner) for inner in module.modules())
+
+
+def _reads_plain(module: nn.Module) -> bool:
+    cls = type(module)
+    if cls.__module__.startswith("torch."):
+        return not (_attends(cls.__name__) or "Transformer" in cls.__name__)
+    forward = inspect.getattr_static(cls, "forward", None)
+    return isinstance(forward, FunctionType) and "forward" not in vars(module) and _plain(forward, module, set())
+
+
+def _plain(function: FunctionType, module: nn.Module, seen: set[FunctionType]) -> bool:
+    """Whether everything that a function names is known, and none of it attends."""
+    if function in seen or function.__module__.startswith("torch."):
+        return True
+    seen.add(function)
+    if function.__closure__ or hasattr(function, "__wrapped__"):
+        return False  # what a closure holds or a decorator does is not in this code
+    for instruction in (i for code in _codes(function.__code__) for i in dis.get_instructions(code)):
+        name = str(instruction.argval)
+        if instruction.opname.startswith("IMPORT"):
+            return False
+        named = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD")
+        if not named:
+            continue
+        of_global = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        found = _global(function, name) if of_global else _attribute(module, name)
+        if _attends(name) or found is _UNKNOWN or (isinstance(found, FunctionType) and not _plain(found, module, seen)):
+            return False
+    return True
+
+
+_UNKNOWN = object()
+
+
+def _attends(name: str) -> bool:
+    return "softmax" in name.lower() or name in _SOCKETS or "attention" in name.lower()
+
+
+def _global(function: FunctionType, name: str) -> Any:
+    """What a global name stands for, where that is a function to be read; None where it hides nothing."""
+    value = function.__globals__.get(name, getattr(builtins, name, _UNKNOWN))
+    if isinstance(value, FunctionType) or value is _UNKNOWN:
+        return value
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "") or ""
+    known = home.split(".")[0] in (*_LIBRARIES, "builtins", "typing")
+    return None if known or isinstance(value, BuiltinFunctionType) or not (callable(value) or home) else _UNKNOWN
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """What an attribute of this name may stand for: one of the module, or of tensors and plain data."""
+    own = inspect.getattr_static(type(module), name, None)
+    own = (
+        own.fget if isinstance(own, property) else own.__func__ if isinstance(own, staticmethod | classmethod) else own
+    )
+    if isinstance(own, FunctionType):
+        return own
+    if name in vars(module):
+        return _UNKNOWN if callable(vars(module)[name]) else None
+    kept = {
+        **dict(module.named_children()),
+        **dict(module.named_parameters(recurse=False)),
+        **dict(module.named_buffers(recurse=False)),
+    }
+    return None if name in kept or own is not None or any(hasattr(x, name) for x in _PLAIN) else _UNKNOWN
