@@ -514,3 +514,25 @@ def test_values_that_go_through_unfold():
     dampen.regularize(model, Known("heads"))
     expected = plain * torch.tensor([0.3, 2.0]).repeat_interleave(4)  # nothing follows the heads but their order
     torch.testing.assert_close(model(x), expected)
+
+
+def test_heads_that_are_merged_with_the_batch_beside_blocks():
+    """HaloNet's operands are (batch x heads, blocks, tokens, channels): blocks are no heads."""
+    torch.manual_seed(0)
+    attention = timm.layers.halo_attn.HaloAttn(16, num_heads=2, block_size=4, halo_size=1).train()
+    x = torch.randn(3, 16, 8, 8)
+    plain = attention(x)
+
+    class OneHead(Regularizer):
+        stochastic = False
+
+        def heads(self, o, call):
+            assert o.shape[:2] == (3 * 4, 2)  # samples and blocks, heads
+            return o * torch.tensor([0.0, 1.0])[None, :, None, None]
+
+    model = nn.Sequential(attention)
+    dampen.regularize(model, OneHead())
+    for _ in range(3):
+        out = model(x)
+        assert torch.equal(out[:, :8], torch.zeros(3, 8, 8, 8))
+        torch.testing.assert_close(out[:, 8:], plain[:, 8:])

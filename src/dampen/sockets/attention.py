@@ -33,6 +33,7 @@ class Socket(TorchFunctionMode):
         self.site, self.frame, self.regularizers, self.call, self.seen = site, frame, regularizers, call, False
         self.eager = EagerAttention(cast(nn.Module, call.module), site, self._watch)
         start_following(site, call)
+        self.eager.start(regularizers, call)
         self.run = call_torch if call.followed is None else self._followed
 
     def __torch_function__(
@@ -44,7 +45,8 @@ class Socket(TorchFunctionMode):
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
         if func is F.linear and not self.frame.multiplying and not (args and self.eager.knows(args[0])):
             return self._linear(*args, **kwargs)
-        if not self.eager.ways and getattr(func, "__name__", "") not in PRODUCTS:  # nearly all: nothing to follow
+        name = getattr(func, "__name__", "")
+        if name not in PRODUCTS and (not self.eager.ways or self.eager.passes_by(name, args, kwargs)):  # nearly all
             return self.run(func, args, kwargs)
         return self.eager.call(func, args, kwargs, self.regularizers, self.call, self.run)
 
@@ -193,6 +195,7 @@ def run_attention(
                 switch_off(self, site)
         if not socket.seen:
             raise_without_socket(self, site, socket.eager.why)
+        socket.eager.remember()
         return socket.eager.put_weights(out)
     finally:
         frame.call = before

@@ -6,8 +6,15 @@ third tensor, then that is attention. There, at the second product, q, k, v, the
 the weights are all known, so every stage runs there, in the order of `attention`, and the way is gone again with the
 scores that the stages give. The model's own first softmax serves only to go on until then; its dropout waits.
 
+Attention sinks, columns of scores that belong to no key (gpt-oss), are part of the way too: they are laid beside the
+scores before the softmax and cut off after it, and the stages see the keys alone.
+
 Heads that are mixed on the way (talking heads: a linear map or a convolution over the axis of the heads, before the
 softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
+
+The way that a module's first forward took is remembered by the order of its functions. A later forward whose scores
+come the same way to the softmax is at the same place, so the stages run there, once: no second softmax, no way gone
+twice, and a function that touches nothing on the way is passed by. A forward that departs is followed as the first was.
 
 What cannot be told is refused: another function between, a softmax over another axis, weights that the module also uses
 for something else (token pruning) or mixes with others (ConViT's gate)."""
@@ -20,11 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dampen.masks import keep_keys
+from dampen._torch import saved_tensors_are_hooked
 from dampen.sockets.channels import tell_heads, tell_rows
+from dampen.sockets.eager_scores import fit, stages_of_scores, visible
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of
 from dampen.sockets.mixing import MOVES_AXES, moved_axes
+from dampen.sockets.ways import Product, Way, name_of
 
 if TYPE_CHECKING:
     from dampen.regularizer import Call, Regularizer
@@ -40,53 +49,9 @@ _TO_SCORES = set(
 _TO_WEIGHTS = set(
     (_FORM + "dropout mul mul_ __mul__ __rmul__ __imul__ masked_fill masked_fill_ where nan_to_num").split()
 )
+_JOINS = {"cat", "concat", "concatenate"}
+_NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
-_MASKS = set("add add_ __add__ __radd__ __iadd__ masked_fill masked_fill_ where max maximum sub __sub__".split())
-HIDDEN = 1000.0
-"""A score so far below its row's largest is a mask: its weight is zero in every dtype, so -1e4 and -1e9 hide too."""
-
-
-class Way:
-    """A tensor on its way, the function that made it and where it came from."""
-
-    def __init__(self, tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Any) -> None:
-        self.tensor, self.func, self.args, self.kwargs = tensor, func, args, kwargs
-        self.source: Way | None = source
-        self.axes: tuple[int, ...] = tuple(range(tensor.ndim))  # which axis of the scores each of its axes is
-
-    @property
-    def in_order(self) -> bool:
-        """Whether its axes are those of the scores, in their order."""
-        return self.axes == tuple(range(len(self.axes)))
-
-    def again(self, new: Tensor, since: Way) -> Tensor:
-        """Go the way from `since` to here with another tensor at its start."""
-        if self is since:
-            return new
-        source = self.source
-        if source is None:
-            raise RuntimeError("a way of scores has no beginning")  # cannot happen: `since` lies on it
-        before = source.again(new, since)
-        old = source.tensor
-        args = tuple(before if a is old else a for a in self.args)
-        kwargs = {k: before if a is old else a for k, a in self.kwargs.items()}
-        out: Tensor = self.func(*args, **kwargs)
-        return out
-
-    def names(self) -> list[str]:
-        """The functions on the way here, the last first."""
-        before = [] if self.source is None else self.source.names()
-        return [_name(self.func), *before]
-
-
-class Product:
-    """A product of two tensors that may be scores."""
-
-    def __init__(self, equation: Equation, q: Tensor, k: Tensor, start: Way) -> None:
-        self.equation, self.q, self.k, self.start = equation, q, k, start
-        self.softmax: Way | None = None  # the weights, once its scores have met one
-        self.scores: Way | None = None  # what entered it
-        self.turned: Way | None = None  # the weights with their last two axes swapped, for values^T weights^T
 
 
 class EagerAttention:
@@ -95,10 +60,39 @@ class EagerAttention:
     def __init__(self, module: nn.Module, site: AttentionSite, watch: Callable[..., None]) -> None:
         self.module, self.site, self.where, self.watch = module, site, site.name, watch
         self.ways: list[tuple[Way, Product]] = []
+        self.ids: set[int] = set()  # of the tensors on a way, which `ways` keeps alive; compiled graphs know no ids
+        self.stages: set[str] = set()  # those that are at work in this forward
+        self.products = 0
+        self.path: tuple[int, list[str]] | None = None  # the way of the forwards before, where this one may take it
         self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
         self.done = 0
         self.why = "no softmax of a product of two tensors was seen"
         self.told = False  # whether `why` names what stood in the way first
+
+    def start(self, regularizers: Sequence[Regularizer], call: Call) -> None:
+        """The beginning of a forward. `qkv` needs the values too, which come after the softmax. A checkpoint counts the
+        tensors that its recompute saves, so both must go the same way: the long one."""
+        self.stages = {stage for r in regularizers for stage in r.stages}
+        if torch.compiler.is_compiling() or self.site.path is None or call.followed is not None:
+            return
+        if "qkv" not in self.stages and not saved_tensors_are_hooked():
+            self.path = self.site.path
+
+    def passes_by(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a function has nothing to do with a known way, in a forward that may take one."""
+        if self.path is None or name in _JOINS:
+            return False
+        return self.ids.isdisjoint(map(id, args)) and self.ids.isdisjoint(map(id, kwargs.values()))
+
+    def remember(self) -> None:
+        """The end of a forward: the way that its one attention took, for those after it."""
+        if torch.compiler.is_compiling():
+            return
+        met = list({id(product): product for _, product in self.ways if product.softmax is not None}.values())
+        if self.done != 1 or len(met) != 1 or met[0].keys is not None:
+            self.site.path = None
+        elif not met[0].early and met[0].scores is not None:
+            self.site.path = met[0].number, met[0].scores.names()
 
     def call(
         self,
@@ -110,11 +104,13 @@ class EagerAttention:
         run: Callable[..., Any],
     ) -> Any:
         """Run a torch function of the module; `run` runs one as it is."""
-        name = _name(func)
+        name = name_of(func)
         if name in _LOOKS:
             return run(func, args, kwargs)
         if name == "einsum" and len(args) == 2 and isinstance(args[1], list | tuple):
             args = (args[0], *args[1])
+        if name in _JOINS:
+            return self._join(func, args, kwargs, run)
         found = self._known(args, kwargs)
         equation = product_equation(name, args, kwargs)
         if equation is not None:
@@ -131,22 +127,33 @@ class EagerAttention:
             return run(func, args, kwargs)
         way, product = found
         if name == "softmax" and product.softmax is None:
-            return self._softmax(way, product, func, args, kwargs, run)
+            return self._softmax(way, product, func, args, kwargs, regularizers, call, run)
         if product.softmax is None:
             return self._follow(way, product, func, args, kwargs, run, _TO_SCORES)
-        if name == "dropout":  # it waits until the weights are those of the stages
-            self.ways.append((Way(way.tensor, func, args, kwargs, way), product))
+        if name == "__getitem__" and product.keys is not None and product.softmax is way and args[1] == _NO_SINK:
+            product.softmax = Way(run(func, args, kwargs), func, args, kwargs, way)
+            self._put(product.softmax, product)
+            return product.softmax.tensor
+        if name == "dropout" and not product.early:  # it waits until the weights are those of the stages
+            self._put(Way(way.tensor, func, args, kwargs, way), product)
             return way.tensor
         if name == "transpose" and product.turned is None and _swaps_last(args, kwargs, way.tensor.ndim):
             out = run(func, args, kwargs)
             product.turned = Way(out, func, args, kwargs, way)
-            self.ways.append((product.turned, product))
+            self._put(product.turned, product)
             return out
         return self._follow(way, product, func, args, kwargs, run, _TO_WEIGHTS)
 
     def knows(self, tensor: Any) -> bool:
         """Whether a tensor is on its way from scores to the product with values."""
+        if self.path is not None:
+            return id(tensor) in self.ids
         return any(way.tensor is tensor for way, _ in self.ways)
+
+    def _put(self, way: Way, product: Product) -> None:
+        self.ways.append((way, product))
+        if self.path is not None:
+            self.ids.add(id(way.tensor))
 
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Way, Product] | None:
         """The newest way that one of the arguments has come."""
@@ -159,6 +166,24 @@ class EagerAttention:
                         return way, product
         return None
 
+    def _join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        """Sinks beside the scores of one head and query, or something that is not followed."""
+        out = run(func, args, kwargs)
+        parts = args[0] if args else kwargs.get("tensors", ())
+        found = self._known(tuple(parts), {})
+        if found is None:
+            return out
+        way, product = found
+        beside = out.shape[:-1] == way.tensor.shape[:-1] and len(parts) == 2 and parts[1].shape[-1] == 1
+        if product.softmax is None and product.keys is None and way.in_order and parts[0] is way.tensor and beside:
+            product.keys = way
+            self._put(Way(out, func, args, kwargs, way), product)
+        elif product.softmax is None:
+            self._tell(f"its scores go through '{name_of(func)}' before the softmax")
+        else:
+            self._refuse(f"it also uses its attention weights in '{name_of(func)}'")
+        return out
+
     def _product(
         self, equation: Equation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Tensor:
@@ -166,7 +191,8 @@ class EagerAttention:
         weights = isinstance(equation.left, nn.Parameter) or isinstance(equation.right, nn.Parameter)
         if not weights and out.ndim >= 2:  # a product with a bare parameter is a linear map
             start = Way(out, func, args, kwargs, None)
-            self.ways.append((start, Product(equation, equation.left, equation.right, start)))
+            self._put(start, Product(equation, self.products, start))
+            self.products += 1
         return out
 
     def _follow(
@@ -179,13 +205,15 @@ class EagerAttention:
         run: Callable[..., Any],
         allowed: set[str],
     ) -> Any:
-        name, numel = _name(func), way.tensor.numel()
+        name, numel = name_of(func), way.tensor.numel()
         out = run(func, args, kwargs)
         axes = moved_axes(name, way.axes, args, kwargs) if name in MOVES_AXES or not way.in_order else None
         if name in allowed | MOVES_AXES and isinstance(out, Tensor) and out.numel() == numel and axes != ():
             here = Way(out, func, args, kwargs, way)
             here.axes = here.axes if axes is None else axes
-            self.ways.append((here, product))
+            self._put(here, product)
+        elif product.softmax is None and name in ("max", "amax"):
+            pass  # the largest of each row, to subtract it: the softmax does not see it
         elif product.softmax is not None:
             self._refuse(f"it also uses its attention weights in '{name}'")
         else:
@@ -193,23 +221,37 @@ class EagerAttention:
         return out
 
     def _softmax(
-        self, way: Way, product: Product, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any
+        self,
+        way: Way,
+        product: Product,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        regularizers: Sequence[Regularizer],
+        call: Call,
+        run: Callable[..., Any],
     ) -> Tensor:
-        out: Tensor = run(func, args, kwargs)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        scores = way.tensor
+        keys = way if product.keys is None else product.keys
+        scores, known = keys.tensor, self.path == (product.number, keys.names()) and product.keys is None
+        out: Tensor = way.tensor if known else run(func, args, kwargs)
+        why = ""
         if not product.equation.scores_last(product.start.tensor, scores):
-            self._tell(f"its scores {tuple(scores.shape)} have no axes for queries and keys at their end")
+            why = f"its scores {tuple(scores.shape)} have no axes for queries and keys at their end"
         elif not way.in_order:
-            self._tell(f"its softmax sees the axes of its scores in the order {way.axes}")
+            why = f"its softmax sees the axes of its scores in the order {way.axes}"
         elif dim not in (-1, scores.ndim - 1):
-            self._tell(f"its softmax is over axis {dim} of {tuple(scores.shape)}, not over the keys at the end")
-        else:
-            product.scores = way
-            product.softmax = Way(out, func, args, kwargs, way)
-            self.ways.append((product.softmax, product))
-            self._tell("its attention weights were never multiplied with values")
-        return out
+            why = f"its softmax is over axis {dim} of {tuple(scores.shape)}, not over the keys at the end"
+        if why:
+            self._tell(why)
+            return run(func, args, kwargs) if known else out
+        product.scores, product.softmax = keys, Way(out, func, args, kwargs, way)
+        if known:
+            product.early = True
+            product.softmax.tensor = self._weigh(product, None, regularizers, call)[0]
+        self._put(product.softmax, product)
+        self._tell("its attention weights were never multiplied with values")
+        return product.softmax.tensor
 
     def _tell(self, why: str) -> None:
         if not self.told:
@@ -226,53 +268,73 @@ class EagerAttention:
         regularizers: Sequence[Regularizer],
         call: Call,
     ) -> Tensor:
-        """The product with the values: every stage runs here."""
+        """The product with the values: every stage has run when it is done."""
         if product.scores is None or product.softmax is None or way.tensor.ndim < 2:
             raise RuntimeError("values met weights without a softmax")  # cannot happen: the caller has looked
-        scores = product.scores.tensor
-        leading, keys = scores.shape[:-2], scores.shape[-1]
+        keys = product.scores.tensor.shape[-1]
         if not way.in_order or not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
             self._refuse("its attention weights are not multiplied with one value per key")
-        companions = self._companions(product.equation, equation, leading, call)
+        a, values = way.tensor, equation.values
+        if product.early:
+            call.value_size = equation.values_last().shape[-1]
+        else:
+            new, values = self._weigh(product, equation, regularizers, call)
+            a = way.again(new, product.softmax)
+            self.weights.append((way.tensor, a))
+        o: Tensor = func(*(a if x is way.tensor else values if x is equation.values else x for x in args), **kwargs)
+        if "heads" in self.stages:
+            o = self._heads(o, equation, product.layout, regularizers, call)
+        call.scores = None
+        self.done += 1
+        self.watch(call, before=False)
+        return o
+
+    def _weigh(
+        self, product: Product, outputs: Equation | None, regularizers: Sequence[Regularizer], call: Call
+    ) -> tuple[Tensor, Tensor]:
+        """The weights as the stages make them of the scores, and the values; those wait where none needs them yet."""
+        if product.scores is None or product.softmax is None:
+            raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
+        scores = product.scores.tensor
+        leading = scores.shape[:-2]
+        companions = [None] * 3 if outputs is None else self._companions(product.equation, outputs, leading, call)
         told = tell_heads(self.site, call, companions, leading)
-        layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given, told)
-        operands = (*product.equation.tokens_last(), equation.values_last())
-        q, k, v = (layout.fold(t.reshape(*_fit(t, leading), *t.shape[-2:])) for t in operands)
-        tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions])
+        layout = product.layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given, told)
+        q, k = (layout.fold(t.reshape(*fit(t, leading), *t.shape[-2:])) for t in product.equation.tokens_last())
         self._check_tokens(q, k, call)
+        tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions])
         call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
-        call.head_size, call.value_size, call.scale, call.is_causal = q.shape[3], v.shape[3], 1.0, False
+        call.head_size, call.scale, call.is_causal = q.shape[3], 1.0, False
         s = layout.fold(scores)
-        call.bias, call.mask = None, _visible(s, set(product.scores.names()))
+        call.bias, call.mask = None, visible(s, set(product.scores.names()))
         call.scores = s
-        self.watch(call, before=True)
-        new_q, new_k, new_v = q, k, v
-        for r in regularizers:
-            if "qkv" in r.stages:
-                new_q, new_k, new_v = r.qkv(new_q, new_k, new_v, call)
-        if new_q is not q or new_k is not k:
-            start = product.equation.remake(layout.unfold(new_q), layout.unfold(new_k), product.start)
-            s = layout.fold(product.scores.again(start, product.start))
-            call.scores = s
-        s = _stages_of_scores(s, new_q, new_k, regularizers, call)
+        values = scores
+        if outputs is None:
+            self.watch(call, before=True)
+        else:
+            v = outputs.values_last()
+            v = layout.fold(v.reshape(*fit(v, leading), *v.shape[-2:]))
+            call.value_size, values = v.shape[3], outputs.values
+            self.watch(call, before=True)
+            new_q, new_k, new_v = q, k, v
+            for r in regularizers:
+                if "qkv" in r.stages:
+                    new_q, new_k, new_v = r.qkv(new_q, new_k, new_v, call)
+            if new_q is not q or new_k is not k:
+                start = product.equation.remake(layout.unfold(new_q), layout.unfold(new_k), product.start)
+                s = layout.fold(product.scores.again(start, product.start))
+                call.scores = s
+            values = values if new_v is v else outputs.values_back(layout.unfold(new_v))
+            q, k = new_q, new_k
+        s = stages_of_scores(s, q, k, regularizers, call)
         a = product.softmax.again(layout.unfold(s), product.scores)
-        if any("probs" in r.stages for r in regularizers):
+        if "probs" in self.stages:
             folded = layout.fold(a)
             for r in regularizers:
                 if "probs" in r.stages:
                     folded = r.probs(folded, call)
             a = layout.unfold(folded)
-        a = way.again(a, product.softmax)
-        self.weights.append((way.tensor, a))
-        values = equation.values
-        replaced = values if new_v is v else equation.values_back(layout.unfold(new_v))
-        o: Tensor = func(*(a if x is way.tensor else replaced if x is values else x for x in args), **kwargs)
-        if any("heads" in r.stages for r in regularizers):
-            o = self._heads(o, equation, layout, regularizers, call)
-        call.scores = None
-        self.done += 1
-        self.watch(call, before=False)
-        return o
+        return a, values
 
     def _companions(
         self, scores: Equation, outputs: Equation, leading: Sequence[int], call: Call
@@ -285,7 +347,7 @@ class EagerAttention:
         like = scores.like(q, k).tokens_last()
         ordered = [None if q is None else like[0], None if k is None else like[1]]
         ordered.append(None if v is None else outputs.like(None, v).values_last())
-        return [None if c is None else c.reshape(*_fit(c, leading), *c.shape[-2:]) for c in ordered]
+        return [None if c is None else c.reshape(*fit(c, leading), *c.shape[-2:]) for c in ordered]
 
     def put_weights(self, out: Any) -> Any:
         """A module's output with the attention weights, where it gives them out, as the stages left them."""
@@ -316,50 +378,7 @@ class EagerAttention:
         )
 
 
-def _stages_of_scores(s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
-    """mask and logits: the scores with hidden keys at -inf. What the model hides stays as the model has it."""
-    hidden = [h for r in regularizers if "mask" in r.stages and (h := r.mask(q, k, call)) is not None]
-    if any("logits" in r.stages for r in regularizers):
-        raw = s if call.mask is None else s.masked_fill(~call.mask, 0.0)
-        for r in regularizers:
-            if "logits" in r.stages:
-                raw = r.logits(raw, call)
-        s = raw if call.mask is None else torch.where(call.mask, raw, s)
-    if not hidden:
-        return s
-    dropped = ~keep_keys(call.mask, hidden, s.shape[-1])
-    return s.masked_fill(dropped if call.mask is None else dropped & call.mask, float("-inf"))
-
-
-def _visible(s: Tensor, way: set[str]) -> Tensor | None:
-    """Which keys the model lets each query see, from its final scores; None: all, as its functions say or as it turns
-    out."""
-    if not way & _MASKS:
-        return None
-    low = s.detach()
-    seen = (low > torch.finfo(s.dtype).min / 2) & (low > low.amax(-1, keepdim=True) - HIDDEN)
-    if not torch.compiler.is_compiling() and bool(seen.all()):
-        return None
-    return seen
-
-
 def _swaps_last(args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> bool:
     """Whether a transpose is of the last two axes."""
     axes = [*args[1:3], *(kwargs[k] for k in ("dim0", "dim1") if k in kwargs)]
     return sorted(a % ndim for a in axes if isinstance(a, int)) == [ndim - 2, ndim - 1]
-
-
-def _fit(t: Tensor, leading: Sequence[int]) -> tuple[int, ...]:
-    """The leading axes of an operand as the scores have them: BLOOM's product is (B * H, N, M), its softmax 4-d."""
-    own = tuple(t.shape[:-2])
-    size = 1
-    for n in own:
-        size *= n
-    total = 1
-    for n in leading:
-        total *= n
-    return tuple(leading) if size == total else own
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", "")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from dampen.sockets.eager import Way
+    from dampen.sockets.ways import Way
 
 
 class Equation:

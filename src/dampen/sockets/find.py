@@ -114,13 +114,17 @@ def find_attentions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def stack_of(name: str) -> str:
-    """The stack that a layer belongs to: everything up to its encoder or decoder.
+    """The stack that a layer belongs to: everything up to its encoder or decoder. One that is an element of a list is a
+    stage of the model (Nest), not a stack of its own.
 
     >>> stack_of("vision_model.encoder.layers.3"), stack_of("decoder.block.0"), stack_of("blocks.0")
     ('vision_model.encoder', 'decoder', '')
+    >>> stack_of("levels.1.transformer_encoder.0")
+    ''
     """
     parts = name.split(".")
-    ends = [i for i, part in enumerate(parts) if "encoder" in part or "decoder" in part]
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    ends = [i for i, part in enumerate(parts[:first]) if "encoder" in part or "decoder" in part]
     return ".".join(parts[: ends[0] + 1]) if ends else ""
 
 

@@ -1,8 +1,8 @@
 """Which axis is which in the operands of an attention: anything with leading axes as (B, H, tokens, channels).
 
 Four axes are (B, H, N, D) by convention, unless the way of the channels says (B * H, blocks, N, D) (HaloNet). Of three
-or five the module's own number of heads tells which axis is the heads (Nest: (B, H, blocks, N, D); Twins: (B, blocks, H,
-N, D); BLOOM: (B * H, N, D)); where it does not tell, a guess would drop blocks of an image for heads, so it is an
+or five the module's own number of heads tells which axis is the heads (Nest: (B, H, blocks, N, D); Twins: (B, blocks,
+H, N, D); BLOOM: (B * H, N, D)); where it does not tell, a guess would drop blocks of an image for heads, so it is an
 error."""
 
 from __future__ import annotations
