@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -178,3 +179,20 @@ def test_attention_sinks(stage):
         torch.testing.assert_close(torch.autograd.grad(got.square().sum(), (x, attention.sinks)), wanted)
     with pytest.raises(RuntimeError, match="not multiplied with one value per key"):
         attention(x, cut=False)
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_compiled_once_whatever_ran_before(before):
+    """What plain forwards have remembered is not part of a graph."""
+    torch._dynamo.reset()
+    model, x, bias = set_up("at")
+    dampen.regularize(model, DropKey(0.4))
+    for _ in range(before):
+        model[0](x, bias)
+    counter = CompileCounter()
+    run = torch.compile(model[0], backend=counter, fullgraph=True)
+    for _ in range(3):
+        run(x, bias).sum().backward()
+        model[0](x, bias)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

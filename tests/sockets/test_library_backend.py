@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import transformers as tr
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -204,3 +205,18 @@ def test_a_back_end_of_the_user_s_own_is_entered_where_it_calls_sdpa(monkeypatch
     model(input_ids=TEXT)
     assert stand_in.calls == 2
     assert reg.kernels()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # dynamo's
+def test_compiled_once():
+    torch._dynamo.reset()
+    model = llama("flex_attention")
+    reg = dampen.regularize(model, DropKey(0.4))
+    counter = CompileCounter()
+    run = torch.compile(model, backend=counter)
+    for step in range(3):
+        reg.progress(step / 3)
+        run(input_ids=TEXT, use_cache=False).logits.sum().backward()
+    assert counter.frame_count == 1
+    assert model.config._attn_implementation == "flex_attention"
+    torch._dynamo.reset()
