@@ -9,8 +9,9 @@ residual branch. Anything else is *wrong*.
     python -m benchmarks.model_sweep                    # writes benchmarks/records/model_sweep.json and docs/models.md
     python -m benchmarks.model_sweep --only swin --dry  # a look, nothing written
     python -m benchmarks.model_sweep --page             # the page again, from the record
-    python -m benchmarks.model_sweep --part 0/2 --resume  # every second model that the record lacks
-"""
+    python -m benchmarks.model_sweep --part 0/2 --resume  # every second model that the record lacks, or has from before
+
+A sweep that was cut short leaves the cases of the one before it in the record, by name in `older`; the page says so."""
 
 from __future__ import annotations
 
@@ -231,7 +232,7 @@ def page(record: dict[str, Any]) -> str:
             f"## {library} {record['versions'][library]}", "",
             f"{len(built)} of {len(cases)} could be built here. Of {applicable} applicable cases {sums['works']} work "
             f"({100 * sums['works'] / max(1, applicable):.1f} %), {sums['refused']} are refused, {sums['wrong']} are "
-            "wrong.", "",
+            f"wrong.{_older(record, library)}", "",
             "| model | " + " | ".join(METHODS) + " |", "|---" * (1 + len(METHODS)) + "|",
         ]  # fmt: skip
         marks = {"works": "works", "refused": "*refused*", "not applicable": "n/a", "wrong": "**WRONG**"}
@@ -250,6 +251,12 @@ def page(record: dict[str, Any]) -> str:
         left = {n: c["not built"] for n, c in cases.items() if "not built" in c}
         lines += ["", "Not built here:", "", *(f"- {n}: {w[:120]}" for n, w in sorted(left.items())), ""]
     return "\n".join(lines) + "\n"
+
+
+def _older(record: dict[str, Any], library: str) -> str:
+    """How many cases are of a sweep before the last, in words."""
+    older = record.get("older", {}).get(library, ())
+    return f" {len(older)} of the models were swept before the last changes of the code." if older else ""
 
 
 def _late(*_: Any) -> None:
@@ -272,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     signal.signal(signal.SIGVTALRM, _late)
-    record: dict[str, Any] = {"timm": {}, "transformers": {}}
+    record: dict[str, Any] = {"timm": {}, "transformers": {}, "older": {"timm": [], "transformers": []}}
     if RECORD.exists():
         record = json.loads(RECORD.read_text())
     record["versions"] = {
@@ -280,13 +287,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     for library in ("timm", "transformers"):
         if not options.page and options.library in (None, library):
-            known = record[library] if options.resume and not options.dry else {}
+            before = record.get("older", {}).get(library, ())
+            known = {n: c for n, c in record[library].items() if n not in before} if options.resume else {}
+            known = {} if options.dry else known
+            if not options.resume and not options.dry and not options.only and options.part == "0/1":
+                record.setdefault("older", {})[library] = sorted(record[library])
+                write_json(RECORD, record)
 
             def save(name: str, case: dict[str, Any], library: str = library) -> None:
                 if not options.dry:  # read again: another part may have written since
                     now = json.loads(RECORD.read_text()) if RECORD.exists() else record
                     now["versions"] = record["versions"]
                     now[library][name] = case
+                    older = now.setdefault("older", {}).get(library, ())
+                    now["older"][library] = [n for n in older if n != name]
                     write_json(RECORD, now)
 
             number, parts = map(int, options.part.split("/"))

@@ -99,8 +99,25 @@ class HandAttention(nn.Module):
         return F.normalize(q @ k.transpose(-2, -1), 1) @ v
 
 
+class KeptAttention(HandAttention):
+    """The same where its code does not tell: a function that is kept on the module might be a softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalize = F.normalize
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.normalize(q @ k.transpose(-2, -1), dim=1) @ v
+
+
+def test_a_model_without_softmax_is_refused_where_its_code_tells():
+    with pytest.raises(ValueError, match=r"HandAttention at '0' has no softmax"):
+        dampen.regularize(nn.Sequential(HandAttention()), DropKey(0.1))
+
+
 def test_a_model_that_never_calls_sdpa_raises_on_its_first_step():
-    model = nn.Sequential(HandAttention())
+    model = nn.Sequential(KeptAttention())
     dampen.regularize(model, DropKey(0.1))
     with pytest.raises(
         RuntimeError, match=r"(?s)ran without calling F.scaled_dot_product_attention.*set_attn_implementation"
