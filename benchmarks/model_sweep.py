@@ -285,14 +285,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record["versions"] = {
         "timm": timm.__version__, "transformers": transformers.__version__, "torch": torch.__version__
     }  # fmt: skip
+    chosen = [x for x in ("timm", "transformers") if not options.page and options.library in (None, x)]
+    if not (options.resume or options.dry or options.only) and options.part == "0/1":
+        record["older"] = record.get("older", {}) | {library: sorted(record[library]) for library in chosen}
+        write_json(RECORD, record)
     for library in ("timm", "transformers"):
-        if not options.page and options.library in (None, library):
+        if library in chosen:
             before = record.get("older", {}).get(library, ())
             known = {n: c for n, c in record[library].items() if n not in before} if options.resume else {}
             known = {} if options.dry else known
-            if not options.resume and not options.dry and not options.only and options.part == "0/1":
-                record.setdefault("older", {})[library] = sorted(record[library])
-                write_json(RECORD, record)
 
             def save(name: str, case: dict[str, Any], library: str = library) -> None:
                 if not options.dry:  # read again: another part may have written since

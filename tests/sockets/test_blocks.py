@@ -228,6 +228,7 @@ LIBRARY = {
     "gpt_neox": (lambda: _tiny(tr.GPTNeoXModel, tr.GPTNeoXConfig), ["parallel"] * 2),
     "phi": (lambda: _tiny(tr.PhiModel, tr.PhiConfig), ["parallel"] * 2),
     "cohere": (lambda: _tiny(tr.CohereModel, tr.CohereConfig), ["attention", "ffn"] * 2),
+    "apertus": (lambda: _tiny(tr.ApertusModel, tr.ApertusConfig), ["attention", "ffn"] * 2),  # b x + a x^2 inside
     "mixtral": (lambda: _tiny(tr.MixtralModel, tr.MixtralConfig, num_key_value_heads=2), ["attention", "ffn"] * 2),
     "opt": (lambda: tr.OPTModel(tr.OPTConfig(vocab_size=60, hidden_size=16, num_hidden_layers=2, ffn_dim=32,
             num_attention_heads=2, word_embed_proj_dim=16)).train(), ["attention", "ffn"] * 2),

@@ -58,6 +58,16 @@ class Origins:
         """Whether a tensor is the stream after one linear map, and norms, pooling and reshaping alone."""
         return self._count_maps(place, _AFFINE) == 1
 
+    def map_behind(self, place: int) -> int:
+        """What the last linear map before a tensor gave, or the tensor itself where there is none."""
+        todo = [place]
+        while todo:
+            here = todo.pop()
+            if self.makers[here][0] in MAPS:
+                return here
+            todo.extend(p for p in self.makers[here][1] if self.labels[p])
+        return place
+
     def is_beside_a_map(self, place: int) -> bool:
         """Whether a tensor is a part of a linear map rather than a sublayer: a map, or several in a row with nothing
         between them but dropout (LoRA)."""

@@ -141,7 +141,8 @@ class ResidualSocket(TorchFunctionMode):
             labels = (known.labels[other] - known.labels[made]) or frozenset([f"ffn {len(self.found)}"])
             around = known.labels[made] if attended else CLEAN
             return Found(labels, branch_first, self.read, around, resized=resized)
-        derived = known.comes_from(other, made, mapped=True)  # the inside of an activation: x + 0.04 x^3
+        # the inside of an activation, x + 0.04 x^3 or b x + a x^2, reads one map on both sides
+        derived = single and known.comes_from(other, known.map_behind(made), mapped=True)
         if single and resized and not derived and not known.is_beside_a_map(other):
             return Found(known.labels[other], branch_first, self.read, projected=True, resized=resized)
         return None
