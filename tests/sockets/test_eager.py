@@ -536,3 +536,24 @@ def test_heads_that_are_merged_with_the_batch_beside_blocks():
         out = model(x)
         assert torch.equal(out[:, :8], torch.zeros(3, 8, 8, 8))
         torch.testing.assert_close(out[:, 8:], plain[:, 8:])
+
+
+class ConvolvedAttention(Attention):
+    """A convolution over the keys with its arguments by name, as Inkling writes it."""
+
+    def __init__(self):
+        super().__init__("at")
+        self.kernel = nn.Parameter(torch.randn(3 * H * D, 1, 3))
+
+    def _split(self, x):
+        y = F.conv1d(input=self.qkv(x).mT, weight=self.kernel, padding=1, groups=3 * H * D).mT
+        return (t.unflatten(-1, (H, D)) for t in y.chunk(3, -1))
+
+
+def test_a_convolution_with_its_arguments_by_name():
+    torch.manual_seed(0)
+    model = nn.Sequential(ConvolvedAttention()).train()
+    x, bias = torch.randn(B, N, H * D), torch.zeros(1, H, N, N)
+    plain = model[0](x, bias)
+    dampen.regularize(model, DropKey(0.5))
+    assert not torch.equal(model[0](x, bias), plain)

@@ -55,7 +55,8 @@ class Socket(TorchFunctionMode):
         out = call_torch(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in ("conv1d", "conv2d", "conv3d"):
-            self.call.followed.start(out, 1 - args[1].ndim)  # also without samples: (C, ...)
+            weight: Tensor = args[1] if len(args) > 1 else kwargs["weight"]
+            self.call.followed.start(out, 1 - weight.ndim)  # also without samples: (C, ...)
         else:
             self.call.followed.follow(func, name, args, kwargs, out)
         return out
