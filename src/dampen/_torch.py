@@ -15,7 +15,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -132,10 +132,15 @@ def has_numbers(t: torch.Tensor) -> bool:
 
 def shared_until_written(t: torch.Tensor) -> torch.Tensor:
     """A copy that takes no memory until one of the two is written to, in whatever way: `torch._lazy_clone`, torch 2.2
-    and newer; where torch, the device or the kind of tensor has none of it, a copy at once."""
+    and newer; where torch, the device, the kind of tensor or its memory has none of it, a copy at once."""
     lazy = getattr(torch, "_lazy_clone", None)
     plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type in ("cpu", "cuda")
-    return t.detach().clone() if lazy is None or not plain else lazy(t.detach())
+    if lazy is None or not plain:
+        return t.detach().clone()
+    try:
+        return cast(torch.Tensor, lazy(t.detach()))
+    except RuntimeError:  # memory that torch did not take itself: a file of weights mapped by safetensors, an array
+        return t.detach().clone()
 
 
 def is_shared(t: torch.Tensor) -> bool:

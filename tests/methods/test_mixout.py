@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import dampen
 from benchmarks.reference_stochastic import mixout
 from dampen import ExplicitMixout, Mixout, regularize
-from dampen._torch import is_shared
+from dampen._torch import is_shared, shared_until_written
 from dampen.regularizer import UnsupportedModel
 
 
@@ -135,6 +135,18 @@ def test_the_start_shares_memory_until_the_weight_moves(move_by):
     for start, name in zip(starts, ("0.mlp.fc1", "0.mlp.fc2", "1.mlp.fc1", "1.mlp.fc2"), strict=True):
         assert torch.equal(start, before[f"blocks.{name}.weight"])
     assert not torch.equal(maps[0].weight, starts[0])
+
+
+def test_weights_in_mapped_files_are_copied_at_once(tmp_path):
+    """transformers maps a folder's safetensors, and memory that torch did not take itself cannot be shared."""
+    from safetensors.torch import load_file, save_file
+
+    save_file({"weight": torch.randn(8, 8), "bias": torch.zeros(8)}, tmp_path / "model.safetensors")
+    mapped = load_file(tmp_path / "model.safetensors")["weight"]
+    for given in (mapped, torch.from_numpy(mapped.numpy().copy())):
+        kept, values = shared_until_written(given), given.clone()
+        given.add_(1.0)
+        assert torch.equal(kept, values)
 
 
 @pytest.mark.parametrize("same", [True, False])
