@@ -82,7 +82,8 @@ def penalty() -> str | None:
     gains = [c.difference for c in against[lambda_page.PLAIN].values()]
     shown = sum(c.verdict == "better" for c in against[lambda_page.PLAIN].values())
     told_apart = sum(c.verdict in ("better", "worse") for c in against[lambda_page.IMPLICIT].values())
-    told = f"**Dropout as a penalty may or may not do what dropout does**: on 337 digits {len(forms)} variants of Explicit Dropout "
+    told = "**Dropout as a penalty may or may not do what dropout does**: on 337 digits "
+    told += f"{len(forms)} variants of Explicit Dropout "
     told += (
         f"gain {min(gains):.1f} to {max(gains):.1f} points ({shown} of {len(forms)} shown), and {told_apart} of them "
     )
