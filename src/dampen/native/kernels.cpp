@@ -267,8 +267,8 @@ float largest_of(const float* s, int m) {
   return largest;
 }
 
-// s <- exp(s - largest), divided by their sum, which is returned
-float normalize(float* s, int m, float largest) {
+// s <- exp(s - largest). Their sum.
+float weigh(float* s, int m, float largest) {
   Eight sums = {};
   float total = 0;
   int j = 0;
@@ -279,9 +279,6 @@ float normalize(float* s, int m, float largest) {
   }
   for (int l = 0; l < 8; l++) total += sums[l];
   for (; j < m; j++) total += s[j] = exponential(s[j] - largest);
-  const float inverse = 1 / total;
-  for (j = 0; j + 8 <= m; j += 8) store(s + j, load<Eight>(s + j) * inverse);
-  for (; j < m; j++) s[j] *= inverse;
   return total;
 }
 
@@ -410,23 +407,23 @@ int show(const Problem& p, i64 b, i64 h, i64 i, i64 j0, int m, float* s) {
   return seen;
 }
 
-// Drop the keys that are drawn and whose scores reach `limit`. Whether any is left.
-bool drop(const u16* draw, u32 thr, float limit, int m, float* s) {
-  EightInts left = {};
-  bool kept = false;
+// Drop the keys that are drawn and whose scores reach `limit`. The largest score that is left.
+float drop(const u16* draw, u32 thr, float limit, int m, float* s) {
+  Eight most = Eight{} - INF;
+  float largest = -INF;
   int j = 0;
   for (; j + 8 <= m; j += 8) {
     const EightInts number = __builtin_convertvector(load<EightDraws>(draw + j), EightInts);
     const Eight x = load<Eight>(s + j), y = (number < (int)thr) & (x >= limit) ? Eight{} - INF : x;
     store(s + j, y);
-    left |= y > -INF;
+    most = most > y ? most : y;
   }
-  for (int l = 0; l < 8; l++) kept |= left[l] != 0;
+  for (int l = 0; l < 8; l++) largest = std::max(largest, most[l]);
   for (; j < m; j++) {
     s[j] = (u32)draw[j] < thr && s[j] >= limit ? -INF : s[j];
-    kept |= s[j] > -INF;
+    largest = std::max(largest, s[j]);
   }
-  return kept;
+  return largest;
 }
 
 // The key that a row keeps which would have lost all the keys that it sees: one of them, at random.
@@ -450,16 +447,22 @@ int few_largest(const Problem& p) {
 }
 
 // Hide keys of a whole row: what the model hides, then what is drawn. False where the row was rescued: then one key is
-// left, with a finite score. `top`: where hard masking keeps its threshold, which may be `known` already.
-bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, int width, const u16* draw, float* top, bool known) {
+// left, with a finite score. `top`: where hard masking keeps its threshold, which may be `known` already. `largest`: of
+// the scores that are left.
+bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, int width, const u16* draw, float* top, bool known,
+          float& largest) {
   const int M = (int)p.M, seen = show(p, b, h, i, 0, M, s);
-  if (!p.mode || !seen) return true;
+  if (!p.mode || !seen) {
+    largest = seen ? largest_of(s, width) : -INF;
+    return true;
+  }
   if (p.mode == 2 && !known) {
     const i64 k = p.share_den ? (seen * p.share_num + p.share_den - 1) / p.share_den : std::min<i64>(p.share_num, seen);
     *top = top_threshold(s, M, (int)k);
   }
-  if (drop(draw, thr, p.mode == 2 ? *top : -INF, width, s)) return true;
-  s[rescued(p, b, h, i)] = 0;
+  largest = drop(draw, thr, p.mode == 2 ? *top : -INF, width, s);
+  if (largest > -INF) return true;
+  s[rescued(p, b, h, i)] = largest = 0;
   return false;
 }
 
@@ -488,6 +491,7 @@ void dampen_attention(const Problem* problem) {
 #pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
   {
     std::vector<float> scores((size_t)bq * ld), turned(is_small ? (size_t)ld * D : 0), columns((size_t)(few ? 16 * M : 0));
+    std::vector<float> inverse((size_t)bq);
     std::vector<u16> room;
 #pragma omp for schedule(static)
     for (i64 task = 0; task < tasks; task++) {
@@ -501,7 +505,8 @@ void dampen_attention(const Problem* problem) {
       } else {
         multiply('T', 'N', M, n, D, (float)p.scale, k, p.sk[2], q, p.sq[2], 0.f, scores.data(), M);
       }
-      const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i0 * M, (u64)n * M, room) : nullptr;
+      // short rows share one call; the draws of a long one are made when its scores are at hand
+      const u16* drawn = p.mode && is_small ? draws(p.seed, KEYS, bh, (u64)i0 * M, (u64)n * M, room) : nullptr;
       float* top = p.top ? p.top + bh * p.N + i0 : nullptr;
       for (int i = 0; few && i < n; i += 16)
         THRESHOLDS[few - 1](scores.data() + (size_t)i * ld, ld, M, std::min(16, n - i), columns.data(), top + i);
@@ -509,18 +514,23 @@ void dampen_attention(const Problem* problem) {
         float* s = scores.data() + (size_t)i * ld;
         const i64 row = bh * p.N + i0 + i;
         close_row(s, M, ld);
-        const bool usual = hide(p, thr, b, h, i0 + i, s, ld, draw ? draw + (size_t)i * M : nullptr, top ? top + i : nullptr, few > 0);
-        const float largest = largest_of(s, ld);
+        const u16* draw = drawn ? drawn + (size_t)i * M : p.mode ? draws(p.seed, KEYS, bh, (u64)(i0 + i) * M, M, room) : nullptr;
+        float largest;
+        const bool usual = hide(p, thr, b, h, i0 + i, s, ld, draw, top ? top + i : nullptr, few > 0, largest);
         if (largest == -INF) {  // the model shows this query nothing: zeros, as SDPA gives
           std::memset(s, 0, sizeof(float) * ld);
           p.lse[row] = INF;
+          inverse[i] = 0;
           continue;
         }
-        const float total = normalize(s, ld, largest);
+        const float total = weigh(s, ld, largest);
+        inverse[i] = 1 / total;
         p.lse[row] = usual ? largest + std::log(total) : -INF;  // -inf: see `rescued`
       }
       if (is_small) small(n, E, M, 1.f, scores.data(), ld, 1, v, p.sv[2], false, out, p.so[2]);
       else multiply('N', 'N', E, n, M, 1.f, v, p.sv[2], scores.data(), M, 0.f, out, p.so[2]);
+      for (int i = 0; i < n; i++)  // the sums divide the output, which has fewer numbers than the weights
+        for (int e = 0; e < E; e++) out[i * p.so[2] + e] *= inverse[i];
     }
   }
 }
