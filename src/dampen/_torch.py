@@ -125,6 +125,12 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any
     return apply
 
 
+def has_parameters(module: torch.nn.Module) -> bool:
+    """Whether a module has parameters of its own, those of its children left out; asked in every step, and
+    `module.parameters()` walks through all of them. Any torch; a module without the private dict has none to ask."""
+    return bool(module._parameters)
+
+
 def has_numbers(t: torch.Tensor) -> bool:
     """Whether Python may look at a tensor's values: not while tracing, for fake tensors or inside `vmap`."""
     return type(t) is torch.Tensor and not torch.compiler.is_compiling() and not in_functorch()

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import in_backward
+from dampen._torch import has_parameters, in_backward
 from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
 from dampen.calls import LinearCall as LinearCall
@@ -255,7 +255,7 @@ class Regularizer(nn.Module):
         """Set the scheduled values for this clone's depth at `progress`."""
         self.__dict__["_progress"] = progress  # in every step: `nn.Module` takes a microsecond to set an attribute
         depth = 0.0 if self.site is None else self.site.depth
-        changed = bool(self._parameters)  # what is learned may have been frozen meanwhile
+        changed = has_parameters(self)  # what is learned may have been frozen meanwhile
         for name, (schedule, high) in self._schedules.items():
             value = schedule(depth, progress)
             if self._numbers.get(name) == value:

@@ -34,6 +34,8 @@ def by_hand(model, kind, batches, accumulation):
     """Cross-entropy of the completion's tokens over all of a step's, penalties averaged over its micro-batches."""
     methods = METHODS[kind]()
     reg = None if methods is None else dampen.regularize(model, methods)
+    if reg is not None:
+        reg.prefix.doubled.why = "TRL gives the model more than its batch"  # two passes, which draw in another order
 
     def micro_loss(inputs, micro):
         items = sum((m["labels"][:, 1:] != -100).sum() for m in micro)

@@ -91,8 +91,12 @@ def minus_squares(near: Neighbors) -> Tensor:
 def blur_all(k: Tensor, squares: Tensor, sigma: Tensor | float) -> Tensor:
     """Each key (B, H, M, D) as the weighted sum of its neighbors, where all of them count: the normalized Gaussian
     exp(-t^2 / (2 sigma^2)) is a softmax. `sigma` is a number, or one per head, (H, 1, 1)."""
-    twice = (2 * sigma.square()).clamp(min=1e-12) if isinstance(sigma, Tensor) else max(2 * sigma * sigma, 1e-12)
-    band = (squares / twice).softmax(-1).to(k.dtype)
+    if isinstance(sigma, Tensor):  # which may be learned: its gradient must not meet the infinite distances
+        twice, far = (2 * sigma.square()).clamp(min=1e-12), squares.isinf()
+        scores = (squares.masked_fill(far, 0.0) / twice).masked_fill(far, float("-inf"))
+    else:
+        scores = squares / max(2 * sigma * sigma, 1e-12)
+    band = scores.softmax(-1).to(k.dtype)
     with torch.autocast(k.device.type, enabled=False):
         return _banded(k, band.reshape((1,) * (4 - band.ndim) + tuple(band.shape)))
 
