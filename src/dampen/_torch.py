@@ -121,7 +121,7 @@ def in_functorch() -> bool:
 def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its half in Python, which looks for functorch and for `setup_context` on every call: for
     one that has none, where `in_functorch` was asked before. `torch._C._FunctionBase`, torch 0.4 and newer."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 

@@ -236,7 +236,7 @@ def _attention_op(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, seed: Tensor, rate: Tensor, causal: bool, scale: float,
     mode: int, num: int, den: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _forward(q, k, v, keep, seed.item(), rate.item(), causal, scale, mode, num, den)
+    return _forward(q, k, v, keep, int(seed.item()), rate.item(), causal, scale, mode, num, den)
 
 
 @torch.library.custom_op("dampen::attention_backward", mutates_args=())
@@ -244,8 +244,8 @@ def _attention_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor, keep: Tensor | None,
     seed: Tensor, rate: Tensor, causal: bool, scale: float, mode: int, num: int, den: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    settings = (seed.item(), rate.item(), causal, scale, mode, num, den)
-    return _backward(grad, q, k, v, o, lse, top, keep, *settings)
+    number = int(seed.item())
+    return _backward(grad, q, k, v, o, lse, top, keep, number, rate.item(), causal, scale, mode, num, den)
 
 
 @torch.library.custom_op("dampen::dropout", mutates_args=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,8 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             if x is input and w is weight:
                 return base(self, input)  # type: ignore[no-any-return]
             if kind == "conv1d":  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
-                return torch.addmm(self.bias, x.flatten(0, -2), w.t()).unflatten(0, x.shape[:-1])
+                y = torch.addmm(self.bias, x.flatten(0, -2), w.t())
+                return cast(Tensor, y.unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
 
         return apply_linear(frame, active, call, multiply, plain)
@@ -72,7 +73,7 @@ def _convolve(
         return F.linear(x, w, bias)
 
     call = LinearCall(site.role, tokens, weight, module.bias, module, site.layer.site)
-    return apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places)
+    return cast(Tensor, apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places))
 
 
 def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:

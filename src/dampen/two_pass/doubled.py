@@ -178,7 +178,7 @@ def halves(output: Any) -> tuple[Any, Any]:
     leaves, form = pytree.tree_flatten(output)
     # not chunk, whose parts may not be changed in place
     pairs = [(t[: len(t) // 2], t[len(t) // 2 :]) if isinstance(t, Tensor) else (t, t) for t in leaves]
-    return tuple(pytree.tree_unflatten([pair[i] for pair in pairs], form) for i in (0, 1))  # type: ignore[return-value]
+    return tuple(pytree.tree_unflatten([pair[i] for pair in pairs], form) for i in (0, 1))
 
 
 def same(first: Sequence[Any], second: Sequence[Any]) -> bool:
@@ -230,7 +230,7 @@ def _rounding(output: Tensor) -> float:
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
     largest = output.float().abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if output.numel() else 0.0
-    return torch.finfo(kind).eps ** 0.5 * max(largest, 1e-3)
+    return float(torch.finfo(kind).eps ** 0.5 * max(largest, 1e-3))
 
 
 def _unfit_place() -> str:

@@ -104,7 +104,9 @@ def map_penalty(call: LinearCall, term: Term, swapped: bool = False) -> Tensor:
         return tap_linear(y, bias, x, call.weight, rows, term)[1]
     factor, variance = _factors(term, rows)  # the adapter has its part in y, and in the columns
     value = variance * (again(feature_sums, x, rows.weights) @ columns)  # type: ignore[operator]
-    return value if y is None else value + tap(y, bias, rows.weights, factor)[1]
+    if y is None or factor is None:  # none where the output is not read
+        return value
+    return value + tap(y, bias, rows.weights, factor)[1]
 
 
 def tap_branch(y: Tensor, call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Tensor]:

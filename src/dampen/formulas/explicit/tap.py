@@ -62,11 +62,13 @@ def weighed(y: Tensor, weights: Tensor | None) -> Tensor:
 def sum_of_squares(bare: Tensor, weights: Tensor | None) -> Tensor:
     """sum_i w_i ||y_i||^2."""
     if weights is not None:
-        return (torch.linalg.vector_norm(bare, dim=-1).square() * _of_vectors(weights, bare)).sum()
+        norms: Tensor = torch.linalg.vector_norm(bare, dim=-1)
+        return (norms.square() * _of_vectors(weights, bare)).sum()
     if bare.is_contiguous():
         flat = bare.view(-1)
         return torch.dot(flat, flat)
-    return torch.linalg.vector_norm(bare).square()
+    norm: Tensor = torch.linalg.vector_norm(bare)
+    return norm.square()
 
 
 def _row(bias: Tensor | None, y: Tensor, cut: Cut | None) -> Tensor | None:
@@ -86,7 +88,7 @@ class _Tap(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.factor, ctx.cut = factor, cut
-        row = _row(bias, y, cut)
+        row, sums = _row(bias, y, cut), None
         ctx.native = weights is None and not isinstance(factor, Tensor) and native_fits(y, row)
         if ctx.native:
             from dampen.native.ops import tap_sums  # only where it was built
@@ -95,7 +97,8 @@ class _Tap(torch.autograd.Function):
         else:
             bare = wide(y) if row is None else wide(y) - row
             value = sum_of_squares(bare, weights)
-            sums = None if row is None else weighed(bare, weights).sum_to_size(row.shape)
+            if row is not None:
+                sums = weighed(bare, weights).sum_to_size(row.shape)
         ctx.save_for_backward(y, bias, weights, sums)
         return y.detach(), value * factor  # not a view: a model may go on in place
 
@@ -128,7 +131,8 @@ def add_bare(
     """through + scale w (y - bias), in the dtype of y."""
     if weights is not None or isinstance(scale, Tensor):
         bare = weighed(wide(y) if row is None else wide(y) - row, weights) * scale
-        return (bare if through is None else through + bare).to(y.dtype)
+        both: Tensor = bare if through is None else through + bare
+        return both.to(y.dtype)
     if native and through is not None and through.dtype is torch.float32:
         from dampen.native.ops import tap_gradient  # it was there in the forward
 

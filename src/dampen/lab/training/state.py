@@ -100,7 +100,7 @@ class TrialState:
         self.own = cast(nn.Module, torch.compile(self.raw)) if self.options.compile else self.raw
         self.model = self.fabric.setup_module(self.own)
         extra = list(self.handle.parameters()) if self.handle else []
-        self.optimizer: Any = self.fabric.setup_optimizers(make_optimizer(self.raw, extra, self.options))
+        self.optimizer = cast(Any, self.fabric.setup_optimizers(make_optimizer(self.raw, extra, self.options)))
         # One device without a gradient scaler needs nothing of Fabric's wrappers, and a tiny step would feel them.
         self.alone = self.fabric.world_size == 1 and self.options.precision != "fp16"
         self.stepper: torch.optim.Optimizer = self.optimizer.optimizer if self.alone else self.optimizer
@@ -218,7 +218,7 @@ class TrialState:
     def backward(self, loss: Tensor) -> None:
         """The gradients of a part of a step."""
         if self.alone:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         else:
             self.fabric.backward(loss)
 
