@@ -8,6 +8,7 @@ anything inside it imports torch first.
 
 import os
 import signal
+import sys
 import threading
 
 _done = threading.Event()
@@ -20,15 +21,22 @@ def _watch() -> None:
             os._exit(0)
 
 
-_thread = threading.Thread(target=_watch, daemon=True)
-_thread.start()
-# Sent to the whole group, these are meant for the command; the server goes with it, and without a word.
-for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
-    if hasattr(signal, _name):
-        signal.signal(getattr(signal, _name), signal.SIG_IGN)
+def _begin() -> None:
+    _thread.start()
+    # Sent to the whole group, these are meant for the command; the server goes with it, and without a word.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def end() -> None:
     """Stop watching: from now on the server itself notices."""
     _done.set()
-    _thread.join()
+    if _thread.ident is not None:
+        _thread.join()
+
+
+_thread = threading.Thread(target=_watch, daemon=True)
+# Only in the server: who imports this to read it (documentation, doctests) must still hear Ctrl-C.
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):
+    _begin()

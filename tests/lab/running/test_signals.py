@@ -109,3 +109,10 @@ def _imports_torch(pid: int) -> bool:
         return "libc10" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:  # ended while we looked
         return False
+
+
+def test_who_imports_the_helpers_watch_still_hears_ctrl_c():
+    """Doctests import every module of the source tree: only the server itself may ignore signals."""
+    code = "import signal, _dampen_watch; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "True"
