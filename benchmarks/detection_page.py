@@ -51,7 +51,7 @@ depth runs over the encoder and over the decoder each by itself; `sites = "encod
 Two-pass methods (R-Drop, consistency) compare the classes of each query, taken as a softmax, not the boxes.
 
 **Metrics.** AP (mean over IoU 0.50 to 0.95), AP50, AP75 and AP50 of each class by torchmetrics with
-[faster-coco-eval](https://pypi.org/project/faster-coco-eval/), in pixels of the original images, 100 detections an
+`faster-coco-eval`, in pixels of the original images, 100 detections an
 image. AP judges and chooses the epoch.
 
 **COCO at paper scale.** `dampen run dropkey/detr --scale paper --data-dir DATA` trains the same model, 256 wide, 6 + 6
