@@ -48,6 +48,8 @@ def case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Loss]:
     if name == "convmixer":
         model = build_model(name, classes=4, width=16, depth=2, kernel=3, patch_size=2, channels=1)
         return model, (torch.randn(8, 1, 8, 8),), classify
+    if name == "cnn":
+        return build_model(name, classes=4, width=16, depth=2, channels=1), (torch.randn(8, 1, 8, 8),), classify
     if name == "mae":
         sizes = {"image_size": 8, "patch_size": 2, "channels": 1, "width": 32, "depth": 1, "heads": 4, "mlp": 48}
         light = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 32}
@@ -147,7 +149,7 @@ def test_whole_model_in_bfloat16(tiny):
     assert main_output(model.bfloat16()(*batch)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"captions", "convmixer", "detr", "mae"}))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"captions", "cnn", "convmixer", "detr", "mae"}))
 def test_post_norm_learns_too(name):
     torch.manual_seed(0)
     _, batch, loss = case(name)
@@ -173,7 +175,7 @@ def test_post_norm_learns_too(name):
 def test_unknown_model_names_the_nearest():
     with pytest.raises(ValueError, match=r"'covmixer'; did you mean 'convmixer'\?"):
         build_model("covmixer")
-    with pytest.raises(ValueError, match="known: captions, convmixer, detr, encoder"):
+    with pytest.raises(ValueError, match="known: captions, cnn, convmixer, detr, encoder"):
         build_model("zzz")
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dampen.formulas.patches import patchify, unpatchify
-from dampen.models import ConvMixer, MaskedAutoencoder, ViT
+from dampen.models import CNN, ConvMixer, MaskedAutoencoder, ViT
 from dampen.models.block import SelfAttention
 from dampen.models.patches import PatchEmbed
 
@@ -180,3 +180,25 @@ def test_the_convolutional_stem_makes_one_token_per_8_pixels_and_refuses_what_do
         ViT(stem="conv", image_size=12)
     with pytest.raises(ValueError, match="got 'con'; use 'patch' or 'conv'"):
         ViT(stem="con")
+
+
+def test_cnn_skip_is_the_only_difference_and_it_pools_once():
+    torch.manual_seed(0)
+    plain, skipping = (CNN(width=8, depth=4, skip=skip).eval() for skip in (False, True))
+    skipping.load_state_dict(plain.state_dict())
+    images = torch.randn(2, 3, 9, 9)
+    assert not torch.allclose(plain(images), skipping(images))
+    seen = []
+    for block in plain.blocks:
+        block.register_forward_hook(lambda m, i, out: seen.append(tuple(out.shape[2:])))
+    plain(images)
+    assert seen == [(9, 9), (9, 9), (5, 5), (5, 5)]
+    block, x = skipping.blocks[0], torch.randn(2, 8, 4, 4)
+    with torch.no_grad():
+        block.conv.weight.zero_()
+    torch.testing.assert_close(block(x), x)  # a branch of zeros: the norm's shift is 0 and so is GELU there
+
+
+def test_cnn_errors():
+    with pytest.raises(ValueError, match="kernel must be odd"):
+        CNN(kernel=2)

@@ -9,6 +9,7 @@ from torch import nn
 
 from dampen.extensions import from_packages
 from dampen.models.caption import CaptionMatcher
+from dampen.models.cnn import CNN
 from dampen.models.convmixer import ConvMixer
 from dampen.models.detr import DETR, Detections
 from dampen.models.encoder import FeatureEncoder
@@ -20,6 +21,7 @@ from dampen.models.vit import ViT
 from dampen.names import nearest
 
 __all__ = [
+    "CNN",
     "DETR",
     "MODELS",
     "CaptionMatcher",
@@ -42,6 +44,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "language": LanguageModel,
     "text": TextEncoder,
     "convmixer": ConvMixer,
+    "cnn": CNN,
     "mae": MaskedAutoencoder,
     "captions": CaptionMatcher,
     "detr": DETR,

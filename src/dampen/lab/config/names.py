@@ -37,6 +37,8 @@ def check_trial(trial: TrialSpec, path: str = "") -> list[str]:
     ]
     if trial.model["name"] == "mae":
         problems += _check_images(trial.data["name"], path)
+    if trial.train.test_samples is not None:
+        problems += _check_samples(trial.data["name"], trial.model["name"], f"{path}train.test_samples")
     first = trial.pretraining()
     return problems + (check_trial(first, f"{path}pretrain.") if first is not None and not problems else [])
 
@@ -47,6 +49,16 @@ def _check_images(name: str, path: str) -> list[str]:
     if name not in DATASETS or DATASETS[name].task == "image":
         return []
     return [f"{path}model.name: 'mae' guesses images; {name!r} is a data set for {DATASETS[name].task}"]
+
+
+def _check_samples(data: str, model: str, path: str) -> list[str]:
+    """Probabilities of classes can be averaged over random forwards; boxes, translations and images cannot."""
+    from dampen.lab.data import DATASETS
+    from dampen.lab.data.label_noise import TASKS
+
+    if data not in DATASETS or task_of(data, model) in TASKS:
+        return []
+    return [f"{path}: averages class probabilities ({', '.join(TASKS)}); this is {task_of(data, model)}"]
 
 
 def check_data(data: dict[str, Any], path: str) -> list[str]:

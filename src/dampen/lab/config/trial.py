@@ -56,6 +56,7 @@ class TrainOptions:
     select: Literal["best", "last"] = "best"
     condition_every: int | None = None  # steps between measurements of condition numbers, on 16 validation examples
     variance_every: int | None = None  # steps between measurements of the gradient's variance, on 8 training batches
+    test_samples: int | None = None  # random forwards that the test averages (Monte Carlo); None: one without dropping
 
     def steps_per_epoch(self, examples: int) -> int:
         """Whole batches in so many training examples; raises ConfigError, with what to say, where there is not one."""
@@ -79,6 +80,7 @@ class TrainOptions:
             "patience",
             "condition_every",
             "variance_every",
+            "test_samples",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -282,7 +284,9 @@ def _before(trial: TrialSpec) -> dict[str, Any]:
         "data": own["data"] | over.get("data", {}),
         "model": {"name": "mae"} | encoder | over.get("model", {}),
         "methods": over.get("methods", own["methods"]),
-        "train": own["train"] | {"condition_every": None, "variance_every": None} | over.get("train", {}),
+        "train": own["train"]
+        | {"condition_every": None, "variance_every": None, "test_samples": None}
+        | over.get("train", {}),
         "seed": trial.seed,
         "sites": over.get("sites", trial.sites),
     }

@@ -173,6 +173,14 @@ class TrialState:
             output = self.own(*inputs)
         return precision.convert_output(output)
 
+    def sampled(self, inputs: tuple[Any, ...]) -> Any:
+        """Logarithms of class probabilities averaged over `train.test_samples` random forwards; plain models have no
+        randomness to average over."""
+        if self.handle is None:
+            return self.forward(inputs)
+        mean = self.handle.mc_average(lambda: self.forward(inputs), cast("int", self.options.test_samples))
+        return mean.clamp(min=torch.finfo(mean.dtype).tiny).log()  # the metrics take a softmax, which undoes the log
+
     def losses(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its named terms. Without methods there is no handle and nothing in the way."""
         target, valid = batch["target"], batch.get("valid")
@@ -253,7 +261,7 @@ class TrialState:
                 rows = torch.arange(-(-len(indices) // world) * world)[rank::world].clamp(max=len(indices) - 1)
                 inputs = batch["inputs"] if world == 1 else tuple(x[rows] for x in batch["inputs"])
                 inputs = inputs if self.device.type == "cpu" else self.fabric.to_device(inputs)
-                output = self.forward(inputs)
+                output = self.sampled(inputs) if final and self.options.test_samples else self.forward(inputs)
                 if self.data.loss == "reconstruction":  # one error per image: the mean of those evaluated together
                     output = output.loss.expand(len(inputs[0]))
                 if self.data.loss == "set":  # one tensor, as ranks exchange them
