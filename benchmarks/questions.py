@@ -70,6 +70,42 @@ QUESTIONS = (
         "dampen run always_skip_attention/depth_digits --scale study",
     ),
     Question(
+        "structures",
+        "DropKey by keys, blocks or crosses, a last phase without it, Monte Carlo at test: what helps?",
+        "dropkey/structures_digits-study.json.xz",
+        "dampen run dropkey/structures_digits --scale study",
+    ),
+    Question(
+        "sweeps",
+        "Do AttentionDrop's p > 0.5 and w > 9 degrade?",
+        "attentiondrop/sweeps_digits-study.json.xz",
+        "dampen run attentiondrop/sweeps_digits --scale study",
+    ),
+    Question(
+        "noise",
+        "Which regularizer where three labels in ten are wrong?",
+        "attentiondrop/noise_digits-study.json.xz",
+        "dampen run attentiondrop/noise_digits --scale study",
+    ),
+    Question(
+        "graying",
+        "Does Token Graying help, over its exponent, and where the skip around attention is missing?",
+        "always_skip_attention/graying_digits-study.json.xz",
+        "dampen run always_skip_attention/graying_digits --scale study",
+    ),
+    Question(
+        "convolutions",
+        "Do networks of convolutions need their skips?",
+        "always_skip_attention/convolutions_digits-study.json.xz",
+        "dampen run always_skip_attention/convolutions_digits --scale study",
+    ),
+    Question(
+        "spoken",
+        "Which dropout for 200 spoken digits, implicit or explicit?",
+        "explicit_dropout/spoken_digits-study.json.xz",
+        "dampen run explicit_dropout/spoken_digits --scale study --data-dir DATA",
+    ),
+    Question(
         "cross_modal",
         "Does dropping in the attention from text to image help?",
         "attentiondrop/cross_modal.json.xz",
@@ -88,6 +124,8 @@ QUESTIONS = (
         "dampen run explicit_dropout/table_2 --scale study --data-dir DATA",
     ),
 )
+FOUND = {"depth": claims.depth, "convolutions": claims.convolutions, "sweeps": claims.sweeps}
+"""Questions whose rows are not alternatives: what was found, in a sentence."""
 ELSEWHERE = {
     "Is there a lambda at which explicit dropout does what dropout does?": "lambda.md",
     "Does DropKey beat attention dropout, over ratios and schedules?": "results/dropkey.md",
@@ -106,7 +144,7 @@ Every number is computed from a committed record. A verdict is better, worse, eq
 
 def answer(question: Question, advice: Advice) -> str:
     """In one or two sentences: what to use, or, where a question is not which row to use, what was found."""
-    if question.slug == "depth" and (told := claims.depth()):
+    if question.slug in FOUND and (told := FOUND[question.slug]()):
         return f"{told}."
     return f"**{advice.which.headline}.** {' '.join(advice.which.details)}"
 

@@ -53,8 +53,15 @@ SITUATIONS = (
         "from scratch",
         "attentiondrop/digits-study.json.xz",
     ),
+    Situation(
+        "a few hundred examples, three labels in ten wrong",
+        "image classification",
+        "from scratch",
+        "attentiondrop/noise_digits-study.json.xz",
+    ),
     Situation("4,500 examples", "image classification", "from scratch", "explicit_dropout/table_1-study.json.xz"),
     Situation("200 videos", "action detection on features", "from scratch", "explicit_dropout/table_3-study.json.xz"),
+    Situation("200 clips", "sound classification", "from scratch", "explicit_dropout/spoken_digits-study.json.xz"),
     Situation("205 images", "object detection, a small DETR", "from scratch", "dropkey/detr.json", "detection.md"),
     Situation(
         "five examples of each of 77 classes",
