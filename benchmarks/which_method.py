@@ -36,6 +36,7 @@ class Situation:
     start: str
     record: str
     page: str = "results.md"
+    front: bool = True  # among the few on the README
 
 
 SITUATIONS = (
@@ -46,12 +47,14 @@ SITUATIONS = (
         "from scratch",
         "explicit_dropout/lambda_digits-study.json.xz",
         "lambda.md",
+        front=False,
     ),
     Situation(
         "a few hundred examples, AttentionDrop's methods",
         "image classification",
         "from scratch",
         "attentiondrop/digits-study.json.xz",
+        front=False,
     ),
     Situation(
         "a few hundred examples, three labels in ten wrong",
@@ -59,9 +62,21 @@ SITUATIONS = (
         "from scratch",
         "attentiondrop/noise_digits-study.json.xz",
     ),
-    Situation("4,500 examples", "image classification", "from scratch", "explicit_dropout/table_1-study.json.xz"),
+    Situation(
+        "4,500 examples",
+        "image classification",
+        "from scratch",
+        "explicit_dropout/table_1-study.json.xz",
+        front=False,
+    ),
     Situation("200 videos", "action detection on features", "from scratch", "explicit_dropout/table_3-study.json.xz"),
-    Situation("200 clips", "sound classification", "from scratch", "explicit_dropout/spoken_digits-study.json.xz"),
+    Situation(
+        "200 clips",
+        "sound classification",
+        "from scratch",
+        "explicit_dropout/spoken_digits-study.json.xz",
+        front=False,
+    ),
     Situation("205 images", "object detection, a small DETR", "from scratch", "dropkey/detr.json", "detection.md"),
     Situation(
         "five examples of each of 77 classes",
