@@ -42,9 +42,7 @@ RECIPES = (
 )
 DIAGNOSED = {"attentiondrop/robust_digits": ("--only", "robustness,calibration", "--eps", "8,16")}
 """Studies whose weights are kept, to be diagnosed after training."""
-SHORT_TEXTS = (
-    "data.max_tokens=24 train.epochs=8 train.batch_size=32 train.lr=0.0005 train.validate_every=8 train.select=last"
-)
+TEXTS = ("train.epochs=8", "train.batch_size=32", "train.lr=0.0005", "train.validate_every=8", "train.select=last")
 COLUMNS = "drop_key(rate=0.1, unit='column')"
 ROWS = (
     "hidden_dropout(rate=0.1)",
@@ -55,8 +53,17 @@ ROWS = (
     "mixout(rate=0.7)",
     "nef_tune(alpha=5)",
 )
-FINETUNING = {  # name: where the texts lie in the data folder, and settings: five examples of each of 77 classes
-    "finetuning/banking77": ("text/banking77", f"data.limit=550 data.train_fraction=0.7 {SHORT_TEXTS}"),
+PAIRS = ("data.limit=715", "data.train_fraction=0.7", "data.max_tokens=64", *TEXTS)
+FINETUNING = {  # name: where the texts lie in the data folder, and settings
+    "finetuning/banking77": (  # five examples of each of 77 classes
+        "text/banking77",
+        ("data.limit=550", "data.train_fraction=0.7", "data.max_tokens=24", *TEXTS),
+    ),
+    "finetuning/mrpc": (  # 500 pairs: do they say the same?
+        "text/mrpc/train.tsv",
+        ("data.text=#1 String", "data.second=#2 String", "data.label=Quality", *PAIRS),
+    ),
+    "finetuning/rte": ("text/rte/train.tsv", PAIRS),  # 500 pairs: does one follow from the other?
 }
 STUDIES = (*RECIPES[:4], *FINETUNING, *RECIPES[4:])
 
@@ -72,7 +79,7 @@ def command(name: str, data_dir: Path) -> list[str]:
     where, settings = FINETUNING[name]
     asked = ["compare", "--model", f"hf/{Path(spec.origin).parent / 'model'}", "--data", str(data_dir / where)]
     asked += ["--methods", ", ".join(ROWS), "--seeds", "6", "--no-weights"]
-    return asked + [part for setting in settings.split() for part in ("--set", setting)]
+    return asked + [part for setting in settings for part in ("--set", setting)]
 
 
 def folder(name: str, out: Path) -> Path:

@@ -58,6 +58,18 @@ QUESTIONS = (
         "python -m benchmarks.campaign --only finetuning/banking77 --data-dir DATA --out RUNS",
     ),
     Question(
+        "mrpc",
+        "Which regularizer when MiniLM is fine-tuned on 500 pairs of sentences (do they say the same)?",
+        "finetuning/mrpc.json.xz",
+        "python -m benchmarks.campaign --only finetuning/mrpc --data-dir DATA --out RUNS",
+    ),
+    Question(
+        "rte",
+        "Which regularizer when MiniLM is fine-tuned on 500 pairs of sentences (does one follow from the other)?",
+        "finetuning/rte.json.xz",
+        "python -m benchmarks.campaign --only finetuning/rte --data-dir DATA --out RUNS",
+    ),
+    Question(
         "attentiondrop",
         "Do AttentionDrop's methods beat dropout, and what remains beside it?",
         "attentiondrop/digits-study.json.xz",

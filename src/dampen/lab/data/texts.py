@@ -64,9 +64,7 @@ def read_table(file: Path) -> Table:
             require_within("DAMPEN_MAX_LINE", max(map(len, lines), default=0), file, "characters in one line")
             rows = [json.loads(line) for line in lines]
         else:
-            csv.field_size_limit(2**24)
-            tabs = file.suffix.lower() == ".tsv"
-            rows = list(csv.DictReader(handle, delimiter="\t" if tabs else ",", strict=not tabs))
+            rows = _separated(handle, tabs=file.suffix.lower() == ".tsv")
     except DamagedData:
         raise
     except (ValueError, RecursionError, csv.Error) as error:
@@ -74,13 +72,36 @@ def read_table(file: Path) -> Table:
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise DamagedData(f"{file} has no rows with named columns; the first line of a table is its header.")
     names = list(rows[0])
+    if found := _uneven(rows):
+        number, odd = found
+        raise DamagedData(f"{file}: row {number + 1} does not have the columns of the first, {names}: see {odd!r}.")
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def _separated(handle: io.StringIO, tabs: bool) -> list[dict[Any, Any]]:
+    """The rows of a CSV or TSV file.
+
+    In TSV files quotes are often letters like others (GLUE's are), and one that never closes swallows the rows after
+    it. So where every line by itself has all columns, no line is joined to the next for the sake of a quote.
+    """
+    csv.field_size_limit(2**24)
+    rows = list(csv.DictReader(handle, delimiter="\t" if tabs else ",", strict=not tabs))
+    if not tabs:
+        return rows
+    handle.seek(0)
+    literal = list(csv.DictReader(handle, delimiter="\t", quoting=csv.QUOTE_NONE))
+    joined = len(literal) != len(rows) or _uneven(rows) is not None
+    return literal if joined and _uneven(literal) is None else rows
+
+
+def _uneven(rows: list[dict[Any, Any]]) -> tuple[int, Any] | None:
+    """The first row that lacks a column of the first one, or has one too many, and which."""
+    names = list(rows[0]) if rows else []
     for number, row in enumerate(rows):
         odd = [n for n in names if row.get(n) is None] + [n for n in row if n not in names]
         if odd:
-            raise DamagedData(
-                f"{file}: row {number + 1} does not have the columns of the first, {names}: see {odd[0]!r}."
-            )
-    return {name: [row[name] for row in rows] for name in names}
+            return number, odd[0]
+    return None
 
 
 def texts_of(table: Table, file: Path, said: Columns) -> Texts:
