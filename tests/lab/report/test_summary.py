@@ -216,3 +216,12 @@ def test_a_full_disk_is_an_outcome_of_its_own(tmp_path, small, quick, monkeypatc
     monkeypatch.setattr("dampen.lab.training.train.run_trial", full)
     outcome = run_job(Job(small(), tmp_path), quick, print, lambda: False)
     assert (outcome.status, outcome.message) == ("disk full", "No space left")
+
+
+def test_the_same_weights_tested_in_another_way_are_two_rows():
+    """Monte Carlo at test: one training, other results."""
+    plan = plan_of(row("plain", {}, baseline=True), row("once", {}), row("sampled", {}))
+    results = {f"plain0{i}": result(0.8, 0.5 + 0.1 * i) | {"last_weights": f"p{i}"} for i in range(3)}
+    for name, gain in (("once", 0.0), ("sampled", 0.01)):
+        results |= {f"{name}0{i}": result(0.8, 0.6 + 0.11 * i + gain) | {"last_weights": f"w{i}"} for i in range(3)}
+    assert [e.name for e in table_of(plan, results).compared()] == ["once", "sampled"]

@@ -307,12 +307,14 @@ def _set_references(table: ResultTable) -> None:
 
 
 def _find_twins(entries: list[Entry]) -> None:
-    """Mark rows that are the same training as one before: every shared seed ended with the same weights."""
+    """Mark rows that are the same as one before: every shared seed ended with the same weights, tested to the same
+    result (Monte Carlo at test gives others)."""
     first: dict[tuple[str, str], list[tuple[Entry, dict[str, str]]]] = {}
     for entry in entries:
-        marks = {s: r.final.last_weights for s, r in entry.cell.finished().items() if r.final}
-        if not entry.summary.n or not all(marks.values()):
+        finals = {s: r.final for s, r in entry.cell.finished().items() if r.final}
+        if not entry.summary.n or not all(f.last_weights for f in finals.values()):
             continue
+        marks = {s: f"{f.last_weights} {sorted(f.test.items())}" for s, f in finals.items()}
         alike = first.setdefault(min(marks.items()), [])
         twin = next((e.name for e, other in alike if all(marks[s] == other[s] for s in marks.keys() & other)), None)
         entry.same_as = twin
