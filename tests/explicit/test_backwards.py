@@ -6,11 +6,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dampen.calls import LinearCall
 from dampen.formulas.explicit.forms import FORMS
-from dampen.formulas.explicit.grams import gram, spread
-from dampen.formulas.explicit.linear import Term, multiply
-from dampen.formulas.explicit.maps import only_weight
+from dampen.formulas.explicit.linear import Term, multiply, only_weight
+from dampen.formulas.explicit.pairs import gram, spread
 from dampen.formulas.explicit.scores import sum_of_squares
-from dampen.formulas.explicit.squares import column_sums, feature_power, mixed_power
+from dampen.formulas.explicit.squares import column_power, contract_squares, feature_power
 from dampen.formulas.explicit.tap import squared_norm, tap
 
 
@@ -30,11 +29,14 @@ CASES = {
     "squared_norm, heads": (lambda y, b: squared_norm(y, b, rows.unsqueeze(1)), [(2, 2, 3, 4), (2, 1, 4)]),
     "squared_norm, no bias": (lambda y: squared_norm(y, None, rows), [(2, 3, 4)]),
     "feature_power": (lambda x: feature_power(x, rows), [(2, 3, 4)]),
-    "feature_power, per sample": (lambda x: feature_power(x, rows, per_sample=True), [(2, 3, 4)]),
-    "feature_power, no rows": (lambda x: feature_power(x, None, per_sample=True), [(2, 3, 4)]),
-    "mixed_power": (mixed_power, [(2, 3, 4), (2, 4)]),
-    "column_sums": (lambda a: column_sums(a, rows), [(2, 2, 3, 4)]),
-    "column_sums, no rows": (lambda a: column_sums(a, None), [(2, 2, 3, 4)]),
+    "feature_power, no rows": (lambda x: feature_power(x, None), [(2, 3, 4)]),
+    "squares, per sample": (lambda x: contract_squares("bni,bn->bi", x, rows), [(2, 3, 4)]),
+    "squares, per sample, no rows": (lambda x: contract_squares("bni,bn->bi", x, None), [(2, 3, 4)]),
+    "squares, both": (lambda x, w: contract_squares("bnl,hl->bnh", x, w), [(2, 3, 4), (2, 4)]),
+    "squares, columns": (lambda a: contract_squares("bhnm,bn->bhm", a, rows), [(2, 2, 3, 4)]),
+    "squares, columns, no rows": (lambda a: contract_squares("bhnm,bn->bhm", a, None), [(2, 2, 3, 4)]),
+    "column_power": (column_power, [(3, 4)]),
+    "column_power, heads": (column_power, [(2, 3, 4)]),
     "sum_of_squares": (sum_of_squares, [(2, 2, 3, 2), (2, 2, 4)]),
 }
 
@@ -81,7 +83,7 @@ def test_half_precision_in_float32_out(name, dtype, monkeypatch):
 def test_only_weight_is_the_map_with_a_constant_input():
     x, w, b = tensors((2, 3, 4), (5, 4), (5,))
     y = torch.nn.functional.linear(x, w, b)
-    bare = only_weight(y, b, x, w)
+    bare = only_weight(x, w, y, b)
     torch.testing.assert_close(bare, y - b)
     grads = torch.autograd.grad(bare.pow(3).sum(), [x, w, b], allow_unused=True)
     expected = torch.autograd.grad(torch.nn.functional.linear(x.detach(), w).pow(3).sum(), [w])

@@ -105,7 +105,6 @@ def test_visible_only_in_other_clothes(form):
 def test_chunks_change_nothing(form, monkeypatch):
     """One query at a time, made again in the backward pass."""
     monkeypatch.setattr("dampen.formulas.explicit.scores.CHUNK", 1)
-    monkeypatch.setattr("dampen.formulas.explicit.grams.CHUNK", 1)
     for term in ("query", "query_key"):
         check(CASES["causal_padded"], term, form, "mean", visible_only=True)
         check(CASES["self"], term, form, "mean", heads="concat")

@@ -20,12 +20,12 @@ from dampen.formulas.explicit.layer import (
     check_visible,
     query_rows,
     raise_extra_keys,
+    read_map,
     sequence_first,
     tap_projection,
     valid_pairs,
 )
 from dampen.formulas.explicit.linear import BRANCHES, Term, map_penalty, multiply, tap_branch
-from dampen.formulas.explicit.maps import read_map
 from dampen.formulas.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
 from dampen.formulas.explicit.precision import as_wide, no_autocast, wide_dtype
 from dampen.formulas.explicit.reductions import check_reduction, pair_rows

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dampen.formulas.explicit.again import again
-from dampen.formulas.explicit.maps import HeadMap
+from dampen.formulas.explicit.by_hand import again
+from dampen.formulas.explicit.layer import HeadMap
 from dampen.formulas.explicit.precision import wide
-from dampen.formulas.explicit.squares import column_power, column_sums, mixed_power
+from dampen.formulas.explicit.squares import column_power, contract_squares
 from dampen.formulas.explicit.tap import squared_norm
 
 
@@ -39,7 +39,8 @@ def attended_variance(a: Tensor, v: HeadMap, rows: Tensor | None, attended: str)
     """The variance part from attention weights (B, H, N, M), row weights (B, N)."""
     columns = _per_query_head(column_power(v.weight), a.shape[1], 0)  # (H, in)
     if attended == "pre":
-        return (column_sums(a, rows) * mixed_power(v.x, columns).transpose(1, 2)).sum()
+        seen = contract_squares("bhnm,bn->bhm", a, rows)
+        return (seen * contract_squares("bml,hl->bmh", v.x, columns).transpose(1, 2)).sum()
     x = wide(v.x)
     total = x.new_zeros(())
     for h in range(a.shape[1]):

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dampen.formulas.explicit.again import again
+from dampen.formulas.explicit.by_hand import again
 from dampen.formulas.explicit.forms import Number
-from dampen.formulas.explicit.maps import HeadMap
+from dampen.formulas.explicit.layer import HeadMap
 from dampen.formulas.explicit.precision import wide
 from dampen.formulas.explicit.reductions import Pairs
 

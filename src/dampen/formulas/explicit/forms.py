@@ -19,12 +19,10 @@ Number = float | Tensor
 
 
 class Parts(NamedTuple):
-    """Factors of the bias part, of the two variance parts and of their product; None: the form does not have the
-    part."""
+    """Factors of the bias part and of the variance part; None: the form does not have the part."""
 
     bias: Number | None = None
     variance: Number | None = None
-    product: Number | None = None
 
 
 def is_off(weight: object) -> bool:
@@ -47,7 +45,7 @@ def single(form: str, p: Number) -> Parts:
     """The factors where one mask acts: on the input of a linear map, or on the queries or the keys alone.
 
     >>> single("exact", 0.5)
-    Parts(bias=0.25, variance=0.25, product=None)
+    Parts(bias=0.25, variance=0.25)
     """
     if form == "paper":
         return Parts(bias=p * p)
@@ -56,23 +54,7 @@ def single(form: str, p: Number) -> Parts:
     return Parts(variance=p / (1 - p))
 
 
-def joint(form: str, p: Number) -> Parts:
-    """The factors where two independent masks act, on queries and keys: S -> c^2 S in the mean.
-
-    >>> joint("exact", 0.5)
-    Parts(bias=0.5625, variance=0.0625, product=0.0625)
-    """
-    c = 1 - p
-    shrink = 1 - c * c
-    if form == "paper":
-        return Parts(bias=shrink * shrink)
-    if form == "exact":
-        return Parts(bias=shrink * shrink, variance=c * c * c * p, product=c * c * p * p)
-    r = p / c
-    return Parts(variance=r, product=r * r)
-
-
-def combine(factors: Parts, bias: Tensor | None, variance: Tensor | None, product: Tensor | None = None) -> Tensor:
+def combine(factors: Parts, bias: Tensor | None, variance: Tensor | None) -> Tensor:
     """The sum of the parts that the form has, each with its factor."""
-    terms = [f * t for f, t in zip(factors, (bias, variance, product), strict=True) if f is not None and t is not None]
+    terms = [f * t for f, t in zip(factors, (bias, variance), strict=True) if f is not None and t is not None]
     return sum(terms[1:], start=terms[0])

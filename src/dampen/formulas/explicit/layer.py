@@ -3,40 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from dampen.formulas.explicit.linear import Term, map_penalty, tap_linear
-from dampen.formulas.explicit.maps import HeadMap, read_map
-from dampen.formulas.explicit.precision import wide_dtype
+from dampen.formulas.explicit.linear import Term, map_penalty, only_weight, tap_linear
+from dampen.formulas.explicit.low_rank import merge
+from dampen.formulas.explicit.precision import wide, wide_dtype
 from dampen.formulas.explicit.reductions import Rows, token_rows
 from dampen.regularizer import Call, LinearCall, UnsupportedModel
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """One projection: y = x W^T + bias, head by head. T tokens of its own input."""
+
+    y: Tensor  # (B, H, T, dh), with the bias
+    bias: Tensor | None  # (H, 1, dh)
+    x: Tensor  # (B, T, in)
+    weight: Tensor  # (H, dh, in)
+
+    @property
+    def bare(self) -> Tensor:
+        """(B, H, T, dh) without the bias, in float32 or wider."""
+        return wide(self.y) if self.bias is None else wide(self.y) - wide(self.bias)
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor | None]:
+        """y as (B, T, H dh), a view where the heads are one, and its bias."""
+        return self.y.transpose(1, 2).flatten(2), None if self.bias is None else self.bias.flatten()
+
+    def head(self, h: int) -> HeadMap:
+        """One of the heads."""
+        cut = slice(h, h + 1)
+        return replace(
+            self, y=self.y[:, cut], bias=None if self.bias is None else self.bias[cut], weight=self.weight[cut]
+        )
+
+    def as_one_head(self) -> HeadMap:
+        """All heads as a single one: the authors' own code, with one full Wq^T Wk."""
+        return replace(
+            self,
+            y=self.tokens[0].unsqueeze(1),
+            bias=None if self.bias is None else self.bias.reshape(1, 1, -1),
+            weight=self.weight.flatten(0, 1).unsqueeze(0),
+        )
+
+
+def read_map(call: Call, role: str, operand: Tensor | None, head_size: int, detach: bool) -> HeadMap:
+    """The projection behind "q", "k" or "v" of an attention call.
+
+    `operand` is what arrived at the attention for this role. Where it is a mere view of the projection's output (no
+    rotary, no norm, no scaling in between), the penalty's gradient enters there, which spares a fused projection the
+    gradients of its slices.
+    """
+    linear = merge(call.projection(role))
+    x, y = linear.input, linear.output
+    if y is None:
+        raise RuntimeError(
+            f"the output of the {role} projection at '{_where(call)}' was not kept."
+        )  # the core's promise
+    if x.ndim == 2:
+        x, y = x.unsqueeze(0), y.unsqueeze(0)
+    x, y = x.flatten(1, -2), y.flatten(1, -2)
+    if x.shape[0] != call.shape[0]:
+        raise RuntimeError(
+            f"{type(call.module).__name__} at '{_where(call)}': the {role} projection reads a batch of {x.shape[0]} "
+            f"but the attention works on {call.shape[0]}, so tokens cannot be told from samples. "
+            "Leave the layer out with sites=."
+        )
+    heads = y.unflatten(-1, (-1, head_size)).transpose(1, 2)
+    plain = detach or operand is None or torch.compiler.is_compiling()
+    if not plain and operand is not None and _same_memory(call, role, heads, operand, linear):
+        heads = operand
+    weight = linear.weight.unflatten(0, (-1, head_size))
+    bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, head_size))
+    if detach:
+        x, bias = x.detach(), None
+        y = only_weight(x, linear.weight, y, linear.bias)
+        heads = y.unflatten(-1, (-1, head_size)).transpose(1, 2)
+    return HeadMap(heads, bias, x, weight)
 
 
 def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[Tensor, Tensor]:
     """The operand "q", "k" or "v" of an attention, and the penalty of the projection behind it."""
     linear, rows = call.source(role)
-    valid, tokens = call.valid if role == "q" else call.valid_keys, linear.input.shape[-2]
+    tokens = linear.input.shape[-2]
+    valid = fit(call.valid if role == "q" else call.valid_keys, tokens, call)
     if not term.detach and _shows(operand, linear, rows):  # the usual case: no view is made, no map is cut
-        weights = token_rows(
-            term.reduction, operand.shape[0], tokens, fit(valid, tokens, call), wide_dtype(linear.input)
-        )
+        weights = token_rows(term.reduction, operand.shape[0], tokens, valid, wide_dtype(linear.input))
         cut = (rows.start, rows.stop - rows.start)  # type: ignore[union-attr]
-        return tap_linear(operand, linear.bias, linear.input, linear.weight, weights, term, cut)
+        return tap_linear(operand, linear.bias, linear.input, linear, weights, term, cut)
     linear = call.projection(role)
-    if linear.input.shape[0] != call.shape[0] and valid is None:  # windows made after the projection
-        return operand, map_penalty(linear, term)
-    if linear.adapter is not None:  # no view at the attention, and no merged matrix
-        return operand, map_penalty(replace(linear, valid=fit(valid, tokens, call)), term)
-    m = read_map(call, role, operand, operand.shape[-1], term.detach)
-    batch, tokens = m.x.shape[:2]
-    weights = token_rows(term.reduction, batch, tokens, fit(valid, tokens, call), wide_dtype(m.x))
-    y, bias = (m.y, m.bias) if m.y is operand else m.tokens
-    y, value = tap_linear(y, bias, m.x, m.weight.flatten(0, 1), weights, term)
-    return y if m.y is operand else operand, value
+    windows = linear.input.shape[0] != call.shape[0] and valid is None  # made after the projection
+    if linear.adapter is None and not windows:
+        m = read_map(call, role, operand, operand.shape[-1], detach=False)
+        linear = replace(linear, input=m.x, output=m.tokens[0])
+    return operand, map_penalty(replace(linear, valid=valid), term)
 
 
 def _shows(operand: Tensor, linear: LinearCall, rows: slice | Tensor) -> bool:
@@ -54,6 +119,25 @@ def _shows(operand: Tensor, linear: LinearCall, rows: slice | Tensor) -> bool:
         and operand.dtype == y.dtype
         and operand.requires_grad == y.requires_grad
     )
+
+
+def _same_memory(call: Call, role: str, heads: Tensor, operand: Tensor, linear: LinearCall) -> bool:
+    """Whether the operand of the attention is a view of exactly these heads. A view of others means another layout."""
+    if heads.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
+        return False
+    if operand.stride(1) == 0:  # one head of keys shown to all queries (multi-query attention)
+        return False
+    if heads.data_ptr() == operand.data_ptr() and _layout(heads) == _layout(operand):
+        return heads.requires_grad == operand.requires_grad
+    raise RuntimeError(
+        f"{type(call.module).__name__} at '{_where(call)}': the map '{linear.role}' was taken to give {role} as "
+        f"{heads.shape[1]} heads of size {heads.shape[3]} in order, but the attention reads it in another layout "
+        "(heads of q, k and v interleaved). Use separate projections, or leave the layer out with sites=."
+    )
+
+
+def _layout(t: Tensor) -> list[tuple[int, int]]:
+    return [(size, stride) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
 
 
 def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:

@@ -9,24 +9,26 @@ be (compiled graphs, adapters, modules with a forward of their own). Nothing of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dampen._torch import apply_directly, in_functorch, saved_tensors_are_hooked, version_of
 from dampen.calls import LinearCall
-from dampen.formulas.explicit.again import again
+from dampen.formulas.explicit.by_hand import by_hand
 from dampen.formulas.explicit.forms import Number, single
-from dampen.formulas.explicit.low_rank import add_adapter, merge
-from dampen.formulas.explicit.maps import only_weight
 from dampen.formulas.explicit.precision import in_full_precision, no_autocast, wide, wide_dtype
 from dampen.formulas.explicit.reductions import Rows, token_rows
-from dampen.formulas.explicit.squares import column_power, feature_sums, map_variance
-from dampen.formulas.explicit.tap import Cut, add_bare, native_fits, sum_of_squares, tap, twice_of, weighed
+from dampen.formulas.explicit.squares import column_power, feature_power
+from dampen.formulas.explicit.tap import Cut, add_bare, native_fits, sum_of_squares, tap, twice_of
 
 BRANCHES = ("out", "ffn_out")
 """The maps that give out a residual branch."""
+ATTENTION = ("q", "k", "v", "qkv", "kv")
+"""The maps that an attention reads."""
 
 
 class Term(NamedTuple):
@@ -75,38 +77,41 @@ def linear_penalty(
 def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Tensor] | None:
     """The linear map itself, x W^T + bias, together with its penalty; None where `map_penalty` must read it off
     beside."""
-    x = call.input
-    plain = type(x) is Tensor and type(call.weight) in (Tensor, torch.nn.Parameter)
+    x, weight = call.input, call.weight
+    plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
     if term.detach or call.adapter is not None or not plain or torch.compiler.is_compiling() or in_functorch():
         return None
     rows = _rows(x, call.valid, term, swapped, call)
-    b, v = _factors(term, rows)
-    out: tuple[Tensor, Tensor] = _apply(x, call.weight, call.bias, rows.weights, b, v)
-    return out
+    factor, variance = _factors(term, rows)
+    if factor is None:  # nothing is read of the output
+        y, value = functional.linear(x, weight, call.bias), 0.0
+    else:
+        y, value = _apply(x, weight, call.bias, rows.weights, factor)
+    if variance is not None:
+        value = value + variance * torch.dot(feature_power(x, rows.weights), column_power(weight))
+    return y, value
 
 
 def map_penalty(call: LinearCall, term: Term, swapped: bool = False) -> Tensor:
     """The penalty of one linear map as a layer ran it, read off beside it."""
-    columns, reads_output = None, term.form != "inverted"
-    if call.adapter is not None:
-        columns = None if term.form == "paper" else call.adapter.columns(call.weight)
-        call = merge(call) if term.detach else add_adapter(call)
-    x, y, bias = call.input, call.output, call.bias
-    rows = _rows(x, call.valid, term, swapped, call)
-    x = x.detach() if term.detach else x
-    if not reads_output or y is None:
-        y, bias = torch.nn.functional.linear(wide(x), wide(call.weight)) if reads_output else None, None
-    elif term.detach:
-        y, bias = only_weight(y.detach(), bias, x, call.weight), None
-    else:
-        y = y.clone()  # a model may change its own in place (nn.ReLU(inplace=True))
-    if columns is None:
-        return tap_linear(y, bias, x, call.weight, rows, term)[1]
-    factor, variance = _factors(term, rows)  # the adapter has its part in y, and in the columns
-    value = variance * (again(feature_sums, x, rows.weights) @ columns)  # type: ignore[operator]
-    if y is None or factor is None:  # none where the output is not read
-        return value
-    return value + tap(y, bias, rows.weights, factor)[1]
+    rows = _rows(call.input, call.valid, term, swapped, call)
+    x = call.input.detach() if term.detach else call.input
+    return tap_linear(*_output(call, x, term), x, call, rows, term)[1]
+
+
+def _output(call: LinearCall, x: Tensor, term: Term) -> tuple[Tensor | None, Tensor | None]:
+    """What a penalty reads of a map's output, x W^T + bias, and the bias in it."""
+    if term.form == "inverted":
+        return None, None  # nothing
+    y, adapter = call.output, call.adapter
+    if y is not None and adapter is not None:
+        y = wide(y) + adapter.output(x)
+    elif y is not None and not term.detach and call.role not in ATTENTION:
+        y = y.clone()  # a model may change its own in place (nn.ReLU(inplace=True)), but not what an attention has read
+    if y is not None and not term.detach:
+        return y, call.bias
+    weight = call.weight if adapter is None else adapter.merged(call.weight)
+    return only_weight(x, weight, y, call.bias) if term.detach else functional.linear(wide(x), wide(weight)), None
 
 
 def tap_branch(y: Tensor, call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Tensor]:
@@ -123,23 +128,37 @@ def tap_branch(y: Tensor, call: LinearCall, term: Term, swapped: bool = False) -
 
 
 def tap_linear(
-    y: Tensor | None, bias: Tensor | None, x: Tensor, weight: Tensor, rows: Rows, term: Term, cut: Cut | None = None
+    y: Tensor | None, bias: Tensor | None, x: Tensor, call: LinearCall, rows: Rows, term: Term, cut: Cut | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map."""
+    """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map or of a cut of it."""
     factor, variance = _factors(term, rows)
     values = []
     if factor is not None and y is not None:
         y, value = tap(y, bias, rows.weights, factor, cut)
         values.append(value)
     if variance is not None:
-        part = slice(None) if cut is None else slice(cut[0], sum(cut))
-        values.append(variance * again(map_variance, x, weight, rows.weights, part))
+        weight = call.weight if cut is None else call.weight.narrow(0, *cut)
+        columns = column_power(weight) if call.adapter is None else call.adapter.columns(weight)
+        values.append(variance * torch.dot(feature_power(x, rows.weights), columns))
     return y, sum(values[1:], start=values[0])  # type: ignore[return-value]
+
+
+def only_weight(x: Tensor, weight: Tensor, y: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x W^T as a function of W alone: no gradient to x, and no matrix product where y = x W^T + bias is there."""
+    bare = None
+    if y is not None:
+        with torch.no_grad():
+            bare = wide(y).clone() if bias is None else wide(y) - wide(bias)
+    return by_hand(functional.linear, _to_weight, x.detach(), weight, value=bare)
+
+
+def _to_weight(grad: Tensor, wanted: Sequence[bool], x: Tensor, weight: Tensor) -> tuple[None, Tensor]:
+    return None, (grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
 
 
 def _factors(term: Term, rows: Rows) -> tuple[Number | None, Number | None]:
     """Of the sums over y and over x and W, with lambda and the reduction in them."""
-    (b, v, _), scale = single(term.form, term.rate), term.weight * rows.factor
+    (b, v), scale = single(term.form, term.rate), term.weight * rows.factor
     return None if b is None else scale * b, None if v is None else scale * v
 
 
@@ -164,76 +183,44 @@ def _rows(x: Tensor, valid: Tensor | None, term: Term, swapped: bool, call: Line
 
 class _Linear(torch.autograd.Function):
     """One function for map and penalty: x W^T is read before the bias is added, so that nothing has to be taken back
-    from the bias, and the gradients of both are added up in the products that the map's own backward makes."""
+    from the bias, and the gradients of both are added up before the products that the map's own backward makes."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, factor: Number | None,
-        variance: Number | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, factor: Number
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.factor, ctx.variance, ctx.kept, ctx.version = factor, variance, None, 0
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        value: Any = None
-        kept = features = columns = None
-        y = torch.nn.functional.linear(x, weight)  # with a bias it would be a view, which no model may change in place
-        if factor is not None:
-            value = sum_of_squares(wide(y), weights) * factor
+        y = functional.linear(x, weight)  # with a bias it would be a view, which no model may change in place
+        value = sum_of_squares(wide(y), weights) * factor
         y = y if bias is None else y.add_(bias)
-        if factor is not None:
-            if saved_tensors_are_hooked():  # a checkpoint or offloading sees every tensor that is kept
-                kept, ctx.version = y.clone(), None
-            else:
-                ctx.kept = y.detach()
-                ctx.version = version_of(ctx.kept)
-        if variance is not None:
-            with no_autocast(x.device.type):
-                features, columns = feature_sums(x, weights), column_power(weight)
-                v = torch.dot(features, columns) * variance
-            value = v if value is None else value + v
-        ctx.dtype = y.dtype
-        ctx.save_for_backward(x, weight, bias, weights, kept, features, columns)
+        hooked = saved_tensors_are_hooked()  # a checkpoint or offloading sees every tensor that is kept
+        ctx.kept = None if hooked else y.detach()
+        ctx.factor, ctx.dtype, ctx.version = factor, y.dtype, None if hooked else version_of(ctx.kept)
+        ctx.save_for_backward(x, weight, bias, weights, y.clone() if hooked else None)
         return y, value
 
     @staticmethod
     def backward(ctx: Any, through: Tensor | None, grad: Tensor | None) -> tuple[Any, ...]:
-        x, weight, bias, weights, y, features, columns = ctx.saved_tensors
-        scale = None if grad is None else twice_of(grad)
+        x, weight, bias, weights, y = ctx.saved_tensors
         g = through = None if through is None else through.reshape(-1, weight.shape[0])  # tokens, as the products do
         shape, x = x.shape, x.reshape(-1, weight.shape[1])
-        weights = None if weights is None else weights.reshape(-1)
-        if scale is not None and ctx.factor is not None:
+        if grad is not None:
             y, ctx.kept = ctx.kept if y is None else y, None  # the graph may outlive its backward
-            changed = ctx.version is not None and y is not None and version_of(y) != ctx.version  # in place
+            changed = y is not None and ctx.version is not None and version_of(y) != ctx.version  # in place
+            row = None if bias is None else wide(bias)
             if y is None or changed or torch.is_grad_enabled():
                 with no_autocast(x.device.type):
-                    y, bias = torch.nn.functional.linear(wide(x), wide(weight)), None
-            y = y.view(-1, weight.shape[0])
-            native = y.dtype is torch.float32 and weights is None and native_fits(y, bias)
-            row = None if bias is None else wide(bias)
-            g = add_bare(through, y, row, weights, scale * ctx.factor, native).to(ctx.dtype)
-        to_x = to_weight = to_bias = None
-        if g is not None and ctx.needs_input_grad[0]:
-            to_x = g.mm(weight.to(g.dtype))
-        if g is not None and ctx.needs_input_grad[1]:
-            to_weight = g.t().mm(x.to(g.dtype))
-        if through is not None and ctx.needs_input_grad[2]:
-            to_bias = through.sum(0)
-        if scale is not None and ctx.variance is not None:
-            if torch.is_grad_enabled():  # to be differentiated again: as functions of x and W
-                features, columns = feature_sums(x, weights), column_power(weight)
-            s = scale * ctx.variance
-            if ctx.needs_input_grad[0]:
-                added = weighed(x * (columns * s), weights)
-                to_x = added if to_x is None else to_x + added
-            if ctx.needs_input_grad[1]:
-                added = weight * (features * s)
-                to_weight = added if to_weight is None else to_weight + added
+                    y, row = functional.linear(wide(x), wide(weight)), None
+            y, weights = y.view(-1, weight.shape[0]), None if weights is None else weights.reshape(-1)
+            native = y.dtype is torch.float32 and weights is None and native_fits(y, row)
+            g = add_bare(through, y, row, weights, twice_of(grad) * ctx.factor, native).to(ctx.dtype)
+        if g is None:
+            return None, None, None, None, None
+        to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
         return (
-            None if to_x is None else to_x.to(x.dtype).view(shape),
-            None if to_weight is None else to_weight.to(weight.dtype),
-            None if to_bias is None else to_bias.to(ctx.bias_dtype),
-            None,
+            g.mm(weight.to(g.dtype)).to(x.dtype).view(shape) if to_x else None,
+            g.t().mm(x.to(g.dtype)).to(weight.dtype) if to_weight else None,
+            through.sum(0).to(bias.dtype) if to_bias and through is not None else None,
             None,
             None,
         )

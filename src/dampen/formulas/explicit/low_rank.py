@@ -46,13 +46,6 @@ class LowRank:
         return column_power(weight) + 2 * cross + (a * ((b.t() @ b) @ a)).sum(0)
 
 
-def add_adapter(call: LinearCall) -> LinearCall:
-    """The call with the adapters in its output; its weight stays W alone, for those who take `columns`."""
-    if call.adapter is None or call.output is None:
-        return merge(call)
-    return replace(call, output=wide(call.output) + call.adapter.output(call.input), adapter=None)
-
-
 def merge(call: LinearCall) -> LinearCall:
     """The call of the whole map: its weight and output with the adapters in them. The call itself where it has none."""
     if call.adapter is None:

@@ -1,94 +1,138 @@
 """The penalties of query, key and both, over all pairs of a query and a key, without any n x n or d x d tensor.
 
-Per head, with G = sum_i r_i y_i y_i^T and M = W diag(sum_i r_i x_ij^2) W^T (`grams.py`) of the queries and of the
-keys, the four sums over pairs are inner products of dh x dh matrices:
+Per head, with two dh x dh matrices of the queries and of the keys,
+
+    gram    G = sum_i r_i y_i y_i^T           y_i a token's query or key, r_i its row weight
+    spread  M = W diag(g) W^T                 g_j = sum_i r_i x_ij^2, the same tokens seen feature by feature
+
+the four sums over pairs are inner products:
 
     b  = sum_ij S_ij^2                         = <G_q, G_k>          S = Q K^T without biases, rotary, norm or scale
     vq = sum_ij sum_l x_il^2 (Wq^T k_j)_l^2    = <M_q, G_k>          dropout on the input of the queries
     vk = sum_ij sum_l x_jl^2 (Wk^T q_i)_l^2    = <G_q, M_k>          dropout on the input of the keys
     w  = sum_ij sum_lm x_il^2 C_lm^2 x_jm^2    = <M_q, M_k>          both at once, C = Wq^T Wk
 
-So the paper's J_q and J_k (arXiv 2604.20505), 1/2 p^2 b both, are one and the same function.
+So the paper's J_q and J_k (arXiv 2604.20505), 1/2 p^2 b both, are one and the same function. Autograd would keep copies
+of the heads and, for M, a tensor of B x dh x d in each: the backwards are written by hand.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from dampen.formulas.explicit.forms import Number, Parts, combine, joint, single
-from dampen.formulas.explicit.grams import gram, spread
-from dampen.formulas.explicit.maps import HeadMap
+from dampen.formulas.explicit.by_hand import by_hand
+from dampen.formulas.explicit.forms import Number, single
+from dampen.formulas.explicit.layer import HeadMap
+from dampen.formulas.explicit.precision import wide
 from dampen.formulas.explicit.reductions import Pairs
-from dampen.formulas.explicit.squares import feature_power
+from dampen.formulas.explicit.squares import contract_squares
+from dampen.formulas.explicit.tap import weighed
 
 PAIR_TERMS = ("query", "key", "query_key")
+_MATRICES = {"b": "GG", "vq": "MG", "vk": "GM", "w": "MM"}
+"""The sums over pairs: which matrix of the queries, and which of the keys."""
 
 
-class PairParts(NamedTuple):
-    """The sums over pairs that were asked for."""
+def pair_factors(term: str, form: str, p: Number) -> dict[str, Number]:
+    """How much of each sum over pairs a term takes; two independent masks give S -> c^2 S in the mean.
 
-    b: Tensor | None
-    vq: Tensor | None
-    vk: Tensor | None
-    w: Tensor | None
+    >>> pair_factors("query", "exact", 0.5)
+    {'b': 0.25, 'vq': 0.25}
+    >>> pair_factors("query_key", "exact", 0.5)
+    {'b': 0.5625, 'vq': 0.0625, 'vk': 0.0625, 'w': 0.0625}
+    """
+    if term != "query_key":  # one mask, on the queries or on the keys
+        bias, variance = single(form, p)
+        factors = {"b": bias, "vq" if term == "query" else "vk": variance}
+        return {name: factor for name, factor in factors.items() if factor is not None}
+    c = 1 - p
+    if form == "inverted":
+        r = p / c
+        return {"vq": r, "vk": r, "w": r * r}
+    shrink = 1 - c * c
+    exact = {} if form == "paper" else {"vq": c * c * c * p, "vk": c * c * c * p, "w": c * c * p * p}
+    return {"b": shrink * shrink, **exact}
 
 
-class Needed(NamedTuple):
-    """Which sums over pairs the terms and the form need."""
-
-    b: bool
-    vq: bool
-    vk: bool
-    w: bool
-
-
-def needed(terms: set[str], form: str) -> Needed:
+def needed(terms: Iterable[str], form: str) -> list[str]:
     """Which sums to compute: nothing for a term that is off.
 
     >>> needed({"query", "key"}, "paper")
-    Needed(b=True, vq=False, vk=False, w=False)
+    ['b']
     """
-    variance, both = form != "paper", "query_key" in terms
-    return Needed(form != "inverted", variance and (both or "query" in terms), variance and (both or "key" in terms),
-                  variance and both)  # fmt: skip
+    wanted = {name for term in terms for name in pair_factors(term, form, 0.5)}
+    return [name for name in _MATRICES if name in wanted]
 
 
-def all_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Needed) -> PairParts:
-    """The sums over all pairs of valid tokens, head by head; in grouped-query attention several heads share a key."""
-    groups = k.weight.shape[0]
-    g_q = g_k = m_q = m_k = None
-    if need.b or need.vk:
-        g_q = _by_group(gram(q.y, q.bias, rows.queries), groups)
-    if need.b or need.vq:
-        g_k = gram(k.y, k.bias, rows.keys)
-    same = q.x is k.x and rows.queries is None and rows.keys is None
-    power = feature_power(q.x, None, per_sample=True) if same and (need.vq or need.vk) else None
-    if need.vq or need.w:
-        power_q = feature_power(q.x, rows.queries, per_sample=True) if power is None else power
-        m_q = _by_group(spread(q.weight, power_q), groups)
-    if need.vk or need.w:
-        power_k = feature_power(k.x, rows.keys, per_sample=True) if power is None else power
-        m_k = spread(k.weight, power_k)
-    return PairParts(
-        _inner(g_q, g_k, need.b), _inner(m_q, g_k, need.vq), _inner(g_q, m_k, need.vk), _inner(m_q, m_k, need.w)
-    )
-
-
-def pair_penalty(term: str, form: str, rate: Number, parts: PairParts) -> Tensor:
+def pair_penalty(term: str, form: str, rate: Number, sums: Mapping[str, Tensor]) -> Tensor:
     """One of the terms query, key and query_key from the sums over pairs; the factor of the reduction is not in it."""
-    if term == "query_key":
-        variance = None if parts.vq is None or parts.vk is None else parts.vq + parts.vk
-        return combine(joint(form, rate), parts.b, variance, parts.w)
-    factors: Parts = single(form, rate)
-    return combine(factors, parts.b, parts.vq if term == "query" else parts.vk)
+    parts = [factor * sums[name] for name, factor in pair_factors(term, form, rate).items()]
+    return sum(parts[1:], start=parts[0])
+
+
+def all_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Sequence[str]) -> dict[str, Tensor]:
+    """The sums over all pairs of valid tokens, head by head; in grouped-query attention several heads share a key."""
+    groups, power = k.weight.shape[0], None
+    of_queries, of_keys = ("".join(_MATRICES[name][side] for name in need) for side in (0, 1))
+    left, right = {}, {}
+    if "G" in of_queries:
+        left["G"] = _by_group(gram(q.y, q.bias, rows.queries), groups)
+    if "M" in of_queries:
+        power = contract_squares("bni,bn->bi", q.x, rows.queries)
+        left["M"] = _by_group(spread(q.weight, power), groups)
+    if "G" in of_keys:
+        right["G"] = gram(k.y, k.bias, rows.keys)
+    if "M" in of_keys:
+        if power is None or q.x is not k.x or rows.queries is not None or rows.keys is not None:
+            power = contract_squares("bni,bn->bi", k.x, rows.keys)
+        right["M"] = spread(k.weight, power)
+    return {name: (left[_MATRICES[name][0]] * right[_MATRICES[name][1]]).sum() for name in need}
+
+
+def gram(y: Tensor, bias: Tensor | None, rows: Tensor | None) -> Tensor:
+    """sum_i r_i (y_i - bias)(y_i - bias)^T of (B, H, N, dh), bias (H, 1, dh), rows (B, N): (B, H, dh, dh)."""
+    return by_hand(_gram, _gram_gradients, y, bias, rows)
+
+
+def spread(weight: Tensor, power: Tensor) -> Tensor:
+    """W_h diag(power_b) W_h^T of weight (H, dh, in) and power (B, in): (B, H, dh, dh)."""
+    return by_hand(_spread, _spread_gradients, weight, power)
+
+
+def _gram(y: Tensor, bias: Tensor | None, rows: Tensor | None) -> Tensor:
+    bare = _bare(y, bias)
+    return weighed(bare, rows).transpose(-2, -1) @ bare
+
+
+def _gram_gradients(
+    grad: Tensor, wanted: Sequence[bool], y: Tensor, bias: Tensor | None, rows: Tensor | None
+) -> tuple[Tensor, Tensor | None, None]:
+    to_y = weighed(_bare(y, bias) @ (grad + grad.transpose(-2, -1)), rows)
+    to_bias = None if bias is None else -to_y.sum(2).sum(0).unsqueeze(1).to(bias.dtype)
+    return to_y.to(y.dtype), to_bias, None
+
+
+def _spread(weight: Tensor, power: Tensor) -> Tensor:
+    return torch.stack([(w * power.unsqueeze(1)) @ w.t() for w in wide(weight)], 1)  # head by head: no (B, H, dh, in)
+
+
+def _spread_gradients(grad: Tensor, wanted: Sequence[bool], weight: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
+    to_weight, to_power = [], torch.zeros_like(power)
+    for g, w in zip((grad + grad.transpose(-2, -1)).unbind(1), wide(weight), strict=True):
+        mixed = g @ w  # (B, dh, in)
+        to_weight.append((mixed * power.unsqueeze(1)).sum(0))
+        to_power = to_power + (mixed * w).sum(1) / 2
+    return torch.stack(to_weight).to(weight.dtype), to_power
+
+
+def _bare(y: Tensor, bias: Tensor | None) -> Tensor:
+    """Without bias, in the layout in which B and H are one batch for the matrix products."""
+    return (wide(y) if bias is None else wide(y) - wide(bias)).contiguous()
 
 
 def _by_group(t: Tensor, groups: int) -> Tensor:
     """Sum the heads that share a key."""
     return t if t.shape[1] == groups else t.unflatten(1, (groups, -1)).sum(2)
-
-
-def _inner(a: Tensor | None, b: Tensor | None, wanted: bool) -> Tensor | None:
-    return (a * b).sum() if wanted and a is not None and b is not None else None

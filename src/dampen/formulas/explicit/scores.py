@@ -8,18 +8,17 @@ backward pass, so that memory stays linear in the length.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dampen.formulas.explicit.again import again
-from dampen.formulas.explicit.maps import HeadMap
-from dampen.formulas.explicit.pairs import Needed, PairParts
+from dampen.formulas.explicit.by_hand import again
+from dampen.formulas.explicit.layer import HeadMap
 from dampen.formulas.explicit.precision import in_full_precision, wide
 from dampen.formulas.explicit.reductions import Pairs
+from dampen.formulas.explicit.tap import weighed
 from dampen.masks import causal_rows
 from dampen.regularizer import Call
 
@@ -29,6 +28,7 @@ COMPILED_CHUNKS = 8
 """Chunks at most in a compiled graph, where the loop is unrolled."""
 
 Keep = Callable[[slice], Tensor]
+"""The pairs that some of the queries see: bool (B or 1, rows or 1, M)."""
 
 
 def restricts_pairs(call: Call) -> bool:
@@ -43,69 +43,68 @@ def visible_diagonal(call: Call) -> Tensor | None:
     return call.mask[..., 0, :] if call.mask.shape[-2] == 1 else call.mask.diagonal(dim1=-2, dim2=-1)
 
 
-def visible_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Needed, call: Call) -> PairParts:
+def visible_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Sequence[str], call: Call) -> dict[str, Tensor]:
     """The sums over the pairs of valid tokens that the model's mask shows."""
-    if call.is_causal or (call.mask is not None and call.mask.shape[1] == 1):
-        return chunked_pairs(q, k, rows, need, _keep(call))
-    repeat = q.weight.shape[0] // k.weight.shape[0]
-    parts = [
-        chunked_pairs(_head(q, h), _head(k, h // repeat), rows, need, _keep(call, h)) for h in range(q.weight.shape[0])
-    ]
-    return PairParts(*(None if p[0] is None else torch.stack(p).sum() for p in zip(*parts, strict=True)))
+    masks, repeat = _masks(call), q.weight.shape[0] // k.weight.shape[0]
+    if len(masks) == 1:
+        return chunked_pairs(q, k, rows, need, masks[0])
+    heads = range(q.weight.shape[0])
+    parts = [chunked_pairs(q.head(h), k.head(h // repeat), rows, need, masks[h]) for h in heads]
+    return {name: torch.stack([part[name] for part in parts]).sum() for name in need}
 
 
 def count_visible(call: Call, rows: Pairs, dtype: torch.dtype = torch.float32) -> Tensor:
     """The number of visible pairs of valid tokens in the batch, averaged over heads."""
-    batch, heads, queries, keys = call.shape
-    masks = [0] if call.is_causal or (call.mask is not None and call.mask.shape[1] == 1) else list(range(heads))
-    total = torch.zeros((), dtype=dtype, device=call.device)
-    for cut in _chunks(batch, queries, keys):
-        for h in masks:
-            seen = _keep(call, h)(cut).to(dtype).expand(batch, -1, -1)
-            total = total + _weighted(seen, _rows(rows, cut), rows.keys)
-    return total / len(masks)
+    (batch, _, queries, keys), masks = call.shape, _masks(call)
+    ones = torch.ones((), dtype=dtype, device=call.device)
+    left, right = weighed(ones.expand(batch, queries, 1), rows.queries), weighed(ones.expand(batch, keys, 1), rows.keys)
+    seen = [_products(keep(cut), left[:, cut], right) for keep in masks for cut in _chunks(batch, queries, keys)]
+    return torch.stack(seen).sum() / len(masks)
 
 
-def chunked_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Needed, keep: Keep | None = None) -> PairParts:
-    """The sums over all pairs of valid tokens, or those that `keep` shows to every head: bool (B or 1, rows, M)."""
-    y_q, y_k, w_k = q.bare, k.bare, k.weight
+def chunked_pairs(
+    q: HeadMap, k: HeadMap, rows: Pairs, need: Sequence[str], keep: Keep | None = None
+) -> dict[str, Tensor]:
+    """The sums over all pairs of valid tokens, or those that `keep` shows to every head."""
+    sides = ((q, rows.queries), (k, rows.keys))
+    y_q, y_k = (weighed(m.bare, None if w is None else w.sqrt()) for m, w in sides)  # each sum takes its square
+    power_q, power_k = (weighed(wide(m.x).square(), w) for m, w in sides)
+    w_k = k.weight
     if (repeat := y_q.shape[1] // y_k.shape[1]) > 1:
         y_k, w_k = y_k.repeat_interleave(repeat, 1), w_k.repeat_interleave(repeat, 0)
-    power_q, power_k = wide(q.x).square(), wide(k.x).square()  # (B, N, in), (B, M, in)
-    # three pairs of a query's and a key's features; their products, summed over visible pairs, are the variance parts
-    features: list[tuple[Tensor, Tensor]] = []
-    if need.vq:
-        features.append((power_q, sum_of_squares(y_k, q.weight)))
-    if need.vk:
-        features.append((sum_of_squares(y_q, w_k), power_k))
-    if need.w:
-        features.append((power_q, power_k @ sum_of_squared_products(q.weight, w_k).t()))
-
-    cuts = list(_chunks(y_q.shape[0] * y_q.shape[1], y_q.shape[2], y_k.shape[2]))
-    total = y_q.new_zeros(sum(need))
+    # features of a query and of a key whose products, summed over visible pairs, are the variance parts
+    features: dict[str, tuple[Tensor, Tensor]] = {}
+    if "vq" in need:
+        features["vq"] = power_q, sum_of_squares(y_k, q.weight)
+    if "vk" in need:
+        features["vk"] = sum_of_squares(y_q, w_k), power_k
+    if "w" in need:
+        features["w"] = power_q, power_k @ sum_of_squared_products(q.weight, w_k).t()
+    cuts = _chunks(y_q.shape[0] * y_q.shape[1], y_q.shape[2], y_k.shape[2])
+    run = again if len(cuts) > 1 else _once
+    sums = dict.fromkeys(need, y_q.new_zeros(()))
     for cut in cuts:
-        left = [t for pair in features for t in (pair[0][:, cut], pair[1])]
         seen = None if keep is None else keep(cut)
-        operands: tuple[Any, ...] = (y_q[:, :, cut], y_k, _rows(rows, cut), rows.keys, seen, need.b, *left)
-        total = total + (again(_chunk, *operands) if len(cuts) > 1 else _chunk(*operands))
-    values = iter(total)
-    return PairParts(*(next(values) if wanted else None for wanted in need))
+        if "b" in need:
+            sums["b"] = sums["b"] + run(_squared_scores, seen, y_q[:, :, cut], y_k)
+        for name, (left, right) in features.items():
+            sums[name] = sums[name] + run(_products, seen, left[:, cut], right)
+    return sums
 
 
-def _chunk(
-    y_q: Tensor, y_k: Tensor, r: Tensor | None, keys: Tensor | None, seen: Tensor | None, b: bool, *features: Tensor
-) -> Tensor:
-    """The sums of some queries; `features` are three pairs at most, of the queries' and of all keys'."""
-    out = []
-    if b:
-        squares = (y_q @ y_k.transpose(-2, -1)).square().sum(1)
-        out.append(_weighted(squares if seen is None else squares * seen, r, keys))
-    for left, right in zip(features[::2], features[1::2], strict=True):
-        right = right if keys is None else right * keys.unsqueeze(-1)
-        mixed = right.sum(1, keepdim=True) if seen is None else seen.to(right.dtype) @ right
-        per_query = (left * mixed).sum(-1)
-        out.append(per_query.sum() if r is None else (per_query * r).sum())
-    return torch.stack(out)
+def _squared_scores(seen: Tensor | None, y_q: Tensor, y_k: Tensor) -> Tensor:
+    squares = (y_q @ y_k.transpose(-2, -1)).square().sum(1)
+    return squares.sum() if seen is None else (squares * seen).sum()
+
+
+def _products(seen: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """sum_ij seen_ij left_i . right_j."""
+    mixed = right.sum(1, keepdim=True) if seen is None else seen.to(right.dtype) @ right
+    return (left * mixed).sum()
+
+
+def _once(formula: Callable[..., Tensor], *args: Any) -> Tensor:
+    return formula(*args)
 
 
 def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
@@ -126,37 +125,21 @@ def sum_of_squared_products(left: Tensor, right: Tensor) -> Tensor:
     return functools.reduce(torch.add, squares)
 
 
-def _keep(call: Call, head: int = 0) -> Keep:
-    """The visible pairs of one head for some of the queries: bool (B or 1, rows or 1, M)."""
+def _masks(call: Call) -> list[Keep]:
+    """The visible pairs of all heads, or of each where they differ."""
 
-    def keep(rows: slice) -> Tensor:
-        if call.mask is None:
-            return causal_rows(call.shape[2], call.shape[3], rows, call.device)[None]
-        mask = call.mask[:, head]
-        return mask if mask.shape[-2] == 1 else mask[:, rows]
+    def causal(cut: slice) -> Tensor:
+        return causal_rows(call.shape[2], call.shape[3], cut, call.device)[None]
 
-    return keep
+    def shown(mask: Tensor, cut: slice) -> Tensor:
+        return mask if mask.shape[-2] == 1 else mask[:, cut]
+
+    return [causal] if call.mask is None else [functools.partial(shown, mask) for mask in call.mask.unbind(1)]
 
 
-def _chunks(batch: int, queries: int, keys: int) -> Iterator[slice]:
+def _chunks(batch: int, queries: int, keys: int) -> list[slice]:
     """The queries in slices of at most `CHUNK` entries of the scores."""
     step = max(1, CHUNK // max(1, batch * keys))
     if torch.compiler.is_compiling():
         step = max(step, -(-queries // COMPILED_CHUNKS))
-    return (slice(start, min(start + step, queries)) for start in range(0, queries, step))
-
-
-def _head(m: HeadMap, h: int) -> HeadMap:
-    cut = slice(h, h + 1)
-    return replace(m, y=m.y[:, cut], bias=None if m.bias is None else m.bias[cut], weight=m.weight[cut])
-
-
-def _rows(rows: Pairs, cut: slice) -> Tensor | None:
-    return None if rows.queries is None else rows.queries[:, cut]
-
-
-def _weighted(squares: Tensor, r: Tensor | None, keys: Tensor | None) -> Tensor:
-    """sum_ij r_i keys_j squares_ij."""
-    squares = squares if keys is None else squares * keys.unsqueeze(1)
-    per_query = squares.sum(-1)
-    return per_query.sum() if r is None else (per_query * r).sum()
+    return [slice(start, min(start + step, queries)) for start in range(0, queries, step)]

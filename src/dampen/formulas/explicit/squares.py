@@ -2,72 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dampen._torch import in_functorch
-from dampen.formulas.explicit.precision import no_autocast, wide
+from dampen.formulas.explicit.by_hand import by_hand
+from dampen.formulas.explicit.precision import wide
 
 
-def contract_squares(equation: str, x: Tensor, weights: Tensor) -> Tensor:
-    """einsum(equation, x^2, weights), as in "bni,bn->i"."""
-    if torch.compiler.is_compiling() or in_functorch():
-        return torch.einsum(equation, wide(x).square(), wide(weights))
-    out: Tensor = _Squares.apply(equation, x, weights)
-    return out
+def contract_squares(equation: str, x: Tensor, weights: Tensor | None) -> Tensor:
+    """einsum(equation, x^2, weights), as in "bni,bn->i"; all weights are 1 where they are None.
 
-
-def feature_power(x: Tensor, weights: Tensor | None, per_sample: bool = False) -> Tensor:
-    """sum_i weights_i x_ij^2, of (B, N, in): (in,), or (B, in) per sample."""
-    weights = wide(x.new_ones(())).expand(x.shape[:2]) if weights is None else weights
-    return contract_squares("bni,bn->bi" if per_sample else "bni,bn->i", x, weights)
-
-
-def mixed_power(x: Tensor, columns: Tensor) -> Tensor:
-    """sum_l x_il^2 columns_hl, of (B, N, in) and (H, in): (B, N, H)."""
-    return contract_squares("bnl,hl->bnh", x, columns)
-
-
-def column_sums(a: Tensor, rows: Tensor | None) -> Tensor:
-    """sum_i r_i A_ij^2 of (B, H, N, M) and (B, N): (B, H, M)."""
-    rows = wide(a.new_ones(())).expand(a.shape[0], a.shape[2]) if rows is None else rows
-    return contract_squares("bhnm,bn->bhm", a, rows)
+    >>> contract_squares("ni,n->i", torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None)
+    tensor([10., 20.])
+    """
+    return by_hand(_contract, _gradients, equation, x, weights)
 
 
 def column_power(weight: Tensor) -> Tensor:
-    """sum_o W_oj^2 of a (..., out, in) weight."""
-    return wide(weight).square().sum(-2)
+    """sum_o W_oj^2 of a weight (out, in), or by heads (H, out, in)."""
+    return contract_squares("oj,o->j" if weight.ndim == 2 else "hoj,ho->hj", weight, None)
 
 
-def feature_sums(x: Tensor, weights: Tensor | None) -> Tensor:
+def feature_power(x: Tensor, weights: Tensor | None) -> Tensor:
     """sum_i w_i x_ij^2 of (..., in) and (...)."""
-    squares = wide(x).square().flatten(0, -2)
-    return squares.sum(0) if weights is None else weights.reshape(-1) @ squares
+    return contract_squares("ij,i->j", x.flatten(0, -2), None if weights is None else weights.reshape(-1))
 
 
-def map_variance(x: Tensor, weight: Tensor, weights: Tensor | None, rows: slice = slice(None)) -> Tensor:
-    """sum_j (sum_i w_i x_ij^2) (sum_o W_oj^2), of some rows of W: the variance part of a map. To be run `again`."""
-    return feature_sums(x, weights) @ column_power(weight[rows])
+def _contract(equation: str, x: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return torch.einsum(re.sub(",.*->", "->", equation), wide(x).square())
+    return torch.einsum(equation, wide(x).square(), wide(weights))
 
 
-class _Squares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, equation: str, x: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weights)
-        ctx.equation = equation
-        with no_autocast(x.device.type):
-            return torch.einsum(equation, wide(x).square(), wide(weights))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-        x, weights = ctx.saved_tensors
-        (squares, factor), out = ctx.equation.split("->")[0].split(","), ctx.equation.split("->")[1]
-        to_x = to_weights = None
-        with no_autocast(x.device.type):
-            if ctx.needs_input_grad[1]:
-                to_x = (x * torch.einsum(f"{out},{factor}->{squares}", grad, 2 * wide(weights))).to(x.dtype)
-            if ctx.needs_input_grad[2]:
-                to_weights = torch.einsum(f"{out},{squares}->{factor}", grad, wide(x).square()).to(weights.dtype)
-        return None, to_x, to_weights
+def _gradients(
+    grad: Tensor, wanted: Sequence[bool], equation: str, x: Tensor, weights: Tensor | None
+) -> tuple[None, Tensor | None, Tensor | None]:
+    squares, factor, out = re.split(",|->", equation)
+    to_x = to_weights = None
+    if wanted[1] and weights is None:
+        here = tuple(slice(None) if index in out else None for index in squares)  # the others were summed over
+        to_x = (x * (2 * grad)[here]).to(x.dtype)
+    elif wanted[1]:
+        to_x = (x * torch.einsum(f"{out},{factor}->{squares}", grad, 2 * wide(weights))).to(x.dtype)
+    if wanted[2]:
+        to_weights = torch.einsum(f"{out},{squares}->{factor}", grad, wide(x).square()).to(weights.dtype)
+    return None, to_x, to_weights
