@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.kernels.kernel import use_tuned_table
-from dampen.regularizer import Regularizer, as_schedule
-from dampen.schedules import Value, check_progress, per_layer
+from dampen.regularizer import Regularizer
+from dampen.schedules import Value, as_schedule, check_progress, per_layer
 from dampen.sockets.attach import attach, check_model
 from dampen.sockets.carrier import CarrierSite
 from dampen.sockets.describe import describe

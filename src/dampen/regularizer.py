@@ -19,8 +19,7 @@ that a schedule over training never recompiles a graph, and `penalize` adds a te
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +38,16 @@ from dampen.names import MATRIX_STAGES
 from dampen.names import MODEL_STAGES as MODEL_STAGES
 from dampen.names import STAGES as STAGES
 from dampen.names import snake_case as snake_case
-from dampen.schedules import Schedule, Value, always_zero, as_only_layer, constant, per_layer
+from dampen.schedules import (
+    Schedule,
+    Value,
+    always_zero,
+    as_only_layer,
+    as_schedule,
+    check_value,
+    constant,
+    per_layer,
+)
 
 ROLES = ("q", "k", "v", "qkv", "kv", "out", "ffn_in", "ffn_out")
 """What a linear map of a block is for. A fused projection has the role qkv (or kv)."""
@@ -369,36 +377,6 @@ class Regularizer(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name).item():.3g}" for name in self._schedules)
-
-
-def as_schedule(value: Value, what: str, high: float = 1.0) -> Schedule:
-    """A number, a schedule or a list as a schedule, with errors in the user's own words."""
-    if callable(value):
-        return value
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if not value:
-            raise ValueError(f"{what} is an empty list. Give one value per layer, or one number for all.")
-        return per_layer(tuple(check_value(v, f"{what}, layer {i}", high) for i, v in enumerate(value)))
-    return constant(check_value(value, what, high))
-
-
-def check_value(value: Any, what: str, high: float = 1.0) -> float:
-    """`value` as a float in [0, high), or an error that says what was got and what to give."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"{what} must be a number, a schedule f(depth, progress) or a list of numbers, "
-            f"got {value!r} of type {type(value).__name__}."
-        )
-    if math.isnan(value) or not 0 <= value < high:
-        expected = (
-            "a probability in [0, 1)"
-            if high == 1.0
-            else "a finite number >= 0"
-            if math.isinf(high)
-            else f"in [0, {high})"
-        )
-        raise ValueError(f"{what} must be {expected}, got {value}.")
-    return float(value)
 
 
 def needs_matrix(regularizers: Iterable[Regularizer]) -> bool:

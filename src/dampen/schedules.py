@@ -7,7 +7,7 @@ list with one value per layer. `depth` is 0 in the first layer and 1 in the last
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Schedule = Callable[[float, float], float]
 Value = float | Schedule | Sequence[float]
@@ -217,6 +217,31 @@ def always_zero(schedule: Schedule, depth: float) -> bool:
     if isinstance(schedule, vshape):
         return schedule.start == schedule.end == 0
     return isinstance(schedule, constant | per_layer | linear | cosine) and schedule(depth, 0.0) == 0
+
+
+def as_schedule(value: Value, what: str, high: float = 1.0) -> Schedule:
+    """A number, a schedule or a list as a schedule, with errors in the user's own words."""
+    if callable(value):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if not value:
+            raise ValueError(f"{what} is an empty list. Give one value per layer, or one number for all.")
+        return per_layer(tuple(check_value(v, f"{what}, layer {i}", high) for i, v in enumerate(value)))
+    return constant(check_value(value, what, high))
+
+
+def check_value(value: Any, what: str, high: float = 1.0) -> float:
+    """`value` as a float in [0, high), or an error that says what was got and what to give."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"{what} must be a number, a schedule f(depth, progress) or a list of numbers, "
+            f"got {value!r} of type {type(value).__name__}."
+        )
+    if math.isnan(value) or not 0 <= value < high:
+        ranges = {1.0: "a probability in [0, 1)", math.inf: "a finite number >= 0"}
+        expected = ranges.get(high, f"in [0, {high})")
+        raise ValueError(f"{what} must be {expected}, got {value}.")
+    return float(value)
 
 
 def _inner(value: float | Schedule, depth: float, progress: float) -> float:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from dampen._torch import DropoutModule
-from dampen.regularizer import Regularizer, check_value
-from dampen.schedules import Schedule
+from dampen.regularizer import Regularizer
+from dampen.schedules import Schedule, check_value
 
 if TYPE_CHECKING:
     from dampen.sockets.state import Layer

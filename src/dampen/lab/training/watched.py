@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from dampen.handle import Regularization
 from dampen.lab.training.build import derive
-from dampen.regularizer import as_schedule
-from dampen.schedules import check_progress, per_layer
+from dampen.schedules import as_schedule, check_progress, per_layer
 from dampen.sockets.own_dropout import OwnRate, choose_own, find_own
 from dampen.sockets.sampling import sampling_own
 
