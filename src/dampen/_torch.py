@@ -49,9 +49,10 @@ def has_forward_hooks(module: torch.nn.Module, before: bool = True, after: bool 
     return (before and bool(module._forward_pre_hooks)) or (after and bool(module._forward_hooks))
 
 
-def convolution_padding(module: torch.nn.Conv1d | torch.nn.Conv2d) -> list[int]:
-    """The padding of a convolution as `F.pad` takes it (`_reversed_padding_repeated_twice`, torch 1.5 and newer)."""
-    return list(module._reversed_padding_repeated_twice)
+def convolve(module: torch.nn.Conv1d | torch.nn.Conv2d, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The convolution of a module, padded as it pads, with another weight and no bias: `_conv_forward`, which takes the
+    bias as an argument in torch 1.8 and newer; without it convolutions have no penalty."""
+    return module._conv_forward(x, weight, None)
 
 
 def lerp_all(these: Sequence[torch.Tensor], towards: Sequence[torch.Tensor], weight: float) -> None:

@@ -71,7 +71,7 @@ def _draws(shape: Sequence[int], rate: Rate, device: torch.device | None) -> tup
     words = torch.randint(-_WORD, _WORD - 1, ((size + 3) // 4,), device=device)
     draws = words.view(torch.int16)
     draws = (draws if size % 4 == 0 else draws[:size]).view(tuple(shape))
-    dither = torch.rand((), device=device)
+    dither = torch.rand((), device=device)  # floor(t + u) is t in the mean, floor(t) would make 0.1 a rate of 0.09999
     if isinstance(rate, Tensor) or words.device.type != "cpu" or not has_numbers(words):
         threshold = torch.as_tensor((rate * 65536 + dither).floor() - 32768)
         return draws, threshold.clamp(max=32767).to(torch.int16)
@@ -182,7 +182,10 @@ def may_empty(rates: Sequence[Rate | None], keys: int, rows: int) -> bool:
 
 
 def give_back_one(keep: Tensor, allowed: Tensor | None, *, search: bool = True) -> Tensor:
-    """Where a row of `keep` is all False, make one random key of those `allowed` True again."""
+    """Where a row of `keep` is all False, make one random key of those `allowed` True again.
+
+    A query without a key has no softmax: plain attention gives NaN there and fused kernels give zeros, so that the same
+    draw would mean two things. One key back, and not all, leaves the rate as near to the one asked for as can be."""
     if keep.shape[-1] == 0:
         return keep
     # drawn whether it is needed or not: a compiled graph cannot look, and must draw what eager mode draws

@@ -27,6 +27,8 @@ def swap(module: nn.Module, kind: str, state: object) -> None:
 
 def _push(module: nn.Module, kind: str, state: object) -> None:
     setattr(module, f"_dampen_{kind}", state)
+    # A wrapper would rename the keys of state_dict, a hook cannot stand in for what happens inside the forward, and a
+    # forward set on the instance is copied by deepcopy still bound to the old module: a class has none of these faults
     module.__class__ = _swapped(type(module), kind)
 
 

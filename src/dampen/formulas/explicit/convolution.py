@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from dampen._torch import convolution_padding, in_backward
+from dampen._torch import convolve, in_backward
 from dampen.formulas.explicit.forms import Number, check_form, combine, is_off, single
 from dampen.formulas.explicit.precision import in_full_precision, wide
 from dampen.formulas.explicit.reductions import check_reduction, token_rows
 from dampen.formulas.explicit.tap import squared_norm
 from dampen.regularizer import Regularizer, Site
-from dampen.schedules import Value
+from dampen.schedules import Value, check_progress
 
 Convolution = nn.Conv1d | nn.Conv2d
 
@@ -58,38 +57,22 @@ def convolution_penalty(
     """
     check_form(form, "convolution_penalty")
     check_reduction(reduction, "convolution_penalty")
-    places = 1 if isinstance(module, nn.Conv1d) else 2
     if not isinstance(module, nn.Conv1d | nn.Conv2d):
         raise TypeError(f"convolution_penalty takes an nn.Conv1d or nn.Conv2d, got {type(module).__name__}.")
-    if x.ndim == places + 1:
+    if x.ndim == module.weight.ndim - 1:
         x, output = x.unsqueeze(0), None if output is None else output.unsqueeze(0)
     factors = single(form, rate)
     weight = wide(module.weight)
     bias = None if output is None or module.bias is None else module.bias.unsqueeze(1)
     b = v = None
     if factors.bias is not None:
-        output = _convolve(module, wide(x), weight) if output is None else output.clone()  # may change in place
+        output = convolve(module, wide(x), weight) if output is None else output.clone()  # may change in place
         b, positions = squared_norm(output.flatten(2), bias, None), output.shape[2:].numel()
-    if factors.variance is not None:
-        per_position = _variance(module, x, weight)
+    if factors.variance is not None:  # summed over the output channels of each group: (B, groups, ...)
+        columns = weight.square().unflatten(0, (module.groups, -1)).sum(1)
+        per_position = convolve(module, wide(x).square(), columns)
         v, positions = per_position.sum(), per_position.shape[2:].numel()
     return combine(factors, b, v) * token_rows(reduction, x.shape[0], positions, None).factor
-
-
-def _variance(module: Convolution, x: Tensor, weight: Tensor) -> Tensor:
-    """conv(x^2, W^2) summed over the output channels of each group: (B, groups, ...)."""
-    return _convolve(module, wide(x).square(), weight.square().unflatten(0, (module.groups, -1)).sum(1))
-
-
-def _convolve(module: Convolution, x: Tensor, weight: Tensor) -> Tensor:
-    """The module's convolution of `x` with another weight and without bias, padded as the module pads."""
-    padding: Any = module.padding
-    if module.padding_mode != "zeros":
-        x = F.pad(x, convolution_padding(module), mode=module.padding_mode)
-        padding = 0
-    convolve: Any = F.conv1d if isinstance(module, nn.Conv1d) else F.conv2d
-    out: Tensor = convolve(x, weight, None, module.stride, padding, module.dilation, module.groups)
-    return out
 
 
 class _ConvolutionDropout(Regularizer):
@@ -133,10 +116,8 @@ class ConvolutionPenalties:
 
     def progress(self, t: float) -> None:
         """Tell the schedules how far training is, in [0, 1]."""
-        if isinstance(t, bool) or not isinstance(t, int | float) or not 0 <= t <= 1:
-            raise ValueError(f"progress is the fraction of training done, in [0, 1], got {t!r}. Give step / steps.")
         for clone in self.clones.values():
-            clone.at(float(t))
+            clone.at(check_progress(t))
 
     def penalty(self) -> Tensor:
         """The sum of the penalties of the forward just done: `loss = task + convolutions.penalty()`."""

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from dampen.calls import Call, LinearCall
 from dampen.formulas.explicit.forms import Number
+from dampen.formulas.explicit.layer import at
+from dampen.formulas.explicit.linear import ATTENTION
 from dampen.formulas.explicit.precision import wide
 from dampen.formulas.explicit.reductions import Rows
-
-JOINT_ROLES = ("q", "k", "v", "qkv", "kv")
 
 
 def check_joint(form: str, detach_inputs: bool, heads: str) -> None:
@@ -48,7 +48,7 @@ def check_joint(form: str, detach_inputs: bool, heads: str) -> None:
 
 def with_gradient(x: Tensor, call: LinearCall) -> Tensor:
     """x, or a leaf of the same numbers where nothing below it is trained, so that a Jacobian can be taken."""
-    if call.role in JOINT_ROLES:
+    if call.role in ATTENTION:
         call.input = x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
         return call.input
     return x
@@ -86,10 +86,8 @@ def _one_input(call: Call) -> list[Tensor]:
     first = inputs[0]
     same = all(t.data_ptr() == first.data_ptr() and t.shape == first.shape for t in inputs)
     if call.cross or not same:
-        where = call.site.name if call.site else "this attention"
         raise RuntimeError(
-            f"joint is one mask on the input of queries, keys and values, but in {type(call.module).__name__} at "
-            f"'{where}' they read different inputs. Use query_key, value and attended_value there, or "
-            "regularize(..., attention='self')."
+            f"joint is one mask on the input of queries, keys and values, but in {at(call)} they read "
+            "different inputs. Use query_key, value and attended_value there, or regularize(..., attention='self')."
         )
     return list({id(t): t for t in inputs}.values())

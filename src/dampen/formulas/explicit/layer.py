@@ -13,7 +13,13 @@ from dampen.formulas.explicit.linear import Term, map_penalty, only_weight, tap_
 from dampen.formulas.explicit.low_rank import merge
 from dampen.formulas.explicit.precision import wide, wide_dtype
 from dampen.formulas.explicit.reductions import Rows, token_rows
-from dampen.regularizer import Call, LinearCall, UnsupportedModel
+from dampen.regularizer import Call, UnsupportedModel
+
+_ASKED_FOR = {  # which term asks for a map, what that is, and what to do without it
+    "out": ("output", "the attention's output projection", "Set output=0, say it with projections={'out': 'name'}"),
+    "ffn_in": ("ffn1", "layer 1 of the feed-forward", "Set ffn1=0 (or ffn=0)"),
+    "ffn_out": ("ffn2", "layer 2 of the feed-forward", "Set ffn2=0 (or ffn=0)"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,9 @@ class HeadMap:
         return wide(self.y) if self.bias is None else wide(self.y) - wide(self.bias)
 
     @property
-    def tokens(self) -> tuple[Tensor, Tensor | None]:
-        """y as (B, T, H dh), a view where the heads are one, and its bias."""
-        return self.y.transpose(1, 2).flatten(2), None if self.bias is None else self.bias.flatten()
+    def tokens(self) -> Tensor:
+        """y as (B, T, H dh), a view where the heads are one."""
+        return self.y.transpose(1, 2).flatten(2)
 
     def head(self, h: int) -> HeadMap:
         """One of the heads."""
@@ -46,7 +52,7 @@ class HeadMap:
         """All heads as a single one: the authors' own code, with one full Wq^T Wk."""
         return replace(
             self,
-            y=self.tokens[0].unsqueeze(1),
+            y=self.tokens.unsqueeze(1),
             bias=None if self.bias is None else self.bias.reshape(1, 1, -1),
             weight=self.weight.flatten(0, 1).unsqueeze(0),
         )
@@ -62,82 +68,72 @@ def read_map(call: Call, role: str, operand: Tensor | None, head_size: int, deta
     linear = merge(call.projection(role))
     x, y = linear.input, linear.output
     if y is None:
-        raise RuntimeError(
-            f"the output of the {role} projection at '{_where(call)}' was not kept."
-        )  # the core's promise
+        raise RuntimeError(f"{at(call)} did not keep the output of its {role} projection.")  # the core's promise
     if x.ndim == 2:
         x, y = x.unsqueeze(0), y.unsqueeze(0)
     x, y = x.flatten(1, -2), y.flatten(1, -2)
     if x.shape[0] != call.shape[0]:
         raise RuntimeError(
-            f"{type(call.module).__name__} at '{_where(call)}': the {role} projection reads a batch of {x.shape[0]} "
+            f"{at(call)}: the {role} projection reads a batch of {x.shape[0]} "
             f"but the attention works on {call.shape[0]}, so tokens cannot be told from samples. "
             "Leave the layer out with sites=."
         )
-    heads = y.unflatten(-1, (-1, head_size)).transpose(1, 2)
-    plain = detach or operand is None or torch.compiler.is_compiling()
-    if not plain and operand is not None and _same_memory(call, role, heads, operand, linear):
-        heads = operand
-    weight = linear.weight.unflatten(0, (-1, head_size))
-    bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, head_size))
     if detach:
-        x, bias = x.detach(), None
-        y = only_weight(x, linear.weight, y, linear.bias)
-        heads = y.unflatten(-1, (-1, head_size)).transpose(1, 2)
-    return HeadMap(heads, bias, x, weight)
+        x, y, bias = x.detach(), only_weight(x, linear.weight, y, linear.bias), None
+    else:
+        bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, head_size))
+    heads = y.unflatten(-1, (-1, head_size)).transpose(1, 2)
+    if not detach and operand is not None and not torch.compiler.is_compiling():
+        if _shows(operand, y, slice(0, y.shape[-1])):
+            heads = operand
+        elif _shows_otherwise(operand, y):
+            raise RuntimeError(
+                f"{at(call)}: the map '{linear.role}' was taken to give {role} as {heads.shape[1]} heads of size "
+                f"{head_size} in order, but the attention reads it in another layout (heads of q, k and v "
+                "interleaved). Use separate projections, or leave the layer out with sites=."
+            )
+    return HeadMap(heads, bias, x, linear.weight.unflatten(0, (-1, head_size)))
 
 
 def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[Tensor, Tensor]:
     """The operand "q", "k" or "v" of an attention, and the penalty of the projection behind it."""
     linear, rows = call.source(role)
-    tokens = linear.input.shape[-2]
+    x, y = linear.input, linear.output
+    tokens = x.shape[0] if x.ndim == 2 else x.shape[1:-1].numel()
     valid = fit(call.valid if role == "q" else call.valid_keys, tokens, call)
-    if not term.detach and _shows(operand, linear, rows):  # the usual case: no view is made, no map is cut
-        weights = token_rows(term.reduction, operand.shape[0], tokens, valid, wide_dtype(linear.input))
-        cut = (rows.start, rows.stop - rows.start)  # type: ignore[union-attr]
-        return tap_linear(operand, linear.bias, linear.input, linear, weights, term, cut)
+    apart = term.detach or linear.adapter is not None or torch.compiler.is_compiling()
+    if not apart and y is not None and isinstance(rows, slice) and _shows(operand, y, rows):  # mostly: nothing is cut
+        weights = token_rows(term.reduction, operand.shape[0], tokens, valid, wide_dtype(x))
+        return tap_linear(operand, linear.bias, x, linear, weights, term, (rows.start, rows.stop - rows.start))
     linear = call.projection(role)
-    windows = linear.input.shape[0] != call.shape[0] and valid is None  # made after the projection
+    windows = x.shape[0] != call.shape[0] and valid is None  # made after the projection
     if linear.adapter is None and not windows:
         m = read_map(call, role, operand, operand.shape[-1], detach=False)
-        linear = replace(linear, input=m.x, output=m.tokens[0])
+        linear = replace(linear, input=m.x, output=m.tokens)
     return operand, map_penalty(replace(linear, valid=valid), term)
 
 
-def _shows(operand: Tensor, linear: LinearCall, rows: slice | Tensor) -> bool:
-    """Whether an operand (B, H, N, dh) is a mere view of some rows of a map's output, heads in order: then the gradient
-    of a penalty may enter there, which spares a fused projection the gradients of its slices."""
-    y = linear.output
-    if torch.compiler.is_compiling() or y is None or y.ndim != 3 or not isinstance(rows, slice) or linear.adapter:
+def _shows(operand: Tensor, y: Tensor, rows: slice) -> bool:
+    """Whether an operand (B, H, N, dh) is a mere view of some channels of y (B, N, out), heads in order: then the
+    gradient of a penalty may enter there, which spares a fused projection the gradients of its slices."""
+    if y.ndim != 3 or operand.requires_grad != y.requires_grad:
         return False
     batch, heads, tokens, size = operand.shape
     sample, token, channel = y.stride()
+    wanted = (sample, size * channel, token, channel)
     return (
         (batch, tokens, heads * size) == (*y.shape[:2], rows.stop - rows.start)
-        and operand.stride() == (sample, size * channel, token, channel)
         and operand.data_ptr() == y.data_ptr() + rows.start * channel * y.element_size()
+        and all(n == 1 or a == b for n, a, b in zip(operand.shape, operand.stride(), wanted, strict=True))
         and operand.dtype == y.dtype
-        and operand.requires_grad == y.requires_grad
     )
 
 
-def _same_memory(call: Call, role: str, heads: Tensor, operand: Tensor, linear: LinearCall) -> bool:
-    """Whether the operand of the attention is a view of exactly these heads. A view of others means another layout."""
-    if heads.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
-        return False
-    if operand.stride(1) == 0:  # one head of keys shown to all queries (multi-query attention)
-        return False
-    if heads.data_ptr() == operand.data_ptr() and _layout(heads) == _layout(operand):
-        return heads.requires_grad == operand.requires_grad
-    raise RuntimeError(
-        f"{type(call.module).__name__} at '{_where(call)}': the map '{linear.role}' was taken to give {role} as "
-        f"{heads.shape[1]} heads of size {heads.shape[3]} in order, but the attention reads it in another layout "
-        "(heads of q, k and v interleaved). Use separate projections, or leave the layer out with sites=."
-    )
-
-
-def _layout(t: Tensor) -> list[tuple[int, int]]:
-    return [(size, stride) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+def _shows_otherwise(operand: Tensor, y: Tensor) -> bool:
+    """Whether an operand is a view of other channels of y, or of the same in another order. One head of keys that all
+    queries are shown (stride 0, multi-query attention) is none; nor is one that was cut from the graph."""
+    same = operand.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    return same and operand.stride(1) != 0 and operand.requires_grad == y.requires_grad
 
 
 def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
@@ -170,7 +166,7 @@ def as_one_head(q: HeadMap, k: HeadMap, call: Call) -> tuple[HeadMap, HeadMap]:
     """heads="concat"."""
     if q.weight.shape[0] != k.weight.shape[0]:
         raise RuntimeError(
-            f"heads='concat' multiplies one full Wq^T Wk, but {type(call.module).__name__} at '{_where(call)}' has "
+            f"heads='concat' multiplies one full Wq^T Wk, but {at(call)} has "
             f"{q.weight.shape[0]} query heads and {k.weight.shape[0]} key heads. Use heads='per_head'."
         )
     return q.as_one_head(), k.as_one_head()
@@ -180,8 +176,7 @@ def check_shared(call: Call) -> None:
     """One mask on X feeds queries and keys only where both read the same X."""
     if call.cross or call.projection("q").input is not call.projection("k").input:
         raise RuntimeError(
-            "shared_mask=True is one mask on the input of queries and keys, but in "
-            f"{type(call.module).__name__} at '{_where(call)}' they read different "
+            f"shared_mask=True is one mask on the input of queries and keys, but in {at(call)} they read different "
             "inputs. Use shared_mask=False there, or regularize(..., attention='self')."
         )
 
@@ -195,7 +190,7 @@ def check_visible(call: Call, q: HeadMap, k: HeadMap) -> None:
 def raise_extra_keys(call: Call, tokens: int, keys: int) -> NoReturn:
     """Keys that no projection made (a cache, a prefix, bias_k) have no input that dropout could act on."""
     raise RuntimeError(
-        f"{type(call.module).__name__} at '{_where(call)}' attends to {keys} keys, but its projections read {tokens} "
+        f"{at(call)} attends to {keys} keys, but its projections read {tokens} "
         "tokens: a cache, a prefix or added keys. attended_value and visible_only need every key to come from the "
         "projections; switch them off, or the extra keys."
     )
@@ -224,17 +219,11 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
             f"has none of that role (roles of its linear maps: {names}). Set residual=0, or leave the layer out with "
             "sites=."
         )
-    if "out" in wanted and "out" not in found:
-        raise UnsupportedModel(
-            f"{who}(output=...) penalizes the attention's output projection, but '{where}' has none (roles of its "
-            f"linear maps: {names}). Set output=0, say it with projections={{'out': 'name'}}, or leave the layer out "
-            "with sites=."
-        )
-    for role, layer in (("ffn_in", 1), ("ffn_out", 2)):
+    for role, (term, what, remedy) in _ASKED_FOR.items():
         if role in wanted and role not in found:
             raise UnsupportedModel(
-                f"{who}(ffn{layer}=...) penalizes layer {layer} of the feed-forward, but '{where}' has none (roles of "
-                f"its linear maps: {names}). Set ffn{layer}=0 (or ffn=0), or leave the layer out with sites=."
+                f"{who}({term}=...) penalizes {what}, but '{where}' has none (roles of its linear maps: {names}). "
+                f"{remedy}, or leave the layer out with sites=."
             )
     for role in "qkv":
         fused = "qkv" in found or (role != "q" and "kv" in found)
@@ -246,5 +235,6 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
             )
 
 
-def _where(call: Call) -> str:
-    return call.site.name if call.site else "this attention"
+def at(call: Call) -> str:
+    """Whose attention it is, for errors."""
+    return f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}'"

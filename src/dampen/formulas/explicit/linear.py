@@ -81,7 +81,7 @@ def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tenso
     plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
     if term.detach or call.adapter is not None or not plain or torch.compiler.is_compiling() or in_functorch():
         return None
-    rows = _rows(x, call.valid, term, swapped, call)
+    rows = _rows(x, call, term, swapped)
     factor, variance = _factors(term, rows)
     if factor is None:  # nothing is read of the output
         y, value = functional.linear(x, weight, call.bias), 0.0
@@ -94,7 +94,7 @@ def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tenso
 
 def map_penalty(call: LinearCall, term: Term, swapped: bool = False) -> Tensor:
     """The penalty of one linear map as a layer ran it, read off beside it."""
-    rows = _rows(call.input, call.valid, term, swapped, call)
+    rows = _rows(call.input, call, term, swapped)
     x = call.input.detach() if term.detach else call.input
     return tap_linear(*_output(call, x, term), x, call, rows, term)[1]
 
@@ -120,7 +120,7 @@ def tap_branch(y: Tensor, call: LinearCall, term: Term, swapped: bool = False) -
     With y the branch just before it is added, bias and all, and m a plain mask, E ||m y - y||^2 = p ||y||^2, which
     splits into p^2 ||y||^2 (bias, the paper's form) and p (1-p) ||y||^2; with inverted masks it is p/(1-p) ||y||^2.
     """
-    rows = _rows(y, call.valid, term, swapped, call)
+    rows = _rows(y, call, term, swapped)
     factor = sum(f for f in _factors(term, rows) if f is not None)
     if call.adapter is not None:  # LoRA beside the map: the branch is the sum of both
         return y, tap(wide(y) + call.adapter.output(call.input), None, rows.weights, factor)[1]
@@ -162,7 +162,7 @@ def _factors(term: Term, rows: Rows) -> tuple[Number | None, Number | None]:
     return None if b is None else scale * b, None if v is None else scale * v
 
 
-def _rows(x: Tensor, valid: Tensor | None, term: Term, swapped: bool, call: LinearCall) -> Rows:
+def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> Rows:
     """The row weights, shaped as the vectors of x: (B, N, in), more token dimensions in the middle, tokens without
     samples, or (N, B, in) where `swapped`."""
     swapped = swapped and x.ndim == 3
@@ -174,9 +174,9 @@ def _rows(x: Tensor, valid: Tensor | None, term: Term, swapped: bool, call: Line
             f"'{call.site.name if call.site else call.role}' gives its {call.role} map tokens without samples, of "
             f"shape {tuple(x.shape)}. Use reduction='mean' or 'sum'."
         )
-    if valid is None:
+    if call.valid is None:
         return token_rows(term.reduction, batch, tokens, None)
-    valid = (valid.t() if swapped else valid).reshape(-1, tokens)
+    valid = (call.valid.t() if swapped else call.valid).reshape(-1, tokens)
     weights, factor = token_rows(term.reduction, batch, tokens, valid, wide_dtype(x))
     return Rows((weights.t() if swapped else weights).reshape(x.shape[:-1]), factor)  # type: ignore[union-attr]
 

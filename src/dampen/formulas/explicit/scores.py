@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dampen.formulas.explicit.by_hand import again
 from dampen.formulas.explicit.layer import HeadMap
-from dampen.formulas.explicit.precision import in_full_precision, wide
+from dampen.formulas.explicit.precision import wide
 from dampen.formulas.explicit.reductions import Pairs
 from dampen.formulas.explicit.tap import weighed
 from dampen.masks import causal_rows
@@ -109,12 +109,10 @@ def _once(formula: Callable[..., Tensor], *args: Any) -> Tensor:
 
 def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
     """sum_h (y_h W_h)^2 of (B, H, T, dh) and (H, dh, in): (B, T, in)."""
-    if weight.shape[0] == 1:  # of many heads, each one's (B, T, in) product is made again rather than kept
-        return _square_of_product(y[:, 0], weight[0])
-    return functools.reduce(torch.add, (again(_square_of_product, y[:, h], w) for h, w in enumerate(wide(weight))))
+    run = again if weight.shape[0] > 1 else _once  # of many heads, each one's (B, T, in) product is not kept
+    return functools.reduce(torch.add, (run(_square_of_product, y[:, h], w) for h, w in enumerate(weight)))
 
 
-@in_full_precision
 def _square_of_product(y: Tensor, weight: Tensor) -> Tensor:
     return (wide(y) @ wide(weight)).square()
 
