@@ -116,6 +116,19 @@ def test_what_is_private_of_torch_stands_in_one_file():
     assert PRIVATE.search((SOURCES / "_torch.py").read_text())  # seeing works
 
 
+EXPORTED_TWICE = {"Outcome", "Subject"}  # of the contracts and of the lab's engines and bench, by names that are public
+
+
+def test_no_two_unrelated_classes_share_a_name():
+    places = {}
+    for path in sorted(SOURCES.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(SOURCES)))
+    assert {name: found for name, found in places.items() if len(found) > 1 and name not in EXPORTED_TWICE} == {}
+    assert {name for name, found in places.items() if len(found) > 1} == EXPORTED_TWICE  # and no more is excused
+
+
 def test_averages_move_without_the_joint_operation(monkeypatch):
     """`_foreach_lerp_` and the loop that stands for it give the same numbers."""
     ends = []

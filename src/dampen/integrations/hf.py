@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from dampen._torch import cure_torchvision
 from dampen.handle import Regularization
-from dampen.integrations.watching import Watch, predictions, watching
+from dampen.integrations.watching import OutputWatch, predictions, watching
 from dampen.methods.neftune import NEFTune
 
 cure_torchvision()
@@ -106,7 +106,7 @@ class Regularized:
             self._dampen_note({k: v / steps for k, v in terms.items()})
         return (total, last[0]) if return_outputs else total
 
-    def _dampen_predictions(self: Any, watch: Watch) -> Tensor:
+    def _dampen_predictions(self: Any, watch: OutputWatch) -> Tensor:
         """What two passes are compared by. TRL's fused head gives no logits: they are made of the hidden states."""
         outputs, hidden = watch.take()
         found = predictions(outputs)

@@ -14,7 +14,7 @@ from dampen.handle import Regularization
 _NAMES = ("logits", "scores", "sentence_embedding")
 
 
-class Watch:
+class OutputWatch:
     """The outputs of a model's calls since they were last taken."""
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watching(model: nn.Module, reg: Regularization, backbone: nn.Module | None = None) -> Iterator[Watch]:
+def watching(model: nn.Module, reg: Regularization, backbone: nn.Module | None = None) -> Iterator[OutputWatch]:
     """Inside, calls of `model` with gradients are remembered, and calls without (the reference pass of DPO, a pass for
     metrics) run as if nothing were regularized."""
-    watch, plain = Watch(), contextlib.ExitStack()
+    watch, plain = OutputWatch(), contextlib.ExitStack()
 
     def before(module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():

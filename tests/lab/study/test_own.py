@@ -19,7 +19,7 @@ from dampen.lab.study.rows import plain_form, read_rows
 from dampen.lab.training.function import as_function
 from dampen.lab.training.state import Execution
 from dampen.lab.training.train import run_trial
-from dampen.lab.training.watched import Clock, PlainHandle, Stream, Watch
+from dampen.lab.training.watched import Clock, PlainHandle, RandomStream, Watch
 
 
 def as_if_new(script):
@@ -69,7 +69,7 @@ def test_records_are_those_of_any_trial_with_costs_from_the_steps(ask, run):
 def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
     seen = []
-    handle = PlainHandle(model, Watch(Stream(0), Clock(), lambda progress, terms: seen.append(progress)))
+    handle = PlainHandle(model, Watch(RandomStream(0), Clock(), lambda progress, terms: seen.append(progress)))
     assert isinstance(handle, Regularization)
     public = [n for n, v in vars(Regularization).items() if not n.startswith("_") and callable(v)]
     x = torch.randn(4, 3)
@@ -107,7 +107,7 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
 
 def test_the_stream_leaves_the_global_generator_alone_and_goes_on_by_itself():
     model = torch.nn.Dropout(0.5)
-    Stream(3).attach(model)
+    RandomStream(3).attach(model)
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ def test_the_stream_leaves_the_global_generator_alone_and_goes_on_by_itself():
     assert torch.equal(torch.rand(3), expected)
     assert not torch.equal(first, second)
     again = torch.nn.Dropout(0.5)
-    Stream(3).attach(again)
+    RandomStream(3).attach(again)
     assert torch.equal(again(torch.ones(64)), first)
 
 
@@ -135,7 +135,7 @@ def test_activation_checkpointing_inside_the_stream_has_the_same_gradients():
     grads = []
     for recompute in (False, True):
         net = Net(recompute)
-        Stream(1).attach(net)
+        RandomStream(1).attach(net)
         net(torch.ones(4, 8)).square().sum().backward()
         grads.append(net.part[0].weight.grad)
     torch.testing.assert_close(*grads, rtol=0, atol=0)

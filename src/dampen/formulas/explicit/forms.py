@@ -18,7 +18,7 @@ FORMS = ("paper", "exact", "inverted")
 Number = float | Tensor
 
 
-class Parts(NamedTuple):
+class Factors(NamedTuple):
     """Factors of the bias part and of the variance part; None: the form does not have the part."""
 
     bias: Number | None = None
@@ -41,20 +41,20 @@ def check_form(form: str, who: str) -> None:
         raise ValueError(f"{who}: form must be one of {', '.join(FORMS)}, got {form!r}.")
 
 
-def single(form: str, p: Number) -> Parts:
+def single(form: str, p: Number) -> Factors:
     """The factors where one mask acts: on the input of a linear map, or on the queries or the keys alone.
 
     >>> single("exact", 0.5)
-    Parts(bias=0.25, variance=0.25)
+    Factors(bias=0.25, variance=0.25)
     """
     if form == "paper":
-        return Parts(bias=p * p)
+        return Factors(bias=p * p)
     if form == "exact":
-        return Parts(bias=p * p, variance=p * (1 - p))
-    return Parts(variance=p / (1 - p))
+        return Factors(bias=p * p, variance=p * (1 - p))
+    return Factors(variance=p / (1 - p))
 
 
-def combine(factors: Parts, bias: Tensor | None, variance: Tensor | None) -> Tensor:
+def combine(factors: Factors, bias: Tensor | None, variance: Tensor | None) -> Tensor:
     """The sum of the parts that the form has, each with its factor."""
     terms = [f * t for f, t in zip(factors, (bias, variance), strict=True) if f is not None and t is not None]
     return sum(terms[1:], start=terms[0])

@@ -24,7 +24,7 @@ from dampen.formulas.explicit.forms import Number
 from dampen.formulas.explicit.layer import at
 from dampen.formulas.explicit.linear import ATTENTION
 from dampen.formulas.explicit.precision import wide
-from dampen.formulas.explicit.reductions import Rows
+from dampen.formulas.explicit.reductions import RowWeights
 
 
 def check_joint(form: str, detach_inputs: bool, heads: str) -> None:
@@ -54,7 +54,7 @@ def with_gradient(x: Tensor, call: LinearCall) -> Tensor:
     return x
 
 
-def joint_variance(o: Tensor, call: Call, rows: Rows, rate: Number, signs: Tensor | None = None) -> Tensor:
+def joint_variance(o: Tensor, call: Call, rows: RowWeights, rate: Number, signs: Tensor | None = None) -> Tensor:
     """1/2 r sum (x g)^2 in the reduction of `rows`, for the attention output o (B, H, N, D) of one call.
 
     `signs` are -1 and 1, shaped like o; by default they are drawn.
@@ -69,7 +69,7 @@ def _outside_graphs() -> Any:
     return torch.compiler.disable(_joint_variance)
 
 
-def _joint_variance(o: Tensor, call: Call, rows: Rows, rate: Number, signs: Tensor | None) -> Tensor:
+def _joint_variance(o: Tensor, call: Call, rows: RowWeights, rate: Number, signs: Tensor | None) -> Tensor:
     inputs = _one_input(call)
     if signs is None:
         signs = torch.empty_like(o, dtype=wide(o).dtype).bernoulli_(0.5).mul_(2).sub_(1)

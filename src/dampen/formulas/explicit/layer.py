@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dampen.formulas.explicit.linear import Term, map_penalty, only_weight, tap_linear
 from dampen.formulas.explicit.low_rank import merge
 from dampen.formulas.explicit.precision import wide, wide_dtype
-from dampen.formulas.explicit.reductions import Rows, token_rows
+from dampen.formulas.explicit.reductions import RowWeights, token_rows
 from dampen.regularizer import Call, UnsupportedModel
 
 _ASKED_FOR = {  # which term asks for a map, what that is, and what to do without it
@@ -141,7 +141,7 @@ def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Ten
     return fit(call.valid, queries, call), fit(call.valid_keys, keys, call)
 
 
-def query_rows(call: Call, reduction: str, dtype: torch.dtype) -> Rows:
+def query_rows(call: Call, reduction: str, dtype: torch.dtype) -> RowWeights:
     """The row weights of an attention's outputs, of all its queries: the valid ones of samples that have any key to
     see."""
     batch, _, queries, _ = call.shape

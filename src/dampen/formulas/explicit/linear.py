@@ -21,7 +21,7 @@ from dampen.calls import LinearCall
 from dampen.formulas.explicit.by_hand import by_hand
 from dampen.formulas.explicit.forms import Number, single
 from dampen.formulas.explicit.precision import in_full_precision, no_autocast, wide, wide_dtype
-from dampen.formulas.explicit.reductions import Rows, token_rows
+from dampen.formulas.explicit.reductions import RowWeights, token_rows
 from dampen.formulas.explicit.squares import column_power, feature_power
 from dampen.formulas.explicit.tap import Cut, add_bare, native_fits, sum_of_squares, tap, twice_of
 
@@ -128,7 +128,13 @@ def tap_branch(y: Tensor, call: LinearCall, term: Term, swapped: bool = False) -
 
 
 def tap_linear(
-    y: Tensor | None, bias: Tensor | None, x: Tensor, call: LinearCall, rows: Rows, term: Term, cut: Cut | None = None
+    y: Tensor | None,
+    bias: Tensor | None,
+    x: Tensor,
+    call: LinearCall,
+    rows: RowWeights,
+    term: Term,
+    cut: Cut | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map or of a cut of it."""
     factor, variance = _factors(term, rows)
@@ -156,13 +162,13 @@ def _to_weight(grad: Tensor, wanted: Sequence[bool], x: Tensor, weight: Tensor) 
     return None, (grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
 
 
-def _factors(term: Term, rows: Rows) -> tuple[Number | None, Number | None]:
+def _factors(term: Term, rows: RowWeights) -> tuple[Number | None, Number | None]:
     """Of the sums over y and over x and W, with lambda and the reduction in them."""
     (b, v), scale = single(term.form, term.rate), term.weight * rows.factor
     return None if b is None else scale * b, None if v is None else scale * v
 
 
-def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> Rows:
+def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> RowWeights:
     """The row weights, shaped as the vectors of x: (B, N, in), more token dimensions in the middle, tokens without
     samples, or (N, B, in) where `swapped`."""
     swapped = swapped and x.ndim == 3
@@ -178,7 +184,7 @@ def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> Rows:
         return token_rows(term.reduction, batch, tokens, None)
     valid = (call.valid.t() if swapped else call.valid).reshape(-1, tokens)
     weights, factor = token_rows(term.reduction, batch, tokens, valid, wide_dtype(x))
-    return Rows((weights.t() if swapped else weights).reshape(x.shape[:-1]), factor)  # type: ignore[union-attr]
+    return RowWeights((weights.t() if swapped else weights).reshape(x.shape[:-1]), factor)  # type: ignore[union-attr]
 
 
 class _Linear(torch.autograd.Function):

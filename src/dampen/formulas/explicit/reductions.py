@@ -24,7 +24,7 @@ from dampen.formulas.explicit.forms import Number
 REDUCTIONS = ("mean", "sum", "token_mean", "author")
 
 
-class Rows(NamedTuple):
+class RowWeights(NamedTuple):
     """Row weights (B, N) or None where all are 1, and the factor of the whole sum."""
 
     weights: Tensor | None
@@ -47,22 +47,22 @@ def check_reduction(reduction: str, who: str) -> None:
 
 def token_rows(
     reduction: str, batch: int, tokens: int, valid: Tensor | None, dtype: torch.dtype = torch.float32
-) -> Rows:
+) -> RowWeights:
     """The weights for a sum over tokens; `valid` is (B or 1, N), False on padded tokens.
 
     >>> token_rows("mean", batch=4, tokens=5, valid=None)
-    Rows(weights=None, factor=0.025)
+    RowWeights(weights=None, factor=0.025)
     """
     half = 1.0 if reduction == "author" else 0.5
     if valid is None:
         divisor = {"mean": batch * tokens, "sum": 1}.get(reduction, tokens)
-        return Rows(None, half / max(1, divisor))
+        return RowWeights(None, half / max(1, divisor))
     weights = valid.to(dtype).expand(batch, tokens)
     if reduction == "sum":
-        return Rows(weights, half)
+        return RowWeights(weights, half)
     if reduction == "mean":
-        return Rows(weights, half / weights.sum().clamp(min=1))
-    return Rows(weights / weights.sum(1, keepdim=True).clamp(min=1), half)
+        return RowWeights(weights, half / weights.sum().clamp(min=1))
+    return RowWeights(weights / weights.sum(1, keepdim=True).clamp(min=1), half)
 
 
 def pair_rows(

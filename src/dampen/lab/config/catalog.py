@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """One method as its class declares it."""
 
     name: str
@@ -44,7 +44,7 @@ class Entry:
 
 
 @lru_cache(maxsize=1)
-def catalog() -> dict[str, Entry]:
+def catalog() -> dict[str, CatalogEntry]:
     """Every method that `dampen.methods` lists, by registry name.
 
     >>> catalog()["drop_key"].papers
@@ -60,7 +60,7 @@ def catalog() -> dict[str, Entry]:
     return {e.name: e for e in sorted((e for e in entries if e is not None), key=lambda e: e.name)}
 
 
-def find_entry(name: str) -> Entry:
+def find_entry(name: str) -> CatalogEntry:
     """One method, by registry or class name."""
     known = catalog()
     by_class = {e.cls: e for e in known.values()}
@@ -73,13 +73,13 @@ def find_entry(name: str) -> Entry:
     return found
 
 
-def _outside(name: str, module: str, cls: str) -> Entry | None:
+def _outside(name: str, module: str, cls: str) -> CatalogEntry | None:
     """A method of another package or of a file, under the name that users type."""
     entry = _entry(cls, module)
     return None if entry is None else replace(entry, name=name)
 
 
-def _entry(cls: str, module: str) -> Entry | None:
+def _entry(cls: str, module: str) -> CatalogEntry | None:
     chain = _ancestry(cls, module)
     if not chain:
         return None  # a function or constant
@@ -87,7 +87,7 @@ def _entry(cls: str, module: str) -> Entry | None:
     members = {n.name: n for node in reversed(chain) for n in node.body if isinstance(n, ast.FunctionDef)}
     constants = {k: v for node in reversed(chain) for k, v in _constants(node)}
     stages = [s for s in STAGES if s in members]
-    return Entry(
+    return CatalogEntry(
         name=snake_case(cls),
         cls=cls,
         summary=" ".join(doc.split("\n\n")[0].split()),

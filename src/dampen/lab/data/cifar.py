@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dampen.lab.data.cifar_formats import PIXELS, Copy, Layout, label_bytes, read_copy, recognize
+from dampen.lab.data.cifar_formats import PIXELS, Copy, FileLayout, label_bytes, read_copy, recognize
 from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import damaged, require_complete
 from dampen.lab.data.files import Store, find
@@ -95,7 +95,7 @@ def looks_like(name: str, path: Path) -> bool:
 
 def _best_copy(spec: DataSpec, data_dir: str | Path | None) -> Copy:
     """The first complete copy among the places searched; else the first incomplete one."""
-    seen: list[tuple[Store, Layout]] = []
+    seen: list[tuple[Store, FileLayout]] = []
 
     def complete(path: Path) -> bool:
         hit = recognize(spec.name, path)

@@ -19,7 +19,7 @@ NAMES_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hor
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """File names of one layout: training parts in order, the test part, where class names stand."""
 
     kind: str  # binary, python or mosaic
@@ -35,15 +35,15 @@ class Layout:
 
 LAYOUTS = {
     "cifar10": [
-        Layout("binary", [f"{b}.bin" for b in BATCHES], "test_batch.bin", "batches.meta.txt"),
-        Layout("python", BATCHES, "test_batch", "batches.meta"),
-        Layout(
+        FileLayout("binary", [f"{b}.bin" for b in BATCHES], "test_batch.bin", "batches.meta.txt"),
+        FileLayout("python", BATCHES, "test_batch", "batches.meta"),
+        FileLayout(
             "mosaic", [f"{b}.png" for b in BATCHES], "test_batch.png", "", ("train_lables.json", "test_lables.json")
         ),
     ],
     "cifar100": [
-        Layout("binary", ["train.bin"], "test.bin", "fine_label_names.txt", ("coarse_label_names.txt",)),
-        Layout("python", ["train"], "test", "meta"),
+        FileLayout("binary", ["train.bin"], "test.bin", "fine_label_names.txt", ("coarse_label_names.txt",)),
+        FileLayout("python", ["train"], "test", "meta"),
     ],
 }
 
@@ -53,7 +53,7 @@ class Copy:
     """One copy of a set on the disk: its layout, rows (labels first, as in the binary layout) and what is missing."""
 
     path: Path
-    layout: Layout
+    layout: FileLayout
     train: np.ndarray
     test: np.ndarray
     classes: dict[str, list[str]]
@@ -63,7 +63,7 @@ class Copy:
         return {"train": sha256(self.train.tobytes()), "test": sha256(self.test.tobytes())}
 
 
-def recognize(name: str, path: Path) -> tuple[Store, Layout] | None:
+def recognize(name: str, path: Path) -> tuple[Store, FileLayout] | None:
     """The layout that lies at a path, if any."""
     if path.is_file() and not path.name.endswith((".tar.gz", ".tgz", ".tar")):
         return None
@@ -73,7 +73,7 @@ def recognize(name: str, path: Path) -> tuple[Store, Layout] | None:
     return (store, max(found, key=lambda layout: len(names & {*layout.train, layout.test}))) if found else None
 
 
-def read_copy(name: str, store: Store, layout: Layout) -> Copy:
+def read_copy(name: str, store: Store, layout: FileLayout) -> Copy:
     """All rows of a copy, checked: sizes, labels in range, and how much of the official set is there."""
     have = store.names()
     problems = [f"{file} is not there" for file in (*layout.train, layout.test) if file not in have]
@@ -158,7 +158,7 @@ def _mosaic(name: str, store: Store, file: str) -> np.ndarray:
     return np.concatenate([own[:, None], planes], axis=1)
 
 
-def _class_names(name: str, store: Store, layout: Layout) -> dict[str, list[str]]:
+def _class_names(name: str, store: Store, layout: FileLayout) -> dict[str, list[str]]:
     have, counts = store.names(), {"fine": 100, "coarse": 20}
     if name == "cifar10":
         return {"fine": NAMES_10}

@@ -19,7 +19,7 @@ PARTS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
-class Rows:
+class Division:
     """Which examples of which given part train, validate and test, and in words what was drawn."""
 
     train: Tensor
@@ -38,7 +38,7 @@ def split_rows(
     limit: int | None,
     test_fraction: float,
     test_limit: int | None,
-) -> Rows:
+) -> Division:
     """Keep the parts that are there; draw by class what is missing, the test part the same for every run."""
     pool, departures = torch.arange(len(labels["train"])), list[str]()
     test_from = "test" if "test" in labels else "train"
@@ -58,7 +58,7 @@ def split_rows(
     if test_cut:
         departures.append(f"only {len(chosen)} of {len(test)} test examples were used (test_limit={test_limit})")
     valid_from = "valid" if "valid" in labels else "train"
-    return Rows(train, valid, test[chosen], valid_from, test_from, departures + cut)
+    return Division(train, valid, test[chosen], valid_from, test_from, departures + cut)
 
 
 def class_numbers(labels: Mapping[str, Sequence[Any]], where: str) -> tuple[list[str], dict[str, Tensor]]:

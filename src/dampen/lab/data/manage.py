@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from dampen.lab.data.cifar_formats import Layout, read_copy, recognize, write_binary
+from dampen.lab.data.cifar_formats import FileLayout, read_copy, recognize, write_binary
 from dampen.lab.data.errors import DamagedData, MissingData
 from dampen.lab.data.files import OFFICIAL_SIZES, Store, search_path
 from dampen.lab.data.locations import PLACES, locate
@@ -117,7 +117,7 @@ def fetch_cifar10(folder: Path) -> Path:
     return destination
 
 
-def _require(found: tuple[Store, Layout] | None) -> tuple[Store, Layout]:
+def _require(found: tuple[Store, FileLayout] | None) -> tuple[Store, FileLayout]:
     if found is None:
         raise DamagedData("No file of CIFAR-10 is in the folder cifar-10-batches-bin or in the package: remove both.")
     return found

@@ -77,7 +77,7 @@ def _problem(trial: TrialSpec, execution: Execution) -> str:
 
 
 @dataclass(frozen=True)
-class Probe:
+class RowProbe:
     """What a few steps of a row said: whether it runs, what a step takes, and how long a trial will."""
 
     row: str
@@ -91,12 +91,12 @@ class Probe:
         return self.step_seconds * self.steps if self.step_seconds is not None and self.steps else None
 
 
-def probe(plan: Plan, execution: Execution) -> list[Probe]:
+def probe(plan: Plan, execution: Execution) -> list[RowProbe]:
     """Run a few steps of the first trial of each row, in a folder that is thrown away."""
     return [_probe(row.name, plan.trials[next(iter(row.points[0].trials.values()))], execution) for row in plan.rows]
 
 
-def _probe(row: str, trial: TrialSpec, execution: Execution) -> Probe:
+def _probe(row: str, trial: TrialSpec, execution: Execution) -> RowProbe:
     seen: list[tuple[float, int, int | None]] = []
 
     def report(event: dict[str, Any]) -> None:
@@ -114,9 +114,9 @@ def _probe(row: str, trial: TrialSpec, execution: Execution) -> Probe:
         except Interrupted:
             pass  # as asked
         except LabError as error:
-            return Probe(row, str(error))
+            return RowProbe(row, str(error))
         except Exception as error:  # data and models raise their own kinds; a dry run tells all of them
-            return Probe(row, f"{type(error).__name__}: {error}")
+            return RowProbe(row, f"{type(error).__name__}: {error}")
     gaps = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(seen) if b[1] > a[1]]
     total = next((t for _, _, t in reversed(seen) if t), None)
-    return Probe(row, "", statistics.median(gaps) if gaps else None, total)
+    return RowProbe(row, "", statistics.median(gaps) if gaps else None, total)

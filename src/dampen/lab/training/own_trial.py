@@ -23,7 +23,7 @@ from dampen.lab.training.own_costs import costs, weights_of
 from dampen.lab.training.own_log import OwnLog
 from dampen.lab.training.own_result import RETURNED, diverged, finished, judged_by, read_metrics
 from dampen.lab.training.state import Execution
-from dampen.lab.training.watched import Clock, PlainHandle, Stream, Watch, watch
+from dampen.lab.training.watched import Clock, PlainHandle, RandomStream, Watch, watch
 from dampen.native import library
 
 
@@ -52,7 +52,7 @@ class Trial:
         self.params: dict[str, Any] = dict(spec.function["params"])
         self.row = self._function.rows.get(spec.id, "") if self._function else ""
         self._log = OwnLog(Record(folder))
-        self._stream, self._clock, self._meter = Stream(spec.seed), Clock(), Meter(torch.device("cpu"))
+        self._stream, self._clock, self._meter = RandomStream(spec.seed), Clock(), Meter(torch.device("cpu"))
         self._handles: list[Any] = []
         self._waiting: list[Any] = []  # states of handles from a checkpoint, for handles that are not made yet
         self._resumed, self._fraction = 0, 0.0

@@ -22,7 +22,7 @@ from dampen.sockets.own_dropout import OwnRate, choose_own, find_own
 from dampen.sockets.sampling import sampling_own
 
 
-class Stream:
+class RandomStream:
     """A stream of random numbers for the model's forward: inside, the global generator has this stream's state.
 
     Swapping the state of the global generator, rather than drawing from a private one, keeps activation checkpointing
@@ -135,7 +135,9 @@ class Clock:
 class Watch:
     """What a handle tells its trial: a step of some kind, and the terms of the loss."""
 
-    def __init__(self, stream: Stream, clock: Clock, step: Callable[[float | None, Mapping[str, Tensor] | None], None]):
+    def __init__(
+        self, stream: RandomStream, clock: Clock, step: Callable[[float | None, Mapping[str, Tensor] | None], None]
+    ):
         self.stream, self.clock, self.step = stream, clock, step
 
 
