@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dampen._torch import convolve, in_backward
 from dampen.formulas.explicit.forms import Number, check_form, combine, is_off, single
-from dampen.formulas.explicit.precision import in_full_precision, wide
+from dampen.formulas.explicit.precision import no_autocast, wide
 from dampen.formulas.explicit.reductions import check_reduction, token_rows
 from dampen.formulas.explicit.tap import squared_norm
 from dampen.regularizer import Regularizer, Site
@@ -28,7 +28,6 @@ from dampen.schedules import Value, check_progress
 Convolution = nn.Conv1d | nn.Conv2d
 
 
-@in_full_precision
 def convolution_penalty(
     x: Tensor,
     module: Convolution,
@@ -61,18 +60,19 @@ def convolution_penalty(
         raise TypeError(f"convolution_penalty takes an nn.Conv1d or nn.Conv2d, got {type(module).__name__}.")
     if x.ndim == module.weight.ndim - 1:
         x, output = x.unsqueeze(0), None if output is None else output.unsqueeze(0)
-    factors = single(form, rate)
-    weight = wide(module.weight)
-    bias = None if output is None or module.bias is None else module.bias.unsqueeze(1)
-    b = v = None
-    if factors.bias is not None:
-        output = convolve(module, wide(x), weight) if output is None else output.clone()  # may change in place
-        b, positions = squared_norm(output.flatten(2), bias, None), output.shape[2:].numel()
-    if factors.variance is not None:  # summed over the output channels of each group: (B, groups, ...)
-        columns = weight.square().unflatten(0, (module.groups, -1)).sum(1)
-        per_position = convolve(module, wide(x).square(), columns)
-        v, positions = per_position.sum(), per_position.shape[2:].numel()
-    return combine(factors, b, v) * token_rows(reduction, x.shape[0], positions, None).factor
+    with no_autocast(x.device.type):
+        factors = single(form, rate)
+        weight = wide(module.weight)
+        bias = None if output is None or module.bias is None else module.bias.unsqueeze(1)
+        b = v = None
+        if factors.bias is not None:
+            output = convolve(module, wide(x), weight) if output is None else output.clone()  # may change in place
+            b, positions = squared_norm(output.flatten(2), bias, None), output.shape[2:].numel()
+        if factors.variance is not None:  # summed over the output channels of each group: (B, groups, ...)
+            columns = weight.square().unflatten(0, (module.groups, -1)).sum(1)
+            per_position = convolve(module, wide(x).square(), columns)
+            v, positions = per_position.sum(), per_position.shape[2:].numel()
+        return combine(factors, b, v) * token_rows(reduction, x.shape[0], positions, None).factor
 
 
 class _ConvolutionDropout(Regularizer):

@@ -104,7 +104,7 @@ def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[
     apart = term.detach or linear.adapter is not None or torch.compiler.is_compiling()
     if not apart and y is not None and isinstance(rows, slice) and _shows(operand, y, rows):  # mostly: nothing is cut
         weights = token_rows(term.reduction, operand.shape[0], tokens, valid, wide_dtype(x))
-        return tap_linear(operand, linear.bias, x, linear, weights, term, (rows.start, rows.stop - rows.start))
+        return tap_linear(operand, linear.bias, linear, weights, term, (rows.start, rows.stop - rows.start))
     linear = call.projection(role)
     windows = x.shape[0] != call.shape[0] and valid is None  # made after the projection
     if linear.adapter is None and not windows:

@@ -10,6 +10,7 @@ be (compiled graphs, adapters, modules with a forward of their own). Nothing of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from dampen._torch import apply_directly, in_functorch, saved_tensors_are_hooked
 from dampen.calls import LinearCall
 from dampen.formulas.explicit.by_hand import by_hand
 from dampen.formulas.explicit.forms import Number, single
-from dampen.formulas.explicit.precision import in_full_precision, no_autocast, wide, wide_dtype
+from dampen.formulas.explicit.precision import no_autocast, wide, wide_dtype
 from dampen.formulas.explicit.reductions import RowWeights, token_rows
 from dampen.formulas.explicit.squares import column_power, feature_power
 from dampen.formulas.explicit.tap import Cut, add_bare, native_fits, sum_of_squares, tap, twice_of
@@ -41,7 +42,6 @@ class Term(NamedTuple):
     detach: bool = False  # no gradient to the activations
 
 
-@in_full_precision
 def linear_penalty(
     x: Tensor,
     weight: Tensor,
@@ -71,7 +71,8 @@ def linear_penalty(
     10.0
     """
     call = LinearCall("", x, weight, bias, valid=valid, output=output)
-    return map_penalty(call, Term(1.0, rate, form, reduction))
+    with no_autocast(x.device.type):
+        return map_penalty(call, Term(1.0, rate, form, reduction))
 
 
 def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Tensor] | None:
@@ -94,16 +95,15 @@ def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tenso
 
 def map_penalty(call: LinearCall, term: Term, swapped: bool = False) -> Tensor:
     """The penalty of one linear map as a layer ran it, read off beside it."""
-    rows = _rows(call.input, call, term, swapped)
-    x = call.input.detach() if term.detach else call.input
-    return tap_linear(*_output(call, x, term), x, call, rows, term)[1]
+    call = replace(call, input=call.input.detach()) if term.detach else call
+    return tap_linear(*_output(call, term), call, _rows(call.input, call, term, swapped), term)[1]
 
 
-def _output(call: LinearCall, x: Tensor, term: Term) -> tuple[Tensor | None, Tensor | None]:
+def _output(call: LinearCall, term: Term) -> tuple[Tensor | None, Tensor | None]:
     """What a penalty reads of a map's output, x W^T + bias, and the bias in it."""
     if term.form == "inverted":
         return None, None  # nothing
-    y, adapter = call.output, call.adapter
+    x, y, adapter = call.input, call.output, call.adapter
     if y is not None and adapter is not None:
         y = wide(y) + adapter.output(x)
     elif y is not None and not term.detach and call.role not in ATTENTION:
@@ -128,13 +128,7 @@ def tap_branch(y: Tensor, call: LinearCall, term: Term, swapped: bool = False) -
 
 
 def tap_linear(
-    y: Tensor | None,
-    bias: Tensor | None,
-    x: Tensor,
-    call: LinearCall,
-    rows: RowWeights,
-    term: Term,
-    cut: Cut | None = None,
+    y: Tensor | None, bias: Tensor | None, call: LinearCall, rows: RowWeights, term: Term, cut: Cut | None = None
 ) -> tuple[Tensor, Tensor]:
     """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map or of a cut of it."""
     factor, variance = _factors(term, rows)
@@ -145,7 +139,7 @@ def tap_linear(
     if variance is not None:
         weight = call.weight if cut is None else call.weight.narrow(0, *cut)
         columns = column_power(weight) if call.adapter is None else call.adapter.columns(weight)
-        values.append(variance * torch.dot(feature_power(x, rows.weights), columns))
+        values.append(variance * torch.dot(feature_power(call.input, rows.weights), columns))
     return y, sum(values[1:], start=values[0])  # type: ignore[return-value]
 
 

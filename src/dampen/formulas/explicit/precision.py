@@ -4,16 +4,11 @@ would overflow float16."""
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 _AUTOCASTS = {d for d in ("cpu", "cuda", "xpu", "hpu", "mps", "mtia", "xla") if torch.amp.is_autocast_available(d)}
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def wide(t: Tensor) -> Tensor:
@@ -38,15 +33,3 @@ def no_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     if device in _AUTOCASTS and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
-
-
-def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function of tensors outside autocast; the first tensor among its arguments says which device."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "cpu")
-        with no_autocast(device):
-            return function(*args, **kwargs)
-
-    return run
