@@ -110,11 +110,11 @@ def _once(formula: Callable[..., Tensor], *args: Any) -> Tensor:
 def sum_of_squares(y: Tensor, weight: Tensor) -> Tensor:
     """sum_h (y_h W_h)^2 of (B, H, T, dh) and (H, dh, in): (B, T, in)."""
     run = again if weight.shape[0] > 1 else _once  # of many heads, each one's (B, T, in) product is not kept
-    return functools.reduce(torch.add, (run(_square_of_product, y[:, h], w) for h, w in enumerate(weight)))
+    return functools.reduce(torch.add, (run(_square_of_product, y[:, h], w) for h, w in enumerate(wide(weight))))
 
 
 def _square_of_product(y: Tensor, weight: Tensor) -> Tensor:
-    return (wide(y) @ wide(weight)).square()
+    return (wide(y) @ weight).square()
 
 
 def sum_of_squared_products(left: Tensor, right: Tensor) -> Tensor:
