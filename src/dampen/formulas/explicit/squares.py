@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import torch
@@ -31,16 +30,24 @@ def feature_power(x: Tensor, weights: Tensor | None) -> Tensor:
     return contract_squares("ij,i->j", x.flatten(0, -2), None if weights is None else weights.reshape(-1))
 
 
+def _indices(equation: str) -> tuple[str, str, str]:
+    """Those of the squares, of the weights and of the result."""
+    squares, rest = equation.split(",")
+    factor, out = rest.split("->")
+    return squares, factor, out
+
+
 def _contract(equation: str, x: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
-        return torch.einsum(re.sub(",.*->", "->", equation), wide(x).square())
+        squares, _, out = _indices(equation)
+        return torch.einsum(f"{squares}->{out}", wide(x).square())
     return torch.einsum(equation, wide(x).square(), wide(weights))
 
 
 def _gradients(
     grad: Tensor, wanted: Sequence[bool], equation: str, x: Tensor, weights: Tensor | None
 ) -> tuple[None, Tensor | None, Tensor | None]:
-    squares, factor, out = re.split(",|->", equation)
+    squares, factor, out = _indices(equation)
     to_x = to_weights = None
     if wanted[1] and weights is None:
         here = tuple(slice(None) if index in out else None for index in squares)  # the others were summed over
