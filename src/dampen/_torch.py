@@ -52,7 +52,8 @@ def has_forward_hooks(module: torch.nn.Module, before: bool = True, after: bool 
 def convolve(module: torch.nn.Conv1d | torch.nn.Conv2d, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The convolution of a module, padded as it pads, with another weight and no bias: `_conv_forward`, which takes the
     bias as an argument in torch 1.8 and newer; without it convolutions have no penalty."""
-    return module._conv_forward(x, weight, None)
+    out: torch.Tensor = module._conv_forward(x, weight, None)
+    return out
 
 
 def lerp_all(these: Sequence[torch.Tensor], towards: Sequence[torch.Tensor], weight: float) -> None:

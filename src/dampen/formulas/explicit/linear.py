@@ -84,6 +84,8 @@ def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tenso
         return None
     rows = _rows(x, call, term, swapped)
     factor, variance = _factors(term, rows)
+    y: Tensor
+    value: Any
     if factor is None:  # nothing is read of the output
         y, value = functional.linear(x, weight, call.bias), 0.0
     else:

@@ -53,7 +53,7 @@ def pair_factors(term: str, form: str, p: Number) -> dict[str, Number]:
         r = p / c
         return {"vq": r, "vk": r, "w": r * r}
     shrink = 1 - c * c
-    exact = {} if form == "paper" else {"vq": c * c * c * p, "vk": c * c * c * p, "w": c * c * p * p}
+    exact: dict[str, Number] = {} if form == "paper" else {"vq": c * c * c * p, "vk": c * c * c * p, "w": c * c * p * p}
     return {"b": shrink * shrink, **exact}
 
 
@@ -77,7 +77,8 @@ def all_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Sequence[str]) -> dict[
     """The sums over all pairs of valid tokens, head by head; in grouped-query attention several heads share a key."""
     groups, power = k.weight.shape[0], None
     of_queries, of_keys = ("".join(_MATRICES[name][side] for name in need) for side in (0, 1))
-    left, right = {}, {}
+    left: dict[str, Tensor] = {}
+    right: dict[str, Tensor] = {}
     if "G" in of_queries:
         left["G"] = _by_group(gram(q.y, q.bias, rows.queries), groups)
     if "M" in of_queries:

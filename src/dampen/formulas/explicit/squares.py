@@ -49,10 +49,10 @@ def _gradients(
 ) -> tuple[None, Tensor | None, Tensor | None]:
     squares, factor, out = _indices(equation)
     to_x = to_weights = None
-    if wanted[1] and weights is None:
+    if weights is None:
         here = tuple(slice(None) if index in out else None for index in squares)  # the others were summed over
-        to_x = (x * (2 * grad)[here]).to(x.dtype)
-    elif wanted[1]:
+        return None, (x * (2 * grad)[here]).to(x.dtype), None
+    if wanted[1]:
         to_x = (x * torch.einsum(f"{out},{factor}->{squares}", grad, 2 * wide(weights))).to(x.dtype)
     if wanted[2]:
         to_weights = torch.einsum(f"{out},{squares}->{factor}", grad, wide(x).square()).to(weights.dtype)
