@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen.calls import later
 from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.kernels.kernel import use_tuned_table
 from dampen.regularizer import Regularizer, as_schedule
@@ -206,21 +207,21 @@ class Regularization:
         return self._taken()
 
     def _taken(self) -> dict[str, Tensor]:
-        terms: dict[str, Tensor] = {}
+        terms: dict[str, later.Penalty] = {}
         for r in self.clones:
             if not r._penalties and not r.lost:
                 continue
             lost, r.lost = r.lost, False
-            taken = r.take_penalties()
+            taken = r._take()
             if torch.is_grad_enabled() and (lost or not all(v.requires_grad for v in taken.values())):
                 self._check_gradient(r, next((name for name, v in taken.items() if not v.requires_grad), r.name))
             for name, value in taken.items():  # layers may lie on several devices
-                terms[name] = terms[name] + value.to(terms[name].device) if name in terms else value
+                terms[name] = later.add(terms[name], value) if name in terms else value
         self._ledger.taken()
         if terms and not self._penalties_seen:
             self._penalties_seen = True
             self._check_adapters()
-        return terms
+        return later.settle(terms)
 
     _penalties_seen = False
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from dampen.calls.later import Penalty
 from dampen.formulas.explicit.linear import Term, map_penalty, tap_linear
 from dampen.formulas.explicit.maps import HeadMap, read_map
 from dampen.formulas.explicit.precision import wide_dtype
@@ -16,7 +17,7 @@ from dampen.formulas.explicit.reductions import Rows, token_rows
 from dampen.regularizer import Call, LinearCall, UnsupportedModel
 
 
-def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[Tensor, Tensor]:
+def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[Tensor, Penalty]:
     """The operand "q", "k" or "v" of an attention, and the penalty of the projection behind it."""
     linear, rows = call.source(role)
     valid, tokens = call.valid if role == "q" else call.valid_keys, linear.input.shape[-2]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dampen._torch import apply_directly, in_functorch, saved_tensors_are_hooked, version_of
 from dampen.calls import LinearCall
+from dampen.calls.later import Penalty
 from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.forms import Number, single
 from dampen.formulas.explicit.low_rank import add_adapter, merge
@@ -24,6 +25,7 @@ from dampen.formulas.explicit.precision import in_full_precision, no_autocast, w
 from dampen.formulas.explicit.reductions import Rows, token_rows
 from dampen.formulas.explicit.squares import column_power, feature_sums, map_variance
 from dampen.formulas.explicit.tap import Cut, add_bare, native_fits, sum_of_squares, tap, twice_of, weighed
+from dampen.formulas.explicit.together import may_wait, wait
 
 BRANCHES = ("out", "ffn_out")
 """The maps that give out a residual branch."""
@@ -72,7 +74,7 @@ def linear_penalty(
     return map_penalty(call, Term(1.0, rate, form, reduction))
 
 
-def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Tensor] | None:
+def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Penalty] | None:
     """The linear map itself, x W^T + bias, together with its penalty; None where `map_penalty` must read it off
     beside."""
     x = call.input
@@ -81,7 +83,11 @@ def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tenso
         return None
     rows = _rows(x, call.valid, term, swapped, call)
     b, v = _factors(term, rows)
-    out: tuple[Tensor, Tensor] = _apply(x, call.weight, call.bias, rows.weights, b, v)
+    size = x.numel() // call.weight.shape[1] * call.weight.shape[0]
+    if v is None and rows.weights is None and may_wait(x, call.weight, call.bias, b, size):
+        y = torch.nn.functional.linear(x, call.weight, call.bias)
+        return y, wait(y, call.bias, b, x, call.weight)
+    out: tuple[Tensor, Penalty] = _apply(x, call.weight, call.bias, rows.weights, b, v)
     return out
 
 
@@ -124,9 +130,12 @@ def tap_branch(y: Tensor, call: LinearCall, term: Term, swapped: bool = False) -
 
 def tap_linear(
     y: Tensor | None, bias: Tensor | None, x: Tensor, weight: Tensor, rows: Rows, term: Term, cut: Cut | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Penalty]:
     """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map."""
     factor, variance = _factors(term, rows)
+    usual = cut is not None and y is not None and variance is None and rows.weights is None
+    if usual and may_wait(y, weight, bias, factor, y.numel()):
+        return y, wait(y, bias, factor, x, weight, cut)
     values = []
     if factor is not None and y is not None:
         y, value = tap(y, bias, rows.weights, factor, cut)
