@@ -1,6 +1,6 @@
 """Why a tiny step costs what it costs: what each method adds to it in operations, graph nodes, Python and instructions.
 
-    python -m benchmarks.profile_tiny [--json benchmarks/records/profile_tiny.json] [--methods drop_path]
+    python -m benchmarks.profile_tiny [--json benchmarks/records/profile_tiny.json] [--no-instructions]
 
 The steps are those of `dampen bench --size tiny`, with native kernels where they are built and with torch alone. Of
 each: torch operations (those inside others not counted), nodes of the autograd graph, Python functions called,
@@ -37,8 +37,8 @@ from dampen.lab.bench.variants import find_variants
 from dampen.sockets.stream import STEADY
 
 METHODS = (
-    "drop_key(rate=0.2); hard_masking(rate=0.1); explicit_dropout(value=0.06, ffn=0.06); "
-    "feed_forward_dropout(rate=0.2); drop_path(rate=0.1); drop_head(rate=0.2); blurred_attention(width=3)"
+    "drop_key(rate=0.2), hard_masking, explicit_dropout(value=0.06, ffn=0.06), feed_forward_dropout(rate=0.2), "
+    "drop_path(rate=0.1), drop_head(rate=0.2), blurred_attention(width=3)"
 )
 PATHS = {"torch": "0", "native": "1"}
 PARTS = {"python": "Python", "libtorch": "torch", "libc10": "torch", "native-": "dampen's kernels"}
@@ -50,10 +50,9 @@ def steps(methods: str) -> tuple[Subject, dict[str, Callable[[], None]]]:
     """The two plain steps, and one with each method."""
     subject = make_subject(PRESETS["tiny"].model, PRESETS["tiny"].batch)
     found: dict[str, Callable[[], None]] = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
-    for text in methods.split(";"):
-        for variant in find_variants(text.strip()):
-            if variant.name == text.strip() or "(" not in variant.name:
-                found[variant.name] = regularized_step(subject, variant)
+    for variant in find_variants(methods):
+        if variant.name in (variant.method, variant.text):
+            found[variant.name] = regularized_step(subject, variant)
     return subject, found
 
 
@@ -121,7 +120,7 @@ def inside(methods: str) -> None:
     torch.set_num_threads(1)
     gc.disable()
     for name, step in steps(methods)[1].items():
-        for _ in range(STEADY + 2):
+        for _ in range(STEADY + 2 if name.startswith("drop_path") else 2):
             step()
         torch._C._valgrind_toggle()
         step()
@@ -201,10 +200,11 @@ def counts(methods: str, rounds: int) -> dict[str, dict[str, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=METHODS, help="as for dampen bench, semicolons between")
+    parser.add_argument("--methods", default=METHODS, help="as for dampen bench")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=list(PATHS))
+    parser.add_argument("--no-instructions", action="store_true", help="without valgrind, a minute instead of five")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--counts", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -223,11 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
         )
         record[path] = json.loads(done.stdout.splitlines()[-1])
-        if shutil.which("valgrind") is None:
+        counting = not options.no_instructions
+        if counting and shutil.which("valgrind") is None:
             print("instructions are not counted: valgrind is not installed (apt install valgrind)")
-        else:
-            for name, found in instructions(options.methods, path).items():
-                record[path][name]["instructions"] = found
+            counting = False
+        for name, found in (instructions(options.methods, path) if counting else {}).items():
+            record[path][name]["instructions"] = found
         for name, found in record[path].items():
             print(f"{path:<7} {name:<45} {found}", flush=True)
     if options.json:
@@ -235,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from dampen.lab.files import write_json
 
         told = {
-            "command": "python -m benchmarks.profile_tiny --json benchmarks/records/profile_tiny.json",
+            "command": "python -m benchmarks.profile_tiny" + " --no-instructions" * options.no_instructions,
             "what": "one training step without the optimizer; instructions in millions, by valgrind (no AVX-512)",
             "model": f"{PRESETS['tiny'].model}, batch {PRESETS['tiny'].batch}",
             "load": os.getloadavg()[0],

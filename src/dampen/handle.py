@@ -213,8 +213,9 @@ class Regularization:
                 continue
             lost, r.lost = r.lost, False
             taken = r._take()
-            if torch.is_grad_enabled() and (lost or not all(v.requires_grad for v in taken.values())):
-                self._check_gradient(r, next((name for name, v in taken.items() if not v.requires_grad), r.name))
+            without = [name for name, v in taken.items() if not v.requires_grad]
+            if torch.is_grad_enabled() and (lost or without):
+                self._check_gradient(r, without[0] if without else r.name)
             for name, value in taken.items():  # layers may lie on several devices
                 terms[name] = later.add(terms[name], value) if name in terms else value
         self._ledger.taken()

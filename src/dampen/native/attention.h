@@ -20,7 +20,10 @@ struct Problem {
 
 namespace {
 
-constexpr i64 SMALL = 64;  // keys and channels up to which the products are those of vectors.h
+#ifndef DAMPEN_SMALL
+#define DAMPEN_SMALL 32
+#endif
+constexpr i64 SMALL = DAMPEN_SMALL;  // keys and channels up to which the products are those of vectors.h
 constexpr i64 FORWARD = 1 << 17;  // scores of a block of queries in the forward, which holds whole rows
 constexpr i64 ROWS = 256, KEYS_WHOLE = 512, KEYS_PART = 256;  // of a block in the backward
 
