@@ -103,6 +103,8 @@ def _carry(reg: Regularization, scale: bool | float) -> None:
 class Regularization:
     """What `regularize` returns. Print it to see what sits where, at which rate, and which kernel runs."""
 
+    _penalties_seen = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -113,8 +115,7 @@ class Regularization:
         strict: bool = True,
     ) -> None:
         self.model, self.methods = model, list(methods)
-        self.layers, self.clones = list(layers), list(clones)
-        self.prefix = prefix
+        self.layers, self.clones, self.prefix = list(layers), list(clones), prefix
         self._model_site.ledger = Ledger(model, clones, strict)
         for clone in clones:
             if clone.passes > 1 or makes_penalties(clone):
@@ -213,9 +214,8 @@ class Regularization:
                 continue
             lost, r.lost = r.lost, False
             taken = r._take()
-            without = [name for name, v in taken.items() if not v.requires_grad]
-            if torch.is_grad_enabled() and (lost or without):
-                self._check_gradient(r, without[0] if without else r.name)
+            if torch.is_grad_enabled() and (lost or not all(v.requires_grad for v in taken.values())):
+                self._check_gradient(r, next((name for name, v in taken.items() if not v.requires_grad), r.name))
             for name, value in taken.items():  # layers may lie on several devices
                 terms[name] = later.add(terms[name], value) if name in terms else value
         self._ledger.taken()
@@ -223,8 +223,6 @@ class Regularization:
             self._penalties_seen = True
             self._check_adapters()
         return later.settle(terms)
-
-    _penalties_seen = False
 
     def _check_adapters(self) -> None:
         """Raise where LoRA was put around a map after `regularize`: a penalty reads the frozen map below it alone."""

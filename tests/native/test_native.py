@@ -282,6 +282,20 @@ def test_short_rows_run_natively_and_longer_ones_where_keys_are_hidden(built):
     assert [kernel(80, m) for m in methods] == ["native", "native", "fused", "fused"]
 
 
+def test_a_changed_header_is_another_library(tmp_path, monkeypatch):
+    for source in library.sources():
+        (tmp_path / source.name).write_text(source.read_text())
+    assert len(library.sources()) > 3
+    monkeypatch.setattr(library, "SOURCE", tmp_path / library.SOURCE.name)
+    before = library.library_path()
+    for source in library.sources():
+        text = source.read_text()
+        source.write_text(text + "// changed\n")
+        assert library.library_path() != before
+        source.write_text(text)
+    assert library.library_path() == before
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["all", "causal", "padded"])
 def test_without_hiding_it_is_sdpa(built, shape, kind):
