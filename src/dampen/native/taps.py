@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,31 +54,64 @@ def tap_gradient(through: Tensor, y: Tensor, bias: Tensor | None, scale: float) 
     return out
 
 
+class Layout(NamedTuple):
+    """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the strides of its own
+    and of a gradient like it."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, ...]
+    out: tuple[int, int, int]
+
+
+def layout_of(y: Tensor) -> Layout:
+    """By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which attention gives its own too."""
+    if y.ndim != 4:
+        size = y.shape[-1]
+        return Layout((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size))
+    (b, h, n, size), strides = y.shape, y.stride()
+    if strides[1] == size:  # heads side by side: one long row
+        return Layout((b, 1, n, h * size), strides[:3], (n * h * size, 0, h * size))
+    return Layout((b, h, n, size), strides[:3], (n * h * size, size, h * size))
+
+
 def all_sums(
-    ys: Sequence[Tensor], biases: Sequence[int], factors: Sequence[float], totals: Sequence[Tensor], sums: Sequence[int]
+    ys: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    biases: Sequence[int],
+    factors: Sequence[float],
+    totals: Sequence[Tensor],
+    sums: Sequence[int],
 ) -> None:
     """Of each y: totals += factor sum ||y_i - bias||^2, and its sums; biases and sums by their addresses, 0 for
     none."""
-    parts = zip(ys, biases, factors, totals, sums, strict=True)
-    packed = [_tapped(y, b, None, None, f, total=t.data_ptr(), sums=s) for y, b, f, t, s in parts]
+    packed = [
+        _TAPPED.pack(*at.shape, y.data_ptr(), b, 0, 0, t.data_ptr(), s, 0, *at.strides, 0, 0, 0, 0, 0, 0, f)
+        for y, at, b, f, t, s in zip(ys, layouts, biases, factors, totals, sums, strict=True)
+    ]
     library().dampen_taps(b"".join(packed), len(packed))
 
 
 def all_gradients(
-    ys: Sequence[Tensor], biases: Sequence[int], scales: Sequence[float], sums: Sequence[int], to_biases: Sequence[int]
+    ys: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    biases: Sequence[int],
+    scales: Sequence[float],
+    sums: Sequence[int],
+    to_biases: Sequence[int],
 ) -> list[Tensor]:
     """scale (y - bias) of each y, and -scale sums where `to_biases` points."""
     outs = [_empty_as(y) for y in ys]
-    parts = zip(ys, biases, outs, scales, sums, to_biases, strict=True)
-    packed = [_tapped(y, b, None, out, scale, sums=s, to_bias=to) for y, b, out, scale, s, to in parts]
+    packed = [
+        _TAPPED.pack(*at.shape, y.data_ptr(), b, 0, out.data_ptr(), 0, s, to, *at.strides, 0, 0, 0, *at.out, scale)
+        for y, at, out, b, scale, s, to in zip(ys, layouts, outs, biases, scales, sums, to_biases, strict=True)
+    ]
     library().dampen_taps_backward(b"".join(packed), len(packed))
     return outs
 
 
 def _empty_as(y: Tensor) -> Tensor:
-    """By heads (B, H, N, dh) in the layout (B, N, H, dh), in which attention gives its gradients too."""
     if y.ndim != 4:
-        return torch.empty_like(y)
+        return torch.empty(y.shape)
     b, h, n, size = y.shape
     return torch.empty(b, n, h, size).transpose(1, 2)
 
@@ -91,12 +125,11 @@ def _strides(t: Tensor | None) -> tuple[int, ...]:
 
 
 def _tapped(
-    y: Tensor, bias: int, through: Tensor | None, out: Tensor | None, scale: float, *, total: int = 0, sums: int = 0,
-    to_bias: int = 0,
-) -> bytes:  # fmt: skip
+    y: Tensor, bias: int, through: Tensor | None, out: Tensor | None, scale: float, *, total: int = 0, sums: int = 0
+) -> bytes:
     size = y.shape[-1]
     shape = tuple(y.shape) if y.ndim == 4 else (1, 1, y.numel() // size, size)
     if y.ndim == 4 and all(t is None or t.stride(1) == size for t in (y, through, out)):
         shape = (shape[0], 1, shape[2], shape[1] * size)  # heads side by side: one long row
-    pointers = (y.data_ptr(), bias, _at(through), _at(out), total, sums, to_bias)
+    pointers = (y.data_ptr(), bias, _at(through), _at(out), total, sums, 0)
     return _TAPPED.pack(*shape, *pointers, *_strides(y), *_strides(through), *_strides(out), scale)

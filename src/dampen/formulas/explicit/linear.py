@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dampen._torch import apply_directly, in_functorch, saved_tensors_are_hooked, version_of
 from dampen.calls import LinearCall
-from dampen.calls.later import Penalty
+from dampen.calls.later import Penalty, now
 from dampen.formulas.explicit.again import again
 from dampen.formulas.explicit.forms import Number, single
 from dampen.formulas.explicit.low_rank import add_adapter, merge
@@ -107,7 +107,7 @@ def map_penalty(call: LinearCall, term: Term, swapped: bool = False) -> Tensor:
     else:
         y = y.clone()  # a model may change its own in place (nn.ReLU(inplace=True))
     if columns is None:
-        return tap_linear(y, bias, x, call.weight, rows, term)[1]
+        return now(tap_linear(y, bias, x, call.weight, rows, term)[1])
     factor, variance = _factors(term, rows)  # the adapter has its part in y, and in the columns
     value = variance * (again(feature_sums, x, rows.weights) @ columns)  # type: ignore[operator]
     if y is None or factor is None:  # none where the output is not read
@@ -133,8 +133,8 @@ def tap_linear(
 ) -> tuple[Tensor, Penalty]:
     """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map."""
     factor, variance = _factors(term, rows)
-    usual = cut is not None and y is not None and variance is None and rows.weights is None
-    if usual and may_wait(y, weight, bias, factor, y.numel()):
+    usual = variance is None and rows.weights is None
+    if usual and cut is not None and y is not None and may_wait(y, weight, bias, factor, y.numel()):
         return y, wait(y, bias, factor, x, weight, cut)
     values = []
     if factor is not None and y is not None:

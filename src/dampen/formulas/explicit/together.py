@@ -10,7 +10,7 @@ where they meet the maps' own. All gradients are there at the same time, so this
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -58,8 +58,11 @@ def may_wait(like: Tensor, weight: Tensor, bias: Tensor | None, factor: Number |
     )
 
 
-def wait(y: Tensor, bias: Tensor | None, factor: float, x: Tensor, weight: Tensor, cut: Cut | None = None) -> Later:
+def wait(
+    y: Tensor, bias: Tensor | None, factor: Number | None, x: Tensor, weight: Tensor, cut: Cut | None = None
+) -> Later:
     """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others'; as for `tap`."""
+    assert isinstance(factor, float)  # `may_wait` has looked
     return Later((Tapped(y, bias, factor, cut, x, weight, version_of(y)),), sum_up)
 
 
@@ -97,17 +100,17 @@ class _Together(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.native = plan, native_available()
-        ys, biases = tensors[: len(plan)], tensors[len(plan) :]
+        ys, biases = cast(tuple[Tensor, ...], tensors[: len(plan)]), tensors[len(plan) :]
         values = [torch.zeros(()) for _ in range(count)]
         if ctx.native:
-            from dampen.native.taps import all_sums  # only where it was built
+            from dampen.native.taps import all_sums, layout_of  # only where it was built
 
-            sums = torch.empty(_room(biases))
+            sums, ctx.layouts = torch.empty(_room(biases)), [layout_of(y) for y in ys]
             factors, totals = [factor for _, factor, _ in plan], [values[number] for number, _, _ in plan]
-            all_sums(ys, _places(biases, plan), factors, totals, _places(biases, plan, sums))  # type: ignore[arg-type]
+            all_sums(ys, ctx.layouts, _places(biases, plan), factors, totals, _places(biases, plan, sums))
             ctx.save_for_backward(*tensors, sums)
             return tuple(values)
-        rows = (bias_row(b, y, cut) for b, y, (_, _, cut) in zip(biases, ys, plan, strict=True))  # type: ignore[arg-type]
+        rows = (bias_row(b, y, cut) for b, y, (_, _, cut) in zip(biases, ys, plan, strict=True))
         bares = [y if row is None else y - row for y, row in zip(ys, rows, strict=True)]
         squares = torch.stack(norms_of_all(bares)).square_()
         for number, value in enumerate(values):
@@ -128,7 +131,12 @@ class _Together(torch.autograd.Function):
             from dampen.native.taps import all_gradients  # it was there in the forward
 
             to_ys = all_gradients(
-                ys, _places(biases, plan), scales, _places(biases, plan, rest[0]), _places(biases, plan, room)
+                ys,
+                ctx.layouts,
+                _places(biases, plan),
+                scales,
+                _places(biases, plan, rest[0]),
+                _places(biases, plan, room),
             )
             to_biases = _split(room, biases)
         else:
