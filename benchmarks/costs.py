@@ -6,7 +6,9 @@
 
 Each size of `dampen bench` is measured twice, by torch alone (DAMPEN_NATIVE=0) and with native kernels, in a process of
 its own: `benchmarks/records/bench_SIZE_PATH.json`. Of the minutes, mid gets half, because its steps are long. A size
-ends before its time when all its intervals are narrow. The load of the machine stands in each record.
+ends before its time when all its intervals are narrow, and goes beyond it only for the five rounds that every row has
+at least (mid: about two minutes a path, long: two). The load of the machine and the rounds of each row stand in the
+record.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ The records, in benchmarks/records, and what writes them:
     stochastic_memory      python -m benchmarks.stochastic_memory --json
     overhead_off           python -m benchmarks.overhead_off --json
     profiles               python -m benchmarks.profiles --json
+    profile_tiny           python -m benchmarks.profile_tiny --json
     malloc                 python -m benchmarks.malloc --json
 """
 
@@ -223,6 +224,27 @@ def _percent(entry: Mapping[str, Any]) -> str:
     return f"{entry['added']:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
+def tiny_table(record: Record) -> list[str]:
+    """What each method adds to the model's own tiny step, by path: operations, nodes, calls, instructions, time."""
+    lines = []
+    for path, rows in record["paths"].items():
+        plain = next(iter(rows.values()))  # the model as it is written
+        counted = "instructions" in plain
+        parts = list(dict.fromkeys(part for row in rows.values() for part in row.get("instructions", {})))
+        titles = ["operations", "graph nodes", "Python calls", *(f"{p}, M instructions" for p in parts), "ms, least"]
+        lines += [f"**{path}**", "", f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+        for name, row in rows.items():
+            cells = [f"{row[key] - plain[key]:+d}" for key in ("operations", "nodes", "python_calls")]
+            cells += [f"{row['instructions'].get(p, 0) - plain['instructions'].get(p, 0):+d}" for p in parts if counted]
+            cells.append(f"{row['milliseconds'] - plain['milliseconds']:+.2f}")
+            if row is plain:
+                cells = [f"{row[key]}" for key in ("operations", "nodes", "python_calls")]
+                cells += [f"{row['instructions'].get(p, 0)}" for p in parts if counted] + [f"{row['milliseconds']:.2f}"]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
+    return [*lines, f"{_sentence(record['what'])}; load {record['load']:.1f}; {place(record)}"]
+
+
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -267,6 +289,8 @@ def sections() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     if sizes := sizes_table():
         found["sizes"] = sizes
+    if (tiny := load("profile_tiny")) is not None:
+        found["tiny"] = tiny_table(tiny)
     if (steps := load("bench")) is not None:
         found |= {"steps": steps_table(steps), "instead": instead_table(steps)}
         if (profiles := load("profiles")) is not None:

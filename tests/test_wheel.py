@@ -57,7 +57,14 @@ def test_wheel_and_source_pass_twine(wheel):
 
 @pytest.mark.slow
 def test_recipes_and_assets_lie_in_the_wheel(installed):
-    for pattern in ("recipes/*/*.toml", "lab/report/assets/*", "lab/report/templates/*", "native/*.cpp", "py.typed"):
+    for pattern in (
+        "recipes/*/*.toml",
+        "lab/report/assets/*",
+        "lab/report/templates/*",
+        "native/*.cpp",
+        "native/*.h",
+        "py.typed",
+    ):
         own = {p.relative_to(ROOT / "src") for p in (ROOT / "src" / "dampen").glob(pattern)}
         assert own
         assert own <= {p.relative_to(installed) for p in (installed / "dampen").glob(pattern)}

@@ -66,6 +66,20 @@ def lerp_all(these: Sequence[torch.Tensor], towards: Sequence[torch.Tensor], wei
         a.lerp_(b, weight)
 
 
+def norms_of_all(these: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The Euclidean norm of each of many tensors: `torch._foreach_norm`, torch 1.10 and newer; else one by one."""
+    together = getattr(torch, "_foreach_norm", None)
+    return list(together(these)) if together is not None else [torch.linalg.vector_norm(t) for t in these]
+
+
+def scale_all(these: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
+    """Each of many tensors times its number: `torch._foreach_mul`, torch 1.10 and newer; else one by one."""
+    together = getattr(torch, "_foreach_mul", None)
+    return (
+        list(together(these, numbers)) if together is not None else [t * n for t, n in zip(these, numbers, strict=True)]
+    )
+
+
 def compile_counter(backend: str) -> Callable[..., Any]:
     """A back end for `torch.compile` that counts its graphs in `frame_count` (`torch._dynamo.testing`, torch 2.0 and
     newer); only the contract of compiled graphs needs it."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen.calls import later
 from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.kernels.kernel import use_tuned_table
 from dampen.regularizer import Regularizer
@@ -102,6 +103,8 @@ def _carry(reg: Regularization, scale: bool | float) -> None:
 class Regularization:
     """What `regularize` returns. Print it to see what sits where, at which rate, and which kernel runs."""
 
+    _penalties_seen = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -112,8 +115,7 @@ class Regularization:
         strict: bool = True,
     ) -> None:
         self.model, self.methods = model, list(methods)
-        self.layers, self.clones = list(layers), list(clones)
-        self.prefix = prefix
+        self.layers, self.clones, self.prefix = list(layers), list(clones), prefix
         self._model_site.ledger = Ledger(model, clones, strict)
         for clone in clones:
             if clone.passes > 1 or makes_penalties(clone):
@@ -206,23 +208,21 @@ class Regularization:
         return self._taken()
 
     def _taken(self) -> dict[str, Tensor]:
-        terms: dict[str, Tensor] = {}
+        terms: dict[str, later.Penalty] = {}
         for r in self.clones:
             if not r._penalties and not r.lost:
                 continue
             lost, r.lost = r.lost, False
-            taken = r.take_penalties()
+            taken = r._take()
             if torch.is_grad_enabled() and (lost or not all(v.requires_grad for v in taken.values())):
                 self._check_gradient(r, next((name for name, v in taken.items() if not v.requires_grad), r.name))
             for name, value in taken.items():  # layers may lie on several devices
-                terms[name] = terms[name] + value.to(terms[name].device) if name in terms else value
+                terms[name] = later.add(terms[name], value) if name in terms else value
         self._ledger.taken()
         if terms and not self._penalties_seen:
             self._penalties_seen = True
             self._check_adapters()
-        return terms
-
-    _penalties_seen = False
+        return later.settle(terms)
 
     def _check_adapters(self) -> None:
         """Raise where LoRA was put around a map after `regularize`: a penalty reads the frozen map below it alone."""

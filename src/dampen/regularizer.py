@@ -30,6 +30,7 @@ from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
 from dampen.calls import LinearCall as LinearCall
 from dampen.calls import Site as Site
+from dampen.calls import later
 from dampen.calls.ledger import Ledger, name_of, slot
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
@@ -130,7 +131,7 @@ class Regularizer(nn.Module):
         self._schedules: dict[str, tuple[Schedule, float]] = {}  # name -> (schedule, upper end of the range)
         self._numbers: dict[str, float] = {}  # the scheduled values as plain numbers, beside their tensors
         self._progress = 0.0
-        self._penalties: dict[str, Tensor] = {}
+        self._penalties: dict[str, later.Penalty] = {}
         self.neighbors: list[nn.Module] = []  # the layer's own modules, to know whether anything here is being trained
         self.linears: list[tuple[nn.Module, str]] = []  # the layer's linear maps with their roles
         self.input_has_gradient = False  # whether the layer's last input did
@@ -232,7 +233,7 @@ class Regularizer(nn.Module):
         the largest scores is meant (numerator and denominator, or a count and 0; None: all). None: torch does it."""
         return None
 
-    def penalize(self, value: Tensor, name: str | None = None) -> None:
+    def penalize(self, value: later.Penalty, name: str | None = None) -> None:
         """Add `value` to the loss of this step. Compute it unconditionally, because checkpointing replays the forward.
 
         What is added waits until it is taken: a layer that runs several times adds each time, a checkpoint's recompute
@@ -242,9 +243,9 @@ class Regularizer(nn.Module):
             return
         if self.ledger is None or self.ledger.counts(self):
             key = slot(self.name if name is None else f"{self.name}.{name}")
-            value = value.detach() if self.measuring else value
+            value = later.now(value).detach() if self.measuring else value
             old = self._penalties.get(key)
-            self._penalties[key] = value if old is None else old + value
+            self._penalties[key] = value if old is None else later.add(old, value)
 
     @property
     def name(self) -> str:
@@ -341,10 +342,14 @@ class Regularizer(nn.Module):
         """The penalties made since they were last taken, by name; the slots are empty afterwards.
 
         Those that this thread's forwards made; where they made none, those of the thread that ran them for it."""
-        taken: dict[str, Tensor] = {}
+        return later.settle(self._take())
+
+    def _take(self) -> dict[str, later.Penalty]:
+        """The same, not summed yet where several layers are summed at once."""
+        taken: dict[str, later.Penalty] = {}
         for key in self._own_slots() or list(self._penalties):
             name, value = name_of(key), self._penalties.pop(key)
-            taken[name] = taken[name] + value if name in taken else value
+            taken[name] = later.add(taken[name], value) if name in taken else value
         return taken
 
     def drop_penalties(self) -> None:

@@ -22,13 +22,9 @@ def built(tmp_path_factory):
         library.build()
     except library.BuildError as error:
         pytest.skip(f"no native kernels: {error}")
-    from dampen.kernels import kernel
     from dampen.native import ops
 
-    before_lengths = dict(kernel.NATIVE_FROM)
-    kernel.NATIVE_FROM.update(all=0, top=0)  # at every length, however short
     yield ops
-    kernel.NATIVE_FROM.update(before_lengths)
     os.environ["DAMPEN_CACHE"] = before
     library.reset()
 
@@ -274,9 +270,8 @@ def test_switched_off_and_named(built, monkeypatch):
     library.reset()
 
 
-def test_short_rows_run_natively_and_middling_ones_on_torch(built, monkeypatch):
-    """Up to 64 keys the kernel's own products win, whatever the method; above, each kind has its length."""
-    monkeypatch.setattr("dampen.kernels.kernel.NATIVE_FROM", {"all": 81, "top": 80})
+def test_short_rows_run_natively_and_longer_ones_where_keys_are_hidden(built):
+    """Up to 32 keys the kernel's own products win, whatever the method; above, where it hides keys."""
 
     def kernel(length, method):
         q, k, v = operands(n=length, m=length)
@@ -284,7 +279,21 @@ def test_short_rows_run_natively_and_middling_ones_on_torch(built, monkeypatch):
 
     methods = DropKey(0.1), HardMasking(0.1), DropHead(0.1), BlurredAttention(3)
     assert [kernel(17, m) for m in methods] == ["native"] * 4
-    assert [kernel(80, m) for m in methods] == ["fused", "native", "fused", "fused"]
+    assert [kernel(80, m) for m in methods] == ["native", "native", "fused", "fused"]
+
+
+def test_a_changed_header_is_another_library(tmp_path, monkeypatch):
+    for source in library.sources():
+        (tmp_path / source.name).write_text(source.read_text())
+    assert len(library.sources()) > 3
+    monkeypatch.setattr(library, "SOURCE", tmp_path / library.SOURCE.name)
+    before = library.library_path()
+    for source in library.sources():
+        text = source.read_text()
+        source.write_text(text + "// changed\n")
+        assert library.library_path() != before
+        source.write_text(text)
+    assert library.library_path() == before
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

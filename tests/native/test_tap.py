@@ -35,10 +35,10 @@ def made(layout):
 def test_equals_autograd(layout, monkeypatch):
     y, bias = made(layout)
     inputs = [t for t in (y, bias) if t is not None]
-    from dampen.native import ops
+    from dampen.native import taps as native_taps
 
-    calls, sums = [], ops.tap_sums
-    monkeypatch.setattr(ops, "tap_sums", lambda *a: calls.append(1) or sums(*a))
+    calls, sums = [], native_taps.tap_sums
+    monkeypatch.setattr(native_taps, "tap_sums", lambda *a: calls.append(1) or sums(*a))
     out, penalty = taps.tap(y, bias, None, 0.3)
     mine = torch.autograd.grad(out.sin().sum() + 2 * penalty, inputs)
     bare = y if bias is None else y - bias
@@ -56,7 +56,7 @@ def test_equals_autograd(layout, monkeypatch):
 )
 def test_what_it_cannot_read_goes_by_torch(y):
     y, bias = y.requires_grad_(), torch.zeros(3, dtype=y.dtype, requires_grad=True)
-    from dampen.native.ops import fits_tap
+    from dampen.native.taps import fits_tap
 
     assert not fits_tap(y, bias)
     out, penalty = taps.tap(y, bias, None, 0.5)

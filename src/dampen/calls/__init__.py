@@ -60,6 +60,7 @@ class BranchCall:
     site: Site | None = None
     batch_axis: int | None = None  # 1 where the block was seen to work on (N, B, D); None: by convention
     skip: bool = True  # a method that sets it False takes the residual away: the branch goes on alone
+    memory: dict[int, Any] = field(default_factory=dict)  # what a clone keeps for the later branches of this forward
 
 
 @dataclass(eq=False)

@@ -34,12 +34,10 @@ listed runs fused. `dampen doctor --tune` measures it on the user's machine."""
 
 HIDE = -1e30
 """What is added to a score to hide its key: no score matters beside it, and it is finite."""
-NATIVE_FROM = {"all": 512, "top": 0}
-"""Keys from which the native kernel runs, for methods that hide any key and for those that hide the strongest. Below,
-torch's path takes as long or less, measured with attention alone at 17 to 2,048 keys; but for short rows:"""
-NATIVE_UP_TO = 64
-"""Keys and channels up to which the native kernel has products of its own. It runs there for every method, in half the
-time of torch's attention, forward and backward, at 17 keys (`benchmarks/kernel_table.py` has torch's own two)."""
+NATIVE_UP_TO = 32
+"""Keys and channels up to which the native kernel runs also for methods that hide no key: there it has products of its
+own, and its attention takes less time than torch's, from 32 keys on as long or longer (`LOG.md` has 17 to 448 keys).
+Where keys are hidden it takes less at every length."""
 LONG = 2048
 """Keys from which a mask or matrix over all queries is taken in chunks."""
 CHUNK = 2**21
@@ -214,11 +212,10 @@ def _fits_native(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]) -> b
     hiding = [r for r in regularizers if "mask" in r.stages]
     if len(hiding) > 1 or any(r.takes_jacobian for r in regularizers):  # the kernel can be differentiated once
         return False
+    if hiding:
+        return hiding[0].native_hiding(keys) is not None
     short = keys <= NATIVE_UP_TO and size <= NATIVE_UP_TO
-    if not hiding:
-        return short and not compiling and bool(regularizers)  # a graph has its own ways with torch's attention
-    how = hiding[0].native_hiding(keys)
-    return how is not None and (short or keys >= NATIVE_FROM["all" if how[1] is None else "top"])
+    return short and not compiling and bool(regularizers)  # a graph has its own ways with torch's attention
 
 
 def _native(q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:

@@ -84,16 +84,17 @@ def time_rounds(
     every: int | None = None,
     enough: float | None = None,
     sure: int = 20,
+    warm: bool = True,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int], None] | None = None,
 ) -> Timings:
     """Time every variant once per round, in an order drawn anew each round, against the reference of the same round.
 
     Args:
-        variants: name -> something to call; each is warmed up once.
+        variants: name -> something to call.
         reference: the variant that counts as 1, or several, of which the best in the median counts.
         rounds: how many rounds at most.
-        seconds: stop after the round in which this time is over.
+        seconds: stop before a round with which this time would be over.
         least: how many rounds at least, whatever the time.
         every: with many variants a round takes long, and the machine changes meanwhile; the reference is then timed
             again among every so many variants, which are paired with that one.
@@ -101,11 +102,12 @@ def time_rounds(
             rounds that are left go to those of which less is known. Not before `sure` rounds: a few values lie close
             together by chance.
         sure: see `enough`.
+        warm: call each once before; False where that was done.
         clock: `time.process_time` where neighbors disturb the wall clock, with a single thread.
         progress: called with the number of rounds done.
     """
     references = (reference,) if isinstance(reference, str) else reference
-    for run in variants.values():
+    for run in variants.values() if warm else ():
         run()
     pairs: dict[str, list[Pair]] = {name: [] for name in variants}
     start, shuffle = time.perf_counter(), random.Random(0)
@@ -129,7 +131,8 @@ def time_rounds(
         references = tuple(r for r in references if results[r].low <= 1)  # what is surely not the best had its say
         if enough is not None and done >= sure:
             waiting = [name for name in waiting if results[name].width > enough]
-        if time.perf_counter() - start > seconds or (enough is not None and not waiting):
+        spent = time.perf_counter() - start
+        if spent + spent / done > seconds or (enough is not None and not waiting):
             break
     return Timings(pairs, references)
 

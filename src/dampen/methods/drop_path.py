@@ -47,9 +47,14 @@ class DropPath(Regularizer):
         axis = batch_axis(self) if call.batch_axis is None else call.batch_axis
         shape = [1] * b.ndim
         shape[axis] = b.shape[axis]
+        # Both branches of a block in one draw: in a small model each small operation counts
+        waiting: Tensor | None = call.memory.pop(self.serial, None)
+        if waiting is not None and (list(waiting.shape), waiting.dtype) == (shape, b.dtype):
+            return b * waiting
         rate = self.current("rate")
-        factor = few_kept(shape, rate, b.device).mul_(1 / (1 - rate))
-        return b * factor.to(b.dtype)
+        first, second = few_kept((2, *shape), rate, b.device).mul_(1 / (1 - rate)).to(b.dtype).unbind(0)
+        call.memory[self.serial] = second
+        return b * first
 
 
 def batch_axis(method: Regularizer) -> int:

@@ -1,7 +1,7 @@
 """Compile the kernels, keep them for this machine, and load them when they are there.
 
-`kernels.cpp` includes no header of torch: it takes raw pointers and is called through ctypes. So it compiles in a
-second or two with any C++ compiler, and the matrix products are those of the library that torch itself brings.
+`kernels.cpp` and the headers beside it include none of torch: they take raw pointers and are called through ctypes. So
+they compile in seconds with any C++ compiler, and the matrix products are those of the library that torch brings.
 """
 
 from __future__ import annotations
@@ -33,9 +33,14 @@ class BuildError(RuntimeError):
     """The kernels could not be built; everything runs on torch alone."""
 
 
+def sources() -> list[Path]:
+    """What is compiled: a change in any of these is another library."""
+    return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+
+
 def library_path() -> Path:
     """Where the compiled kernels of this source, processor and torch are kept."""
-    key = json.dumps([machine_key(), _flags(), SOURCE.read_text()], sort_keys=True)
+    key = json.dumps([machine_key(), _flags(), *(path.read_text() for path in sources())], sort_keys=True)
     return cache_folder() / f"native-{hashlib.sha256(key.encode()).hexdigest()[:12]}.so"
 
 
@@ -149,8 +154,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
     arguments = {
         "dampen_attention": [pointer],
         "dampen_attention_backward": [pointer],
-        "dampen_tap": [pointer, pointer, pointer],
-        "dampen_tap_backward": [pointer],
+        "dampen_taps": [pointer, i64],
+        "dampen_taps_backward": [pointer, i64],
         "dampen_dropout": [pointer, pointer, i64, f64, u64, i64],
         "dampen_factors": [pointer, i64, f64, u64],
         "dampen_mask": [pointer, i64, i64, i64, f64, u64],

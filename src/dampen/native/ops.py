@@ -16,10 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from dampen.native.library import library
 
-# `struct Problem` and `struct Tapped` of kernels.cpp, field by field: to pack bytes is several times quicker than to
-# fill a ctypes structure, and these calls are made in every layer
+# `struct Problem` of attention.h, field by field: to pack bytes is several times quicker than to fill a ctypes
+# structure, and these calls are made in every layer
 _PROBLEM = struct.Struct("12q2dQ11Q28q")
-_TAPPED = struct.Struct("4q4Q9qd")
 _NO_STRIDES = (0, 0, 0)
 
 
@@ -174,58 +173,6 @@ def _dropout(x: Tensor, seed: int, rate: float) -> Tensor:
     y = torch.empty_like(x)
     library().dampen_dropout(x.data_ptr(), y.data_ptr(), x.numel(), rate, seed, torch.get_num_threads())
     return y
-
-
-# --- the penalty of a linear map --------------------------------------------------------------------------------------
-
-
-def fits_tap(y: Tensor, bias: Tensor | None) -> bool:
-    """Whether the two functions below can read these: float32 on a CPU, the bias one row per group of heads or none."""
-    return (
-        y.dtype is torch.float32
-        and y.device.type == "cpu"
-        and y.numel() > 0
-        and y.stride(-1) == 1
-        and (y.ndim == 4 or y.is_contiguous())
-        and (bias is None or (bias.dtype is torch.float32 and bias.is_contiguous() and _bias_fits(y, bias)))
-    )
-
-
-def tap_sums(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """sum ||y_i - bias||^2 over the vectors y_i of y, and sum (y_i - bias), in the shape of the bias, in one pass."""
-    total = torch.empty(())
-    sums = torch.empty(y.shape[-1]) if bias is None else torch.empty_like(bias)
-    if bias is None and y.ndim == 4:
-        sums = torch.empty(y.shape[1], y.shape[3])
-    library().dampen_tap(_tapped(y, bias, None, None, 0.0), total.data_ptr(), sums.data_ptr())
-    return total, sums
-
-
-def tap_gradient(through: Tensor, y: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """through + scale (y - bias) in one pass."""
-    if through.stride(-1) != 1 or (through.ndim != 4 and not through.is_contiguous()):
-        through = through.contiguous()
-    out = torch.empty_like(through)
-    if out.stride(-1) != 1:
-        out = torch.empty_like(through, memory_format=torch.contiguous_format)
-    library().dampen_tap_backward(_tapped(y, bias, through, out, scale))
-    return out
-
-
-def _bias_fits(y: Tensor, bias: Tensor) -> bool:
-    if bias.ndim == 1 or y.ndim != 4:
-        return bias.numel() == y.shape[-1] and y.ndim != 4
-    return bias.numel() == y.shape[1] * y.shape[3] and bias.shape[-1] == y.shape[3]
-
-
-def _tapped(y: Tensor, bias: Tensor | None, through: Tensor | None, out: Tensor | None, scale: float) -> bytes:
-    def strides(t: Tensor | None) -> tuple[int, ...]:
-        return _NO_STRIDES if t is None else t.stride()[:3] if t.ndim == 4 else (0, 0, t.shape[-1])
-
-    size = y.shape[-1]
-    shape = tuple(y.shape) if y.ndim == 4 else (1, 1, y.numel() // size, size)
-    pointers = (0 if t is None else t.data_ptr() for t in (y, bias, through, out))
-    return _TAPPED.pack(*shape, *pointers, *strides(y), *strides(through), *strides(out), scale)
 
 
 # --- the same as operators that a graph may hold ----------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Frame:
         self.inside = 0  # attention modules of the block that are running
         self.attended = 0  # those that have run
         self.hits = 0  # linear maps seen since the block started
+        self.memory: dict[int, Any] = {}  # what a clone (by its serial number) keeps from branch to branch
 
 
 def open_frame(layer: Layer, in_block: bool = True) -> Frame:

@@ -235,7 +235,7 @@ class ResidualSocket(TorchFunctionMode):
         role = role_of(found.labels)
         flat = self._flattened(branch)
         axis = 1 if self.frame.sequence_first else None
-        call = BranchCall(role, residual, self.layer.site, batch_axis=axis)
+        call = BranchCall(role, residual, self.layer.site, batch_axis=axis, memory=self.frame.memory)
         branch = branch if flat is None else branch.unflatten(0, flat)
         for r in self.regularizers:
             branch = r.branch(branch, call)

@@ -87,7 +87,7 @@ class StreamSocket:
             or self.frame.attended != memory.attended[number]
         ):
             return self.add_otherwise(residual, branch, **kwargs)
-        call = BranchCall(memory.roles[number], residual, self.layer.site)
+        call = BranchCall(memory.roles[number], residual, self.layer.site, memory=self.frame.memory)
         residual.__class__ = Tensor  # a method may add to what it reads, and that is no addition of the block's
         try:
             for r in self.regularizers:

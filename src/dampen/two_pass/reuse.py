@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import has_forward_hooks, in_functorch, pytree, version_of
+from dampen.calls.later import Penalty
 from dampen.regularizer import MODEL_STAGES, Regularizer
 from dampen.two_pass.doubled import BEGUN_APART, PLAIN, DoubledBatch, plan_doubled, same
 from dampen.two_pass.own_randomness import own_randomness
@@ -119,7 +120,7 @@ class PrefixSite:
         self.asked: list[Any] | None = None
         self.output: Any = None
         self.versions: list[int] = []
-        self.penalties: list[dict[str, Tensor]] = []
+        self.penalties: list[dict[str, Penalty]] = []
 
     def record(self, block: nn.Module, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the block and keep what it gives, unless it cannot be shared."""

@@ -580,6 +580,14 @@ def test_sizes_bring_rows_targets_and_their_own_command():
 
 def test_attention_alone_is_compared_with_its_targets(monkeypatch):
     monkeypatch.setitem(PRESETS, "long", dataclasses.replace(PRESETS["long"], lengths=(64,)))
-    record = bench(Options.preset("long", methods="drop_key(rate=0.1)", seconds=60.0))
+    record = bench(Options.preset("long", methods="drop_key(rate=0.1)", seconds=0.0))
     assert {p["n"] for p in record["scaling"]["points"]} == {64}
     assert list(record["targets"]) == ["drop_key(rate=0.1)"]
+    assert {p["rounds"] for p in record["scaling"]["points"]} == {5}  # whatever the time
+
+
+def test_a_size_ends_in_its_time_with_five_rounds_of_what_is_usual_or_has_a_target():
+    record = bench(Options.preset("tiny", methods="drop_key, drop_path(rate=0.1)", rounds=1000, seconds=0.0))
+    assert set(record["ratios"]) == {"drop_key", "drop_path(rate=0.1)"}
+    assert {entry["rounds"] for entry in record["ratios"].values()} == {5}
+    assert record["papers"] == record["memory"] == {}

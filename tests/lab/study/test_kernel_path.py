@@ -14,11 +14,8 @@ from dampen.native import library
 
 @pytest.fixture
 def native(tmp_path, monkeypatch):
-    """Switches the native kernels on and off; they run at every length, however short."""
-    from dampen.kernels import kernel
-
+    """Switches the native kernels on and off."""
     monkeypatch.setenv("DAMPEN_CACHE", str(tmp_path / "native"))
-    monkeypatch.setitem(kernel.NATIVE_FROM, "all", 0)
     try:
         library.build()
     except library.BuildError as error:

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from dampen.calls.later import Penalty
 from dampen.formulas.explicit.linear import Term, map_penalty, only_weight, tap_linear
 from dampen.formulas.explicit.low_rank import merge
 from dampen.formulas.explicit.precision import wide, wide_dtype
@@ -95,7 +96,7 @@ def read_map(call: Call, role: str, operand: Tensor | None, head_size: int, deta
     return HeadMap(heads, bias, x, linear.weight.unflatten(0, (-1, head_size)))
 
 
-def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[Tensor, Tensor]:
+def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[Tensor, Penalty]:
     """The operand "q", "k" or "v" of an attention, and the penalty of the projection behind it."""
     linear, rows = call.source(role)
     x, y = linear.input, linear.output

@@ -19,12 +19,14 @@ from torch.nn import functional
 
 from dampen._torch import apply_directly, in_functorch, saved_tensors_are_hooked, version_of
 from dampen.calls import LinearCall
+from dampen.calls.later import Penalty, now
 from dampen.formulas.explicit.by_hand import by_hand
 from dampen.formulas.explicit.forms import Number, single
 from dampen.formulas.explicit.precision import no_autocast, wide, wide_dtype
 from dampen.formulas.explicit.reductions import RowWeights, token_rows
 from dampen.formulas.explicit.squares import column_power, feature_power
 from dampen.formulas.explicit.tap import Cut, add_bare, native_fits, sum_of_squares, tap, twice_of
+from dampen.formulas.explicit.together import may_wait, wait
 
 BRANCHES = ("out", "ffn_out")
 """The maps that give out a residual branch."""
@@ -75,7 +77,7 @@ def linear_penalty(
         return map_penalty(call, Term(1.0, rate, form, reduction))
 
 
-def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Tensor] | None:
+def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Penalty] | None:
     """The linear map itself, x W^T + bias, together with its penalty; None where `map_penalty` must read it off
     beside."""
     x, weight = call.input, call.weight
@@ -84,8 +86,12 @@ def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tenso
         return None
     rows = _rows(x, call, term, swapped)
     factor, variance = _factors(term, rows)
+    size = x.numel() // weight.shape[1] * weight.shape[0]
     y: Tensor
     value: Any
+    if variance is None and rows.weights is None and may_wait(x, weight, call.bias, factor, size):
+        y = functional.linear(x, weight, call.bias)
+        return y, wait(y, call.bias, factor, x, weight)
     if factor is None:  # nothing is read of the output
         y, value = functional.linear(x, weight, call.bias), 0.0
     else:
@@ -98,7 +104,7 @@ def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tenso
 def map_penalty(call: LinearCall, term: Term, swapped: bool = False) -> Tensor:
     """The penalty of one linear map as a layer ran it, read off beside it."""
     call = replace(call, input=call.input.detach()) if term.detach else call
-    return tap_linear(*_output(call, term), call, _rows(call.input, call, term, swapped), term)[1]
+    return now(tap_linear(*_output(call, term), call, _rows(call.input, call, term, swapped), term)[1])
 
 
 def _output(call: LinearCall, term: Term) -> tuple[Tensor | None, Tensor | None]:
@@ -131,9 +137,12 @@ def tap_branch(y: Tensor, call: LinearCall, term: Term, swapped: bool = False) -
 
 def tap_linear(
     y: Tensor | None, bias: Tensor | None, call: LinearCall, rows: RowWeights, term: Term, cut: Cut | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Penalty]:
     """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map or of a cut of it."""
     factor, variance = _factors(term, rows)
+    usual = variance is None and rows.weights is None
+    if usual and cut is not None and y is not None and may_wait(y, call.weight, bias, factor, y.numel()):
+        return y, wait(y, bias, factor, call.input, call.weight, cut)
     values = []
     if factor is not None and y is not None:
         y, value = tap(y, bias, rows.weights, factor, cut)

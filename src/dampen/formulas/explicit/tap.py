@@ -37,7 +37,7 @@ def tap(
         cut: where y, by heads, comes from some rows of a fused map, and bias is that of the whole map.
     """
     if torch.compiler.is_compiling() or in_functorch():  # these differentiate it themselves
-        row = _row(bias, y, cut)
+        row = bias_row(bias, y, cut)
         bare = wide(y) if row is None else wide(y) - row
         return y, factor * (weighed(bare, weights) * bare).sum()
     out: tuple[Tensor, Tensor] = _apply(y, bias, weights, factor, cut)
@@ -71,7 +71,7 @@ def sum_of_squares(bare: Tensor, weights: Tensor | None) -> Tensor:
     return norm.square()
 
 
-def _row(bias: Tensor | None, y: Tensor, cut: Cut | None) -> Tensor | None:
+def bias_row(bias: Tensor | None, y: Tensor, cut: Cut | None) -> Tensor | None:
     """The bias as it stands in y."""
     if bias is None or cut is None:
         return None if bias is None else wide(bias)
@@ -88,10 +88,10 @@ class _Tap(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.factor, ctx.cut = factor, cut
-        row, sums = _row(bias, y, cut), None
+        row, sums = bias_row(bias, y, cut), None
         ctx.native = weights is None and not isinstance(factor, Tensor) and native_fits(y, row)
         if ctx.native:
-            from dampen.native.ops import tap_sums  # only where it was built
+            from dampen.native.taps import tap_sums  # only where it was built
 
             value, sums = tap_sums(y, row)
         else:
@@ -107,7 +107,7 @@ class _Tap(torch.autograd.Function):
         if grad is None:
             return through, None, None, None, None
         y, bias, weights, sums = ctx.saved_tensors
-        row, scale, to_bias = _row(bias, y, ctx.cut), twice_of(grad) * ctx.factor, None
+        row, scale, to_bias = bias_row(bias, y, ctx.cut), twice_of(grad) * ctx.factor, None
         if row is not None and ctx.needs_input_grad[1]:
             if torch.is_grad_enabled():  # to be differentiated again: as a function of y
                 sums = weighed(wide(y) - row, weights).sum_to_size(row.shape)
@@ -134,7 +134,7 @@ def add_bare(
         both: Tensor = bare if through is None else through + bare
         return both.to(y.dtype)
     if native and through is not None and through.dtype is torch.float32:
-        from dampen.native.ops import tap_gradient  # it was there in the forward
+        from dampen.native.taps import tap_gradient  # it was there in the forward
 
         return tap_gradient(through, y, row, scale)
     out = wide(y) * scale if through is None else torch.add(wide(through), wide(y), alpha=scale)
@@ -145,6 +145,6 @@ def native_fits(y: Tensor, row: Tensor | None) -> bool:
     """Whether a native kernel does it."""
     if not native_available() or not has_numbers(y):
         return False
-    from dampen.native.ops import fits_tap  # only where it was built
+    from dampen.native.taps import fits_tap  # only where it was built
 
     return fits_tap(y, row)

@@ -52,13 +52,23 @@ def scale_attention(
     for i, n in enumerate(lengths):
         progress("attention over its length", i, len(lengths))
         left = options.seconds - (time.perf_counter() - start)
-        for name, reason in _too_much(found, stopped, n, left).items():
+        for name, reason in ({} if options.size else _too_much(found, stopped, n, left)).items():
             stopped[name] = reason
+        share = n * n / sum(m * m for m in lengths[i:])  # of the time left: a length takes as long as its square
         for reference, rows in families.items():
             runs = _runnable({name: make for name, make in rows.items() if name not in stopped}, n, left_out)
             if reference not in runs or len(runs) < 2:
                 continue
-            ratios = compare(runs, reference, rounds=9, seconds=3.0, least=3, clock=CLOCKS[options.clock])
+            much = {"rounds": 9, "seconds": 3.0, "least": 3}
+            if options.size:  # what is asked for, and five rounds in any case; `_runnable` has warmed up
+                much = {
+                    "rounds": options.rounds,
+                    "seconds": left * share * 0.7,
+                    "least": 5,
+                    "enough": 0.03,
+                    "warm": False,
+                }
+            ratios = compare(runs, reference, clock=CLOCKS[options.clock], **much)
             memory = {name: peak_memory(run, options.device) for name, run in runs.items()}
             for name in runs:
                 share = memory[name] / memory[reference]
@@ -105,7 +115,7 @@ def _rows(variants: list[Variant], options: Options) -> tuple[dict[str, dict[str
         "blurred_attention": papers.blurred_attention,
     }
     for name, make in published.items():
-        if name in {variant.method for variant in variants}:
+        if name in {variant.method for variant in variants} and not options.size:
             alone[f"{name}, as published"] = _alone(make(), options)
     return {ATTENTION: alone, BLOCK: blocks}, stopped
 

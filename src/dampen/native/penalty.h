@@ -1,0 +1,86 @@
+// The penalty of linear maps: sums of squares of their outputs, and the gradients that these send back.
+#pragma once
+#include "vectors.h"
+
+extern "C" {
+
+// A tensor (slabs, groups, rows, size) with a bias (groups, size) in it, or none; numbers of a row side by side
+struct Tapped {
+  i64 slabs, groups, rows, size;
+  const float *y, *bias, *through;  // through: null where nothing passes
+  float *out, *total, *sums, *to_bias;
+  i64 sy[3], st[3], so[3];
+  double scale;
+};
+}
+
+namespace {
+
+// sum ||y - bias||^2; sums (groups, size) = sum (y - bias) where there is a bias
+double tap_one(const Tapped& t) {
+  double sum = 0;
+  if (t.bias) std::memset(t.sums, 0, sizeof(float) * t.groups * t.size);
+  for (i64 s = 0; s < t.slabs; s++)
+    for (i64 g = 0; g < t.groups; g++) {
+      float* __restrict to = t.sums + g * t.size;
+      const float* __restrict bias = t.bias ? t.bias + g * t.size : nullptr;
+      for (i64 i = 0; i < t.rows; i++) {
+        const float* __restrict y = t.y + s * t.sy[0] + g * t.sy[1] + i * t.sy[2];
+        float part = 0;
+        if (bias) {
+#pragma omp simd reduction(+ : part)
+          for (i64 j = 0; j < t.size; j++) {
+            const float d = y[j] - bias[j];
+            part += d * d;
+            to[j] += d;
+          }
+        } else {
+#pragma omp simd reduction(+ : part)
+          for (i64 j = 0; j < t.size; j++) part += y[j] * y[j];
+        }
+        sum += part;
+      }
+    }
+  return sum;
+}
+
+// out = through + scale (y - bias), to_bias = -scale sums
+void tap_one_backward(const Tapped& t) {
+  const float scale = (float)t.scale;
+  for (i64 s = 0; s < t.slabs; s++)
+    for (i64 g = 0; g < t.groups; g++)
+      for (i64 i = 0; i < t.rows; i++) {
+        const float* __restrict y = t.y + s * t.sy[0] + g * t.sy[1] + i * t.sy[2];
+        const float* __restrict through = t.through ? t.through + s * t.st[0] + g * t.st[1] + i * t.st[2] : nullptr;
+        const float* __restrict bias = t.bias ? t.bias + g * t.size : nullptr;
+        float* __restrict out = t.out + s * t.so[0] + g * t.so[1] + i * t.so[2];
+        if (bias && through) {
+#pragma omp simd
+          for (i64 j = 0; j < t.size; j++) out[j] = through[j] + scale * (y[j] - bias[j]);
+        } else if (bias) {
+#pragma omp simd
+          for (i64 j = 0; j < t.size; j++) out[j] = scale * (y[j] - bias[j]);
+        } else if (through) {
+#pragma omp simd
+          for (i64 j = 0; j < t.size; j++) out[j] = through[j] + scale * y[j];
+        } else {
+#pragma omp simd
+          for (i64 j = 0; j < t.size; j++) out[j] = scale * y[j];
+        }
+      }
+  for (i64 j = 0; t.to_bias && j < t.groups * t.size; j++) t.to_bias[j] = -scale * t.sums[j];
+}
+
+}  // namespace
+
+extern "C" {
+
+// Of each of `count` tensors: total[0] += scale sum ||y - bias||^2, and its sums
+void dampen_taps(const Tapped* tapped, i64 count) {
+  for (i64 n = 0; n < count; n++) tapped[n].total[0] += (float)(tapped[n].scale * tap_one(tapped[n]));
+}
+
+void dampen_taps_backward(const Tapped* tapped, i64 count) {
+  for (i64 n = 0; n < count; n++) tap_one_backward(tapped[n]);
+}
+}
