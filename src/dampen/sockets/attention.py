@@ -48,7 +48,7 @@ class Socket(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in PRODUCTS and (not self.eager.ways or self.eager.passes_by(name, args, kwargs)):  # nearly all
             return self.run(func, args, kwargs)
-        return self.eager.call(func, args, kwargs, self.regularizers, self.call, self.run)
+        return self.eager.meet(func, args, kwargs, self.run)
 
     def _followed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function, and go with the channels that it moves."""

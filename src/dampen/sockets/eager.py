@@ -61,7 +61,9 @@ class EagerAttention:
         self.module, self.site, self.where, self.watch = module, site, site.name, watch
         self.ways: list[tuple[Way, Product]] = []
         self.ids: set[int] = set()  # of the tensors on a way, which `ways` keeps alive; compiled graphs know no ids
-        self.stages: set[str] = set()  # those that are at work in this forward
+        self.call: Call  # that of this forward, as `start` sets it
+        self.regularizers: Sequence[Regularizer] = ()  # those that are at work in it
+        self.stages: set[str] = set()  # theirs
         self.products = 0
         self.path: tuple[int, list[str]] | None = None  # the way of the forwards before, where this one may take it
         self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
@@ -72,6 +74,7 @@ class EagerAttention:
     def start(self, regularizers: Sequence[Regularizer], call: Call) -> None:
         """The beginning of a forward. `qkv` needs the values too, which come after the softmax. A checkpoint counts the
         tensors that its recompute saves, so both must go the same way: the long one."""
+        self.regularizers, self.call = regularizers, call
         self.stages = {stage for r in regularizers for stage in r.stages}
         if torch.compiler.is_compiling() or self.site.path is None or call.followed is not None:
             return
@@ -94,14 +97,8 @@ class EagerAttention:
         elif not met[0].early and met[0].scores is not None:
             self.site.path = met[0].number, met[0].scores.names()
 
-    def call(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        regularizers: Sequence[Regularizer],
-        call: Call,
-        run: Callable[..., Any],
+    def meet(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
         """Run a torch function of the module; `run` runs one as it is."""
         name = name_of(func)
@@ -120,14 +117,14 @@ class EagerAttention:
             turned = name != "einsum" and equation.right is way.tensor and product.turned is way
             if product.softmax is not None and turned:
                 flipped = Flipped(equation.left, equation.right, None)
-                return self._attend(flipped, way, product, func, args, kwargs, regularizers, call)
+                return self._attend(flipped, way, product, func, args, kwargs)
             if product.softmax is not None and equation.left is way.tensor and product.turned is None:
-                return self._attend(equation, way, product, func, args, kwargs, regularizers, call)
+                return self._attend(equation, way, product, func, args, kwargs)
         if found is None:
             return run(func, args, kwargs)
         way, product = found
         if name == "softmax" and product.softmax is None:
-            return self._softmax(way, product, func, args, kwargs, regularizers, call, run)
+            return self._softmax(way, product, func, args, kwargs, run)
         if product.softmax is None:
             return self._follow(way, product, func, args, kwargs, run, _TO_SCORES)
         if name == "__getitem__" and product.keys is not None and product.softmax is way and args[1] == _NO_SINK:
@@ -227,8 +224,6 @@ class EagerAttention:
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        regularizers: Sequence[Regularizer],
-        call: Call,
         run: Callable[..., Any],
     ) -> Tensor:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -248,7 +243,7 @@ class EagerAttention:
         product.scores, product.softmax = keys, Way(out, func, args, kwargs, way)
         if known:
             product.early = True
-            product.softmax.tensor = self._weigh(product, None, regularizers, call)[0]
+            product.softmax.tensor = self._weigh(product, None)[0]
         self._put(product.softmax, product)
         self._tell("its attention weights were never multiplied with values")
         return product.softmax.tensor
@@ -258,15 +253,7 @@ class EagerAttention:
             self.why, self.told = why, True
 
     def _attend(
-        self,
-        equation: Equation,
-        way: Way,
-        product: Product,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        regularizers: Sequence[Regularizer],
-        call: Call,
+        self, equation: Equation, way: Way, product: Product, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """The product with the values: every stage has run when it is done."""
         if product.scores is None or product.softmax is None or way.tensor.ndim < 2:
@@ -274,28 +261,26 @@ class EagerAttention:
         keys = product.scores.tensor.shape[-1]
         if not way.in_order or not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
             self._refuse("its attention weights are not multiplied with one value per key")
-        a, values = way.tensor, equation.values
+        call, a, values = self.call, way.tensor, equation.values
         if product.early:
             call.value_size = equation.values_last().shape[-1]
         else:
-            new, values = self._weigh(product, equation, regularizers, call)
+            new, values = self._weigh(product, equation)
             a = way.again(new, product.softmax)
             self.weights.append((way.tensor, a))
         o: Tensor = func(*(a if x is way.tensor else values if x is equation.values else x for x in args), **kwargs)
         if "heads" in self.stages:
-            o = self._heads(o, equation, product.layout, regularizers, call)
+            o = self._heads(o, equation, product.layout)
         call.scores = None
         self.done += 1
         self.watch(call, before=False)
         return o
 
-    def _weigh(
-        self, product: Product, outputs: Equation | None, regularizers: Sequence[Regularizer], call: Call
-    ) -> tuple[Tensor, Tensor]:
+    def _weigh(self, product: Product, outputs: Equation | None) -> tuple[Tensor, Tensor]:
         """The weights as the stages make them of the scores, and the values; those wait where none needs them yet."""
         if product.scores is None or product.softmax is None:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
-        scores = product.scores.tensor
+        call, regularizers, scores = self.call, self.regularizers, product.scores.tensor
         leading = scores.shape[:-2]
         companions = [None] * 3 if outputs is None else self._companions(product.equation, outputs, leading, call)
         told = tell_heads(self.site, call, companions, leading)
@@ -355,14 +340,12 @@ class EagerAttention:
             return out
         return tuple(next((new for old, new in self.weights if old is x), x) for x in out)
 
-    def _heads(
-        self, o: Tensor, equation: Equation, layout: Any, regularizers: Sequence[Regularizer], call: Call
-    ) -> Tensor:
+    def _heads(self, o: Tensor, equation: Equation, layout: Any) -> Tensor:
         ordered = equation.outputs_last(o)
         folded = layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:]))
-        for r in regularizers:
+        for r in self.regularizers:
             if "heads" in r.stages:
-                folded = r.heads(folded, call)
+                folded = r.heads(folded, self.call)
         return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
 
     def _check_tokens(self, q: Tensor, k: Tensor, call: Call) -> None:

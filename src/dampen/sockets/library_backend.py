@@ -47,18 +47,21 @@ class LibraryBackend:
         """Whether a method that looks into attention is at work in this forward."""
         return any(sees_attention(r) for layer in self.layers for r in layer.active(module))
 
-    def switch(self) -> None:
-        """Have the configs ask for a back end with a socket."""
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A forward during which the configs ask for a back end with a socket; they ask for their own again once no
+        forward needs the other any more."""
         self.under_way += 1
-        for config, name in zip(self.configs, self.instead, strict=True):
-            setattr(config, _WANTED, name)
+        try:
+            self._ask(self.instead)
+            return forward(*args, **kwargs)
+        finally:
+            self.under_way -= 1
+            if self.under_way == 0:
+                self._ask(self.before)
 
-    def give_back(self) -> None:
-        """What the configs asked for, once no forward needs the other any more."""
-        self.under_way -= 1
-        if self.under_way == 0:
-            for config, name in zip(self.configs, self.before, strict=True):
-                setattr(config, _WANTED, name)
+    def _ask(self, names: Sequence[str]) -> None:
+        for config, name in zip(self.configs, names, strict=True):
+            setattr(config, _WANTED, name)
 
     def check(self, module: nn.Module, where: str, arguments: Sequence[Any]) -> None:
         """Raise where an attention got masks that another back end prepared, which would be read wrongly."""
@@ -130,13 +133,7 @@ def backend_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         backend: LibraryBackend = self._dampen_backend
-        if not backend.wanted(self):
-            return base(self, *args, **kwargs)
-        backend.switch()
-        try:
-            return base(self, *args, **kwargs)
-        finally:
-            backend.give_back()
+        return backend.run(base, self, *args, **kwargs) if backend.wanted(self) else base(self, *args, **kwargs)
 
     return forward
 
@@ -149,10 +146,6 @@ def hidden_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if not backend.wanted(self):
             return base(self, *args, **kwargs)
         backend.check(self, where, (*args, *kwargs.values()))
-        backend.switch()
-        try:
-            return base(self, *args, **kwargs)
-        finally:
-            backend.give_back()
+        return backend.run(base, self, *args, **kwargs)
 
     return forward
