@@ -1,10 +1,12 @@
 """Models of transformers that were loaded with `eager`: their training forward takes the library's `sdpa` where both
-compute the same; eval, the config and everybody who needs the matrix of weights keep `eager`."""
+compute the same; eval, the config and everybody who needs the matrix of weights keep `eager`. timm's `fused_attn`,
+which is off in Swin or by the user, is on in training forwards likewise."""
 
 import copy
 import pickle
 
 import pytest
+import timm
 import torch
 import transformers as tr
 from torch import nn
@@ -15,14 +17,21 @@ import dampen
 from dampen import DropHead, DropKey, DropPath, ExplicitDropout, Regularizer
 from tests.families import PADDING, TEXT, output
 
-_SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+_SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 _KV = {"num_key_value_heads": 1, "head_dim": 8}
 SWITCHED = {
     "bert": lambda: tr.BertModel(tr.BertConfig(**_SIZES)),
     "llama": lambda: tr.LlamaForCausalLM(tr.LlamaConfig(**_SIZES, num_key_value_heads=1)),
     "mistral": lambda: tr.MistralModel(tr.MistralConfig(**_SIZES, num_key_value_heads=1, sliding_window=3)),
-    "t5": lambda: tr.T5EncoderModel(tr.T5Config(vocab_size=50, d_model=16, d_kv=8, num_layers=2, num_heads=2, d_ff=24,
-                                                dropout_rate=0.0)),
+    "t5": lambda: tr.T5EncoderModel(
+        tr.T5Config(vocab_size=50, d_model=16, d_kv=8, num_layers=2, num_heads=2, d_ff=24, dropout_rate=0.0)
+    ),
 }
 KEPT = {
     "gemma2": lambda: tr.Gemma2Model(tr.Gemma2Config(**_SIZES, **_KV, attn_logit_softcapping=0.5)),  # a cap on scores
@@ -254,3 +263,46 @@ def test_compiled_once():
     assert counter.frame_count == 1
     assert model.config._attn_implementation == "eager"
     torch._dynamo.reset()
+
+
+def unfused(name):
+    """A model of timm with fused_attn off everywhere, as timm.layers.set_fused_attn(False) makes it."""
+    torch.manual_seed(0)
+    sizes = {
+        "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2},
+        "eva02_tiny_patch14_224": {"img_size": 28, "patch_size": 7, "embed_dim": 24, "depth": 2, "num_heads": 2},
+        "swin_tiny_patch4_window7_224": {"img_size": 32, "window_size": 4, "depths": (2, 2), "num_heads": (2, 4),
+                                         "embed_dim": 16},
+    }  # fmt: skip
+    model = timm.create_model(name, num_classes=5, drop_path_rate=0.0, **sizes[name]).train()
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    x = torch.randn(2, 3, sizes[name]["img_size"], sizes[name]["img_size"])
+    return model, x
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224"], ids=lambda n: n[:5]
+)
+def test_timm_s_fused_attn_is_on_in_training_forwards_only(name):
+    def train():
+        out = model(x)
+        return out.detach(), torch.autograd.grad(out.square().mean(), list(model.parameters()))
+
+    model, x = unfused(name)
+    attentions = [m for m in model.modules() if hasattr(m, "fused_attn")]
+    wanted, plain = train(), model.eval()(x)
+    model.train()
+    reg = dampen.regularize(model, Idle())
+    torch.testing.assert_close(train(), wanted, rtol=1e-4, atol=1e-6)
+    assert not any("computes its scores itself" in kernel for kernel in reg.kernels().values())
+    assert f"fused_attn=False of {len(attentions)} attentions is True in training forwards" in repr(reg)
+    assert torch.equal(model.eval()(x), plain)
+    assert not any(m.fused_attn for m in attentions)
+    reg.remove()
+    reg = dampen.regularize(model.train(), DropKey(0.4))
+    assert not torch.allclose(model(x), wanted[0])
+    reg.remove()
+    torch.testing.assert_close(train(), wanted, rtol=0, atol=0)
+    assert not any(m.fused_attn for m in attentions)
