@@ -35,6 +35,18 @@ def test_import_dampen_does_not_break_on_what_is_broken(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("first", ["import dampen, timm", "import transformers, dampen; transformers.ViTModel"])
+def test_after_import_dampen_timm_and_transformers_import_without_another_call(first):
+    """Also where torchvision's extension does not load beside this torch. Nothing is left on the way of imports."""
+    code = (
+        f"{first}; import sys; assert not any('dampen' in getattr(f, '__module__', '') for f in sys.meta_path); "
+        "import torchvision; torchvision.ops.nms"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def imports(tree):
     """(node, name of the package) of every import that runs, and the innermost function around it, if any."""
     for scope in ast.walk(tree):

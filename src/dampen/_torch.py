@@ -98,6 +98,12 @@ def inductor_draws_as_eager() -> AbstractContextManager[Any]:
     return patched
 
 
+def forward_hooks(module: torch.nn.Module, not_of: str) -> bool:
+    """Whether hooks run after this module's forward (`Module._forward_hooks`, torch 0.1 and newer), those of one
+    package left out."""
+    return any(not getattr(hook, "__module__", "").startswith(not_of) for hook in module._forward_hooks.values())
+
+
 def in_backward() -> bool:
     """Whether a backward pass is running in this thread: then a forward is a checkpoint's recompute.
 

@@ -213,6 +213,41 @@ def test_errors():
         dampen.attention(q[0, 0, 0], q, q)
 
 
+WRONG = {
+    "tokens": ((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 6, 8)),
+    "channels": ((2, 4, 5, 8), (2, 4, 7, 6), (2, 4, 7, 8)),
+    "heads": ((2, 4, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
+    "heads of values": ((2, 4, 5, 8), (2, 2, 7, 8), (2, 3, 7, 8)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("method", [dampen.DropKey(0.5), dampen.HardMasking(0.5), dampen.DropHead(0.5)], ids=str)
+def test_operands_that_do_not_fit_are_refused(what, method):
+    """A native kernel would read past their ends."""
+    q, k, v = (torch.randn(shape) for shape in WRONG[what])
+    with pytest.raises(ValueError, match="do not fit together"):
+        dampen.attention(q, k, v, enable_gqa="heads" in what, regularizers=[method.train()])
+
+
+@pytest.mark.parametrize("shapes", [(2, 4, 2), (2, 2, 4), (1, 2, 2)], ids=["values", "keys", "batch"])
+@pytest.mark.parametrize(
+    "method", [dampen.DropKey(1e-7), dampen.HardMasking(1e-7), dampen.DropAttention(1e-7)], ids=str
+)
+def test_grouped_keys_and_values_of_different_numbers(shapes, method):
+    """SDPA repeats each for itself, and a batch of one: the kernels must not read past their ends (Nemotron's speech
+    encoder repeats the values alone, which ended the process)."""
+    torch.manual_seed(0)
+    batch, keys, values = shapes
+    q = torch.randn(2, 4, 13, 8, requires_grad=True)
+    k, v = (torch.randn(batch, h, 13, 8, requires_grad=True) for h in (keys, values))
+    repeated = (t.repeat_interleave(4 // t.shape[1], 1).expand(2, -1, -1, -1) for t in (k, v))
+    weight = torch.randn(2, 4, 13, 8)
+    wanted = torch.autograd.grad((F.scaled_dot_product_attention(q, *repeated) * weight).sum(), (q, k, v))
+    found = dampen.attention(q, k, v, enable_gqa=True, regularizers=[method.train()])
+    torch.testing.assert_close(torch.autograd.grad((found * weight).sum(), (q, k, v)), wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("leading", [(), (2,), (2, 3)])
 def test_shared_keys_and_values_with_any_number_of_leading_dimensions(leading):
     """Four heads of queries share two of keys and values; said by repeating those."""

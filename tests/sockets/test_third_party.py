@@ -26,8 +26,7 @@ OPEN_CLIP = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "heads
 
 
 def torchtune_llama():
-    """Built where torchtune can be imported: it wants torchao, which it does not require. Beside torch 2.13:
-    `pip install torchtune==0.6.1 torchao==0.9.0 -c constraints.txt`."""
+    """Built where torchtune can be imported: it wants torchao, which it does not require (the dev extra has both)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -56,6 +56,7 @@ def attend(
             "attention: give attn_mask or is_causal=True, not both (as in F.scaled_dot_product_attention)."
         )
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
+    k, v = _fitting(q, k, v)
     native = dropout_p == 0 and not need_weights and (mask is None or mask.dtype is torch.bool)
     kernel = choose_kernel(
         q, k, regularizers, need_weights, native and not (q.is_cuda and (is_causal or mask is not None))
@@ -81,6 +82,19 @@ def attend(
         if "heads" in r.stages:
             o = r.heads(o, call)
     return (o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])), weights, kernel
+
+
+def _fitting(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with the same number of heads; raise where the three do not fit, because a kernel would read past their
+    ends. SDPA repeats each for itself: a library may have repeated the values alone (Nemotron's speech encoder)."""
+    (b, h, _, d), (bk, hk, m, dk), (bv, hv, mv, _) = q.shape, k.shape, v.shape
+    if bk != b or bv != b or mv != m or dk != d or h % hk or h % hv:
+        raise ValueError(
+            f"attention: q, k and v of the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)} do not fit "
+            "together: they need the same batch, q and k the same channels, k and v the same tokens, and the heads of "
+            "q must be a multiple of those of k and of v (with enable_gqa=True)."
+        )
+    return (k, v) if hk == hv else (k.repeat_interleave(h // hk, 1), v.repeat_interleave(h // hv, 1))
 
 
 def _fill(
@@ -109,12 +123,17 @@ def _four_dims(
             f"{tuple(k.shape)}, {tuple(v.shape)}."
         )
     leading = q.shape[:-2]
-    same = q.ndim == k.ndim == v.ndim == 4 and (gqa or leading == k.shape[:-2] == v.shape[:-2])
+    own = 3 if gqa else 2  # axes at the end that are each operand's own: with grouped keys the heads too
+    same = q.ndim == k.ndim == v.ndim == 4 and q.shape[:-own] == k.shape[:-own] == v.shape[:-own]
     if same and (mask is None or mask.ndim == 4):
         return q, k, v, mask, leading  # the usual call needs no views
     if not gqa:
         leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (t.expand(*leading, *t.shape[-2:]) for t in (q, k, v))
+    elif min(q.ndim, k.ndim, v.ndim) > 2:
+        outer = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        q, k, v = (t.expand(*outer, *t.shape[-3:]) for t in (q, k, v))
+        leading = q.shape[:-2]
     batch = math.prod(leading[:-1])
     q, k, v = (t.reshape(batch, t.shape[-3] if t.ndim > 2 else 1, *t.shape[-2:]) for t in (q, k, v))
     if mask is not None:

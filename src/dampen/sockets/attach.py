@@ -25,7 +25,8 @@ from dampen.sockets.embeddings import find_embeddings, open_embeddings
 from dampen.sockets.entry import EntrySite
 from dampen.sockets.find import LayerPlan, find_layers, is_cross, is_keyless, stack_of
 from dampen.sockets.instance import check_own_forward
-from dampen.sockets.library_backend import find_backend
+from dampen.sockets.library_backend import find_backend, models_of
+from dampen.sockets.library_eager import find_eager
 from dampen.sockets.roles import kind_of, weight_of
 from dampen.sockets.scope import LinearPlan
 from dampen.sockets.source import calls_socket, shows_no_softmax
@@ -118,15 +119,15 @@ def attach(
 
 
 def _switch_library(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[Layer]) -> None:
-    """Where a library computes attention behind a back end without a socket, switch it in training forwards."""
+    """Where a library computes attention behind a back end without a socket, or by itself although it has a better one,
+    switch it in training forwards."""
     attentions = {name: m for plan in plans for name, m in plan.attentions.items()}
-    found = find_backend(model, attentions, layers)
-    if found is None:
+    backend = find_backend(model, attentions, layers) or find_eager(model, attentions, layers)
+    if backend is None:
         return
-    backend, models = found
     for name, module in attentions.items():
         swap(module, "hidden", (backend, name))
-    for module in models:
+    for module in models_of(model):
         swap(module, "backend", backend)
 
 

@@ -35,9 +35,14 @@ def describe(reg: Regularization) -> str:
 
 
 def _library(reg: Regularization) -> list[str]:
-    """The library's back end that is switched while methods are at work, if any."""
-    found = next((vars(m)["_dampen_backend"] for m in reg.model.modules() if "_dampen_backend" in vars(m)), None)
-    return [] if found is None else [f"  (library)  {found.describe()}"]
+    """The back ends of a library that are switched while methods are at work, if any."""
+    kept = [vars(m) for m in reg.model.modules()]
+    found = next((k["_dampen_backend"] for k in kept if "_dampen_backend" in k), None)
+    lines = [] if found is None else [f"  (library)  {found.describe()}"]
+    unfused = sum("_dampen_attention" in k and k.get("fused_attn") is False for k in kept)
+    if unfused:
+        lines.append(f"  (library)  fused_attn=False of {unfused} attentions is True in training forwards")
+    return lines
 
 
 def _zeros(reg: Regularization) -> list[str]:

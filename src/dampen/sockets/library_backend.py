@@ -26,7 +26,7 @@ from dampen.sockets.attention import sees_attention
 if TYPE_CHECKING:
     from dampen.sockets.state import Layer
 
-_WANTED = "_attn_implementation_internal"  # of a config of transformers; its property would set those below it too
+WANTED = "_attn_implementation_internal"  # of a config of transformers; its property would set those below it too
 _ONLY_EAGER = {"softcap", "s_aux"}
 
 
@@ -40,7 +40,7 @@ class LibraryBackend:
 
     def __init__(self, configs: Sequence[Any], instead: Sequence[str], layers: Sequence[Layer]) -> None:
         self.configs, self.instead, self.layers = list(configs), list(instead), list(layers)
-        self.before = [getattr(config, _WANTED) for config in configs]
+        self.before = [getattr(config, WANTED) for config in configs]
         self.under_way = 0  # forwards that have it switched; another thread may be in the same model
 
     def wanted(self, module: nn.Module) -> bool:
@@ -50,6 +50,8 @@ class LibraryBackend:
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A forward during which the configs ask for a back end with a socket; they ask for their own again once no
         forward needs the other any more."""
+        if self.under_way == 0:  # not what they asked for once: a user may have changed it since
+            self.before = [getattr(config, WANTED) for config in self.configs]
         self.under_way += 1
         try:
             self._ask(self.instead)
@@ -61,9 +63,20 @@ class LibraryBackend:
 
     def _ask(self, names: Sequence[str]) -> None:
         for config, name in zip(self.configs, names, strict=True):
-            setattr(config, _WANTED, name)
+            setattr(config, WANTED, name)
 
-    def check(self, module: nn.Module, where: str, arguments: Sequence[Any]) -> None:
+    def run_model(self, base: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a model of the library, which prepares masks."""
+        return self.run(base, module, *args, **kwargs) if self.wanted(module) else base(module, *args, **kwargs)
+
+    def run_attention(self, base: Callable[..., Any], module: nn.Module, where: str, *args: Any, **kwargs: Any) -> Any:
+        """The forward of an attention: inside its model's forward, or in a checkpoint's recompute."""
+        if not self.wanted(module):
+            return base(module, *args, **kwargs)
+        self._check(module, where, (*args, *kwargs.values()))
+        return self.run(base, module, *args, **kwargs)
+
+    def _check(self, module: nn.Module, where: str, arguments: Sequence[Any]) -> None:
         """Raise where an attention got masks that another back end prepared, which would be read wrongly."""
         foreign = next((type(a).__name__ for a in arguments if type(a).__name__ == "BlockMask"), "")
         alone = not self.under_way and not in_backward()
@@ -86,26 +99,36 @@ class LibraryBackend:
 
 def find_backend(
     model: nn.Module, attentions: Mapping[str, nn.Module], layers: Sequence[Layer]
-) -> tuple[LibraryBackend, list[nn.Module]] | None:
-    """The hidden back ends of a model's attentions, and the library's models inside it that prepare masks for them."""
+) -> LibraryBackend | None:
+    """The hidden back ends of a model's attentions."""
+    hidden = [config for config in configs_of(model) if is_hidden(getattr(config, WANTED))]
+    if not any(is_hidden(asked(m)) for m in attentions.values()):
+        return None
+    instead = [_instead(model, config, attentions.values()) for config in hidden]
+    return LibraryBackend(hidden, instead, layers)
+
+
+def models_of(model: nn.Module) -> list[nn.Module]:
+    """The library's models inside a model, which prepare masks for their attentions."""
+    return [m for m in model.modules() if hasattr(type(m), "set_attn_implementation")]
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs of transformers that a model holds, those below them too."""
     known: dict[int, Any] = {}
     for module in model.modules():
         _collect(vars(module).get("config"), known)
-    hidden = [config for config in known.values() if is_hidden(getattr(config, _WANTED))]
-    if not hidden or not any(is_hidden(_asked(m)) for m in attentions.values()):
-        return None
-    instead = [_instead(model, config, attentions.values()) for config in hidden]
-    models = [m for m in model.modules() if hasattr(type(m), "set_attn_implementation")]
-    return LibraryBackend(hidden, instead, layers), models
+    return list(known.values())
 
 
-def _asked(attention: nn.Module) -> object:
-    return getattr(vars(attention).get("config"), _WANTED, None)
+def asked(attention: nn.Module) -> object:
+    """The entry of the registry that an attention looks up."""
+    return getattr(vars(attention).get("config"), WANTED, None)
 
 
 def _collect(config: Any, known: dict[int, Any]) -> None:
     """A config of transformers and those below it."""
-    if not hasattr(config, _WANTED) or id(config) in known:
+    if not hasattr(config, WANTED) or id(config) in known:
         return
     known[id(config)] = config
     for name in getattr(config, "sub_configs", {}):
@@ -129,23 +152,19 @@ def _hands_over(cls: type) -> set[str]:
 
 
 def backend_forward(base: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model of the library whose back end hides its scores."""
+    """The forward of a model of the library whose back end is switched."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        backend: LibraryBackend = self._dampen_backend
-        return backend.run(base, self, *args, **kwargs) if backend.wanted(self) else base(self, *args, **kwargs)
+        return self._dampen_backend.run_model(base, self, *args, **kwargs)
 
     return forward
 
 
 def hidden_forward(base: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an attention in such a model: inside the model's forward, or in a checkpoint's recompute."""
+    """The forward of an attention in such a model."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         backend, where = self._dampen_hidden
-        if not backend.wanted(self):
-            return base(self, *args, **kwargs)
-        backend.check(self, where, (*args, *kwargs.values()))
-        return backend.run(base, self, *args, **kwargs)
+        return backend.run_attention(base, self, where, *args, **kwargs)
 
     return forward

@@ -22,8 +22,13 @@ _LIBRARIES = ("torch", "math", "numpy", "einops", "functools", "operator")
 
 def calls_socket(cls: type) -> bool:
     """Whether the code of `cls.forward`, or of a method or function that it calls, mentions the socket."""
+    return names_any(cls, _SOCKETS)
+
+
+def names_any(cls: type, wanted: set[str]) -> bool:
+    """Whether the code of `cls.forward`, or of a method or function that it calls, names one of these."""
     forward = inspect.getattr_static(cls, "forward", None)
-    return isinstance(forward, FunctionType) and _mentions(inspect.unwrap(forward), cls, depth=3)
+    return isinstance(forward, FunctionType) and _mentions(inspect.unwrap(forward), cls, 3, wanted)
 
 
 def computes_attention(cls: type) -> bool:
@@ -44,7 +49,7 @@ def adds(cls: type) -> bool:
     return any(i.opname == "BINARY_OP" and i.argrepr in ("+", "+=") for c in codes for i in dis.get_instructions(c))
 
 
-def _mentions(function: FunctionType, cls: type, depth: int, wanted: set[str] = _SOCKETS) -> bool:
+def _mentions(function: FunctionType, cls: type, depth: int, wanted: set[str]) -> bool:
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     if names & wanted:
         return True
