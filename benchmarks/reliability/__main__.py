@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import reliability
-from benchmarks.reliability import disks, fuzz, hardships, kills, pickles
+from benchmarks.reliability import disks, fuzz, hardships, kills, pickles, readers
 from benchmarks.reliability.page import PAGE, RECORD, page
 from benchmarks.reliability.subject import Tally, patience
 from dampen.lab.files import read_json, write_json
@@ -35,7 +35,7 @@ ATTACKS = {
     ),
     "fuzzed command lines and recipes": Attack(fuzz.parsers, 500, 100_000, "each of four, near the grammar"),
     "fuzzed contents": Attack(fuzz.formats, 2000, 100_000, "each of eleven formats"),
-    "fuzzed files": Attack(fuzz.readers, 10, 100_000, "each reader of a data set, whole"),
+    "fuzzed files": Attack(readers.attack, 10, 100_000, "each reader of a data set, whole"),
     "full disk": Attack(disks.full, 15, 50, "a real tmpfs, full at a random point"),
     "power cuts": Attack(disks.power_cuts, 20, 200, "what was not synced is cut or zeroed, renames undone"),
     "two processes on one folder": Attack(hardships.two_at_once, 10, 50, "started together"),

@@ -58,33 +58,6 @@ def parsers(count: int, where: Path, rng: random.Random) -> Tally:
     return tally
 
 
-def readers(count: int, where: Path, rng: random.Random) -> Tally:
-    """`count` harmed files for each reader: read, or refused as damaged with the file's name."""
-    from dampen.lab.data.errors import DamagedData, IncompleteData, MissingData
-    from tests.lab.data.readers import READERS, files, read
-
-    tally = Tally()
-    for i, (case, (_, write)) in enumerate(READERS.items()):
-        folder = where / f"reader-{i}"
-        folder.mkdir()
-        write(folder)
-        for _ in patience.turns(count):
-            path = rng.choice(files(folder))
-            content = path.read_bytes()
-            path.write_bytes(harmed(content, rng))
-            try:
-                read(case, folder)
-            except (DamagedData, IncompleteData, MissingData):
-                tally["refused in words"] += 1
-            except Exception as error:
-                tally["tracebacks"] += 1
-                print(case, path.name, repr(error)[:300], flush=True)
-            path.write_bytes(content)
-            tally["repetitions"] += 1
-    tally["readers"] = len(READERS)
-    return tally
-
-
 def formats(count: int, where: Path, rng: random.Random) -> Tally:
     """`count` harmed contents for each function that takes a file apart: read, or refused as damaged."""
     from dampen.lab.data.errors import DamagedData

@@ -45,7 +45,7 @@ def of_a_trial(count: int, where: Path, rng: random.Random) -> Tally:
         folder = where / f"killed-{turn}"
         for _ in range(min(rng.randint(2, 6), count - tally["repetitions"])):
             process, pipe = start(_steps, spec, folder)
-            tally["hangs"] += not _reached(pipe, rng.randint(1, 40))
+            tally["hangs"] += not _reached(pipe, rng.randint(0, 50))
             time.sleep(rng.random() * 0.02)
             process.kill()
             process.join()
