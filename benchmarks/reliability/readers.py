@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks.reliability.fuzz import harmed
 from benchmarks.reliability.subject import Tally, patience
@@ -95,6 +94,5 @@ def attack(count: int, where: Path, rng: random.Random) -> Tally:
                     print(case, path.name, repr(error)[:300], flush=True)
                 path.write_bytes(contents[path])
                 tally["repetitions"] += 1
-    tally["readers"] = len(sets)
     tally["inputs to each"] = tally["repetitions"] // len(sets)
     return tally
