@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import reliability
-from benchmarks.reliability import disks, fuzz, hardships, kills, pickles, readers
+from benchmarks.reliability import disks, fuzz, hardships, kills, parsers, pickles, readers
 from benchmarks.reliability.page import PAGE, RECORD, page
 from benchmarks.reliability.subject import Tally, patience
 from dampen.lab.files import read_json, write_json
@@ -33,7 +33,7 @@ ATTACKS = {
     "fuzzed pickles": Attack(
         lambda n, where, rng: pickles.attack(n, where), 100_000, 1_000_000, "atheris, which follows the code it reaches"
     ),
-    "fuzzed command lines and recipes": Attack(fuzz.parsers, 500, 100_000, "each of four, near the grammar"),
+    "fuzzed command lines and recipes": Attack(parsers.attack, 500, 100_000, "each of four, near the grammar"),
     "fuzzed contents": Attack(fuzz.formats, 2000, 100_000, "each of eleven formats"),
     "fuzzed files": Attack(readers.attack, 10, 100_000, "each of 23 readers of a data set, whole"),
     "full disk": Attack(disks.full, 15, 50, "a real tmpfs, full at a random point"),

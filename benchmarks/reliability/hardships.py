@@ -168,7 +168,8 @@ def attach_and_detach(count: int, where: Path, rng: random.Random) -> Tally:
     from dampen.models import build_model
 
     model = build_model("vit", image_size=8, channels=1, classes=3, patch_size=4, width=16, depth=2, heads=2, mlp=16)
-    x, sizes, began, rounds = torch.randn(8, 1, 8, 8), list[tuple[int, int]](), time.monotonic(), 0
+    x, began, rounds, taken = torch.randn(8, 1, 8, 8), time.monotonic(), 0, 0
+    sizes = np.ones((100 * (count + 10), 2))  # written to beforehand, so that measuring takes no memory of its own
     while time.monotonic() - began < count:
         methods = [dampen.DropKey(0.2), dampen.ExplicitDropout(value=0.1, ffn=0.1), dampen.DropPath(0.2)]
         reg = dampen.regularize(model, methods)
@@ -177,9 +178,10 @@ def attach_and_detach(count: int, where: Path, rng: random.Random) -> Tally:
         model.zero_grad()
         reg.remove()
         rounds += 1
-        if rounds % 10 == 0:
-            sizes.append((rounds, _used("self", 1)))
-    later = np.array(sizes[len(sizes) // 4 :], dtype=float)  # caches fill first
+        if rounds % 10 == 0 and taken < len(sizes):
+            sizes[taken] = rounds, _used("self", 1)
+            taken += 1
+    later = sizes[taken // 4 : taken]  # caches fill first
     slope = float(np.polyfit(later[:, 0], later[:, 1], 1)[0]) if len(later) > 2 else 0.0
     grown = int(later[-1, 1] - later[0, 1]) if len(later) else 0
     told = {"bytes per round": round(slope), "kB grown in the last three quarters": grown // 1024}
