@@ -6,12 +6,15 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, result_of, trial, undisturbed
 from dampen.lab.config.trial import TrialSpec
+from dampen.lab.errors import LabError
 from dampen.lab.processes import start
 from dampen.lab.records.events import Event
 from dampen.lab.running.engine import Job, make_engine
@@ -58,7 +61,33 @@ def of_a_trial(count: int, where: Path, rng: random.Random) -> Tally:
     return tally
 
 
+@contextmanager
+def _cluster(engine: str) -> Iterator[None]:
+    """Ray started once for all runs of its engine; a busy machine may need more than the half minute that Ray waits."""
+    if engine != "ray":
+        yield
+        return
+    from dampen.lab.running.ray_engine import _cluster as started
+
+    for left in reversed(range(10)):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(started(None, 1))
+            except LabError as error:
+                if not left:
+                    raise
+                print(error, flush=True)
+                continue
+            yield
+            return
+
+
 def of_workers(count: int, where: Path, rng: random.Random, engine: str) -> Tally:
+    with _cluster(engine):
+        return _of_workers(count, where, rng, engine)
+
+
+def _of_workers(count: int, where: Path, rng: random.Random, engine: str) -> Tally:
     """Workers of an engine are killed while trials run; the engine replaces them by itself. Every trial is hit up to
     twice, at random steps: a third death would make it fail, as it should."""
     tally = Tally()
@@ -99,7 +128,8 @@ def many_trials(count: int, where: Path, rng: random.Random, engine: str) -> Tal
     """Tiny trials (two steps each) through an engine: all of them come back, each in its own folder."""
     jobs = [Job(trial(seed, epochs=1, limit=80), where / f"seed-{seed}") for seed in range(count)]
     execution = replace(QUICK, checkpoint_steps=None, progress_seconds=10.0)
-    outcomes = make_engine(engine, workers=1).run(jobs, execution, lambda id, event: None)
+    with _cluster(engine):
+        outcomes = make_engine(engine, workers=1).run(jobs, execution, lambda id, event: None)
     done = [j for j in jobs if outcomes[j.trial.id].status == "finished" and result_of(j.folder)]
     tally = Tally(repetitions=count, lost=count - len(done))
     tally["wrong"] = sum(result_of(j.folder)["id"] != j.trial.id for j in done)
