@@ -124,17 +124,24 @@ def _of_workers(count: int, where: Path, rng: random.Random, engine: str) -> Tal
     return tally
 
 
+BATCH = 250
+"""Tiny trials that an engine gets at a time, so that a busy machine can end it with what was done."""
+
+
 def many_trials(count: int, where: Path, rng: random.Random, engine: str) -> Tally:
     """Tiny trials (two steps each) through an engine: all of them come back, each in its own folder."""
-    jobs = [Job(trial(seed, epochs=1, limit=80), where / f"seed-{seed}") for seed in range(count)]
+    tally, first = Tally(), rng.randrange(10**6)  # others than those of an earlier call
     execution = replace(QUICK, checkpoint_steps=None, progress_seconds=10.0)
     with _cluster(engine):
-        outcomes = make_engine(engine, workers=1).run(jobs, execution, lambda id, event: None)
-    done = [j for j in jobs if outcomes[j.trial.id].status == "finished" and result_of(j.folder)]
-    tally = Tally(repetitions=count, lost=count - len(done))
-    tally["wrong"] = sum(result_of(j.folder)["id"] != j.trial.id for j in done)
-    for job in rng.sample(done, min(len(done), 10)):  # a few again, by themselves
-        tally["compared with one run alone"] += 1
-        run_trial(job.trial, job.folder / "alone", execution)
-        tally["wrong"] += result_of(job.folder / "alone") != result_of(job.folder)
+        for turn in patience.turns(-(-count // BATCH)):
+            seeds = range(turn * BATCH, min(count, (turn + 1) * BATCH))
+            jobs = [Job(trial(first + seed, epochs=1, limit=80), where / f"seed-{seed}") for seed in seeds]
+            outcomes = make_engine(engine, workers=1).run(jobs, execution, lambda id, event: None)
+            done = [j for j in jobs if outcomes[j.trial.id].status == "finished" and result_of(j.folder)]
+            tally += Tally(repetitions=len(jobs), lost=len(jobs) - len(done))
+            tally["wrong"] += sum(result_of(j.folder)["id"] != j.trial.id for j in done)
+            for job in rng.sample(done, min(len(done), 2)):  # a few again, by themselves
+                tally["compared with one run alone"] += 1
+                run_trial(job.trial, job.folder / "alone", execution)
+                tally["wrong"] += result_of(job.folder / "alone") != result_of(job.folder)
     return tally
