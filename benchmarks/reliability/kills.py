@@ -138,7 +138,7 @@ def many_trials(count: int, where: Path, rng: random.Random, engine: str) -> Tal
             jobs = [Job(trial(first + seed, epochs=1, limit=80), where / f"seed-{seed}") for seed in seeds]
             outcomes = make_engine(engine, workers=1).run(jobs, execution, lambda id, event: None)
             done = [j for j in jobs if outcomes[j.trial.id].status == "finished" and result_of(j.folder)]
-            tally += Tally(repetitions=len(jobs), lost=len(jobs) - len(done))
+            tally.update(repetitions=len(jobs), lost=len(jobs) - len(done))
             tally["wrong"] += sum(result_of(j.folder)["id"] != j.trial.id for j in done)
             for job in rng.sample(done, min(len(done), 2)):  # a few again, by themselves
                 tally["compared with one run alone"] += 1
