@@ -64,7 +64,6 @@ SMALLER: dict[str, Callable[[Path], Path]] = {
     "gtzan audio": _gtzan_audio,
     "voc": lambda f: writers.voc(f, 2),
     "coco": lambda f: writers.coco(f, 2),
-    "thumos14": lambda f: writers.thumos(f, 2),
 }
 
 
