@@ -81,7 +81,7 @@ lowest: install
 	$(BIN)/python -m benchmarks.environment --lowest > .venv-lowest/constraints.txt
 	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt -e '.[dev]'
 	touch .venv-lowest/.installed
-	$(MAKE) --no-print-directory quick VENV=.venv-lowest
+	PYTEST_ADDOPTS='-W ignore::DeprecationWarning' $(MAKE) --no-print-directory quick VENV=.venv-lowest  # old timm, new torch
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-lowest build dist site *.egg-info

@@ -1,7 +1,7 @@
 """The tested environment, written down: `python -m benchmarks.environment` writes constraints.txt and docs/licences.md.
 
 `--lowest` prints the lowest version that pyproject.toml declares of each requirement, as constraints for `make lowest`;
-what declares none stays free there.
+what declares none stands there as it was tested.
 """
 
 from __future__ import annotations
@@ -71,9 +71,11 @@ def requirements() -> list[tuple[str, str]]:
 
 
 def lowest() -> str:
-    """Constraints at the lowest declared versions; torch and torchvision at the tested ones."""
-    own = [f"{name}=={low}" for name, low in requirements() if low and name not in TORCH]
-    return "\n".join([*(f"{n}=={metadata.version(n).partition('+')[0]}" for n in TORCH), *own]) + "\n"
+    """Constraints at the lowest declared versions; torch, torchvision and what declares none at the tested ones: left
+    free, pip would look through years of their versions for one that fits."""
+    tested = {name: metadata.version(name).partition("+")[0] for name, low in requirements() if not low}
+    tested |= {name: metadata.version(name).partition("+")[0] for name in TORCH}
+    return "".join(f"{name}=={tested.get(name, low)}\n" for name, low in requirements())
 
 
 def main() -> None:

@@ -61,6 +61,7 @@ EQUIVALENT = {
     ("lab/records/stats.py", "[True] * m"): "every entry is written before it is read",
     ("lab/records/stats.py", "[ 1.0] * len(p_values)"): "every entry is written before it is read",
     ("masks.py", "(width - 1) // 1"): "more padding behind the window than anything reads",
+    ("lab/training/checkpoint.py", "if match else - 2"): "only names that match are sorted",
     ("kernels/attend.py", "len(leading) > 1:"): "the mask is expanded, as a view with the same values",
     ("kernels/attend.py", "mask.ndim > 2 or len"): "the mask is expanded, as a view with the same values",
 }

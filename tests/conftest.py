@@ -1,6 +1,8 @@
 """Shared set-up: torchvision's cure before anything imports it, one thread per test process, and a time budget per
 part."""
 
+from __future__ import annotations  # old pytest does not name all its types
+
 import os
 import sys
 import tempfile

@@ -1,4 +1,4 @@
-"""Inputs that are nearly right: command lines, recipes, and files of every format with bytes changed."""
+"""Files of every format with bytes changed, each given to what takes such files apart."""
 
 from __future__ import annotations
 
@@ -8,81 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import Tally, patience
-from dampen.lab.errors import LabError
-
-
-def _fed(name: str, read: Callable[[Any], Any], tally: Tally) -> Callable[[Any], None]:
-    """A test of one input, which counts what became of it."""
-
-    def one(value: Any) -> None:
-        tally[f"inputs to {name}"] += 1
-        try:
-            read(value)
-        except LabError:
-            tally["refused in words"] += 1
-        except Exception as error:
-            tally["tracebacks"] += 1
-            print(name, repr(value)[:300], repr(error)[:300], flush=True)
-
-    return one
-
-
-def parsers(count: int, where: Path, rng: random.Random) -> Tally:
-    """`count` texts near the grammar for each of --methods, --model, --set and recipes: read, or refused in words."""
-    from hypothesis import HealthCheck, Phase, given, seed, settings
-
-    from dampen.lab.config.plan import make_plan
-    from dampen.lab.study.parts import comparison
-    from tests.lab import strategies, test_parsers
-
-    tally = Tally()
-    cases: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-        "--methods": (strategies.METHOD_TEXT, test_parsers.parsed),
-        "--model": (strategies.MODEL_TEXT, lambda text: make_plan(comparison("digits", text, "drop_key", 1))),
-        "--set": (strategies.SETTING, test_parsers.planned_with),
-        "recipes": (strategies.mutated(test_parsers.GOOD), test_parsers.planned),
-    }
-    for name, (strategy, read) in cases.items():
-        for turn in patience.turns(count):
-            if tally[f"inputs to {name}"] >= count:  # not one turn: a strategy may run out of new inputs
-                break
-            settled = settings(
-                max_examples=min(count - tally[f"inputs to {name}"], 500),
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-                database=None,
-                phases=[Phase.generate],
-            )
-            settled(seed(turn)(given(strategy)(_fed(name, read, tally))))()
-    tally["repetitions"] = sum(n for what, n in tally.items() if what.startswith("inputs"))
-    return tally
-
-
-def readers(count: int, where: Path, rng: random.Random) -> Tally:
-    """`count` harmed files for each reader: read, or refused as damaged with the file's name."""
-    from dampen.lab.data.errors import DamagedData, IncompleteData, MissingData
-    from tests.lab.data.readers import READERS, files, read
-
-    tally = Tally()
-    for i, (case, (_, write)) in enumerate(READERS.items()):
-        folder = where / f"reader-{i}"
-        folder.mkdir()
-        write(folder)
-        for _ in patience.turns(count):
-            path = rng.choice(files(folder))
-            content = path.read_bytes()
-            path.write_bytes(harmed(content, rng))
-            try:
-                read(case, folder)
-            except (DamagedData, IncompleteData, MissingData):
-                tally["refused in words"] += 1
-            except Exception as error:
-                tally["tracebacks"] += 1
-                print(case, path.name, repr(error)[:300], flush=True)
-            path.write_bytes(content)
-            tally["repetitions"] += 1
-    tally["readers"] = len(READERS)
-    return tally
 
 
 def formats(count: int, where: Path, rng: random.Random) -> Tally:

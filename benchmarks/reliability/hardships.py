@@ -16,7 +16,8 @@ from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial,
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import Locked
 from dampen.lab.processes import start
-from dampen.lab.running.engine import Job, make_engine, run_job
+from dampen.lab.records.events import Event
+from dampen.lab.running.engine import Job, make_engine
 from dampen.lab.training.train import run_trial
 
 
@@ -76,35 +77,39 @@ def _used(pid: int | str, field: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[field]) * resource.getpagesize()
 
 
-def _starving(pipe: Any, spec: TrialSpec, folder: Path, allowed: int) -> None:
-    """A trial that is refused memory: every allocation above the limit fails."""
-    most = _used("self", 0) + allowed
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    outcome = run_job(Job(spec, folder), QUICK, lambda event: None, lambda: False)
-    pipe.send((outcome.status, outcome.message))
-
-
 def memory_refused(count: int, where: Path, rng: random.Random) -> Tally:
-    """A limit of addresses that a trial meets at some point: it fails in words; without the limit it then ends."""
-    tally, spec = Tally(), trial()
+    """A worker of the engine may take no more addresses from a random step on (or from its first word on): the trial
+    fails in words, and without the limit it then goes on to its end."""
+    tally, spec = Tally(), trial(epochs=8)
     whole = undisturbed(spec, where / "whole")
-    for turn in patience.turns(count):
-        folder = where / f"memory-{turn}"
-        process, pipe = start(_starving, spec, folder, rng.randrange(0, 40) * 2**20)
-        process.join(300)
-        tally["hangs"] += process.is_alive()
-        process.kill()
-        process.join()
-        try:
-            status, message = pipe.recv() if pipe.poll() else ("died", "")
-        except EOFError:
-            status, message = "died", ""
-        tally[status] += 1
-        tally["tracebacks"] += status == "failed" and not message
+    for turn in patience.turns(3 * count):
+        if tally["repetitions"] >= count:
+            break
+        folder, step = where / f"memory-{turn}", rng.choice((0, rng.randrange(50)))
+        limited = set[int]()
+
+        def report(id: str, event: Event, folder: Path = folder, step: int = step, limited: Any = limited) -> None:
+            if not limited and event.step >= step and (pid := holder(folder)) is not None:
+                limited.add(pid)
+                most = _used(pid, 0) + rng.randrange(0, 4) * 2**20
+                resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
+
+        outcome = make_engine("local", workers=1).run([Job(spec, folder)], QUICK, report)[spec.id]
+        tally["was enough"] += outcome.status == "finished"
+        tally["repetitions"] += outcome.status != "finished"
+        tally["failed in words"] += outcome.status == "failed" and bool(outcome.message)
+        tally["tracebacks"] += outcome.status not in ("finished", "failed") or "Traceback" in outcome.message
         run_trial(spec, folder, QUICK)
         judge(tally, folder, whole)
-        tally["repetitions"] += 1
     return tally
+
+
+def holder(folder: Path) -> int | None:
+    """The process that works in a folder, if one does."""
+    try:
+        return int((folder / "lock.holder").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 class Kernel(threading.Thread):
@@ -121,12 +126,13 @@ class Kernel(threading.Thread):
     def run(self) -> None:
         while not self.over.wait(0.002) and len(self.killed) < self.lives:
             try:
-                pid = int((self.folder / "lock.holder").read_text().split()[1])
+                if (pid := holder(self.folder)) is None:
+                    continue
                 limit = self.limits.setdefault(pid, _used(pid, 1) + self.margin)
                 if _used(pid, 1) > limit and pid not in self.killed:
                     os.kill(pid, signal.SIGKILL)
                     self.killed.add(pid)
-            except (OSError, IndexError, ValueError):  # nobody works, or the worker is gone
+            except (OSError, IndexError, ValueError):  # the worker is gone
                 continue
 
 
@@ -162,7 +168,8 @@ def attach_and_detach(count: int, where: Path, rng: random.Random) -> Tally:
     from dampen.models import build_model
 
     model = build_model("vit", image_size=8, channels=1, classes=3, patch_size=4, width=16, depth=2, heads=2, mlp=16)
-    x, sizes, began, rounds = torch.randn(8, 1, 8, 8), list[tuple[int, int]](), time.monotonic(), 0
+    x, began, rounds, taken = torch.randn(8, 1, 8, 8), time.monotonic(), 0, 0
+    sizes = np.ones((100 * (count + 10), 2))  # written to beforehand, so that measuring takes no memory of its own
     while time.monotonic() - began < count:
         methods = [dampen.DropKey(0.2), dampen.ExplicitDropout(value=0.1, ffn=0.1), dampen.DropPath(0.2)]
         reg = dampen.regularize(model, methods)
@@ -171,9 +178,10 @@ def attach_and_detach(count: int, where: Path, rng: random.Random) -> Tally:
         model.zero_grad()
         reg.remove()
         rounds += 1
-        if rounds % 10 == 0:
-            sizes.append((rounds, _used("self", 1)))
-    later = np.array(sizes[len(sizes) // 4 :], dtype=float)  # caches fill first
+        if rounds % 10 == 0 and taken < len(sizes):
+            sizes[taken] = rounds, _used("self", 1)
+            taken += 1
+    later = sizes[taken // 4 : taken]  # caches fill first
     slope = float(np.polyfit(later[:, 0], later[:, 1], 1)[0]) if len(later) > 2 else 0.0
     grown = int(later[-1, 1] - later[0, 1]) if len(later) else 0
     told = {"bytes per round": round(slope), "kB grown in the last three quarters": grown // 1024}

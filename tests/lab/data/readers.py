@@ -15,8 +15,9 @@ def _mosaic(folder: Path) -> Path:
     return writers.cifar10_mosaic(folder / "package", writers.cifar10_parts())
 
 
-def _archive(folder: Path, kind: str) -> Path:
-    source = writers.cifar10_binary(folder / "x", writers.cifar10_parts())
+def packed(folder: Path, kind: str, n: int = 20) -> Path:
+    """CIFAR-10 as an archive, `n` images in each of its six parts."""
+    source = writers.cifar10_binary(folder / "x", writers.cifar10_parts(n))
     path = folder / "cifar-10-binary.tar.gz"
     with tarfile.open(path, f"w:{kind}") as tar:
         for file in sorted(source.iterdir()):
@@ -55,9 +56,9 @@ READERS = {
     ),
     "cifar10 python": ("cifar10", lambda f: writers.cifar10_python(f / "cifar-10-batches-py", writers.cifar10_parts())),
     "cifar10 mosaic": ("cifar10", _mosaic),
-    "cifar10 tar.gz": ("cifar10", lambda f: _archive(f, "gz")),
-    "cifar10 tar.xz": ("cifar10", lambda f: _archive(f, "xz")),
-    "cifar10 tar.bz2": ("cifar10", lambda f: _archive(f, "bz2")),
+    "cifar10 tar.gz": ("cifar10", lambda f: packed(f, "gz")),
+    "cifar10 tar.xz": ("cifar10", lambda f: packed(f, "xz")),
+    "cifar10 tar.bz2": ("cifar10", lambda f: packed(f, "bz2")),
     "cifar100 binary": ("cifar100", lambda f: _cifar100(f, writers.cifar100_binary)),
     "cifar100 python": ("cifar100", lambda f: _cifar100(f, writers.cifar100_python)),
     "folder of png": ("folder", lambda f: writers.image_folder(f)),

@@ -327,6 +327,30 @@ def test_a_table_of_json_that_is_deep_or_long(tmp_path, monkeypatch):
         read("table of jsonl", tmp_path)
 
 
+@pytest.mark.parametrize("rows", ["a,x,y\nb,x\n", "a,x\nb,x,y\n"], ids=["first row", "second row"])
+def test_a_table_with_more_values_than_names(tmp_path, rows):
+    """In the first row this was an AttributeError of a column without a name."""
+    (tmp_path / "train.csv").write_text("text,label\n" + rows)
+    with pytest.raises(DamagedData, match=r"train\.csv: row [12] has more values than the header has names, \['text'"):
+        read("table of csv", tmp_path)
+
+
+def test_a_partial_copy_without_its_test_part_says_what_is_missing(tmp_path):
+    folder = writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", writers.cifar10_parts())
+    (folder / "test_batch.bin").unlink()
+    with pytest.raises(IncompleteData, match="The test part of cifar10 is empty .incomplete copy: .*test_batch"):
+        read("cifar10 binary", tmp_path)
+
+
+def test_a_split_of_gtzan_that_is_no_text(tmp_path):
+    """This was a UnicodeDecodeError without the file's name."""
+    READERS["gtzan audio"][1](tmp_path)
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"{part}_filtered.txt").write_bytes(b"blues/blues.00000.au\n\xff\n")
+    with pytest.raises(DamagedData, match=r"train_filtered\.txt cannot be read as UTF-8"):
+        read("gtzan audio", tmp_path)
+
+
 def test_a_pipe_in_a_folder_of_tables_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "train.csv")
     with pytest.raises(DamagedData, match=r"train\.csv is no regular file"):

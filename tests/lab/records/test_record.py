@@ -6,12 +6,13 @@ import stat
 import time
 
 import pytest
+import torch
 
 from dampen.lab.errors import DiskFull, LabError, Locked
 from dampen.lab.files import atomic_file, write_json
 from dampen.lab.processes import start
 from dampen.lab.records.record import Record, clean_folder, locked
-from dampen.lab.training.checkpoint import load_newest, load_state, save_state, saved_states
+from dampen.lab.training.checkpoint import load_newest, load_state, save_state, save_weights, saved_states
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path):
@@ -116,6 +117,15 @@ def test_two_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path):
     state, damage = load_newest(tmp_path, "checkpoint")
     assert state is None
     assert len(damage) == 2
+
+
+def test_final_weights_are_read_back_with_their_step_and_only_the_newest_are_kept(tmp_path):
+    for step in (3, 12):
+        path = save_weights(tmp_path, "weights", step, {"w": torch.arange(3.0) + step})
+    assert saved_states(tmp_path, "weights") == [path]
+    state = load_state(path)
+    assert state["step"] == 12
+    assert state["model"]["w"].tolist() == [12, 13, 14]
 
 
 def test_a_checkpoint_that_carries_code_is_not_run(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dampen.lab.config.trial import TrialSpec
-from dampen.lab.errors import ConfigError
+from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.records.record import Record
 from dampen.lab.running.engine import Job, make_engine
 from dampen.lab.running.ray_engine import bring_home
@@ -30,6 +30,23 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'dampen\[ray\]'"):
         make_engine("ray")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [(None, "Ray did not start on this machine: too slow"), ("10.0.0.1:6379", "no Ray cluster at 10.0.0.1:6379: too")],
+)
+def test_a_node_that_does_not_start_in_time_is_told_in_words(tmp_path, monkeypatch, small, quick, address, told):
+    """Ray raises Exception itself, after half a minute: that was a traceback on a busy machine."""
+    import ray
+
+    def late(**options):
+        raise Exception("too slow")
+
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(LabError, match=told):
+        make_engine("ray", address=address).run([Job(small(), tmp_path)], quick, lambda trial, event: None)
 
 
 @pytest.mark.slow

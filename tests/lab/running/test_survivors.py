@@ -26,6 +26,13 @@ def test_pythons_random_state_is_put_back_on_resume():
     assert ([random.random() for _ in range(5)], random.gauss(0, 1)) == expected
 
 
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_the_generator_of_a_gpu_is_put_back_on_such_a_gpu_only(monkeypatch, device):
+    state = rng_state(torch.device("cpu")) | {"cuda": torch.zeros(16, dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: pytest.fail(f"CUDA was asked for on {device}."))
+    set_rng_state(state, torch.device(device))
+
+
 def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path, monkeypatch):
     happened = []
     fsync, replace = os.fsync, os.replace

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dampen.lab.data.errors import IncompleteData
+
 Task = Literal[
     "image",
     "audio",
@@ -95,6 +97,8 @@ class Dataset:
     def __post_init__(self) -> None:
         for name in ("train", "valid", "test"):
             if not len(getattr(self, name)):
+                if lacking := [d for d in self.info.get("departures", []) if d.startswith("incomplete copy")]:
+                    raise IncompleteData(f"The {name} part of {self.name} is empty ({'; '.join(lacking)}). Fetch it.")
                 raise ValueError(f"The {name} part of {self.name} is empty: raise the limit or move the fractions.")
         counts = {name: len(getattr(self, name)) for name in ("train", "valid", "test")}
         self.info = {"name": self.name, "task": self.task, "examples": counts, **self.info}

@@ -12,7 +12,7 @@ from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import DamagedData, damaged, require_complete
 from dampen.lab.data.files import file_sha256, find, joint_sha256
 from dampen.lab.data.images import TEST_SEED
-from dampen.lab.data.limits import read_npz
+from dampen.lab.data.limits import read_file, read_npz
 from dampen.lab.data.mel import LogMel, resample, stack_frames, summarize_frames
 from dampen.lab.data.sequences import clip_dataset
 from dampen.lab.data.stratified import limited, stratified, train_and_valid
@@ -179,5 +179,12 @@ def _filtered_split(root: Path) -> dict[str, str]:
     for folder in (root, root.parent):
         files = {part: folder / f"{part}_filtered.txt" for part in PARTS}
         if all(file.is_file() for file in files.values()):
-            return {Path(line).stem: part for part, file in files.items() for line in file.read_text().split()}
+            return {Path(line).stem: part for part, file in files.items() for line in _clip_names(file)}
     return {}
+
+
+def _clip_names(file: Path) -> list[str]:
+    try:
+        return read_file(file).decode("utf-8").split()
+    except UnicodeDecodeError as error:
+        raise DamagedData(f"{file} cannot be read as UTF-8: {error}.") from error

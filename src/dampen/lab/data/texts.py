@@ -71,9 +71,11 @@ def read_table(file: Path) -> Table:
         raise DamagedData(f"{file} cannot be read as {file.suffix[1:]} in UTF-8: {error}.") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise DamagedData(f"{file} has no rows with named columns; the first line of a table is its header.")
-    names = list(rows[0])
+    names = _names(rows)
     if found := _uneven(rows):
         number, odd = found
+        if odd is None:
+            raise DamagedData(f"{file}: row {number + 1} has more values than the header has names, {names}.")
         raise DamagedData(f"{file}: row {number + 1} does not have the columns of the first, {names}: see {odd!r}.")
     return {name: [row[name] for row in rows] for name in names}
 
@@ -96,12 +98,17 @@ def _separated(handle: io.StringIO, tabs: bool) -> list[dict[Any, Any]]:
 
 def _uneven(rows: list[dict[Any, Any]]) -> tuple[int, Any] | None:
     """The first row that lacks a column of the first one, or has one too many, and which."""
-    names = list(rows[0]) if rows else []
+    names = _names(rows)
     for number, row in enumerate(rows):
         odd = [n for n in names if row.get(n) is None] + [n for n in row if n not in names]
         if odd:
             return number, odd[0]
     return None
+
+
+def _names(rows: list[dict[Any, Any]]) -> list[Any]:
+    """The columns of the first row; None is where csv puts the values for which the header has no name."""
+    return [name for name in rows[0] if name is not None] if rows else []
 
 
 def texts_of(table: Table, file: Path, said: Columns) -> Texts:

@@ -220,8 +220,10 @@ def _cluster(address: str | None, workers: int | None) -> Iterator[None]:
     )
     try:
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise LabError(f"There is no Ray cluster at {address or 'this machine'}: {error}") from error
+    except Exception as error:  # a node that does not start in time raises Exception itself
+        ray.shutdown()  # what had started already
+        what = f"There is no Ray cluster at {address}" if address else "Ray did not start on this machine"
+        raise LabError(f"{what}: {error}") from error
     try:
         yield
     finally:
