@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import claims, lambda_page
+from benchmarks import claims, lambda_page, questions
 from benchmarks.curves import read
 from benchmarks.pages import publish, renew
 from benchmarks.which_method import RECORDS, SITUATIONS, verdicts
@@ -64,13 +64,11 @@ def _fine_tuned() -> str:
         return ""
     table = make_report([path]).tables[0]
     found = verdicts(table)
-    counts = {what: sum(c.verdict == what for _, c in found) for what in ("better", "worse", "equal")}
+    better, worse = (sum(c.verdict == what for _, c in found) for what in ("better", "worse"))
     best, its = found[0]
-    told = f"; where MiniLM is fine-tuned on {_examples(table)} sentences of 77 classes, {counts['better']} of "
-    told += (
-        f"{len(found)} are shown better, {counts['worse']} worse and {counts['equal']} equal; the best, {best.name}: "
-    )
-    return f"{told}{sentence(its, table.metric)} ([page](docs/results/finetuning.md))"
+    told = f"; where MiniLM is fine-tuned on {_examples(table)} sentences of 77 classes, {better} of {len(found)} are "
+    told += f"shown better and {worse} worse (the best, {best.name}: {sentence(its, table.metric)}); "
+    return f"{told}{questions.regime(table) or ''} ([page](docs/results/finetuning.md))".replace(". (", " (")
 
 
 def _examples(table: object) -> int:

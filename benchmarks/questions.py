@@ -167,11 +167,26 @@ def answer(question: Question, advice: Advice) -> str:
     return f"**{advice.which.headline}.** {' '.join(advice.which.details)}"
 
 
+def regime(table: ResultTable) -> str | None:
+    """Whether plain training ends over- or underfitted, from its losses; None where the record does not say."""
+    plain = next((e for e in table.entries if not e.row.methods), None)
+    finals = [run.final for run in plain.cell.finished().values() if run.final] if plain else []
+    losses = [(f.train.get("task"), f.test.get("nll")) for f in finals]
+    if not losses or any(None in pair for pair in losses):
+        return None
+    train, test = (sum(values) / len(losses) for values in zip(*losses, strict=True))
+    told = f"plain training ends with a training loss of {train:.2f} and an NLL of {test:.2f} on the test set"
+    if train > test / 2:
+        return f"{told}: it does not overfit, so a regularizer has little to prevent, and a cost."
+    return f"{told}: it overfits, which is what regularizers are for."
+
+
 def page(question: Question, table: ResultTable, advice: Advice) -> str:
     """The short page of one question."""
     lines = [f"# {question.text}", "", MADE.format(question.record), ""]
     lines += [answer(question, advice), ""]
     lines += [f"![Differences with corrected intervals](../images/{question.slug}.svg)", ""]
+    lines += [f"- **Regime**: {told}" for told in (regime(table),) if told]
     lines += [f"- **Cost**: {advice.cost.headline}. {' '.join(advice.cost.details)}"]
     lines += [f"- **Trust**: {advice.trust.headline}. {' '.join(advice.trust.details)}"]
     lines += [
