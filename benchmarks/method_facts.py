@@ -109,7 +109,7 @@ FACTS = {
             "337 digits": "lambda 1 to 3 (our record)",
             "published window": '0.06 to 0.13 in reduction="mean" at batch 64',
             "exact or inverted form": "stay below 3, or detach_inputs=True (our record)",
-            "fine-tuning": "far below 0.1, which ruined MiniLM on 385 sentences (our record); two decades below to begin",
+            "fine-tuning": "far below 0.1, which ruined MiniLM on 385 sentences (our record)",
         },
         "when training should be deterministic and the strength of each place set on its own",
         "with lambda taken from a paper unseen: it depends on the reduction; use author_weight or tune it",
