@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dampen.lab.training.own_trial import Trial as Trial
     from dampen.public import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 _STUDIES = {

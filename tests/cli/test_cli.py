@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import dampen
 from dampen.cli import COMMANDS, available, main
 from dampen.cli.demo import NEXT
 from tests.lab.study.test_parts import write_images
@@ -82,7 +83,7 @@ def test_help_lists_the_commands_that_exist_and_ends_in_examples(capsys):
 
 
 def test_version_and_no_arguments(capsys):
-    assert run(capsys, "--version")[1].strip() == "0.1.0"
+    assert run(capsys, "--version")[1].strip() == dampen.__version__
     assert "Usage" in "".join(map(str, run(capsys)))
     code, _, err = run(capsys, "lsit")
     assert code == 2
