@@ -54,7 +54,7 @@ def tap_gradient(through: Tensor, y: Tensor, bias: Tensor | None, scale: float) 
     return out
 
 
-class Layout(NamedTuple):
+class Strided(NamedTuple):
     """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the strides of its own
     and of a gradient like it."""
 
@@ -63,20 +63,20 @@ class Layout(NamedTuple):
     out: tuple[int, int, int]
 
 
-def layout_of(y: Tensor) -> Layout:
+def layout_of(y: Tensor) -> Strided:
     """By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which attention gives its own too."""
     if y.ndim != 4:
         size = y.shape[-1]
-        return Layout((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size))
+        return Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size))
     (b, h, n, size), strides = y.shape, y.stride()
     if strides[1] == size:  # heads side by side: one long row
-        return Layout((b, 1, n, h * size), strides[:3], (n * h * size, 0, h * size))
-    return Layout((b, h, n, size), strides[:3], (n * h * size, size, h * size))
+        return Strided((b, 1, n, h * size), strides[:3], (n * h * size, 0, h * size))
+    return Strided((b, h, n, size), strides[:3], (n * h * size, size, h * size))
 
 
 def all_sums(
     ys: Sequence[Tensor],
-    layouts: Sequence[Layout],
+    layouts: Sequence[Strided],
     biases: Sequence[int],
     factors: Sequence[float],
     totals: Sequence[Tensor],
@@ -93,7 +93,7 @@ def all_sums(
 
 def all_gradients(
     ys: Sequence[Tensor],
-    layouts: Sequence[Layout],
+    layouts: Sequence[Strided],
     biases: Sequence[int],
     scales: Sequence[float],
     sums: Sequence[int],
