@@ -289,10 +289,13 @@ def test_a_step_leaves_no_circle_of_references(method):
 
     for _ in range(STEADY + 2):
         step()
-    gc.collect()
+    found = []
     gc.disable()
     try:
-        step()
-        assert gc.collect() == 0
+        for _ in range(3):  # a circle of a step is there after each; what a first import leaves behind, after one
+            gc.collect()
+            step()
+            found.append(gc.collect())
     finally:
         gc.enable()
+    assert min(found) == 0, found
