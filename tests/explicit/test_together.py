@@ -211,3 +211,22 @@ def test_a_map_without_a_bias(path):
     terms, found = gradients(model, reg, torch.randn(3, 1, 8, 8))
     assert terms["explicit_dropout.ffn1"] > 0
     assert all(g is not None and g.isfinite().all() for g in found.values())
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 7), (2, 3, 7), (2, 3, 5, 7), (2, 1, 3, 5, 7)])
+def test_maps_on_grids_of_tokens_are_rows(path, shape):
+    """A map of timm's GCViT gives (B, height, width, out), and four axes are not heads there: the native sum wrote
+    behind the bias."""
+    torch.manual_seed(0)
+    x = torch.randn(*shape, requires_grad=True)
+    weight, bias = (torch.randn(*s, requires_grad=True) for s in ((6, 7), (6,)))
+    y = F.linear(x, weight, bias)
+    found = together.wait(y, bias, 0.7, x, weight).now()
+    expected = 0.7 * F.linear(x, weight).square().sum()
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (x, weight, bias), retain_graph=True),
+        (*torch.autograd.grad(expected, (x, weight)), torch.zeros(6)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -71,11 +71,14 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     plan, ys, biases, changed = [], [], [], []
     for number, parts in enumerate(penalties):
         for part in parts:
-            if version_of(part.y) != part.version or not _is_read(part.y):  # the model went on in place
+            if version_of(part.y) != part.version or not _is_read(part):  # the model went on in place
                 changed.append((number, part))
                 continue
             plan.append((number, part.factor, part.cut))
-            ys.append(part.y)
+            whole_map_in_2d = (
+                part.cut is None and part.y.ndim == 4
+            )  # (B, height, width, out): four axes mean heads below
+            ys.append(part.y.flatten(0, 2) if whole_map_in_2d else part.y)
             biases.append(part.bias)
     values: list[Tensor] = (
         list(_apply(plan, len(penalties), *ys, *biases)) if plan else [torch.zeros(())] * len(penalties)
@@ -86,9 +89,9 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     return values
 
 
-def _is_read(y: Tensor) -> bool:
-    """Whether the function below can read it."""
-    return y.stride(-1) == 1 and (y.ndim == 4 or y.is_contiguous())
+def _is_read(part: Tapped) -> bool:
+    """Whether the function below can read it: by heads (B, H, N, dh) where it is a cut, else as rows in order."""
+    return part.y.stride(-1) == 1 if part.cut is not None else part.y.ndim > 1 and part.y.is_contiguous()
 
 
 class _Together(torch.autograd.Function):
