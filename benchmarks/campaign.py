@@ -12,6 +12,7 @@ campaign runs): commit it, and the same command goes on from there on another ma
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tarfile
@@ -19,7 +20,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from dampen.lab.files import checksum
 from dampen.lab.report import write_report
+from dampen.lab.report.stored import packed_bytes, packed_text, to_text
 
 RECIPES = (
     "explicit_dropout/lambda_digits",
@@ -114,7 +117,20 @@ def pack(name: str, out: Path, records: Path) -> None:
     target = records / record_name(name)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_report([runs], target, "pack", curves=False)
+    if name in FINETUNING:
+        without_paths(target, name)
     print(f"packed {target}", flush=True)
+
+
+def without_paths(target: Path, name: str) -> None:
+    """The command of a study with paths of this machine in it, as anyone can type it."""
+    content = json.loads(packed_text(target))
+    for folder_name, files in content["folders"].items():
+        if "plan.json" in files:
+            again = f"python -m benchmarks.campaign --only {name} --data-dir DATA --out RUNS"
+            files["plan.json"]["header"]["command"] = again
+            content["checksums"][folder_name] = checksum(files)
+    target.write_bytes(packed_bytes(to_text(content), target))
 
 
 def unfinished(name: str, records: Path) -> Path:
