@@ -12,6 +12,7 @@ import torch
 import dampen
 from dampen.kernels import kernel as kernels
 from dampen.kernels import tuning
+from dampen.native import library
 
 MEASURED = {("cpu", "float32"): [(16, 1.5, 1.4), (32, 1.2, 1.1), (64, 0.9, 0.8)]}
 
@@ -69,7 +70,8 @@ def test_regularize_reads_the_cache_before_anything_is_compiled(cache):
     reg = dampen.regularize(model, dampen.DropKey(0.1))
     assert kernels.PLAIN_BELOW["cpu", torch.float32, kernels._HALF_IN_HARDWARE] == 0
     torch.compile(model, backend="eager", fullgraph=True)(torch.randn(2, 3, 8, 8))
-    model(torch.randn(2, 3, 8, 8))
+    with library.torch_only("whether native kernels are loaded depends on the tests before"):
+        model(torch.randn(2, 3, 8, 8))
     assert all(ran.startswith("fused") for ran in reg.kernels().values())
 
 
