@@ -47,7 +47,6 @@ SITUATIONS = (
         "from scratch",
         "explicit_dropout/lambda_digits-study.json.xz",
         "lambda.md",
-        front=False,
     ),
     Situation(
         "a few hundred examples, AttentionDrop's methods",
