@@ -8,6 +8,7 @@ import timm
 import torch
 import transformers as tr
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import dampen
@@ -211,3 +212,15 @@ FAMILIES = {
         {"input_ids": TEXT, "attention_mask": PADDING}, 1, _SEPARATE, ["attention", "ffn"] * 3,
     ),
 }  # fmt: skip
+
+
+def graphs_of_a_step(model: nn.Module) -> int:
+    """How many graphs a language model with DropKey is compiled to over three steps."""
+    torch._dynamo.reset()
+    reg, counter = dampen.regularize(model, dampen.DropKey(0.4)), CompileCounter()
+    run = torch.compile(model, backend=counter)
+    for step in range(3):
+        reg.progress(step / 3)
+        run(input_ids=TEXT, use_cache=False).logits.sum().backward()
+    torch._dynamo.reset()
+    return int(counter.frame_count)
