@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import reliability
-from benchmarks.reliability import disks, fuzz, hardships, kills, parsers, pickles, readers
+from benchmarks.reliability import disks, fuzz, hardships, kills, memory, parsers, pickles, readers
 from benchmarks.reliability.page import PAGE, RECORD, page
-from benchmarks.reliability.subject import Tally, patience
+from benchmarks.reliability.subject import CannotAttack, Tally, patience
 from dampen.lab.files import read_json, write_json
 from dampen.lab.records.environment import describe
 
@@ -43,8 +43,8 @@ ATTACKS = {
     "kills of a trial": Attack(kills.of_a_trial, 20, 200, "SIGKILL at a random moment"),
     "kills of local workers": Attack(partial(kills.of_workers, engine="local"), 10, 200, "SIGKILL at a random step"),
     "kills of Ray workers": Attack(partial(kills.of_workers, engine="ray"), 4, 30, "SIGKILL at a random step"),
-    "memory refused": Attack(hardships.memory_refused, 6, 50, "no more addresses for a worker, from a random step on"),
-    "out-of-memory kills": Attack(hardships.memory_kills, 6, 50, "SIGKILL of the worker that passes a limit"),
+    "memory refused": Attack(memory.memory_refused, 6, 50, "no more addresses for a worker, from a random step on"),
+    "out-of-memory kills": Attack(memory.memory_kills, 6, 50, "by the kernel, at the limit of a cgroup"),
     "tiny trials, local engine": Attack(partial(kills.many_trials, engine="local"), 100, 2000, "two steps each"),
     "tiny trials, Ray": Attack(partial(kills.many_trials, engine="ray"), 50, 2000, "two steps each"),
     "attach, train, detach": Attack(hardships.attach_and_detach, 30, 1800, "memory left behind, for so many seconds"),
@@ -65,7 +65,11 @@ def run(full: bool, only: list[str], count: int | None, minutes: float | None, m
         patience.allow(minutes)
         began, processor = time.monotonic(), time.process_time()
         with tempfile.TemporaryDirectory() as folder:
-            tally = attack.do(times - done, Path(folder), random.Random(done))
+            try:
+                tally = attack.do(times - done, Path(folder), random.Random(done))
+            except CannotAttack as error:
+                print(f"{name}: left out, {error}", file=sys.stderr, flush=True)
+                continue
         spent = {"seconds": round(time.monotonic() - began, 1), "processor": round(time.process_time() - processor, 1)}
         row = {"what": attack.what, "asked": times, "full": attack.full, **_sum(before, {**tally, **spent})}
         print(name, row, file=sys.stderr, flush=True)

@@ -1,23 +1,18 @@
-"""A machine that is shared, small or confused: two processes on one folder, no memory, a clock that jumps; and what
-attaching and detaching leaves in memory."""
+"""A machine that is shared or confused: two processes on one folder, a clock that jumps; and what attaching and
+detaching leaves in memory."""
 
 from __future__ import annotations
 
-import os
 import random
-import resource
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reliability.memory import used
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial, undisturbed
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import Locked
 from dampen.lab.processes import start
-from dampen.lab.records.events import Event
-from dampen.lab.running.engine import Job, make_engine
 from dampen.lab.training.train import run_trial
 
 
@@ -72,93 +67,6 @@ def clock_jumps(count: int, where: Path, rng: random.Random) -> Tally:
     return tally
 
 
-def _used(pid: int | str, field: int) -> int:
-    """Bytes that a process has (field 0: addresses, 1: memory)."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[field]) * resource.getpagesize()
-
-
-def memory_refused(count: int, where: Path, rng: random.Random) -> Tally:
-    """A worker of the engine may take no more addresses from a random step on (or from its first word on): the trial
-    fails in words, and without the limit it then goes on to its end."""
-    tally, spec = Tally(), trial(epochs=8)
-    whole = undisturbed(spec, where / "whole")
-    for turn in patience.turns(3 * count):
-        if tally["repetitions"] >= count:
-            break
-        folder, step = where / f"memory-{turn}", rng.choice((0, rng.randrange(50)))
-        limited = set[int]()
-
-        def report(id: str, event: Event, folder: Path = folder, step: int = step, limited: Any = limited) -> None:
-            if not limited and event.step >= step and (pid := holder(folder)) is not None:
-                limited.add(pid)
-                most = _used(pid, 0) + rng.randrange(0, 4) * 2**20
-                resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
-
-        outcome = make_engine("local", workers=1).run([Job(spec, folder)], QUICK, report)[spec.id]
-        tally["was enough"] += outcome.status == "finished"
-        tally["repetitions"] += outcome.status != "finished"
-        tally["failed in words"] += outcome.status == "failed" and bool(outcome.message)
-        tally["tracebacks"] += outcome.status not in ("finished", "failed") or "Traceback" in outcome.message
-        run_trial(spec, folder, QUICK)
-        judge(tally, folder, whole)
-    return tally
-
-
-def holder(folder: Path) -> int | None:
-    """The process that works in a folder, if one does."""
-    try:
-        return int((folder / "lock.holder").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-class Kernel(threading.Thread):
-    """Plays the kernel that is short of memory: whoever works in `folder` and takes `margin` bytes more than it had
-    when it was first seen is killed, `lives` times at most. (A cgroup of one's own would need rights that few have.)"""
-
-    def __init__(self, folder: Path, margin: int, lives: int):
-        super().__init__(daemon=True)
-        self.folder, self.margin, self.lives = folder, margin, lives
-        self.limits: dict[int, int] = {}
-        self.killed: set[int] = set()
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        while not self.over.wait(0.002) and len(self.killed) < self.lives:
-            try:
-                if (pid := holder(self.folder)) is None:
-                    continue
-                limit = self.limits.setdefault(pid, _used(pid, 1) + self.margin)
-                if _used(pid, 1) > limit and pid not in self.killed:
-                    os.kill(pid, signal.SIGKILL)
-                    self.killed.add(pid)
-            except (OSError, IndexError, ValueError):  # the worker is gone
-                continue
-
-
-def memory_kills(count: int, where: Path, rng: random.Random) -> Tally:
-    """What the kernel does when memory is short. The engine replaces the worker; three deaths are a failure in words.
-    Without the limit the trial then runs to its end."""
-    tally, spec = Tally(), trial(epochs=8)
-    whole = undisturbed(spec, where / "whole")
-    for turn in patience.turns(3 * count):
-        if tally["repetitions"] >= count:
-            break
-        folder = where / f"killed-{turn}"
-        kernel = Kernel(folder, rng.randrange(0, 12) * 2**20, rng.randint(1, 3))
-        kernel.start()
-        outcome = make_engine("local", workers=1).run([Job(spec, folder)], QUICK, lambda id, event: None)[spec.id]
-        kernel.over.set()
-        kernel.join()
-        tally["failed in words after three deaths"] += outcome.status == "failed" and "out of memory" in outcome.message
-        tally["tracebacks"] += outcome.status not in ("finished", "failed") or "Traceback" in outcome.message
-        run_trial(spec, folder, QUICK)
-        judge(tally, folder, whole)
-        tally["trials"] += 1
-        tally["repetitions"] += len(kernel.killed)
-    return tally
-
-
 def attach_and_detach(count: int, where: Path, rng: random.Random) -> Tally:
     """Attach, train a step, detach, for `count` seconds: bytes that a round leaves behind, by least squares."""
     import numpy as np
@@ -179,7 +87,7 @@ def attach_and_detach(count: int, where: Path, rng: random.Random) -> Tally:
         reg.remove()
         rounds += 1
         if rounds % 10 == 0 and taken < len(sizes):
-            sizes[taken] = rounds, _used("self", 1)
+            sizes[taken] = rounds, used("self", 1)
             taken += 1
     later = sizes[taken // 4 : taken]  # caches fill first
     slope = float(np.polyfit(later[:, 0], later[:, 1], 1)[0]) if len(later) > 2 else 0.0

@@ -22,6 +22,10 @@ Tally = Counter[str]
 """What an attack counted: repetitions, lost, wrong, tracebacks, hangs, and whatever else it has to say."""
 
 
+class CannotAttack(Exception):
+    """What an attack needs is not here; the message says what."""
+
+
 class Patience:
     """How long an attack may go on repeating: a busy machine ends it early, with what it counted until then."""
 
