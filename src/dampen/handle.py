@@ -177,14 +177,17 @@ class Regularization:
                 self.prefix.begin(i, passes)
                 outputs.append(forward())
                 for name, value in self._taken().items():
-                    terms[name] = terms.get(name, 0.0) + value / passes
+                    part = value if passes == 1 else value / passes  # in a tiny model each operation counts
+                    terms[name] = terms[name] + part if name in terms else part
         if comparing:
             taken = [_logits(o, logits) for o in outputs]
             with self._ledger.asking():
                 for r in comparing:
                     r.outputs(taken, valid)
             terms |= self._taken()
-        task = sum((criterion(o) for o in outputs[1:]), start=criterion(outputs[0])) / len(outputs)
+        task = criterion(outputs[0])
+        if len(outputs) > 1:
+            task = sum((criterion(o) for o in outputs[1:]), start=task) / len(outputs)
         return sum(terms.values(), start=task), {"task": task, **terms}
 
     def penalty(self) -> Tensor:

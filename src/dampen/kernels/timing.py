@@ -128,7 +128,8 @@ def time_rounds(
             progress(done)
         if done < least:
             continue
-        references = tuple(r for r in references if results[r].low <= 1)  # what is surely not the best had its say
+        beaten = [r for r in references if results[r].low > 1]  # surely not the best: from now on a variant like others
+        references, waiting = tuple(r for r in references if r not in beaten), [*waiting, *beaten]
         if enough is not None and done >= sure:
             waiting = [name for name in waiting if results[name].width > enough]
         spent = time.perf_counter() - start

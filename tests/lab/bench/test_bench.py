@@ -17,11 +17,12 @@ from dampen.cli import build
 from dampen.kernels import timing
 from dampen.kernels.timing import compare, summarize
 from dampen.lab.bench import NOISY, Options, bench, find_variants, make_subject, papers, peak_memory
-from dampen.lab.bench.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention
+from dampen.lab.bench.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention, wrapped
 from dampen.lab.bench.output import remarks, save_chart
 from dampen.lab.bench.presets import PRESETS, targets_of
 from dampen.lab.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.lab.bench.scaling import _too_much, scale_attention, scale_batch
+from dampen.lab.bench.subject import Subject
 from dampen.lab.errors import ConfigError
 from dampen.lab.report import make_report, write_report
 from dampen.lab.report.costs import bench_rows
@@ -115,10 +116,12 @@ def test_rounds_go_to_the_variants_of_which_least_is_known():
     assert found["steady"].median == pytest.approx(1.1)
 
 
-def test_a_reference_that_is_surely_slower_is_not_timed_to_the_end():
-    machine = Machine({"fused": 1.0, "unfused": 2.0, "other": 3.0})
-    found = compare(machine.variants(), ("unfused", "fused"), rounds=20, clock=machine.clock)
-    assert (found["unfused"].rounds, found["fused"].rounds, found["other"].rounds) == (5, 20, 20)
+def test_a_reference_that_is_surely_slower_becomes_a_variant():
+    """Timed in every group of the first five rounds, then once in a round."""
+    machine = Machine({"fused": 1.0, "unfused": 2.0, "other": 3.0, "more": 4.0})
+    found = compare(machine.variants(), ("unfused", "fused"), rounds=20, every=1, clock=machine.clock)
+    assert (found["unfused"].rounds, found["fused"].rounds, found["other"].rounds) == (25, 55, 20)
+    del found["more"]
     assert {name: r.median for name, r in found.items()} == {"fused": 1.0, "unfused": 2.0, "other": 3.0}
 
 
@@ -361,10 +364,26 @@ def test_what_one_would_pick_instead_computes_the_same_without_dropout():
         torch.testing.assert_close(model(*subject.inputs), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_one_would_pick_instead_drops_attention():
+@pytest.mark.parametrize("name", ALTERNATIVES)
+def test_what_one_would_write_instead_is_random(name, monkeypatch):
+    subject, found = make_subject(TINY, batch=2), []
+    monkeypatch.setattr(Subject, "step", lambda self, losses: lambda: found.append(losses()))
+    step = ALTERNATIVES[name][1](subject)
+    torch.manual_seed(0)
+    step(), step()
+    assert not torch.equal(*found)
+    torch.manual_seed(0)
+    step()
+    assert torch.equal(found[0], found[2])
+
+
+def test_what_has_no_such_modules_is_not_wrapped():
+    with pytest.raises(ValueError, match="written for modules with fc3, which this model does not have"):
+        wrapped(("fc3",), lambda m: m)(make_subject(TINY, batch=1))
+
+
+def test_replaced_attention_drops():
     subject = make_subject(TINY, batch=2)
-    for build_step in ALTERNATIVES.values():
-        build_step(subject)()
     for make in (lambda m: TimmAttention(m, 0.5, fused=True), lambda m: TorchAttention(m, 0.5)):
         model = subject.copy()
         replace_attention(model, make)

@@ -1,8 +1,9 @@
-"""What one would pick without this package: ordinary attention dropout, as timm and torch.nn offer it."""
+"""What one would write without this package: attention dropout, feed-forward dropout and DropPath, as timm and torch.nn
+offer them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,10 +82,48 @@ def _is_plain(module: Any) -> bool:
     )
 
 
-INSTEAD_OF = "drop_attention"
-"""What of ours does what the alternatives do."""
-ALTERNATIVES: dict[str, Callable[[Subject], Callable[[], None]]] = {
-    "timm attn_drop, fused": replaced(lambda m: TimmAttention(m, 0.1, fused=True)),
-    "timm attn_drop, unfused": replaced(lambda m: TimmAttention(m, 0.1, fused=False)),
-    "nn.MultiheadAttention dropout": replaced(lambda m: TorchAttention(m, 0.1)),
+class DroppedBranch(nn.Module):
+    """A branch of a block with timm's DropPath behind it."""
+
+    def __init__(self, branch: nn.Module, rate: float) -> None:
+        super().__init__()
+        from dampen._torch import cure_torchvision
+
+        cure_torchvision()
+        from timm.layers import DropPath
+
+        self.branch, self.drop = branch, DropPath(rate)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = self.drop(self.branch(*args, **kwargs))
+        return out
+
+
+def wrapped(names: Collection[str], make: Callable[[Any], nn.Module]) -> Callable[[Subject], Callable[[], None]]:
+    """A step of the same model with every module that its parent calls by one of the names wrapped."""
+
+    def build(subject: Subject) -> Callable[[], None]:
+        model = subject.copy()
+        parents = [m for m in model.modules() if all(isinstance(getattr(m, n, None), nn.Module) for n in names)]
+        if not parents:
+            raise ValueError(f"written for modules with {' and '.join(names)}, which this model does not have")
+        for parent in parents:
+            for name in names:
+                setattr(parent, name, make(getattr(parent, name)))
+        return subject.step(lambda: subject.loss(model(*subject.inputs)))
+
+    return build
+
+
+Build = Callable[[Subject], Callable[[], None]]
+ALTERNATIVES: dict[str, tuple[str, Build]] = {
+    "timm attn_drop, fused": ("drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=True))),
+    "timm attn_drop, unfused": ("drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=False))),
+    "nn.MultiheadAttention dropout": ("drop_attention", replaced(lambda m: TorchAttention(m, 0.1))),
+    "nn.Dropout before fc1 and fc2": (
+        "feed_forward_dropout",
+        wrapped(("fc1", "fc2"), lambda m: nn.Sequential(nn.Dropout(0.1), m)),
+    ),
+    "timm DropPath": ("drop_path", wrapped(("attn", "mlp"), lambda m: DroppedBranch(m, 0.1))),
 }
+"""What one would write, the method of ours that does the same, and a step with it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dampen.kernels.timing import Timings, machine, time_rounds
 from dampen.lab.allocator import describe_malloc
-from dampen.lab.bench.alternatives import ALTERNATIVES, INSTEAD_OF
+from dampen.lab.bench.alternatives import ALTERNATIVES
 from dampen.lab.bench.memory import peak_memory
 from dampen.lab.bench.papers import PAPERS, attention_as, unfused
 from dampen.lab.bench.presets import PRESETS, targets_of
@@ -92,10 +92,12 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
     skipped: dict[str, str] = {}
     names = {v.name for v in variants}
     published = {name: build for name, (same, build) in PAPERS.items() if same in names and not options.size}
-    instead = ALTERNATIVES if options.methods is None else {}
+    plainly = {v.method: v.name for v in reversed(variants) if v.name in (v.method, v.text)}  # each method's first row
+    asked = options.methods is None or bool(options.size)
+    instead = {n: (plainly[same], b) for n, (same, b) in ALTERNATIVES.items() if asked and same in plainly}
     ours = _built({v.name: partial(regularized_step, subject, v) for v in variants}, skipped, "methods", progress)
     papers = _built({n: partial(b, subject) for n, b in published.items()}, skipped, "papers", progress)
-    others = _built({n: partial(b, subject) for n, b in instead.items()}, skipped, "alternatives", progress)
+    others = _built({n: partial(b, subject) for n, (_, b) in instead.items()}, skipped, "alternatives", progress)
     steps = {**plain, **ours, **papers, **others}
     for step in plain.values():
         step()
@@ -111,7 +113,15 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
         progress=lambda done: progress("rounds", done, options.rounds),
     )
     memory = {} if options.size else _memory(steps, options.device, progress)
-    record = _record(options, subject, variants, timings, memory, {"ours": ours, "papers": papers, "others": others})
+    record = _record(
+        options,
+        subject,
+        variants,
+        timings,
+        memory,
+        {"ours": ours, "papers": papers, "others": others},
+        {n: same for n, (same, _) in instead.items()},
+    )
     record["skipped"] = skipped
     if options.long:
         from dampen.lab.bench.scaling import scale_attention, scale_batch
@@ -214,6 +224,7 @@ def _record(
     timings: Timings,
     memory: Mapping[str, int],
     groups: Mapping[str, Mapping[str, Step]],
+    instead: Mapping[str, str],
 ) -> dict[str, Any]:
     ratios = timings.ratios()
     best = next(n for n in (FUSED, UNFUSED) if ratios[n].low == ratios[n].high == 1.0)  # the one all others are over
@@ -243,7 +254,7 @@ def _record(
         "ratios": {name: entry(name) for name in groups["ours"]},
         "targets": {n: {"target": t, "met": ratios[n].median <= t} for n, t in targets.items()},
         "papers": {name: rival(name, PAPERS[name][0]) for name in groups["papers"]},
-        "alternatives": {name: rival(name, INSTEAD_OF) for name in groups["others"]},
+        "alternatives": {name: rival(name, instead[name]) for name in groups["others"]},
         "memory": {name: {"bytes": b, "ratio": b / memory[best]} for name, b in memory.items()},
         "variants": {v.name: v.text + (", upper half of the layers" if v.upper else "") for v in variants},
         "noisy": [name for name, ratio in ratios.items() if ratio.width > NOISY],
