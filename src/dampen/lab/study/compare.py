@@ -52,7 +52,8 @@ def compare(
 
     Args:
         train: a function of a `dampen.Trial` that trains and returns test metrics, or `"train.py:train"`.
-        model, data: for the lab's own trainer instead: names, paths, or functions.
+        model: for the lab's own trainer instead: a name, a path, or a function.
+        data: likewise.
         methods: the rows: text, a regularizer, a list of them, or names for these; see `dampen.lab.study.rows`.
         seeds: how many, or which. The same seed gives every row the same initial weights and order of batches.
         reference: the row that the others are compared with; `"plain"` is added where it is not there.
@@ -61,7 +62,10 @@ def compare(
         params: what the function reads from `trial.params`.
         tune: trials per row of a search over strengths and numeric parameters first, on validation.
         until_decided: add seeds until every row is decided; `budget` (such as "30m") ends it earlier.
-        engine, address, workers, threads: where trials run; see `dampen compare --help`.
+        engine: where trials run, "local" or "ray"; see `dampen compare --help`.
+        address: of a Ray cluster.
+        workers: trials at a time.
+        threads: of each trial.
         folder: where records go; default: a folder below `runs` that follows from function and parameters.
         resume: keep what is recorded there and go on with what was cut off.
         progress: show it.
