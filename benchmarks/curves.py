@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.lab.records.metric import describe
+from dampen.lab.records.stats import t_quantile
 from dampen.lab.records.table import Entry, ResultTable
 from dampen.lab.records.verdict import judge, sentence
 from dampen.lab.report import make_report
@@ -86,7 +87,7 @@ def points(entry: Entry, **named: Any) -> list[dict[str, Any]]:
     found = []
     for metric in METRICS:
         if (s := entry.metrics.get(metric)) is not None and s.n:
-            half = 2.26 * s.sd / s.n**0.5 if s.n > 1 else 0.0
+            half = t_quantile(s.n - 1) * s.sd / s.n**0.5 if s.n > 1 else 0.0
             found.append({"metric": metric, "mean": s.mean, "low": s.mean - half, "high": s.mean + half, **named})
     return found
 

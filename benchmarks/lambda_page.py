@@ -65,7 +65,8 @@ def picture(curves: Curves) -> str:
         rules = alt.Chart(alt.Data(values=[r for r in lines if r["metric"] == metric]))
         x = alt.X("lambda:Q", scale=alt.Scale(type="log"), title="lambda", axis=alt.Axis(tickCount=4))
         scale = alt.Scale(zero=False, domain=domain(drawn, metric))
-        color = alt.Color("gradient:N", title="gradient", scale=alt.Scale(range=["#0b6fa4", "#d97706"]))
+        legend = alt.Legend(orient="bottom", labelLimit=300)
+        color = alt.Color("gradient:N", title="gradient", scale=alt.Scale(range=["#0b6fa4", "#d97706"]), legend=legend)
         panels = []
         for form in FORMS:
             here = [p for p in drawn if p["metric"] == metric and p["form"] == form]

@@ -31,13 +31,14 @@ def test_markdown_closes_its_blocks():
     assert "- `rate`: how much" in text
 
 
-def test_readme_example_runs_and_prints_what_it_says(capsys):
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_example_runs_and_prints_what_it_says(page, capsys):
     """As it is printed after `pip install dampen`, where nobody has built the native kernels."""
-    blocks = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```(\w+)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     example = next(code for language, code in blocks if language == "python")
     printed = next(code for language, code in blocks if language == "text")
-    with torch_only("the README's reader has not built them"):
-        exec(compile(example, "README.md", "exec"), {})
+    with torch_only("the reader has not built them"):
+        exec(compile(example, page, "exec"), {})
     assert capsys.readouterr().out == printed
 
 

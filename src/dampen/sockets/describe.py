@@ -19,7 +19,7 @@ def describe(reg: Regularization) -> str:
         return "dampen: removed"
     methods = ", ".join(dict.fromkeys(type(m).__name__ for m in reg.methods))
     lines = [
-        f"dampen: {methods} on {type(reg.model).__name__}, {len(reg.layers)} layers, progress {reg._progress:.3g}, "
+        f"dampen: {methods} on {type(reg.model).__name__}, {len(reg.layers)} layer{'s' * (len(reg.layers) != 1)}, progress {reg._progress:.3g}, "
         f"{reg.passes} pass{'es' if reg.passes > 1 else ''} per step"
     ]
     for r in reg.clones:
