@@ -1,6 +1,7 @@
 """Tables of texts: quotes in tab-separated files are letters where they cannot be quotes."""
 
 import pytest
+import torch
 
 from dampen.lab.data.errors import DamagedData
 from dampen.lab.data.texts import read_table
@@ -24,3 +25,18 @@ def test_uneven_rows_are_refused_with_their_number(tmp_path):
     file.write_text("label\ttext\n1\ta\n0\n")
     with pytest.raises(DamagedData, match=r"row 2 does not have the columns of the first.*see 'text'"):
         read_table(file)
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (1, "1 examples at train_fraction=0.7 leave 1 to train and 0 to validate on: give more"),
+        (2, r"got 2 in train, of which none is left for test .*Give more"),
+    ],
+)
+def test_too_few_rows_for_three_parts_are_refused(rows, told):
+    from dampen.lab.data.labeled import split_rows
+
+    cuts = {"seed": 0, "train_fraction": 0.7, "limit": None, "test_fraction": 0.25, "test_limit": None}
+    with pytest.raises(DamagedData, match=told):
+        split_rows({"train": torch.arange(rows)}, **cuts)

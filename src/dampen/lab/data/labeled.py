@@ -57,8 +57,17 @@ def split_rows(
     chosen, test_cut = limited(labels[test_from][test].numpy(), test_limit, TEST_SEED)
     if test_cut:
         departures.append(f"only {len(chosen)} of {len(test)} test examples were used (test_limit={test_limit})")
+    test = test[chosen]
+    empty = [name for name, rows in (("training", train), ("validation", valid), ("test", test)) if not len(rows)]
+    if empty:
+        counts = ", ".join(f"{len(numbers)} in {part}" for part, numbers in labels.items())
+        raise DamagedData(
+            f"Too few examples: got {counts}, of which none is left for {' and '.join(empty)} (train_fraction="
+            f"{train_fraction:g}, test_fraction={test_fraction:g}, limit={limit}, test_limit={test_limit}). Give more "
+            "examples of every class, or other fractions."
+        )
     valid_from = "valid" if "valid" in labels else "train"
-    return Division(train, valid, test[chosen], valid_from, test_from, departures + cut)
+    return Division(train, valid, test, valid_from, test_from, departures + cut)
 
 
 def class_numbers(labels: Mapping[str, Sequence[Any]], where: str) -> tuple[list[str], dict[str, Tensor]]:

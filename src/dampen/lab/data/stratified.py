@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dampen.lab.data.errors import DamagedData
+
 
 def stratified(strata: Sequence[int] | Tensor | np.ndarray, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Draw `fraction` of the examples so that every stratum gives its share; return (drawn, rest), each sorted.
@@ -52,9 +54,9 @@ def train_and_valid(
     pool, departures = limited(keys, limit, seed)
     train, valid = stratified(keys[pool.numpy()], train_fraction, seed)
     if not len(train) or not len(valid):
-        raise ValueError(
+        raise DamagedData(
             f"{len(pool)} examples at train_fraction={train_fraction} leave {len(train)} to train and {len(valid)} to "
-            "validate on: raise the limit or move the fraction."
+            "validate on: give more examples, raise the limit or move the fraction."
         )
     return pool[train], pool[valid], departures
 
