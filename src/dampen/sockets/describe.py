@@ -18,8 +18,9 @@ def describe(reg: Regularization) -> str:
     if "_dampen_model" not in vars(reg.model):
         return "dampen: removed"
     methods = ", ".join(dict.fromkeys(type(m).__name__ for m in reg.methods))
+    layers = f"{len(reg.layers)} layer{'s' * (len(reg.layers) != 1)}"
     lines = [
-        f"dampen: {methods} on {type(reg.model).__name__}, {len(reg.layers)} layer{'s' * (len(reg.layers) != 1)}, progress {reg._progress:.3g}, "
+        f"dampen: {methods} on {type(reg.model).__name__}, {layers}, progress {reg._progress:.3g}, "
         f"{reg.passes} pass{'es' if reg.passes > 1 else ''} per step"
     ]
     for r in reg.clones:
