@@ -1,11 +1,11 @@
 """The lab's own time: how much of a demo trial is spent on batches, metrics, records and checks, not on training.
 
-    python -m benchmarks.lab_time [-o benchmarks/records/lab_time.json] [--pairs 5]
+    python -m benchmarks.lab_time [-o benchmarks/records/lab_time.json] [--pairs 15]
 
 A trial of the demo (plain, and DropKey) beside the same training by hand: the same model, optimizer, order of batches,
 learning rates and number of steps, the images normalized once, and the forward passes of validation and test, but no
-metrics, records, checks or progress. Processor time of one thread, in turns; the share is that of the fastest of each,
-because other programs on the machine only ever add to it. DESIGN's target is 3 %.
+metrics, records, checks or progress. Processor time of one thread, in turns; the share is the median over pairs, with
+its 95 % interval. DESIGN's target is 3 %.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 import dampen
+from dampen.kernels.timing import compare
 from dampen.lab.allocator import keep_freed_memory
 from dampen.lab.config.catalog import catalog
 from dampen.lab.config.demo import demo_recipe
@@ -75,29 +75,26 @@ def by_hand(trial: TrialSpec) -> None:
                 model(*part.batch(torch.arange(start, min(start + options.eval_batch_size, len(part))))["inputs"])
 
 
-def processor_seconds(work: Callable[[], Any]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
-
-
 def measure(row: str, pairs: int, folder: Path) -> dict[str, Any]:
-    """Both, in turns, with one seed after the other; the first pair of all warms up."""
+    """Both in every round, in a random order, each on its own next seed, which is the same for both."""
     execution = Execution(threads=1, accelerator="cpu")
     trials = make_plan(demo_recipe(list(catalog()), pairs + 1)).chosen([row])
-    hand, lab = [], []
-    for n, trial in enumerate(trials):
-        hand.append(processor_seconds(lambda trial=trial: by_hand(trial)))  # type: ignore[misc]
-        lab.append(processor_seconds(lambda trial=trial, n=n: run_trial(trial, folder / row / str(n), execution)))  # type: ignore[misc]
-    hand, lab = hand[1:], lab[1:]
-    found = {"hand_seconds": [round(s, 3) for s in hand], "lab_seconds": [round(s, 3) for s in lab]}
-    return found | {"share": round(1 - min(hand) / min(lab), 4), "share_of_sums": round(1 - sum(hand) / sum(lab), 4)}
+    hand, lab = iter(trials), iter(trials)
+
+    def in_the_lab() -> None:
+        trial = next(lab)
+        run_trial(trial, folder / trial.id, execution)
+
+    variants = {"hand": lambda: by_hand(next(hand)), "lab": in_the_lab}
+    ratio = compare(variants, "hand", rounds=pairs, clock=time.process_time)["lab"]
+    shares = (1 - 1 / r for r in (ratio.median, ratio.low, ratio.high))
+    return dict(zip(("share", "low", "high"), (round(s, 4) for s in shares), strict=True)) | {"pairs": ratio.rounds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, default=RECORD)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--before", type=Path, help="the record of an older version, whose rows are kept beside")
     parser.add_argument("--note", default="", help="what else ran on the machine, for the record")
     arguments = parser.parse_args()
@@ -111,7 +108,7 @@ def main() -> None:
         told["before"] = {"rows": older["rows"], "commit": older["environment"]["commit"]}
     write_json(arguments.out, told | {"environment": describe(1, "cpu")})
     for row, found in rows.items():
-        print(f"{row}: {found['share']:.1%} of a trial is the lab's own ({found['share_of_sums']:.1%} of all pairs)")
+        print(f"{row}: {found['share']:.1%} of a trial is the lab's own ({found['low']:.1%} to {found['high']:.1%})")
 
 
 if __name__ == "__main__":

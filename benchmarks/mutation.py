@@ -44,7 +44,10 @@ class Module:
 
 MODULES = {
     "masks": Module("masks.py", ("test_masks.py",)),
-    "kernels": Module("kernels/[bk]*.py", ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py")),
+    "kernels": Module(
+        "kernels/[bk]*.py",
+        ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py", "native/test_native.py"),
+    ),
     "attend": Module("kernels/attend.py", ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py")),
     "explicit": Module("formulas/explicit/*.py", ("explicit", "methods/test_explicit_dropout.py")),
     "handle": Module("handle.py", ("test_handle.py", "test_handle_modes.py", "calls/test_ledger.py")),
