@@ -16,6 +16,7 @@ The records, in benchmarks/records, and what writes them:
     profiles               python -m benchmarks.profiles --json
     profile_tiny           python -m benchmarks.profile_tiny --json
     malloc                 python -m benchmarks.malloc --json
+    lab_time               python -m benchmarks.lab_time
 """
 
 from __future__ import annotations
@@ -227,6 +228,16 @@ def malloc_table(record: Record) -> list[str]:
     ]
 
 
+def lab_table(record: Record) -> list[str]:
+    """What the lab itself takes of a trial of the demo."""
+    lines = ["| trial of the demo | the lab's own share, 95 % interval | pairs | target |", "|---|---|---|---|"]
+    for row, found in record["rows"].items():
+        met = "met" if found["share"] <= record["target"] else "**not met**"
+        share = f"{found['share']:.1%} [{found['low']:.1%}, {found['high']:.1%}]"
+        lines.append(f"| {row} | {share} | {found['pairs']} | ≤ {record['target']:.0%}: {met} |")
+    return [*lines, "", f"Processor time of one thread; load {record['load']:.1f}. `{record['command']}`"]
+
+
 def _percent(entry: Mapping[str, Any]) -> str:
     """What is added, with the quartiles of the rounds."""
     low, high = entry["quartiles"]
@@ -314,6 +325,8 @@ def sections() -> dict[str, list[str]]:
         found["longest"] = length_table(longest)
     if (malloc := load("malloc")) is not None:
         found["malloc"] = malloc_table(malloc)
+    if (lab := load("lab_time")) is not None:
+        found["lab"] = lab_table(lab)
     if (off := load("overhead_off")) is not None:
         found["off"] = off_table(off)
     return found

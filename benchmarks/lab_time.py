@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -96,13 +97,13 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, default=RECORD)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--before", type=Path, help="the record of an older version, whose rows are kept beside")
-    parser.add_argument("--note", default="", help="what else ran on the machine, for the record")
     arguments = parser.parse_args()
+    load = os.getloadavg()[0]
     keep_freed_memory()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         rows = {row: measure(row, arguments.pairs, Path(folder)) for row in ROWS}
-    told = {"command": "python -m benchmarks.lab_time", "target": TARGET, "note": arguments.note, "rows": rows}
+    told = {"command": "python -m benchmarks.lab_time", "target": TARGET, "load": load, "rows": rows}
     if arguments.before:
         older = json.loads(arguments.before.read_text())
         told["before"] = {"rows": older["rows"], "commit": older["environment"]["commit"]}

@@ -136,13 +136,16 @@ def _equivalent(mutant: dict[str, Any]) -> str:
 
 
 def _prepare(copy: Path) -> None:
-    """Make this process what every mutant is forked from: torch and its friends are there, dampen is not."""
+    """Make this process what every mutant is forked from: torch and its friends are there, of dampen the front door of
+    the copy alone."""
     sys.dont_write_bytecode = True
     os.environ.update(
         PYTHONPATH=os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")]), PYTHONDONTWRITEBYTECODE="1"
     )
     sys.path[:0] = [str(copy), str(ROOT)]
-    importlib.import_module("dampen._torch").cure_torchvision()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "dampen"]:
+        del sys.modules[name]
+    importlib.import_module("dampen")  # before what imports torchvision
     for name in PRELOAD:
         importlib.import_module(name)
 

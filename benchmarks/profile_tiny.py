@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from dampen.lab.bench.alternatives import ALTERNATIVES
 from dampen.lab.bench.presets import PRESETS
 from dampen.lab.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.lab.bench.subject import Subject, make_subject
@@ -40,6 +41,7 @@ METHODS = (
     "drop_key(rate=0.2), hard_masking, explicit_dropout(value=0.06, ffn=0.06), feed_forward_dropout(rate=0.2), "
     "drop_path(rate=0.1), drop_head(rate=0.2), blurred_attention(width=3)"
 )
+BY_HAND = ("nn.Dropout before fc1 and fc2", "timm DropPath")
 PATHS = {"torch": "0", "native": "1"}
 PARTS = {"python": "Python", "libtorch": "torch", "libc10": "torch", "native-": "dampen's kernels"}
 """Beginning of a library's file name -> where its instructions are counted; elsewhere "other" (libc, OpenMP)."""
@@ -47,13 +49,13 @@ WITHOUT_AVX512 = "-march=x86-64-v3"
 
 
 def steps(methods: str) -> tuple[Subject, dict[str, Callable[[], None]]]:
-    """The two plain steps, and one with each method."""
+    """The two plain steps, one with each method, and what one would write instead."""
     subject = make_subject(PRESETS["tiny"].model, PRESETS["tiny"].batch)
     found: dict[str, Callable[[], None]] = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
     for variant in find_variants(methods):
         if variant.name in (variant.method, variant.text):
             found[variant.name] = regularized_step(subject, variant)
-    return subject, found
+    return subject, found | {name: ALTERNATIVES[name][1](subject) for name in BY_HAND}
 
 
 def operations(step: Callable[[], None]) -> int:

@@ -7,16 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dampen._torch import cure_torchvision
-
-cure_torchvision()
-
-import timm  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_MAPPING  # noqa: E402
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 LARGEST = 40_000_000  # parameters; what is larger is not built here
 _SMALL_NAMES = "test_ nano pico atto femto zepto xxs xx_small _b0 tiny _t xs mini s0 small _s".split()

@@ -18,14 +18,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import dampen  # first, so that transformers gets along with a torchvision that was built for another torch
+
+# isort: split
 import torch
-
-import dampen
-from dampen._torch import cure_torchvision
-
-cure_torchvision()  # before transformers: see its docstring
-
-from transformers import (  # noqa: E402
+from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -35,7 +32,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from dampen.integrations import hf  # noqa: E402
+from dampen.integrations import hf
 
 TEMPLATES = {
     "weather": ["the {a} wind brings {b} clouds", "a {a} morning with {b} rain", "{a} snow falls on the {b} hills"],

@@ -12,9 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from dampen._torch import cure_torchvision
+import dampen  # noqa: F401 - before timm and the like, which need torchvision cured
 
-cure_torchvision()
 os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(prefix="dampen-tests-")  # what `doctor --tune` measured must not matter
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None)  # a busy machine is no error of the code

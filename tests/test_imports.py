@@ -1,5 +1,5 @@
-"""What dampen imports: `import dampen` needs torch alone, whatever is broken beside it; the cure of torchvision stands
-before every import that needs it; names of torch that are private may be missing."""
+"""What dampen imports: `import dampen` needs torch alone, whatever is broken beside it; torchvision is cured
+whoever imports it first; names of torch that are private may be missing."""
 
 import ast
 import os
@@ -15,7 +15,6 @@ import dampen
 from dampen import _torch
 
 SOURCES = Path(dampen.__file__).parent
-NEED_THE_CURE = {"timm", "transformers", "torchmetrics", "lightning", "torchvision", "peft", "trl", "accelerate"}
 BROKEN = ("timm", "transformers", "torchvision", "torchmetrics", "lightning", "peft", "accelerate")
 
 
@@ -45,42 +44,6 @@ def test_after_import_dampen_timm_and_transformers_import_without_another_call(f
     environment = {**os.environ, "PYTHONPATH": str(SOURCES.parent)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def imports(tree):
-    """(node, name of the package) of every import that runs, and the innermost function around it, if any."""
-    for scope in ast.walk(tree):
-        if isinstance(scope, ast.FunctionDef | ast.Module):
-            for node in own_nodes(scope):
-                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
-                for name in names:
-                    yield scope, node, name.split(".")[0]
-
-
-def own_nodes(scope):
-    """The nodes of a function or module, apart from those of functions inside and of blocks for type checkers."""
-    todo = list(ast.iter_child_nodes(scope))
-    while todo:
-        node = todo.pop()
-        typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if not isinstance(node, ast.FunctionDef | ast.Lambda) and not typing:
-            yield node
-            todo += ast.iter_child_nodes(node)
-
-
-def cures(scope, before):
-    calls = (n for n in own_nodes(scope) if isinstance(n, ast.Call) and ast.unparse(n.func) == "cure_torchvision")
-    return any(call.lineno < before for call in calls)
-
-
-@pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCES)))
-def test_the_cure_comes_before(path):
-    tree = ast.parse(path.read_text())
-    for scope, node, name in imports(tree):
-        if name in NEED_THE_CURE:
-            cured = cures(scope, node.lineno) or (scope is not tree and cures(tree, node.lineno))
-            assert cured, f"{path.name}:{node.lineno} imports {name} without cure_torchvision() before it"
 
 
 def test_two_passes_without_the_private_name(monkeypatch):

@@ -183,7 +183,7 @@ _library: torch.library.Library | None = None  # the declarations live as long a
 def cure_torchvision() -> bool:
     """Declare torchvision's operators if its extension cannot do so itself; return whether that was needed.
 
-    Call it before the first import of torchvision, timm, torchmetrics, lightning or transformers' vision models.
+    `import dampen` has it called just before the first import of torchvision, whoever imports it.
     """
     global _library
     if _library is not None:

@@ -5,7 +5,6 @@ import torch
 
 import dampen
 from dampen import BlurredAttention, DropKey, regularize
-from dampen._torch import cure_torchvision
 from dampen.formulas.grid import grid_of, model_grid
 
 IMAGES = torch.randn(2, 3, 8, 8)
@@ -45,7 +44,6 @@ def test_models_tell_their_grid():
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     assert model_grid(transformers.ViTModel(config)) == (14, 14)
-    cure_torchvision()
     timm = pytest.importorskip("timm")
     assert model_grid(timm.create_model("vit_tiny_patch16_224", depth=1)) == (14, 14)
     assert model_grid(vit(image_size=(8, 12))) == (4, 6)

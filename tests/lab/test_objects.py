@@ -186,9 +186,6 @@ def test_splitting_a_batch_changes_nothing(folder, quick):
 @pytest.fixture(scope="module")
 def tiny_detr(tmp_path_factory):
     """A folder of transformers' DETR, random, with a ResNet of its own: nothing is downloaded."""
-    from dampen._torch import cure_torchvision
-
-    cure_torchvision()
     from transformers import DetrConfig, ResNetConfig
 
     backbone = ResNetConfig(

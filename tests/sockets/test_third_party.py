@@ -8,9 +8,7 @@ import torch
 
 import dampen
 from dampen import DropHead, DropKey, HardMasking
-from dampen._torch import cure_torchvision
 
-cure_torchvision()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # they still script their helpers
     import open_clip

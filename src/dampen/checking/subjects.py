@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import cure_torchvision
 from dampen.models import ViT
 
 IMAGE = 32  # with patches of 4 and a class token: 65 tokens, enough for the fused kernel
@@ -55,7 +54,6 @@ def _vit(depth: int = 2) -> nn.Module:
 
 
 def _timm() -> nn.Module:
-    cure_torchvision()
     import timm
 
     return timm.create_model(
@@ -64,7 +62,6 @@ def _timm() -> nn.Module:
 
 
 def _llama() -> nn.Module:
-    cure_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -74,7 +71,6 @@ def _llama() -> nn.Module:
 
 
 def _bert() -> nn.Module:
-    cure_torchvision()
     from transformers import BertConfig, BertForTokenClassification
 
     sizes: dict[str, Any] = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

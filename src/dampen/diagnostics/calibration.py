@@ -80,9 +80,6 @@ def expected_calibration_error(logits: Tensor, labels: Tensor, bins: int = 15) -
     >>> round(expected_calibration_error(sure, torch.tensor([0, 1])), 6)
     0.5
     """
-    from dampen._torch import cure_torchvision
-
-    cure_torchvision()
     from torchmetrics.functional.classification import multiclass_calibration_error
 
     logits, labels = _checked(logits, labels, bins)

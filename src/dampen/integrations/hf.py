@@ -18,15 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import TrainerCallback
 
-from dampen._torch import cure_torchvision
 from dampen.handle import Regularization
 from dampen.integrations.watching import OutputWatch, predictions, watching
 from dampen.methods.neftune import NEFTune
-
-cure_torchvision()
-
-from transformers import TrainerCallback  # noqa: E402 - needs the cure
 
 STATE = "dampen.pt"
 """The handle's state in a checkpoint's folder."""

@@ -12,15 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from dampen._torch import cure_torchvision
 from dampen.handle import Regularization
 from dampen.integrations.watching import predictions, watching
-
-cure_torchvision()
-
-from lightning.pytorch.callbacks import Callback  # noqa: E402 - needs the cure
 
 
 class Regularize(Callback):

@@ -3,9 +3,6 @@
 import importlib
 import sys
 
-from dampen._torch import cure_torchvision
-
-cure_torchvision()
 for name in ("lightning.fabric.strategies", "torchmetrics.classification", "sklearn.datasets", "dampen.public"):
     importlib.import_module(name)
 for name in ("data", "metrics", "training.train"):

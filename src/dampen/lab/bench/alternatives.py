@@ -33,9 +33,6 @@ class TimmAttention(nn.Module):
 
     def __init__(self, attention: Any, rate: float, fused: bool) -> None:
         super().__init__()
-        from dampen._torch import cure_torchvision
-
-        cure_torchvision()
         from timm.layers import Attention
 
         bias = attention.qkv.bias is not None
@@ -87,9 +84,6 @@ class DroppedBranch(nn.Module):
 
     def __init__(self, branch: nn.Module, rate: float) -> None:
         super().__init__()
-        from dampen._torch import cure_torchvision
-
-        cure_torchvision()
         from timm.layers import DropPath
 
         self.branch, self.drop = branch, DropPath(rate)

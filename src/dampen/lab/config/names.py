@@ -132,9 +132,6 @@ def check_model(model: dict[str, Any], path: str) -> list[str]:
 
 
 def _check_timm(name: str, path: str) -> list[str]:
-    from dampen._torch import cure_torchvision
-
-    cure_torchvision()
     try:
         import timm
     except ImportError:

@@ -121,9 +121,6 @@ def _pixelwise(transform: Any, batch: Batch, dataset: Dataset) -> Batch:
 
 
 def _transforms() -> Any:
-    from dampen._torch import cure_torchvision
-
-    cure_torchvision()
     from torchvision.transforms import v2
 
     return v2

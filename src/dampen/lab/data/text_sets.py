@@ -149,9 +149,6 @@ class _HubTokenizer:
     """The tokenizer of a model's folder, with its own special tokens and token types."""
 
     def __init__(self, folder: str):
-        from dampen._torch import cure_torchvision
-
-        cure_torchvision()
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dampen._torch import cure_torchvision
 from dampen.lab.metrics.base import Metrics, require_batches
 
 BINS = 15
@@ -20,7 +19,6 @@ class ClassificationMetrics(Metrics):
     """
 
     def __init__(self, classes: int):
-        cure_torchvision()
         from torchmetrics import MeanMetric
         from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassF1Score
 

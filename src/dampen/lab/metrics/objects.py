@@ -7,7 +7,6 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from dampen._torch import cure_torchvision
 from dampen.lab.data.dataset import Split
 from dampen.lab.data.objects import ObjectSplit
 from dampen.lab.errors import LabError
@@ -38,7 +37,6 @@ class ObjectMetrics(Metrics):
             raise TypeError(f"Objects are measured on an ObjectSplit: got {type(split).__name__}.")
         if problem := missing_packages():
             raise LabError(problem)
-        cure_torchvision()
         from torchmetrics.detection import MeanAveragePrecision
 
         self.split, self.classes, self._next = split, classes, 0

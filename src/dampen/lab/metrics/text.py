@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dampen._torch import cure_torchvision
 from dampen.lab.metrics.classification import ClassificationMetrics
 
 
@@ -14,7 +13,6 @@ class TextMetrics(ClassificationMetrics):
 
     def __init__(self, classes: int):
         super().__init__(classes)
-        cure_torchvision()
         from torchmetrics.classification import MulticlassF1Score, MulticlassMatthewsCorrCoef
 
         self.f1 = MulticlassF1Score(classes, average="macro", sync_on_compute=False)

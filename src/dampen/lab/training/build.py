@@ -162,9 +162,6 @@ def make_model(model: dict[str, Any], from_data: dict[str, Any], parts: Parts | 
 
 
 def _timm_model(name: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
-    from dampen._torch import cure_torchvision
-
-    cure_torchvision()
     import timm
 
     if not timm.is_model(name):

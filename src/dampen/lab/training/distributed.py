@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import cure_torchvision
 from dampen.lab.config.trial import TrainOptions
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ def make_fabric(options: TrainOptions, accelerator: str) -> Fabric:
 
 def _make_fabric(accelerator: str, devices: int, strategy: str, precision: str) -> Fabric:
     """Autocast leaves the inputs in float32, and fp16 works on the CPU too."""
-    cure_torchvision()
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision.amp import MixedPrecision
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy

@@ -18,7 +18,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dampen._torch import cure_torchvision
 from dampen.lab.config.code import Code, code_of, digest_of_file, local_files, package_root
 from dampen.lab.config.methods_text import OBJECT, build_methods
 from dampen.lab.config.trial import TrialSpec
@@ -154,7 +153,6 @@ def _import(file: str, digest: str) -> Any:
     path, root = Path(file), package_root(Path(file))
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    cure_torchvision()  # as workers do: a script that imports lightning or transformers must not fail here alone
     with _noted(file), _in_their_words(path, root):
         if path.parent != root:  # inside a package: its relative imports need the package
             return importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))

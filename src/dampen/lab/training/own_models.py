@@ -56,9 +56,6 @@ def hub_model(folder: str | None, model: dict[str, Any], own: dict[str, Any], fr
 
 
 def _kind_and_config(folder: str, own: dict[str, Any], from_data: dict[str, Any]) -> tuple[Any, Any]:
-    from dampen._torch import cure_torchvision
-
-    cure_torchvision()
     from transformers import (
         AutoConfig,
         AutoModelForImageClassification,
