@@ -77,7 +77,7 @@ def linear_penalty(
         return map_penalty(call, Term(1.0, rate, form, reduction))
 
 
-def multiply(call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Penalty] | None:
+def multiply(call: LinearCall, term: Term, swapped: bool) -> tuple[Tensor, Penalty] | None:
     """The linear map itself, x W^T + bias, together with its penalty; None where `map_penalty` must read it off
     beside."""
     x, weight = call.input, call.weight
