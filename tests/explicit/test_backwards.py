@@ -111,7 +111,7 @@ def test_a_tap_passes_its_gradient_on(name):
 
 def mapped(x, w, b=None, form="paper", valid=None):
     """A linear map with 0.7 sum ||x W^T||^2 beside it, in the paper's form."""
-    return multiply(LinearCall("ffn_in", x, w, b, valid=valid), Term(5.6, 0.5, form, "sum"))
+    return multiply(LinearCall("ffn_in", x, w, b, valid=valid), Term(5.6, 0.5, form, "sum"), swapped=False)
 
 
 @pytest.mark.parametrize("form", FORMS)
