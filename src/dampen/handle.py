@@ -177,17 +177,15 @@ class Regularization:
                 self.prefix.begin(i, passes)
                 outputs.append(forward())
                 for name, value in self._taken().items():
-                    part = value if passes == 1 else value / passes  # in a tiny model each operation counts
-                    terms[name] = terms[name] + part if name in terms else part
+                    terms[name] = terms.get(name, 0.0) + (value / passes if passes > 1 else value)
         if comparing:
             taken = [_logits(o, logits) for o in outputs]
             with self._ledger.asking():
                 for r in comparing:
                     r.outputs(taken, valid)
             terms |= self._taken()
-        task = criterion(outputs[0])
-        if len(outputs) > 1:
-            task = sum((criterion(o) for o in outputs[1:]), start=task) / len(outputs)
+        tasks = [criterion(o) for o in outputs]  # in a tiny model each operation counts, a division by one too
+        task = sum(tasks[1:], start=tasks[0]) / len(tasks) if len(tasks) > 1 else tasks[0]
         return sum(terms.values(), start=task), {"task": task, **terms}
 
     def penalty(self) -> Tensor:
@@ -198,9 +196,8 @@ class Regularization:
         return sum(taken.values(), start=torch.zeros((), device=device))
 
     def penalties(self) -> dict[str, Tensor]:
-        """Take the penalties made since they were last taken, by method and term, summed over layers and forwards.
-
-        They wait until then: both forwards of a siamese step count. Forwards in eval and under `no_grad` add none."""
+        """Take the penalties made since they were last taken, by method and term, summed over layers and forwards:
+        both of a siamese step count. Forwards in eval and under `no_grad` add none."""
         self._alive()
         comparing = next((r for r in self.clones if r.passes > 1 and self._acts(r)), None)
         if comparing is not None:
