@@ -16,7 +16,7 @@ from typing import Any
 from dampen.lab.records.metric import describe
 from dampen.lab.records.stats import t_quantile
 from dampen.lab.records.table import Entry, ResultTable
-from dampen.lab.records.verdict import judge, sentence
+from dampen.lab.records.verdict import Comparison, judge, sentence
 from dampen.lab.report import make_report
 
 METRICS = ("accuracy", "nll")
@@ -62,15 +62,17 @@ def chosen(search: Mapping[str, Any]) -> dict[str, float]:
     return best
 
 
+def judged(curves: Curves, reference: str, rows: Sequence[str], metric: str) -> dict[str, Comparison]:
+    """Each of the rows at its chosen value against the reference at its own, as one family."""
+    taking_part = [row for row in curves.rows if row in (reference, *rows)]
+    return judge({row: curves.entry(row).by_seed.get(metric, {}) for row in taking_part}, reference, metric)
+
+
 def verdicts(curves: Curves, tested: Mapping[str, Sequence[str]], metric: str) -> list[str]:
     """A table: each row at its chosen value against each reference; `tested` names the rows that each is tested with,
     which are one family (Holm)."""
     described = describe(metric)
-    values = {row: curves.entry(row).by_seed.get(metric, {}) for row in curves.rows}
-    against = {
-        reference: judge({row: values[row] for row in curves.rows if row in (reference, *rows)}, reference, metric)
-        for reference, rows in tested.items()
-    }
+    against = {reference: judged(curves, reference, rows, metric) for reference, rows in tested.items()}
     titles = ["row", "chosen", described.title, "n", *(f"against {reference}" for reference in tested)]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in curves.rows:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.curves import METRICS, Curves, domain, points, read, verdicts
+from benchmarks.curves import METRICS, Curves, domain, judged, points, read, verdicts
 from benchmarks.pages import publish
 from dampen.lab.records.metric import describe
 from dampen.lab.records.table import Entry
@@ -44,13 +44,33 @@ uncorrected; curves that leave the frame have collapsed there.
 
 def section(curves: Curves) -> str:
     """The figure and the verdicts of one study."""
-    lines = [f"## {STUDIES[curves.name].capitalize()}", ""]
+    lines = [f"## {STUDIES[curves.name]}", ""]
     lines += [f"![Accuracy and NLL over lambda](images/{curves.name}.svg)", ""]
     lines += [f"{len(curves.table.study.runs())} trials, up to {curves.seeds} seeds a point.", ""]
-    tested = {PLAIN: [r for r in curves.rows if r != PLAIN], IMPLICIT: [r for r in curves.rows if r.startswith(FORMS)]}
+    forms = [r for r in curves.rows if r.startswith(FORMS)]
+    lines += [*(answer(curves, forms, metric) for metric in METRICS), ""]
+    tested = {PLAIN: [r for r in curves.rows if r != PLAIN], IMPLICIT: forms}
     for metric in METRICS:
         lines += [*verdicts(curves, tested, metric), ""]
     return "\n".join(lines)
+
+
+def answer(curves: Curves, forms: Sequence[str], metric: str) -> str:
+    """How the forms stand to implicit dropout where validation put them, and the best point of any curve."""
+    described = describe(metric)
+    standing: dict[str, list[str]] = {}
+    for row, found in judged(curves, IMPLICIT, forms, metric).items():
+        standing.setdefault(found.verdict, []).append(row)
+    told = "; ".join(f"**{word}**: {' · '.join(rows)}" for word, rows in standing.items())
+    means = [(e.metrics[metric].mean, e) for e in curves.table.entries if e.row.name in forms and metric in e.metrics]
+    mean, best = (max if described.better == "max" else min)(means, key=lambda found: found[0])
+    dropout = curves.entry(IMPLICIT).metrics[metric].mean
+    title = described.title[:1].upper() + described.title[1:]
+    return (
+        f"- {title}, against implicit dropout, each at the value that validation chose: {told}. The best point of all "
+        f"curves is {mean:.{described.digits}f} ({best.row.name}, lambda {next(iter(best.cell.grid.values())):g}); "
+        f"implicit dropout has {dropout:.{described.digits}f}."
+    )
 
 
 def picture(curves: Curves) -> str:
