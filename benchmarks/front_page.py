@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import claims, lambda_page, questions
-from benchmarks.curves import read
+from benchmarks.curves import judged, read
 from benchmarks.pages import publish, renew
 from benchmarks.which_method import RECORDS, SITUATIONS, verdicts
 from dampen.lab.records.verdict import judge, sentence
@@ -83,26 +83,24 @@ def depth() -> str | None:
 
 
 def penalty() -> str | None:
-    """Explicit against implicit dropout."""
-    path = lambda_page.RECORDS / "lambda_digits-study.json.xz"
-    if not path.is_file():
+    """Explicit against implicit dropout, on every set of which there is a record."""
+    paths = {name: lambda_page.RECORDS / f"{name}-study.json.xz" for name in lambda_page.STUDIES}
+    told = [_lambdas(name, path) for name, path in paths.items() if path.is_file()]
+    if not told:
         return None
-    curves = read(path, "lambda_digits")
+    begin = "**Dropout as a penalty may or may not do what dropout does**: of 6 variants of Explicit Dropout"
+    return f"{begin} at the lambda that validation chose, {'; '.join(told)} ([page](docs/lambda.md)){_videos()}."
+
+
+def _lambdas(name: str, path: Path) -> str:
+    curves = read(path, name)
     forms = [r for r in curves.rows if r.startswith(lambda_page.FORMS)]
-    values = {r: curves.entry(r).by_seed["accuracy"] for r in (*forms, lambda_page.PLAIN, lambda_page.IMPLICIT)}
-    against = {
-        reference: judge({r: values[r] for r in (*forms, reference)}, reference, "accuracy")
+    plain, implicit = (
+        [c.verdict for c in judged(curves, reference, forms, "accuracy").values()]
         for reference in (lambda_page.PLAIN, lambda_page.IMPLICIT)
-    }
-    gains = [c.difference for c in against[lambda_page.PLAIN].values()]
-    shown = sum(c.verdict == "better" for c in against[lambda_page.PLAIN].values())
-    told_apart = sum(c.verdict in ("better", "worse") for c in against[lambda_page.IMPLICIT].values())
-    told = "**Dropout as a penalty may or may not do what dropout does**: on 337 digits "
-    told += f"{len(forms)} variants of Explicit Dropout "
-    told += (
-        f"gain {min(gains):.1f} to {max(gains):.1f} points ({shown} of {len(forms)} shown), and {told_apart} of them "
     )
-    return f"{told}can be told from implicit dropout ([page](docs/lambda.md)){_videos()}."
+    beside = f"{implicit.count('better')} are shown better and {implicit.count('worse')} worse than implicit dropout"
+    return f"on {lambda_page.STUDIES[name]} {plain.count('better')} are shown better than plain training, {beside}"
 
 
 def _videos() -> str:
