@@ -88,8 +88,8 @@ def penalty() -> str | None:
     told = [_lambdas(name, path) for name, path in paths.items() if path.is_file()]
     if not told:
         return None
-    begin = "**Dropout as a penalty may or may not do what dropout does**: of 6 variants of Explicit Dropout"
-    return f"{begin} at the lambda that validation chose, {'; '.join(told)} ([page](docs/lambda.md)){_videos()}."
+    begin = "**Dropout as a penalty may or may not do what dropout does**: at the lambda that validation chose"
+    return f"{begin}, {'; '.join(told)} ([page](docs/lambda.md)){_videos()}."
 
 
 def _lambdas(name: str, path: Path) -> str:
@@ -100,7 +100,10 @@ def _lambdas(name: str, path: Path) -> str:
         for reference in (lambda_page.PLAIN, lambda_page.IMPLICIT)
     )
     beside = f"{implicit.count('better')} are shown better and {implicit.count('worse')} worse than implicit dropout"
-    return f"on {lambda_page.STUDIES[name]} {plain.count('better')} are shown better than plain training, {beside}"
+    better = (
+        f"{plain.count('better')} of {len(forms)} variants of Explicit Dropout are shown better than plain training"
+    )
+    return f"on {lambda_page.STUDIES[name]} {better}, {beside}"
 
 
 def _videos() -> str:
