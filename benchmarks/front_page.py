@@ -100,9 +100,7 @@ def _lambdas(name: str, path: Path) -> str:
         for reference in (lambda_page.PLAIN, lambda_page.IMPLICIT)
     )
     beside = f"{implicit.count('better')} are shown better and {implicit.count('worse')} worse than implicit dropout"
-    better = (
-        f"{plain.count('better')} of {len(forms)} variants of Explicit Dropout are shown better than plain training"
-    )
+    better = f"{plain.count('better')} of {len(forms)} variants of Explicit Dropout are shown better than plain"
     return f"on {lambda_page.STUDIES[name]} {better}, {beside}"
 
 
