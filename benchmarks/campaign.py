@@ -29,6 +29,7 @@ RECIPES = (
     "explicit_dropout/table_3",
     "explicit_dropout/lambda_cifar10",
     "explicit_dropout/table_1",
+    "explicit_dropout/augmented_cifar10",
     "dropkey/rates_digits",
     "attentiondrop/digits",
     "always_skip_attention/depth_digits",
@@ -39,11 +40,20 @@ RECIPES = (
     "always_skip_attention/graying_digits",
     "always_skip_attention/convolutions_digits",
     "explicit_dropout/spoken_digits",
+    "dropkey/schedules_cifar100",
+    "attentiondrop/noise_cifar10",
     "attentiondrop/cross_modal",
     "explicit_dropout/table_4",
     "explicit_dropout/table_2",
+    "attentiondrop/cifar10",
+    "attentiondrop/cifar100",
+    "attentiondrop/translation",
 )
-DIAGNOSED = {"attentiondrop/robust_digits": ("--only", "robustness,calibration", "--eps", "8,16")}
+DIAGNOSED = {
+    "attentiondrop/robust_digits": ("--only", "robustness,calibration", "--eps", "8,16"),
+    "attentiondrop/cifar10": ("--only", "robustness,calibration", "--eps", "1,2"),
+    "dropkey/schedules_cifar100": ("--only", "attention,attention_maps", "--partial"),
+}
 """Studies whose weights are kept, to be diagnosed after training."""
 TEXTS = ("train.epochs=8", "train.batch_size=32", "train.lr=0.0005", "train.validate_every=8", "train.select=last")
 COLUMNS = "drop_key(rate=0.1, unit='column')"
@@ -73,7 +83,7 @@ FINETUNING = {  # name: where the texts lie in the data folder, and settings
     ),
     "finetuning/rte": ("text/rte/train.tsv", PAIRS),  # 500 pairs: does one follow from the other?
 }
-STUDIES = (*RECIPES[:4], *FINETUNING, *RECIPES[4:])
+STUDIES = (*RECIPES[:5], *FINETUNING, *RECIPES[5:])
 
 
 def command(name: str, data_dir: Path) -> list[str]:

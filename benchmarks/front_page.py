@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import claims, lambda_page, questions
+from benchmarks.claimed import FFN, T3
 from benchmarks.curves import judged, read
 from benchmarks.pages import publish, renew
 from benchmarks.which_method import RECORDS, SITUATIONS, verdicts
@@ -106,11 +107,11 @@ def _lambdas(name: str, path: Path) -> str:
 
 def _videos() -> str:
     """The same question on THUMOS14, where the record is there."""
-    if not (RECORDS / claims.T3).is_file():
+    if not (RECORDS / T3).is_file():
         return ""
-    values = {row: metrics["frame_map"] for row, metrics in claims.read(RECORDS / claims.T3).items()}
-    rows = {r: v for r, v in values.items() if ("explicit" in r and "arora" not in r) or r == claims.FFN}
-    found = judge(rows, claims.FFN, "frame_map")
+    values = {row: metrics["frame_map"] for row, metrics in claims.read(RECORDS / T3).items()}
+    rows = {r: v for r, v in values.items() if ("explicit" in r and "arora" not in r) or r == FFN}
+    found = judge(rows, FFN, "frame_map")
     worse = [c.difference for c in found.values() if c.verdict == "worse"]
     if not worse:
         return ""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import claims
+from benchmarks.maps_picture import maps_picture
 from benchmarks.pages import publish
 from dampen.lab.records.table import ResultTable
 from dampen.lab.report import Report, make_report
@@ -50,6 +51,12 @@ QUESTIONS = (
         "Which dropout for 4,500 images that a ViT overfits?",
         "explicit_dropout/table_1-study.json.xz",
         "dampen run explicit_dropout/table_1 --scale study --data-dir DATA",
+    ),
+    Question(
+        "augmented",
+        "Which dropout for 12,600 augmented images that a ViT underfits?",
+        "explicit_dropout/augmented_cifar10-study.json.xz",
+        "dampen run explicit_dropout/augmented_cifar10 --scale study --data-dir DATA",
     ),
     Question(
         "finetuning",
@@ -100,6 +107,12 @@ QUESTIONS = (
         "dampen run attentiondrop/noise_digits --scale study",
     ),
     Question(
+        "noise_cifar10",
+        "Which regularizer for 2,100 images, three labels in ten wrong?",
+        "attentiondrop/noise_cifar10-study.json.xz",
+        "dampen run attentiondrop/noise_cifar10 --scale study --data-dir DATA",
+    ),
+    Question(
         "robust",
         "Are AttentionDrop's methods harder to attack than dropout?",
         "attentiondrop/robust_digits-study.json.xz",
@@ -124,6 +137,12 @@ QUESTIONS = (
         "dampen run explicit_dropout/spoken_digits --scale study --data-dir DATA",
     ),
     Question(
+        "attention",
+        "DropKey's schedules on 4,200 images of 100 classes, and where its models look",
+        "dropkey/schedules_cifar100-study.json.xz",
+        "python -m benchmarks.campaign --only dropkey/schedules_cifar100 --data-dir DATA --out RUNS",
+    ),
+    Question(
         "cross_modal",
         "Does dropping in the attention from text to image help?",
         "attentiondrop/cross_modal.json.xz",
@@ -140,6 +159,24 @@ QUESTIONS = (
         "Which dropout for 8,750 images of 100 classes?",
         "explicit_dropout/table_2-study.json.xz",
         "dampen run explicit_dropout/table_2 --scale study --data-dir DATA",
+    ),
+    Question(
+        "attentiondrop_cifar10",
+        "Do AttentionDrop's methods beat dropout on 4,500 images, and are they harder to attack?",
+        "attentiondrop/cifar10-study.json.xz",
+        "python -m benchmarks.campaign --only attentiondrop/cifar10 --data-dir DATA --out RUNS",
+    ),
+    Question(
+        "attentiondrop_cifar100",
+        "Do AttentionDrop's methods beat dropout on 8,750 images of 100 classes?",
+        "attentiondrop/cifar100-study.json.xz",
+        "dampen run attentiondrop/cifar100 --scale study --data-dir DATA",
+    ),
+    Question(
+        "translation",
+        "Do AttentionDrop's methods beat dropout in translation?",
+        "attentiondrop/translation-study.json.xz",
+        "dampen run attentiondrop/translation --scale study --data-dir DATA",
     ),
 )
 FOUND = {"depth": claims.depth, "convolutions": claims.convolutions, "sweeps": claims.sweeps, "robust": claims.attacked}
@@ -186,6 +223,8 @@ def page(question: Question, table: ResultTable, advice: Advice) -> str:
     lines = [f"# {question.text}", "", MADE.format(question.record), ""]
     lines += [answer(question, advice), ""]
     lines += [f"![Differences with corrected intervals](../images/{question.slug}.svg)", ""]
+    if any(run.measured.attention_maps for run in table.study.runs()):
+        lines += [f"![Where the models look](../images/{question.slug}_maps.svg)", ""]
     lines += [f"- **Regime**: {told}" for told in (regime(table),) if told]
     lines += [f"- **Cost**: {advice.cost.headline}. {' '.join(advice.cost.details)}"]
     lines += [f"- **Trust**: {advice.trust.headline}. {' '.join(advice.trust.details)}"]
@@ -236,8 +275,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pages[DOCS / "results" / f"{question.slug}_table.md"] = (
             f"{MADE.format(question.record)}\n\n{report.render('md')}"
         )
-        if not options.check and (drawn := picture(table)):  # pictures differ in their last digits between machines
-            pages[DOCS / "images" / f"{question.slug}.svg"] = drawn
+        drawn = {} if options.check else {"": picture(table), "_maps": maps_picture(table)}
+        for kind, svg in drawn.items():  # not checked: pictures differ in their last digits between machines
+            if svg is not None:
+                pages[DOCS / "images" / f"{question.slug}{kind}.svg"] = svg
     pages[DOCS / "results.md"] = index(answers)
     return publish(pages, options.check)
 

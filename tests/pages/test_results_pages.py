@@ -59,7 +59,8 @@ def test_real_runs_are_clearly_above_chance():
 
 
 def test_a_claim_is_shown_contradicted_or_neither_as_the_numbers_are():
-    from benchmarks.claims import Claim, judged, told
+    from benchmarks.claimed import Claim
+    from benchmarks.claims import judged, told
 
     steady = {str(seed): 50.0 + seed for seed in range(6)}
     values = {

@@ -35,7 +35,8 @@ def test_every_paper_has_its_tables():
     papers_shown = {"explicit_dropout", "dropkey", "attentiondrop", "always_skip_attention", "hidden_key"}
     assert {n.split("/")[0] for n in NAMES} == papers_shown
     explicit = [n.removeprefix("explicit_dropout/") for n in NAMES if n.startswith("explicit")]
-    assert explicit == ["lambda_cifar10", "lambda_digits", "spoken_digits", *(f"table_{i}" for i in range(1, 6))]
+    beside = ["augmented_cifar10", "lambda_cifar10", "lambda_digits", "spoken_digits"]
+    assert explicit == [*beside, *(f"table_{i}" for i in range(1, 6))]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,28 @@ def test_every_recipe_plans_at_every_scale(name, tmp_path):
         assert Plan.load(tmp_path) == plan
     laptop = make_plan(recipe, "laptop")
     assert len(laptop.trials) <= 68
+
+
+@BEYOND
+def test_every_study_has_rows_without_a_method_to_compare_with():
+    for name in NAMES:
+        recipe = load_recipe(name)
+        if "study" in recipe.scales:
+            assert any(not row.methods for row in make_plan(recipe, "study").rows), name
+
+
+@pytest.mark.parametrize("table", ["table_1", "table_2", "table_5"])
+def test_the_paper_scale_on_cifar_is_the_most_probable_one_and_says_so(table):
+    recipe = load_recipe(f"explicit_dropout/{table}")
+    plan = make_plan(recipe, "paper")
+    assert any("most probable training, not the paper's" in told for told in plan.departures)
+    model = {"patch_size": 4, "width": 384, "depth": 7, "heads": 12, "mlp": 384}
+    for trial in plan.trials.values():
+        assert model.items() <= trial.model.items()
+        train = trial.train
+        assert (train.optimizer, train.batch_size, train.weight_decay) == ("adam", 128, 5e-5)
+        assert (train.schedule, train.warmup, train.final_lr, train.epochs) == ("cosine", 5.0, 0.01, 200)
+    assert 1e-3 in {trial.train.lr for trial in plan.trials.values()}
 
 
 SHAPES = {  # what the data decides, without the data

@@ -65,6 +65,8 @@ def test_every_section_that_is_measured_counts():
     measured = parse_diagnosis({"consistency": {"bound": 0.5}})
     assert measured
     assert diagnosed(measured) == {"averaged_brier_bound": 0.5}
+    layers = [{"entropy_share": 0.25}, {"entropy_share": 0.75}, {"head_similarity": 1.0}]
+    assert diagnosed(parse_diagnosis({"attention": {"layers": layers}})) == {"attention_entropy": 0.5}
 
 
 def test_a_users_own_words_in_a_log_are_no_damage():

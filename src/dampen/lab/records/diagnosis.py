@@ -6,6 +6,7 @@ format was written have format 0; fields that they do not have take their defaul
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import msgspec
@@ -67,7 +68,9 @@ def parse_diagnosis(content: Any) -> Diagnosis:
 
 
 def diagnosed(measured: Diagnosis) -> dict[str, float]:
-    """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap."""
+    """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap,
+    and how widely attention is spread, as a mean over the layers.
+    """
     found: dict[str, Any] = {}
     for attack in ("pgd", "fgsm"):
         own = [a for a in measured.robustness if a["attack"] == attack]
@@ -78,4 +81,6 @@ def diagnosed(measured: Diagnosis) -> dict[str, float]:
     found["gradient_variance"] = measured.gradient_variance.get("normalized")
     found["averaged_brier_bound"] = measured.consistency.get("bound")
     found["accuracy_gap"] = measured.generalization.get("accuracy_gap")
+    if spread := [a["entropy_share"] for a in measured.attention.get("layers", []) if "entropy_share" in a]:
+        found["attention_entropy"] = statistics.fmean(spread)
     return {k: v for k, v in found.items() if v is not None}

@@ -100,6 +100,7 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("variance_ratio", "gradient variance / reference", None),
         replace(_share("accuracy_gap", "train - test accuracy", diagnosed=True), better=None, margin=None),
+        replace(_share("attention_entropy", "attention entropy / largest", diagnosed=True), better=None, margin=None),
     )
 }
 
