@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import claims, lambda_page, questions
+from benchmarks import claims, lambda_page, regimes
 from benchmarks.claimed import FFN, T3
 from benchmarks.curves import judged, read
 from benchmarks.pages import publish, renew
@@ -68,8 +68,8 @@ def _fine_tuned() -> str:
     better, worse = (sum(c.verdict == what for _, c in found) for what in ("better", "worse"))
     best, its = found[0]
     told = f"; where MiniLM is fine-tuned on {_examples(table)} sentences of 77 classes, {better} of {len(found)} are "
-    told += f"shown better and {worse} worse (the best, {best.name}: {sentence(its, table.metric)}); "
-    return f"{told}{questions.regime(table) or ''} ([page](docs/results/finetuning.md))".replace(". (", " (")
+    told += f"shown better and {worse} worse (the best, {best.name}: {sentence(its, table.metric)}) "
+    return f"{told}([page](docs/results/finetuning.md))"
 
 
 def _examples(table: object) -> int:
@@ -119,7 +119,13 @@ def _videos() -> str:
     return f"{told}{-max(worse):.1f} to {-min(worse):.1f} points of mAP ([page](docs/results/thumos.md))"
 
 
-FINDINGS: tuple[Callable[[], str | None], ...] = (demo, depth, penalty)
+def when() -> str | None:
+    """Where regularizers helped at all."""
+    found = regimes.cases()
+    return f"{regimes.answer(found)} ([page](docs/results/when.md))." if found else None
+
+
+FINDINGS: tuple[Callable[[], str | None], ...] = (demo, when, depth, penalty)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks import claims
 from benchmarks.maps_picture import maps_picture
 from benchmarks.pages import publish
+from benchmarks.regimes import regime
 from dampen.lab.records.table import ResultTable
 from dampen.lab.report import Report, make_report
 from dampen.lab.report.advice import Advice, advise
@@ -63,6 +64,12 @@ QUESTIONS = (
         "Which regularizer when a pre-trained model is fine-tuned on five examples per class?",
         "finetuning/banking77.json.xz",
         "python -m benchmarks.campaign --only finetuning/banking77 --data-dir DATA --out RUNS",
+    ),
+    Question(
+        "finetuning_long",
+        "And where that fine-tuning goes on for 24 epochs instead of 8?",
+        "finetuning/banking77_long.json.xz",
+        "python -m benchmarks.campaign --only finetuning/banking77_long --data-dir DATA --out RUNS",
     ),
     Question(
         "mrpc",
@@ -182,6 +189,7 @@ QUESTIONS = (
 FOUND = {"depth": claims.depth, "convolutions": claims.convolutions, "sweeps": claims.sweeps, "robust": claims.attacked}
 """Questions whose rows are not alternatives: what was found, in a sentence."""
 ELSEWHERE = {
+    "When does a regularizer help?": "results/when.md",
     "Is there a lambda at which explicit dropout does what dropout does?": "lambda.md",
     "Does DropKey beat attention dropout, over ratios and schedules?": "results/dropkey.md",
     "Why skip connections: conditioning, ablation, Token Graying": "always_skip.md",
@@ -202,20 +210,6 @@ def answer(question: Question, advice: Advice) -> str:
     if question.slug in FOUND and (told := FOUND[question.slug]()):
         return f"{told}."
     return f"**{advice.which.headline}.** {' '.join(advice.which.details)}"
-
-
-def regime(table: ResultTable) -> str | None:
-    """Whether plain training ends over- or underfitted, from its losses; None where the record does not say."""
-    plain = next((e for e in table.entries if not e.row.methods), None)
-    finals = [run.final for run in plain.cell.finished().values() if run.final] if plain else []
-    losses = [(f.train.get("task"), f.test.get("nll")) for f in finals]
-    if not losses or any(None in pair for pair in losses):
-        return None
-    train, test = (sum(values) / len(losses) for values in zip(*losses, strict=True))
-    told = f"plain training ends with a training loss of {train:.2f} and an NLL of {test:.2f} on the test set"
-    if train > test / 2:
-        return f"{told}: it does not overfit, so a regularizer has little to prevent, and a cost."
-    return f"{told}: it overfits, which is what regularizers are for."
 
 
 def page(question: Question, table: ResultTable, advice: Advice) -> str:

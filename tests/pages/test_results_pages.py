@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import costs_page, detection_page, lambda_page, questions, rates_page, real_data, reproductions
+from benchmarks import costs_page, detection_page, lambda_page, questions, rates_page, real_data, regimes, reproductions
 from dampen.lab.report import make_report
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
@@ -17,6 +17,7 @@ def test_the_pages_are_up_to_date():
     assert costs_page.main(["--check"]) == 0, "run `python -m benchmarks.costs_page`"
     assert detection_page.main(["--check"]) == 0, "run `python -m benchmarks.detection_page`"
     assert questions.main(["--check"]) == 0, "run `python -m benchmarks.questions`"
+    assert regimes.main(["--check"]) == 0, "run `python -m benchmarks.regimes`"
     assert lambda_page.main(["--check"]) == 0, "run `python -m benchmarks.lambda_page`"
     assert rates_page.main(["--check"]) == 0, "run `python -m benchmarks.rates_page`"
 
@@ -78,3 +79,15 @@ def test_a_claim_is_shown_contradicted_or_neither_as_the_numbers_are():
     ]
     assert told(Claim("p", "x", untestable="no GPU"), None) == "not testable here: no GPU"
     assert told(asked[0], None) == "not run yet"
+
+
+def test_studies_are_counted_by_the_regime_of_their_plain_training():
+    cases = regimes.cases()
+    assert [c.train / c.test for c in cases] == sorted(c.train / c.test for c in cases)
+    memorized, underfitted = cases[0], cases[-1]
+    assert memorized.overfits
+    assert not underfitted.overfits
+    told = regimes.answer([memorized, underfitted])
+    assert f"overfits (1 study), {memorized.better()} of {memorized.rows()} rows are shown better" in told
+    assert f"does not (1 study), {underfitted.better()} of {underfitted.rows()} rows" in told
+    assert f"and {underfitted.worse()} worse" in told
