@@ -20,7 +20,8 @@ def maps_picture(table: ResultTable) -> str | None:
     drawn = []
     for y, images in enumerate(lines):
         top = y * (SIDE + TITLE + GAP)
-        drawn.append(f'<text x="0" y="{top + 12}" font-weight="bold">{escape(images[0]["group"])}</text>')
+        label = images[0]["group"].partition(": ")[2]
+        drawn.append(f'<text x="0" y="{top + 12}" font-weight="bold">{escape(label)}</text>')
         for x, image in enumerate(images):
             left = x * (SIDE + GAP)
             title = image["title"].partition(":")[0]  # the row, without what it predicted

@@ -1,12 +1,15 @@
 """docs/results.md, docs/real_data.md and docs/costs.md say what the committed records say."""
 
+import html
 import json
 import re
 
 import pytest
 
 from benchmarks import costs_page, detection_page, lambda_page, questions, rates_page, real_data, regimes, reproductions
+from benchmarks.maps_picture import maps_picture
 from dampen.lab.report import make_report
+from tests.lab.synthetic_runs import write_study
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
 
@@ -91,3 +94,13 @@ def test_studies_are_counted_by_the_regime_of_their_plain_training():
     assert f"overfits (1 study), {memorized.better()} of {memorized.rows()} rows are shown better" in told
     assert f"does not (1 study), {underfitted.better()} of {underfitted.rows()} rows" in told
     assert f"and {underfitted.worse()} worse" in told
+
+
+def test_the_picture_of_attention_maps_has_one_of_every_row(tmp_path):
+    write_study(tmp_path / "looked_at", diagnose=True)
+    write_study(tmp_path / "not")
+    table = make_report([tmp_path / "looked_at"]).tables[0]
+    svg = maps_picture(table)
+    assert svg.count("<image ") == 1 + len(table.entries)
+    assert all(f">{html.escape(entry.name)}</text>" in svg for entry in table.entries)
+    assert maps_picture(make_report([tmp_path / "not"]).tables[0]) is None
