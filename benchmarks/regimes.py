@@ -170,7 +170,8 @@ def picture(found: Sequence[Case]) -> str:
         "datum.verdict != 'better' && datum.verdict != 'worse'"
     )
     zero = alt.Chart(alt.Data(values=[{"x": 0}])).mark_rule(color="#444").encode(x="x:Q")
-    spec = alt.layer(zero, rest, shown).properties(width=440, height=alt.Step(26)).configure(background="white")
+    chart = alt.layer(zero, rest, shown).properties(width=440, height=alt.Step(26))
+    spec = chart.configure(background="white", padding={"left": 60, "right": 10, "top": 5, "bottom": 5})  # wider fonts
     return vl_convert.vegalite_to_svg(spec.to_dict())
 
 
