@@ -170,6 +170,16 @@ def test_dry_run_runs_nothing(capsys, tiny, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_dry_run_of_a_tuned_recipe_counts_what_will_run(capsys, tmp_path):
+    """11 rows, of which 8 choose from three points with one seed; then each at one point with ten seeds."""
+    asked = ["run", "attentiondrop/noise_digits", "--scale", "study", "--out", tmp_path / "runs", "--dry-run"]
+    _, out, _ = run(capsys, *asked)
+    assert "24 trials that choose on validation, then 110 would run" in out
+    _, out, _ = run(capsys, *asked, "--row", "plain", "--row", "DropKey", "--seed", "0", "--json")
+    answer = json.loads(out)
+    assert (answer["tuning"], answer["chosen"]) == (3, 2)
+
+
 def test_all_errors_of_a_recipe_come_at_once(capsys, tmp_path):
     path = tmp_path / "bad.toml"
     bad = TINY.replace("EPOCHS", "0").replace("drop_key", "drop_kye").replace("patch_size", "patchsize")

@@ -142,6 +142,22 @@ def test_masks_that_differ_between_heads(form):
     torch.testing.assert_close(value, total / (keep.sum() / 2), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_all_heads_as_one_see_what_any_of_them_sees(form, shared):
+    layer, inputs = Case().build()
+    keep = torch.rand(2, 2, 3, 3, generator=torch.Generator().manual_seed(1)) > 0.6
+    keep |= torch.eye(3, dtype=torch.bool)
+    assert (keep[:, 0] != keep[:, 1]).any()
+    method = ExplicitDropout(query_key=1.0, rate=RATE, form=form, visible_only=True, heads="concat", shared_mask=shared)
+    reg = dampen.regularize(layer, method)
+    layer(**inputs, keep=keep)
+    value, x, seen = reg.penalty(), layer.attn.seen[0], keep.any(1)
+    wq, wk = (torch.cat([head[i] for head in split_heads(layer.attn)]) for i in range(2))
+    total = sum(pair_value("query_key", form, x[b], x[b], wq, wk, seen[b].double(), shared) for b in range(2))
+    torch.testing.assert_close(value, total / seen.sum(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 @pytest.mark.parametrize("form", FORMS)
 def test_all_terms_at_once_are_the_sum_of_each(form, rate):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +78,10 @@ def run(
     }
     execution |= {"loggers": tuple(logger or ())}
     if dry_run:
-        _preview(plan, folder, len(trials), as_json)
+        from dampen.lab.running.grid_tuning import tuning_plan
+
+        tuning = None if search else tuning_plan(loaded, scale, changes, row or [])
+        _preview(plan, folder, as_json, tuning, row or (), seed or ())
         return
     if not search:
         plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)
@@ -110,17 +114,25 @@ def _has_report() -> bool:
     return "report" in available()
 
 
-def _preview(plan: Plan, folder: Path, count: int, as_json: bool) -> None:
+def _preview(
+    plan: Plan, folder: Path, as_json: bool, tuning: Plan | None, rows: Sequence[str], seeds: Sequence[int]
+) -> None:
+    from dampen.lab.running.grid_tuning import as_large
+
     points = sum(len(r.points) for r in plan.rows)
+    trials = {i: t.to_dict() for i, t in plan.trials.items()}
+    table = plan if tuning is None else as_large(plan, tuning)
+    first, count = len(tuning.trials) if tuning else 0, len(table.chosen(rows, seeds))
     if as_json:
-        trials = {i: t.to_dict() for i, t in plan.trials.items()}
-        print_json({"run": plan.name, "scale": plan.scale, "folder": str(folder), "trials": trials, "chosen": count})
+        told = {"run": plan.name, "scale": plan.scale, "folder": str(folder), "trials": trials, "tuning": first}
+        print_json({**told, "chosen": count})
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{plan.name} at scale {plan.scale}: {len(plan.rows)} rows, {points} grid points, seeds {plan.seeds}",
         markup=False,
     )
-    console.print(f"{count} trials would run in {folder}. Cost: {plan.header['cost']}", markup=False)
+    trials_told = f"{first} trials that choose on validation, then {count}" if first else f"{count} trials"
+    console.print(f"{trials_told} would run in {folder}. Cost: {plan.header['cost']}", markup=False)
     for departure in plan.departures:
         console.print(f"  departure: {departure}", markup=False)

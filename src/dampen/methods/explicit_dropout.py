@@ -33,6 +33,7 @@ from dampen.formulas.explicit.scores import (
     chunked_pairs,
     count_visible,
     restricts_pairs,
+    seen_by_any_head,
     visible_diagonal,
     visible_pairs,
 )
@@ -77,7 +78,8 @@ class ExplicitDropout(Regularizer):
         shared_mask: query_key with one mask on X for queries and keys, as dropout before the projections acts.
             Self-attention only.
         detach_inputs: gradients go to the weights alone, not to the activations.
-        visible_only: query, key and query_key count the pairs that the model's mask lets see, instead of all.
+        visible_only: query, key and query_key count the pairs that the model's mask lets see, instead of all; with
+            heads="concat" those that any head may see.
         joint: lambda of one mask on X for queries, keys and values at once, to first order, `form="inverted"` only: a
             vector-Jacobian product with random signs (docs/joint_mask.md), about as dear as a second backward.
         output: lambda of dropout on the input of the attention's output projection (`ProjectionDropout`).
@@ -299,6 +301,7 @@ class ExplicitDropout(Regularizer):
         if self.concat:
             queries, keys = as_one_head(queries, keys, call)
         if restricted:
+            call = seen_by_any_head(call) if self.concat else call
             check_visible(call, queries, keys)
             parts = visible_pairs(queries, keys, rows, need, call)
             if self.reduction == "mean":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ Keep = Callable[[slice], Tensor]
 def restricts_pairs(call: Call) -> bool:
     """Whether the model's mask is more than padding, so that visible pairs are fewer than pairs of valid tokens."""
     return call.is_causal or (call.mask is not None and (call.mask.shape[-2] != 1 or call.mask.shape[1] != 1))
+
+
+def seen_by_any_head(call: Call) -> Call:
+    """The call as all heads together see it: a pair is visible where any of them may see it."""
+    if call.mask is None or call.mask.shape[1] == 1:
+        return call
+    return replace(call, mask=call.mask.any(1, keepdim=True))
 
 
 def visible_diagonal(call: Call) -> Tensor | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.lab.config.plan import Plan, PlannedRow, make_plan
+from dampen.lab.config.plan import Plan, PlannedRow, Point, make_plan
 from dampen.lab.config.recipe import Recipe
 from dampen.lab.config.search_space import axis_of
 from dampen.lab.files import write_json
@@ -33,16 +33,25 @@ def tuning_plan(recipe: Recipe, scale: str | None, settings: Sequence[str], rows
 
 
 def choose(plan: Plan, tuning: Plan, folder: Path) -> Plan:
-    """The plan with each tuned row at the point that validation preferred; a table that reports all keeps them all."""
+    """The plan with each tuned row at the point that validation preferred."""
     results = read_results(tuning, folder / FOLDER)
     by_name = {row.name: row for row in tuning.rows}
     write_json(folder / "search.json", _told(tuning, results))
+    return _at(plan, {name: best_point(row, results) for name, row in by_name.items()})
+
+
+def as_large(plan: Plan, tuning: Plan) -> Plan:
+    """The plan with as many trials as it will have once its points are chosen, whichever they are."""
+    return _at(plan, {row.name: row.points[0] for row in tuning.rows})
+
+
+def _at(plan: Plan, points: Mapping[str, Point]) -> Plan:
+    """The plan with these rows at these grid points; a table that reports all keeps them all."""
     if plan.header["report"] == "all":
         return plan
     for row in plan.rows:
-        if row.name in by_name:
-            best = best_point(by_name[row.name], results)
-            row.points = [p for p in row.points if p.grid == best.grid]
+        if row.name in points:
+            row.points = [p for p in row.points if p.grid == points[row.name].grid]
     used = {i for r in plan.rows for p in r.points for i in p.trials.values()}
     plan.trials = {i: t for i, t in plan.trials.items() if i in used}
     return plan
