@@ -47,6 +47,7 @@ SITUATIONS = (
         "from scratch",
         "explicit_dropout/lambda_digits-study.json.xz",
         "lambda.md",
+        front=False,
     ),
     Situation(
         "a few hundred examples, AttentionDrop's methods",
@@ -67,6 +68,19 @@ SITUATIONS = (
         "from scratch",
         "explicit_dropout/table_1-study.json.xz",
         front=False,
+    ),
+    Situation(
+        "2,100 examples, three labels in ten wrong",
+        "image classification",
+        "from scratch",
+        "attentiondrop/noise_cifar10-study.json.xz",
+        front=False,
+    ),
+    Situation(
+        "12,600 examples with crop and flip",
+        "image classification",
+        "from scratch",
+        "explicit_dropout/augmented_cifar10-study.json.xz",
     ),
     Situation("200 videos", "action detection on features", "from scratch", "explicit_dropout/table_3-study.json.xz"),
     Situation(
