@@ -7,7 +7,6 @@ one or more references, on every seed of the table.
 from __future__ import annotations
 
 import json
-import lzma
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from dampen.lab.records.stats import t_quantile
 from dampen.lab.records.table import Entry, ResultTable
 from dampen.lab.records.verdict import Comparison, judge, sentence
 from dampen.lab.report import make_report
+from dampen.lab.report.stored import packed_text
 
 METRICS = ("accuracy", "nll")
 
@@ -47,9 +47,15 @@ class Curves:
 
 def read(path: Path, name: str) -> Curves:
     """A packed study."""
-    packed = json.loads(lzma.decompress(path.read_bytes()))
-    search = next(files["search.json"] for files in packed["folders"].values() if "search.json" in files)
+    if (search := search_of(path)) is None:
+        raise ValueError(f"{path.name} holds no search.json: its values were not chosen on seeds of their own.")
     return Curves(name, make_report([path]).tables[0], chosen(search))
+
+
+def search_of(path: Path) -> Mapping[str, Any] | None:
+    """What was tried on the tuning seeds of a packed study; None where nothing was."""
+    packed = json.loads(packed_text(path))
+    return next((files["search.json"] for files in packed["folders"].values() if "search.json" in files), None)
 
 
 def chosen(search: Mapping[str, Any]) -> dict[str, float]:

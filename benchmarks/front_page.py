@@ -14,8 +14,8 @@ from benchmarks.claimed import FFN, T3
 from benchmarks.curves import judged, read
 from benchmarks.pages import publish, renew
 from benchmarks.which_method import RECORDS, SITUATIONS, verdicts
+from benchmarks.which_method import read as read_record
 from dampen.lab.records.verdict import judge, sentence
-from dampen.lab.report import make_report
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 FINETUNING, PICTURE = "finetuning/banking77.json.xz", "docs/images/finetuning.svg"
@@ -30,8 +30,8 @@ def cases() -> str:
         case = f"{situation.size}, {situation.task}, {situation.start}"
         if not path.is_file():
             continue
-        table = make_report([path]).tables[0]
-        found = verdicts(table)
+        table, entries = read_record(path)
+        found = verdicts(table, entries)
         better = [(e, c) for e, c in found if c.verdict == "better"]
         told = (
             f"{better[0][0].name}: {sentence(better[0][1], table.metric)}"
@@ -48,8 +48,8 @@ def demo() -> str | None:
     path = RECORDS / "demo.json.xz"
     if not path.is_file():
         return None
-    table = make_report([path]).tables[0]
-    found = verdicts(table)
+    table, entries = read_record(path)
+    found = verdicts(table, entries)
     better = [c.difference for _, c in found if c.verdict == "better"]
     told = f"**On {_examples(table)} digits, {len(better)} of {len(found)} methods beat plain training**, by "
     told += (
@@ -63,8 +63,8 @@ def _fine_tuned() -> str:
     path = RECORDS / FINETUNING
     if not path.is_file():
         return ""
-    table = make_report([path]).tables[0]
-    found = verdicts(table)
+    table, entries = read_record(path)
+    found = verdicts(table, entries)
     better, worse = (sum(c.verdict == what for _, c in found) for what in ("better", "worse"))
     best, its = found[0]
     told = f"; where MiniLM is fine-tuned on {_examples(table)} sentences of 77 classes, {better} of {len(found)} are "

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
+from benchmarks.which_method import RECORDS, read
 from dampen.lab.errors import LabError
 from dampen.lab.records.verdict import sentence
-from dampen.lab.report import make_report
-
-RECORDS = Path(__file__).resolve().parents[1] / "records"
 
 
 @dataclass(frozen=True)
@@ -31,16 +28,15 @@ def effects() -> dict[str, list[Effect]]:
     found: dict[str, list[Effect]] = {}
     for path in sorted([*RECORDS.rglob("*.json"), *RECORDS.rglob("*.json.xz")]):
         try:
-            tables = make_report([path]).tables
+            table, entries = read(path)
         except LabError:  # not a pack of runs: the small records of other benchmarks lie beside them
             continue
-        for table in tables:
-            for entry in table.selected():
-                names = {m["name"] for m in entry.row.methods}
-                if entry.comparison is None or len(names) != 1 or entry.comparison.n < 2 or entry.same_as:
-                    continue
-                told = f"{table.metric.label}: {sentence(entry.comparison, table.metric)}"
-                where = str(path.relative_to(RECORDS))
-                effect = Effect(where, table.study.title, entry.name, entry.reference or "", entry.comparison.n, told)
-                found.setdefault(names.pop(), []).append(effect)
+        for entry in entries:
+            names = {m["name"] for m in entry.row.methods}
+            if entry.comparison is None or len(names) != 1 or entry.comparison.n < 2:
+                continue
+            told = f"{table.metric.label}: {sentence(entry.comparison, table.metric)}"
+            where = str(path.relative_to(RECORDS))
+            effect = Effect(where, table.study.title, entry.name, entry.reference or "", entry.comparison.n, told)
+            found.setdefault(names.pop(), []).append(effect)
     return found

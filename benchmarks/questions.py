@@ -219,7 +219,7 @@ def page(question: Question, table: ResultTable, advice: Advice) -> str:
     lines += [f"![Differences with corrected intervals](../images/{question.slug}.svg)", ""]
     if any(run.measured.attention_maps for run in table.study.runs()):
         lines += [f"![Where the models look](../images/{question.slug}_maps.svg)", ""]
-    lines += [f"- **Regime**: {told}" for told in (regime(table),) if told]
+    lines += [f"- **Regime**: {told}" for told in (regime(table.entries),) if told]
     lines += [f"- **Cost**: {advice.cost.headline}. {' '.join(advice.cost.details)}"]
     lines += [f"- **Trust**: {advice.trust.headline}. {' '.join(advice.trust.details)}"]
     lines += [

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import costs_page, detection_page, lambda_page, questions, rates_page, real_data, regimes, reproductions
 from benchmarks.maps_picture import maps_picture
 from dampen.lab.report import make_report
-from tests.lab.synthetic_runs import write_study
+from tests.lab.synthetic_runs import edit, write_study
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
 
@@ -84,16 +84,38 @@ def test_a_claim_is_shown_contradicted_or_neither_as_the_numbers_are():
     assert told(asked[0], None) == "not run yet"
 
 
-def test_studies_are_counted_by_the_regime_of_their_plain_training():
+def studied(folder, task, nll, **config):
+    """A study whose plain training ends with this loss and this NLL on the test set."""
+    write_study(folder)
+    for path in folder.glob("*/final.json"):
+        edit(path, train={"task": task}, test={"accuracy": 0.5, "nll": nll})
+    for path in folder.glob("*/config.json"):
+        content = json.loads(path.read_text())
+        edit(path, **{section: {**content[section], **own} for section, own in config.items()})
+    return make_report([folder]).tables[0].entries
+
+
+def test_the_regime_is_that_of_plain_training(tmp_path):
+    memorized, underfitted = studied(tmp_path / "a", 0.1, 2.0), studied(tmp_path / "b", 1.6, 2.0)
+    assert regimes.losses(memorized) == pytest.approx((0.1, 2.0))
+    assert "it overfits" in regimes.regime(memorized)
+    assert "it does not overfit" in regimes.regime(underfitted)
+    assert regimes.losses([e for e in memorized if e.row.methods]) is None  # no plain row
+
+
+@pytest.mark.parametrize("config", [{"train": {"label_smoothing": 0.1}}, {"data": {"noise": 0.3}}], ids=str)
+def test_losses_on_other_labels_tell_no_regime(config, tmp_path):
+    assert regimes.losses(studied(tmp_path / "a", 1.6, 2.0, **config)) is None
+
+
+def test_studies_are_counted_by_their_regime():
     cases = regimes.cases()
-    assert [c.train / c.test for c in cases] == sorted(c.train / c.test for c in cases)
-    memorized, underfitted = cases[0], cases[-1]
-    assert memorized.overfits
-    assert not underfitted.overfits
-    told = regimes.answer([memorized, underfitted])
-    assert f"overfits (1 study), {memorized.better()} of {memorized.rows()} rows are shown better" in told
-    assert f"does not (1 study), {underfitted.better()} of {underfitted.rows()} rows" in told
-    assert f"and {underfitted.worse()} worse" in told
+    shares = [c.train / c.test for c in cases]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.5 < shares[-1]
+    told = regimes.answer(cases)
+    rows = [int(n) for n in re.findall(r"of (\d+) rows", told)]
+    assert sum(rows) == sum(len(c.found) for c in cases)
 
 
 def test_the_picture_of_attention_maps_has_one_of_every_row(tmp_path):
