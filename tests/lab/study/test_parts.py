@@ -292,6 +292,21 @@ def test_a_model_folder_is_fine_tuned_with_its_own_tokenizer(tmp_path, tiny_bert
     assert set(ask_parts(f"hf/{tiny_bert}", data, rows, 1, settings=FINE_TUNE).plan.trials) == set(asked.plan.trials)
 
 
+def test_a_model_that_drops_by_itself_is_told_of(tmp_path, tiny_bert):
+    """Plain has the dropout of the model's configuration, and every other row has it beside its own."""
+    data = write_csv(tmp_path / "reviews.csv")
+    asked = ask_parts(f"hf/{tiny_bert}", data, "drop_key", 1, settings=FINE_TUNE)
+    rates = "attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.1"
+    assert f"drops by itself ({rates}), in every row, plain too" in asked.remark
+    assert asked.plan.departures == [asked.remark]  # which stands in every report
+    off = asked.remark.partition("write ")[2].replace("--set ", "").split()
+    without = ask_parts(f"hf/{tiny_bert}", data, "drop_key", 1, settings=[*FINE_TUNE, *off])
+    assert (without.remark, without.plan.departures) == ("", [])
+    trial = next(iter(without.plan.trials.values()))
+    model = make_model(trial.model, load_data(trial.data, None, without.parts, 0).model_args, without.parts)
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+
+
 def test_a_bad_part_is_blamed_on_that_part(tmp_path, build, capsys):
     data = write_csv(tmp_path / "reviews.csv")
     for arguments, words in [

@@ -25,6 +25,7 @@ from dampen.lab.records.fingerprint import fingerprint
 from dampen.lab.records.metric import direction
 from dampen.lab.report.names import plural
 from dampen.lab.study.asked import Asked, metric_of, planned, recipe_of, seeds_of, with_recorded
+from dampen.lab.study.own_dropout import own_dropout, told
 from dampen.lab.study.rows import PLAIN, Rows, read_rows
 from dampen.lab.training.build import MODEL
 from dampen.lab.training.function import Function, as_function, function_in_file
@@ -80,7 +81,9 @@ def ask_parts(
     asked.header |= {"folds": folds} if folds is not None else {}
     place = _place(asked.name, asked.trials, folder, out, resume)
     plan = with_recorded(asked, place)
-    return Asked(recipe, plan, place, asked.chosen(), parts=parts, settings=tuple(settings))
+    remark = told(own_dropout(parts.model if parts else None, asked.chosen()[0].model), name)
+    plan.departures = list(dict.fromkeys([*plan.departures, *([remark] if remark else [])]))
+    return Asked(recipe, plan, place, asked.chosen(), remark=remark, parts=parts, settings=tuple(settings))
 
 
 def _judged(said: tuple[str, str] | None, task: str) -> str:
