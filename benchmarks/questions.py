@@ -49,13 +49,13 @@ QUESTIONS = (
     ),
     Question(
         "cifar10",
-        "Which dropout for 4,500 images that a ViT overfits?",
+        "Which dropout for 4,500 images, in 20 epochs without augmentation?",
         "explicit_dropout/table_1-study.json.xz",
         "dampen run explicit_dropout/table_1 --scale study --data-dir DATA",
     ),
     Question(
         "augmented",
-        "Which dropout for 12,600 augmented images that a ViT underfits?",
+        "Which dropout for 12,600 images with crop and flip, in 10 epochs?",
         "explicit_dropout/augmented_cifar10-study.json.xz",
         "dampen run explicit_dropout/augmented_cifar10 --scale study --data-dir DATA",
     ),
