@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import claims, lambda_page, regimes
+from benchmarks.campaign import OWN
 from benchmarks.claimed import FFN, T3
 from benchmarks.curves import judged, read
 from benchmarks.pages import publish, renew
@@ -68,8 +69,10 @@ def _fine_tuned() -> str:
     better, worse = (sum(c.verdict == what for _, c in found) for what in ("better", "worse"))
     best, its = found[0]
     told = f"; where MiniLM is fine-tuned on {_examples(table)} sentences of 77 classes, {better} of {len(found)} are "
-    told += f"shown better and {worse} worse (the best, {best.name}: {sentence(its, table.metric)}) "
-    return f"{told}([page](docs/results/finetuning.md))"
+    told += f"shown better and {worse} worse (the best, {best.name}: {sentence(its, table.metric)}"
+    own = next((c for e, c in found if e.name == OWN), None)
+    told += f"; the dropout of 0.1 that the model comes with: {sentence(own, table.metric)})" if own else ")"
+    return f"{told} ([page](docs/results/finetuning.md))"
 
 
 def _examples(table: object) -> int:

@@ -96,7 +96,7 @@ SITUATIONS = (
     Situation(
         "five examples of each of 77 classes",
         "text classification",
-        "fine-tuning MiniLM",
+        "fine-tuning MiniLM, its own dropout off",
         "finetuning/banking77.json.xz",
     ),
 )
