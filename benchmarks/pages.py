@@ -7,6 +7,9 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+PADDING = {"left": 70, "right": 10, "top": 5, "bottom": 5}
+"""Around charts: the reader's fonts may be wider than those that the picture was laid out with."""
+
 
 def renew(text: str, start: str, end: str, content: str, where: str) -> str:
     """The text with `content` between the lines `start` and `end`.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import claims
 from benchmarks.maps_picture import maps_picture
-from benchmarks.pages import publish
+from benchmarks.pages import PADDING, publish
 from benchmarks.regimes import regime
 from dampen.lab.records.table import ResultTable
 from dampen.lab.report import Report, make_report
@@ -237,7 +237,8 @@ def picture(table: ResultTable) -> str | None:
     figure = forest(table, Palette([e.name for e in table.entries], [reference.name] if reference else []))
     if figure is None:
         return None
-    return vl_convert.vegalite_to_svg(copy.deepcopy(figure.panels[0].spec) | {"width": 520, "background": "white"})
+    around = {"width": 520, "background": "white", "padding": PADDING}
+    return vl_convert.vegalite_to_svg(copy.deepcopy(figure.panels[0].spec) | around)
 
 
 def index(answers: Sequence[tuple[Question, Advice]]) -> str:

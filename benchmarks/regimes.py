@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.pages import publish
+from benchmarks.pages import PADDING, publish
 from benchmarks.which_method import RECORDS, plain, read, verdicts
 from dampen.lab.records.table import Entry, ResultTable
 from dampen.lab.records.verdict import Comparison, sentence
@@ -196,7 +196,7 @@ def picture(found: Sequence[Case]) -> str:
     )
     zero = alt.Chart(alt.Data(values=[{"x": 0}])).mark_rule(color="#444").encode(x="x:Q")
     chart = alt.layer(zero, rest, shown).properties(width=440, height=alt.Step(26))
-    spec = chart.configure(background="white", padding={"left": 60, "right": 10, "top": 5, "bottom": 5})  # wider fonts
+    spec = chart.configure(background="white", padding=PADDING)
     return vl_convert.vegalite_to_svg(spec.to_dict())
 
 
