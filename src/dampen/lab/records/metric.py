@@ -35,6 +35,7 @@ class Metric:
     margin_share: float | None = None
     digits: int = 3
     diagnosed: bool = False  # by `dampen diagnose`, on the trained model
+    drawn: bool = False  # layer by layer in a figure of the page, whose tables leave it out: paper is only so wide
     noisy_by_count: bool = False  # a share of test examples: their number alone gives a standard error
 
     @property
@@ -100,7 +101,9 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("variance_ratio", "gradient variance / reference", None),
         replace(_share("accuracy_gap", "train - test accuracy", diagnosed=True), better=None, margin=None),
-        replace(_share("attention_entropy", "attention entropy / largest", diagnosed=True), better=None, margin=None),
+        Metric(
+            "attention_entropy", "attention entropy / largest", None, percent=True, digits=2, diagnosed=True, drawn=True
+        ),
     )
 }
 

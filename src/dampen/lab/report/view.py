@@ -312,9 +312,8 @@ def figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str])
 
 def _measured(table: ResultTable, palette: Palette, dark: dict[str, str]) -> dict[str, Any]:
     """The table of what dampen diagnose measured; empty where it did not."""
-    hidden = (table.study.metric, "attention_entropy")  # which is drawn layer by layer: paper is only so wide
-    known = {name for e in table.entries for name in e.metrics}.difference(hidden)
-    shown = [m for m in METRICS.values() if m.diagnosed and m.name in known]
+    known = {name for e in table.entries for name in e.metrics if name != table.study.metric}
+    shown = [m for m in METRICS.values() if m.diagnosed and not m.drawn and m.name in known]
     rows = []
     for entry in (e for e in table.ranked() if any(m.name in e.metrics for m in shown)):
         cells = [_cell(entry.name, entry.name)]
