@@ -102,16 +102,3 @@ def test_no_two_unrelated_classes_share_a_name():
                 places.setdefault(node.name, []).append(str(path.relative_to(SOURCES)))
     assert {name: found for name, found in places.items() if len(found) > 1 and name not in EXPORTED_TWICE} == {}
     assert {name for name, found in places.items() if len(found) > 1} == EXPORTED_TWICE  # and no more is excused
-
-
-def test_averages_move_without_the_joint_operation(monkeypatch):
-    """`_foreach_lerp_` and the loop that stands for it give the same numbers."""
-    ends = []
-    for missing in (False, True):
-        if missing:
-            monkeypatch.delattr(torch, "_foreach_lerp_")
-        these, towards = [torch.zeros(3), torch.ones(2)], [torch.ones(3), torch.arange(2.0)]
-        _torch.lerp_all(these, towards, 0.25)
-        ends.append(torch.cat(these))
-    torch.testing.assert_close(ends[0], ends[1])
-    torch.testing.assert_close(ends[0], torch.tensor([0.25, 0.25, 0.25, 0.75, 1.0]))

@@ -56,16 +56,6 @@ def convolve(module: torch.nn.Conv1d | torch.nn.Conv2d, x: torch.Tensor, weight:
     return out
 
 
-def lerp_all(these: Sequence[torch.Tensor], towards: Sequence[torch.Tensor], weight: float) -> None:
-    """Move many tensors towards others in place: `torch._foreach_lerp_`, torch 2.1 and newer; else one by one."""
-    together = getattr(torch, "_foreach_lerp_", None)
-    if together is not None:
-        together(these, towards, weight)
-        return
-    for a, b in zip(these, towards, strict=True):
-        a.lerp_(b, weight)
-
-
 def norms_of_all(these: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The Euclidean norm of each of many tensors: `torch._foreach_norm`, torch 1.10 and newer; else one by one."""
     together = getattr(torch, "_foreach_norm", None)

@@ -96,7 +96,7 @@ def _torchvision() -> Finding:
     from dampen._torch import cure_torchvision
 
     if importlib.util.find_spec("torchvision") is None:
-        purpose = "RandAugment and its like (pip install 'dampen[augment]'), timm and object detection"
+        purpose = "crop, CutMix, RandAugment and its like (pip install 'dampen[augment]'), timm and object detection"
         return Finding("torchvision", True, f"not installed; only for {purpose}")
     cured = cure_torchvision()
     try:

@@ -44,6 +44,15 @@ def test_crop_is_a_shift_with_black(images):
     assert len(offsets) > 20  # each image has its own place
 
 
+def test_crop_keeps_images_that_are_not_square_in_shape(images):
+    batch = images.train.batch(range(6))
+    wide = batch | {"inputs": (batch["inputs"][0][:, :, :20],)}
+    after = augment({"name": "crop", "padding": 0}, images)(wide)["inputs"][0]
+    torch.testing.assert_close(after, wide["inputs"][0], atol=1e-6, rtol=0)
+    after = augment({"name": "crop", "padding": 2}, images)(wide)["inputs"][0]
+    assert after.shape == wide["inputs"][0].shape
+
+
 def test_flip_mirrors_about_half(images):
     batch = images.train.batch(range(70))
     after = augment({"name": "flip", "probability": 0.5}, images)(batch)["inputs"][0]
@@ -116,6 +125,27 @@ def test_cutmix_weights_targets_by_area(images):
             torch.testing.assert_close(others, (1 - area).expand_as(others), atol=0.01, rtol=0)
             checked += 1
     assert checked >= 3
+
+
+def test_cutmix_takes_rectangles_from_one_other_image_and_mixed_targets_too(images):
+    """Each pixel is the image's own or its partner's; soft targets mix by the same share."""
+    torch.manual_seed(4)
+    batch = images.train.batch(range(12))
+    soft = torch.rand(12, 10).softmax(dim=1)
+    after = augment({"name": "cutmix", "alpha": 1.0}, images)(batch | {"target": soft})
+    x, mixed = batch["inputs"][0], after["inputs"][0]
+    for i in range(12):
+        partners = []
+        for j in range(12):
+            own, other = ((mixed[i] == x[k]).all(dim=0) for k in (i, j))
+            if j != i and (own | other).all():
+                pasted = ~own
+                rows, columns = pasted.any(dim=1).sum(), pasted.any(dim=0).sum()
+                assert pasted.sum() == rows * columns > 0
+                partners.append((j, pasted.float().mean()))
+        assert len(partners) == 1
+        j, area = partners[0]
+        torch.testing.assert_close(after["target"][i], (1 - area) * soft[i] + area * soft[j])
 
 
 def test_probability_zero_leaves_the_batch(images):
@@ -207,7 +237,7 @@ def bare(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else found(name, *more))
 
 
-@pytest.mark.parametrize("name", ["randaugment", "autoaugment", "trivialaugment"])
+@pytest.mark.parametrize("name", ["crop", "randaugment", "autoaugment", "trivialaugment", "cutmix"])
 def test_a_missing_torchvision_is_told_before_anything_runs(images, bare, name):
     (problem,) = check_data({"name": "digits", "augment": [{"name": name}]}, "data.")
     assert f"{name!r} needs torchvision, not installed here; run: pip install 'dampen[augment]'" in problem

@@ -1,8 +1,10 @@
 """Standard augmentations of training batches: chosen by name, none by default.
 
-Pixel ones (crop, flips, RandAugment, AutoAugment, TrivialAugment) act on each image, flips on its boxes too; mixup and
-CutMix mix pairs and make the targets soft; SpecAugment masks spectrograms. All draw from torch's global generator, so
-that a checkpoint that holds its state resumes exactly, or from one that is handed in.
+Pixel ones (crop, flips, RandAugment, AutoAugment, TrivialAugment) act on each image, flips on its
+boxes too; mixup and CutMix mix pairs and make the targets soft; SpecAugment masks spectrograms.
+torchvision (`pip install 'dampen[augment]'`) does what it has in the same meaning; flips with boxes,
+mixup of clips with padding and SpecAugment are written here. All draw from torch's global generator,
+so that a checkpoint that holds its state resumes exactly, or from one that is handed in.
 """
 
 from __future__ import annotations

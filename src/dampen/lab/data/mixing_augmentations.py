@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.lab.data.dataset import Batch, Dataset
+from dampen.lab.data.pixel_augmentations import torchvision_v2
 
 
 @dataclass(frozen=True)
@@ -20,36 +21,38 @@ class Mixup:
     probability: float = 1.0
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
-        partner, weight = _partner(batch, self.alpha, self.probability)
+        _check_alpha(self.alpha)
+        weight = torch.distributions.Beta(self.alpha, self.alpha).sample()
+        skip = torch.rand(()) >= self.probability
+        weight = torch.where(skip, torch.ones(()), weight)  # 1: every example stays as it is
+        partner = torch.randperm(len(batch["target"]))
         x, *rest = batch["inputs"]
         mixed = weight * x + (1 - weight) * x[partner]
-        rest = [padding & padding[partner] for padding in rest]  # what either of the two holds is there
-        return batch | {"inputs": (mixed, *rest), "target": _mixed_target(batch, partner, weight, dataset)}
+        rest = [padding & padding[partner] for padding in rest]  # present where either example is
+        target = _soft(batch["target"], dataset)
+        target = weight * target + (1 - weight) * target[partner]
+        return batch | {"inputs": (mixed, *rest), "target": target}
 
 
 @dataclass(frozen=True)
 class CutMix:
-    """Paste a rectangle of another image; targets share by area (arXiv 1905.04899). One rectangle per batch."""
+    """torchvision's CutMix: paste a rectangle of another image; targets share by area.
+
+    One rectangle per batch (arXiv 1905.04899).
+    """
 
     tasks: ClassVar = ("image",)
+    needs: ClassVar = "torchvision"
     alpha: float = 1.0
     probability: float = 1.0
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
-        partner, weight = _partner(batch, self.alpha, self.probability)
+        _check_alpha(self.alpha)
         x, *rest = batch["inputs"]
-        h, w = x.shape[-2:]
-        side = float(1 - weight) ** 0.5
-        center = [int(torch.randint(0, n, ())) for n in (h, w)]
-        spans = [
-            (max(round(c - n * side / 2), 0), min(round(c + n * side / 2), n))
-            for c, n in zip(center, (h, w), strict=True)
-        ]
-        (top, bottom), (left, right) = spans
-        mixed = x.clone()
-        mixed[..., top:bottom, left:right] = x[partner][..., top:bottom, left:right]
-        kept = 1 - torch.tensor((bottom - top) * (right - left) / (h * w))
-        return batch | {"inputs": (mixed, *rest), "target": _mixed_target(batch, partner, kept, dataset)}
+        target = _soft(batch["target"], dataset)
+        if torch.rand(()) < self.probability:
+            x, target = torchvision_v2().CutMix(alpha=self.alpha)(x, target)
+        return batch | {"inputs": (x, *rest), "target": target}
 
 
 @dataclass(frozen=True)
@@ -79,21 +82,16 @@ class SpecAugment:
         return batch | {"inputs": (x.masked_fill(gone.to(x.device), 0.0), *rest)}
 
 
-def _partner(batch: Batch, alpha: float, probability: float) -> tuple[Tensor, Tensor]:
-    """A random permutation of the batch and the weight of the first image; weight 1 when the batch stays as it is."""
+def _check_alpha(alpha: float) -> None:
     if not alpha > 0:
         raise ValueError(f"alpha is a parameter of the Beta distribution and must be positive: got {alpha}.")
-    weight = torch.distributions.Beta(alpha, alpha).sample()
-    skip = torch.rand(()) >= probability
-    return torch.randperm(len(batch["target"])), torch.where(skip, torch.ones(()), weight)
 
 
-def _mixed_target(batch: Batch, partner: Tensor, weight: Tensor, dataset: Dataset) -> Tensor:
-    target = batch["target"]
-    if not target.is_floating_point():
-        target = nn.functional.one_hot(target, len(dataset.classes)).float()
-    out: Tensor = weight * target + (1 - weight) * target[partner]
-    return out
+def _soft(target: Tensor, dataset: Dataset) -> Tensor:
+    """Class probabilities (B, classes) from class numbers (B,); probabilities stay as they are."""
+    if target.is_floating_point():
+        return target
+    return nn.functional.one_hot(target, len(dataset.classes)).float()
 
 
 def _stretch(rows: int, length: int, widest: int) -> Tensor:

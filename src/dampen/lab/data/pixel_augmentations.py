@@ -1,4 +1,8 @@
-"""Augmentations of single images: crop, flip, and torchvision's RandAugment, AutoAugment and TrivialAugment."""
+"""Augmentations of single images.
+
+torchvision's RandomCrop, RandAugment, AutoAugment and TrivialAugment, image by image; flips act on
+the whole batch, because the boxes of objects move with their image.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dampen.lab.data.dataset import Batch, Dataset, Normalization
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Pad with black by `padding` pixels, then cut out the old size at a random place, each image its own."""
+    """torchvision's RandomCrop: pad with `padding` black pixels, cut out the old size at random."""
 
     tasks: ClassVar = ("image",)
+    needs: ClassVar = "torchvision"
     padding: int = 4
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
-        x, *rest = batch["inputs"]
-        b, c, h, w = x.shape
-        black = _channel(-_normalization(dataset).mean / _normalization(dataset).std, x)
-        wide = nn.functional.pad(x - black, [self.padding] * 4) + black
-        row = torch.randint(0, 2 * self.padding + 1, (b, 1, 1, 1)) + torch.arange(h).view(1, 1, h, 1)
-        column = torch.randint(0, 2 * self.padding + 1, (b, 1, 1, 1)) + torch.arange(w)
-        image, channel = torch.arange(b).view(b, 1, 1, 1), torch.arange(c).view(1, c, 1, 1)
-        return batch | {"inputs": (wide[image, channel, row, column], *rest)}
+        size = batch["inputs"][0].shape[-2:]
+        return _pixelwise(torchvision_v2().RandomCrop(size, padding=self.padding), batch, dataset)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,8 @@ class RandAugment:
     magnitude: int = 9
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
-        return _pixelwise(_transforms().RandAugment(self.operations, self.magnitude), batch, dataset)
+        v2 = torchvision_v2()
+        return _pixelwise(v2.RandAugment(self.operations, self.magnitude), batch, dataset)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class AutoAugment:
     policy: str = "cifar10"
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
-        v2 = _transforms()
+        v2 = torchvision_v2()
         return _pixelwise(v2.AutoAugment(v2.AutoAugmentPolicy(self.policy)), batch, dataset)
 
 
@@ -98,7 +98,7 @@ class TrivialAugment:
     needs: ClassVar = "torchvision"
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
-        return _pixelwise(_transforms().TrivialAugmentWide(), batch, dataset)
+        return _pixelwise(torchvision_v2().TrivialAugmentWide(), batch, dataset)
 
 
 def _normalization(dataset: Dataset) -> Normalization:
@@ -120,7 +120,8 @@ def _pixelwise(transform: Any, batch: Batch, dataset: Dataset) -> Batch:
     return batch | {"inputs": ((changed.float() / 255 - mean) / std, *rest)}
 
 
-def _transforms() -> Any:
+def torchvision_v2() -> Any:
+    """The transforms of torchvision, imported when they are needed."""
     from torchvision.transforms import v2
 
     return v2

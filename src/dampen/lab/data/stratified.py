@@ -12,34 +12,38 @@ from dampen.lab.data.errors import DamagedData
 
 
 def stratified(strata: Sequence[int] | Tensor | np.ndarray, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw `fraction` of the examples so that every stratum gives its share; return (drawn, rest), each sorted.
+    """Draw round(fraction * n) examples; each stratum gives its proportional share, within one.
 
-    The number drawn is round(fraction * n). Each stratum gives the whole part of its share; what is left over goes to
-    the strata with the largest remainders, ties broken by the seeded generator. The draw depends on nothing but
-    its arguments (numpy's PCG64).
+    scikit-learn's `resample(stratify=)`: unlike `train_test_split` it also draws from strata with
+    a single member, and fewer examples than there are strata. The result depends on the arguments
+    alone.
+
+    Args:
+        strata: The stratum (class, genre, digit and speaker, ...) of each example.
+        fraction: The share of the examples to draw, in [0, 1].
+        seed: Any whole number from 0.
+
+    Returns:
+        The drawn and the remaining indices, each sorted.
 
     >>> drawn, rest = stratified([0, 0, 0, 0, 1, 1, 1, 1, 1, 1], 0.5, seed=0)
     >>> len(drawn), len(rest), int((drawn < 4).sum())
     (5, 5, 2)
     """
+    from sklearn.utils import resample
+
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"The fraction to draw must lie in [0, 1]: got {fraction}.")
     keys = np.asarray(strata)
     if keys.ndim != 1:
         raise ValueError(f"Strata are one number per example: got shape {keys.shape}.")
-    generator = np.random.Generator(np.random.PCG64(seed))
-    values, members = np.unique(keys, return_inverse=True)
-    counts = np.bincount(members, minlength=len(values))
-    shares = fraction * counts
-    take = np.floor(shares + 1e-9).astype(int)
-    left = round(fraction * len(keys)) - int(take.sum())
-    order = np.lexsort((generator.random(len(values)), take - shares))  # largest remainder first
-    take[order[: max(left, 0)]] += 1
-    chosen = np.zeros(len(keys), dtype=bool)
-    for stratum in range(len(values)):
-        indices = generator.permutation(np.flatnonzero(members == stratum))
-        chosen[indices[: take[stratum]]] = True
-    return torch.from_numpy(np.flatnonzero(chosen)), torch.from_numpy(np.flatnonzero(~chosen))
+    rows = np.arange(len(keys))
+    count = round(fraction * len(keys))
+    if count == 0:  # resample draws at least one
+        return torch.from_numpy(rows[:0]), torch.from_numpy(rows)
+    generator = np.random.RandomState(np.random.PCG64(seed))  # a bare seed must fit in 32 bits
+    drawn = resample(rows, replace=False, n_samples=count, stratify=keys, random_state=generator)
+    return torch.from_numpy(np.sort(drawn)), torch.from_numpy(np.setdiff1d(rows, drawn))
 
 
 def train_and_valid(
@@ -47,7 +51,7 @@ def train_and_valid(
 ) -> tuple[Tensor, Tensor, list[str]]:
     """The papers' protocol: cut the pool to `limit` examples, then draw train and validation from it.
 
-    Returns the two index sets and, in words, what the limit left out.
+    Returns the two index sets and notes: what the limit left out, which strata a split lacks.
     """
     check_fraction(train_fraction)
     keys = np.asarray(strata)
@@ -58,6 +62,11 @@ def train_and_valid(
             f"{len(pool)} examples at train_fraction={train_fraction} leave {len(train)} to train and {len(valid)} to "
             "validate on: give more examples, raise the limit or move the fraction."
         )
+    for split, rows in (("training", train), ("validation", valid)):
+        absent = np.setdiff1d(keys, keys[pool[rows].numpy()])
+        if len(absent):
+            total = len(np.unique(keys))
+            departures.append(f"{len(absent)} of {total} strata have no {split} example")
     return pool[train], pool[valid], departures
 
 

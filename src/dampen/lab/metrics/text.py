@@ -9,13 +9,12 @@ from dampen.lab.metrics.classification import ClassificationMetrics
 
 
 class TextMetrics(ClassificationMetrics):
-    """`accuracy`, `macro_f1` (the mean over classes), `mcc` (Matthews correlation), `nll`, `ece`, `brier`."""
+    """The metrics of `ClassificationMetrics`, and `mcc` (Matthews correlation)."""
 
     def __init__(self, classes: int):
         super().__init__(classes)
-        from torchmetrics.classification import MulticlassF1Score, MulticlassMatthewsCorrCoef
+        from torchmetrics.classification import MulticlassMatthewsCorrCoef
 
-        self.f1 = MulticlassF1Score(classes, average="macro", sync_on_compute=False)
         self.mcc = MulticlassMatthewsCorrCoef(classes, sync_on_compute=False)
 
     def update(self, logits: Tensor, target: Tensor, valid: Tensor | None = None, index: Tensor | None = None) -> None:
@@ -24,9 +23,7 @@ class TextMetrics(ClassificationMetrics):
         answer = (target.argmax(dim=-1) if target.is_floating_point() else target).cpu()[kept]
         guess = logits.detach().cpu().argmax(dim=-1)[kept]
         if len(answer):
-            self.f1.update(guess, answer)
             self.mcc.update(guess, answer)
 
     def compute(self) -> dict[str, float]:
-        found = super().compute()
-        return {**found, "macro_f1": float(self.f1.compute()), "mcc": float(self.mcc.compute())}
+        return super().compute() | {"mcc": float(self.mcc.compute())}

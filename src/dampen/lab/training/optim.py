@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from dampen._torch import lerp_all
 from dampen.lab.config.trial import TrainOptions
 from dampen.lab.training.distributed import in_pieces_like, whole
 
@@ -63,6 +63,8 @@ class MovingAverage:
     """An exponential moving average of all floating-point weights and buffers, to evaluate with.
 
     Early on it averages over what there is: the decay is min(decay, (1 + step) / (10 + step)).
+    torch's `AveragedModel` would copy the model, which sharded (FSDP) models refuse, and a copy has
+    hooks of its own; so torch's average moves tensors that are kept here.
     """
 
     def __init__(self, model: nn.Module, decay: float):
@@ -74,11 +76,10 @@ class MovingAverage:
         state = model.state_dict()
         return [state[n] for n in self.names]
 
-    @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Move the average towards the weights after one optimizer step."""
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        lerp_all(self.shadow, self._live(model), 1 - decay)
+        get_ema_multi_avg_fn(decay)(self.shadow, self._live(model), self.steps)
         self.steps += 1
 
     @contextmanager
