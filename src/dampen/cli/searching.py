@@ -75,7 +75,7 @@ def tuned(
     plan, code = tune(recipe, plan, folder, scale, settings, rows, run)
     if code == 130:
         console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
-    if code not in (0, 5):  # 5: points that diverged lose, and nothing else is lost
+    if code:
         raise typer.Exit(code)
     return plan
 

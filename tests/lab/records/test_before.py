@@ -19,7 +19,7 @@ def test_ids_are_what_they_were(name):
     assert configs
     for config in configs:
         asked = {key: value for key, value in config.items() if key != "id"}
-        assert TrialSpec.from_dict(asked).id == config["id"]
+        assert TrialSpec.from_stored(asked).id == config["id"]
 
 
 def test_a_pack_is_read_whole():

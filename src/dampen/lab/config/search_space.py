@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from dampen.lab.config.design import Axis
 from dampen.lab.config.plan import Plan, make_plan
 from dampen.lab.config.recipe import Recipe
 
@@ -14,28 +15,11 @@ STRENGTHS = ("rate", "weight", "query", "key", "value", "attended_value", "query
 """Arguments that say how strong a method is."""
 
 
-@dataclass(frozen=True)
-class Axis:
-    """One value to choose: from a range (on a logarithmic scale where it spans orders of magnitude), or from a list."""
-
-    key: str
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-    choices: tuple[Any, ...] = ()
-
-    def suggest(self, trial: Any) -> Any:
-        """Let Optuna choose."""
-        if self.choices:
-            return trial.suggest_categorical(self.key, self.choices)
-        return trial.suggest_float(self.key, self.low, self.high, log=self.log)
-
-
 def axis_of(key: str, values: Sequence[Any]) -> Axis:
     """The range that a grid's values span; what are no numbers, or all the same, stays a list.
 
     >>> axis_of("train.lr", [0.001, 0.0001, 0.005])
-    Axis(key='train.lr', low=0.0001, high=0.005, log=True, choices=())
+    Axis(key='train.lr', low=0.0001, high=0.005, log=True, choices=(), least=None, most=None)
     >>> axis_of("unit", ["element", "column"]).choices
     ('element', 'column')
     """
