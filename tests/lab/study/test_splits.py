@@ -47,16 +47,19 @@ def test_a_number_fixes_every_draw_and_a_limit_is_drawn_by_the_seed_too():
     one, two = (load_data(data(split_seed=5), None, None, seed) for seed in (0, 1))
     assert all(rows_of(a) == rows_of(b) for a, b in zip(one.splits.values(), two.splits.values(), strict=True))
     one, two = (load_data(data(test_seed=5), None, None, seed) for seed in (0, 1))
-    assert rows_of(one.test) == rows_of(two.test) and rows_of(one.train) != rows_of(two.train)
+    assert rows_of(one.test) == rows_of(two.test)
+    assert rows_of(one.train) != rows_of(two.train)
     one, two = (load_data(data(limit=100, test_limit=50), None, None, seed) for seed in (0, 1))
     assert rows_of(one.train) | rows_of(one.valid) != rows_of(two.train) | rows_of(two.valid)
-    assert rows_of(one.test) != rows_of(two.test) and len(one.test) == 50
+    assert rows_of(one.test) != rows_of(two.test)
+    assert len(one.test) == 50
 
 
 def test_an_old_trial_has_the_split_it_had():
     parts = {"data": {"name": "digits"}, "model": {"name": "vit"}, "seed": 3}
     old, new = TrialSpec.from_stored(parts), TrialSpec.from_dict(parts)
-    assert old.id != new.id and (old.format, new.format) == (1, 2)
+    assert old.id != new.id
+    assert (old.format, new.format) == (1, 2)
     assert TrialSpec.from_stored(old.to_dict()) == TrialSpec.from_dict(old.to_dict()) == old
     assert TrialSpec.from_stored(new.to_dict()) == new
     before = load_data({"name": "digits"}, None, None, 0)

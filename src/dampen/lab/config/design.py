@@ -51,6 +51,13 @@ class Axis:
             return trial.suggest_categorical(self.key, self.choices)
         return trial.suggest_float(self.key, self.low, self.high, log=self.log)
 
+    def table(self) -> Any:
+        """The axis as a recipe writes it."""
+        if self.choices:
+            return list(self.choices)
+        bounds = {k: v for k, v in (("min", self.least), ("max", self.most)) if v is not None}
+        return {"low": self.low, "high": self.high, "log": self.log, **bounds}
+
     @property
     def ordered(self) -> bool:
         """Whether it has two ends."""

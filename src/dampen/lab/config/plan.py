@@ -152,7 +152,7 @@ def make_plan(
     place of the grid; a recipe with a search has one for each row until it has chosen, the first that it tries.
     """
     at = recipe.at(scale)
-    over, problems = _read_settings(settings)
+    over, problems = read_settings(settings)
     if at["search"] and at["grid"]:
         problems.append("search, grid: a row's settings come from one of them; leave out the other")
     if at["search"] and points is None and not problems:
@@ -177,7 +177,8 @@ def make_plan(
     return plan
 
 
-def _read_settings(settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+def read_settings(settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """What --set changes, as sections, and what is wrong with it."""
     over: dict[str, Any] = {}
     problems = [problem for setting in settings for problem in _apply_setting(setting, over)]
     return over, problems
@@ -194,7 +195,7 @@ def design_of(
 ) -> tuple[dict[str, list[Axis]], dict[str, list[Setting]]]:
     """The axes that the search of a recipe has in each row, and the settings that it tries; every row as many."""
     at = recipe.at(scale)
-    over, _ = _read_settings(settings)
+    over, _ = read_settings(settings)
     axes = {row["name"]: axes_of_row(at["search"], row, _config(at, row, over)) for row in at["rows"]}
     axes = {row: [a for a in own if not _is_set(over, a.key)] for row, own in axes.items()}
     tried = design(axes, at["search"][SETTINGS])

@@ -107,7 +107,7 @@ def _edges(chosen: Tried, tried: Sequence[Tried], axes: Sequence[Axis]) -> list[
 
 def remarks(row: Mapping[str, Any]) -> list[str]:
     """What a reader must know of a row's selection, from its record, in words."""
-    told, count = [], len(row["trials"])
+    told, count = [], row["tried"]
     if not row.get("axes"):
         told.append("nothing to tune")
     if row.get("chosen") is None:

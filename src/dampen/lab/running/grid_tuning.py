@@ -20,12 +20,15 @@ from dampen.lab.config.plan import Plan, PlannedRow, Point, design_of, make_plan
 from dampen.lab.config.recipe import Recipe
 from dampen.lab.config.search_space import axis_of
 from dampen.lab.errors import ConfigError, LabError
-from dampen.lab.files import write_json
-from dampen.lab.records.selection import Selection, Tried, select
-from dampen.lab.records.table import read_results
+from dampen.lab.files import read_json, write_json
+from dampen.lab.records.metric import describe
+from dampen.lab.records.selection import Selection, Tried, remarks, select
+from dampen.lab.records.table import grid_text, read_results
 
 FOLDER = "search"
 """Trials of the tuning lie here, apart from those of the table."""
+BEYOND = "beyond"
+"""Said in the header of a plan whose trials lie beyond the ranges."""
 GOING = (0, 1, 5)
 """Exit codes after which a choice is possible: settings whose runs failed or diverged lose, and nothing else does."""
 
@@ -43,9 +46,10 @@ class Tuning:
         """The plan of these rows alone, or of all; or that of their extensions."""
         kept = [row for row in self.plan.rows if not rows or row.name in rows]
         if extension:
-            kept = [replace(row, points=row.points[self.settings :]) for row in kept]
+            kept = [replace(row, points=row.points[self.settings :]) for row in kept if row.points[self.settings :]]
         used = {i for row in kept for point in row.points for i in point.trials.values()}
-        plan = Plan(**{**self.plan.__dict__, "rows": kept})
+        header = self.plan.header | ({BEYOND: True} if extension else {})
+        plan = Plan(**{**self.plan.__dict__, "rows": kept, "header": header})
         plan.trials = {i: t for i, t in self.plan.trials.items() if i in used}
         return plan
 
@@ -119,18 +123,20 @@ def tune(
     if code not in GOING:
         return plan, code
     if tuning.settings and _extend(recipe, scale, settings, tuning, place):
-        code = run(tuning.of(rows, extension=True), place)
+        beyond = tuning.of(rows, extension=True)
+        code = run(beyond, place) if beyond.rows else 0
         if code not in GOING:
             return plan, code
     tuning.plan.save(place)
     results = read_results(tuning.plan, place)
     found = _selections(tuning, results)
     chosen = {name: selection for name, selection in found.items() if selection is not None}
-    write_json(folder / "search.json", _told(tuning, chosen, results))
+    record = _told(tuning, chosen, results)
+    write_json(folder / "search.json", record)
     _check_chosen(tuning.of(rows), chosen, results, place)
     points = {name: found.chosen.values for name, found in chosen.items()}
-    head = _head(tuning, results)
-    plan.header["search"] = {key: head[key] for key in ("metric", "trials", "settings", "seeds")}
+    brief = {name: {k: v for k, v in row.items() if k != "trials"} for name, row in record["rows"].items()}
+    plan.header["search"] = record | {"rows": brief}
     if not tuning.settings:
         return _at(plan, points), 0
     waiting = {row.name: [p.grid for p in row.points] for row in plan.rows}
@@ -148,6 +154,24 @@ def _check_chosen(tuning: Plan, chosen: Mapping[str, Any], results: Mapping[str,
                 f"No setting of {row.name!r} can be chosen: no tuning run of it came to an end. Its errors are in "
                 f"{place}. Correct the row or take it out; the same command goes on with what is recorded."
             )
+
+
+def chosen_in_words(folder: Path) -> list[str]:
+    """What was chosen for each row, a line each, from the record of a folder; nothing where nothing was tuned."""
+    if not (folder / "search.json").exists():
+        return []
+    record = read_json(folder / "search.json")
+    metric = describe(record["metric"])
+    lines = []
+    for name, row in record["rows"].items():
+        what = "nothing chosen"
+        if row.get("chosen") is not None:
+            value = f"{metric.scale * row['valid']:.{metric.digits}f}"
+            what = (
+                f"{grid_text(row['chosen'])} (validation {metric.title} {value}, {len(record['seeds'])} tuning seeds)"
+            )
+        lines.append("; ".join([f"{name}: {what}", *remarks(row)]))
+    return lines
 
 
 def _extend(recipe: Recipe, scale: str | None, settings: Sequence[str], tuning: Tuning, place: Path) -> bool:
@@ -239,7 +263,7 @@ def _row(row: PlannedRow, tuning: Tuning, found: Selection | None, results: Mapp
         | {"state": "complete" if t.complete else "failed", "extension": t.extension}
         for t in tried
     ]
-    told: dict[str, Any] = {"axes": [a.__dict__ for a in tuning.axes[row.name]], "trials": trials}
+    told: dict[str, Any] = {"axes": [a.__dict__ for a in tuning.axes[row.name]], "tried": len(tried), "trials": trials}
     if found is None:
         return told | {"chosen": None}
     told |= {"chosen": found.chosen.values, "valid": found.chosen.mean, "tied": found.tied, "alike": found.alike}
