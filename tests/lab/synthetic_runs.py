@@ -119,7 +119,12 @@ def write_trial(folder, trial, gain, cost, seed, noise=0.004, epochs=12):
         "resumed": 0,
         "last_weights": f"synthetic {trial.id}",
         "selected_weights": "synthetic",
-        "data": {"name": "cifar10", "task": "image", "examples": {"train": 2100, "valid": 900, "test": 1000}},
+        "data": {
+            "name": "cifar10",
+            "task": "image",
+            "examples": {"train": 2100, "valid": 900, "test": 1000},
+            "drawn": ["valid"],
+        },
         "synthetic": True,
     }
     folder.mkdir(parents=True, exist_ok=True)

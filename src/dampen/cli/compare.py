@@ -11,7 +11,7 @@ import typer
 
 from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command
 from dampen.cli.racing import Budget, Margin, Tune, UntilDecided
-from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched
+from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
 from dampen.lab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,18 +87,20 @@ def compare(
 
     heed_signals()
     warm_up()
+    from dampen.lab.study.asked import planned
     from dampen.lab.study.kept import save_function, save_parts
     from dampen.lab.study.preflight import check_rows
     from dampen.lab.training.state import Execution
 
-    search, search_trials = ("optuna", tune) if tune is not None else (search, search_trials)
     check_search(search)
+    search_trials = tune or search_trials
+    tuning = tune is not None and search is None
     check_budget(budget)
     options = engine_options(engine, workers, address)
     if train is not None:
         theirs = {"--data": data, "--model": model, "--data-dir": data_dir, "--partial": partial, "--folds": folds}
         _only_the_labs({**theirs, "--accelerator": accelerator != "auto"})
-        asked = _own(train, methods, seeds, metric, settings or [], same_code, out, search is not None)
+        asked = _own(train, methods, seeds, metric, settings or [], same_code, out, tuning or search is not None)
     else:
         from dampen.lab.study.parts import ask_parts
 
@@ -120,7 +122,7 @@ def compare(
     if dry_run:
         from dampen.cli.preview import preview
 
-        preview(asked, execution, workers, as_json)
+        preview(asked, execution, workers, as_json, tune if tuning else None)
         return
     plan, folder = asked.plan, asked.folder
     if margin is not None:
@@ -136,6 +138,15 @@ def compare(
     if search:
         folder = folder.with_name(f"{folder.name}-search")
         plan = searched(asked.recipe, folder, execution, search_trials, storage, workers, settings=asked.settings)
+        plan.header |= asked.plan.header | {"search": plan.header["search"]}
+        execution["function"] = _named(asked, plan)
+    if tuning:
+        from dampen.lab.config.search_space import tuned_recipe
+
+        folder, recipe = folder.with_name(f"{folder.name}-tuned"), tuned_recipe(asked.recipe, tune or 0, asked.settings)
+        first = planned(recipe)
+        first.header |= asked.plan.header
+        plan = tuned(recipe, first, folder, execution, None, (), (), **options)
         execution["function"] = _named(asked, plan)
     if execution["function"] is not None:
         save_function(execution["function"], folder)
@@ -146,7 +157,7 @@ def compare(
 
         limits: dict[str, Any] = {"margin": margin, "budget": budget, "first": seeds}
         race_and_conclude(plan, folder, as_json, execution, steps, **limits, **options)
-    execute(plan, folder, asked.wanted if not search else plan.chosen(), as_json, execution, steps, **options)
+    execute(plan, folder, plan.chosen() if search or tuning else asked.wanted, as_json, execution, steps, **options)
 
 
 def check_budget(budget: str | None) -> None:

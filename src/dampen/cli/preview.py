@@ -13,13 +13,19 @@ if TYPE_CHECKING:
     from dampen.lab.study.asked import Asked
 
 
-def preview(asked: Asked, execution: dict[str, Any], workers: int | None, as_json: bool) -> None:
+def preview(
+    asked: Asked, execution: dict[str, Any], workers: int | None, as_json: bool, tune: int | None = None
+) -> None:
     """Take a few steps of every row and say what would run; exits with 1 if a row cannot."""
+    from dampen.lab.config.search_space import tuned_recipe
     from dampen.lab.records.environment import usable_cores
+    from dampen.lab.running.grid_tuning import tuning_plan
     from dampen.lab.study.preflight import probe
     from dampen.lab.training.state import Execution
 
     plan, folder = asked.plan, asked.folder
+    first = tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ()) if tune else None
+    tuning = len(first.trials) if first else 0
     probes = probe(plan, Execution(**execution))
     left = [t.id for t in asked.wanted if not (folder / t.id / "final.json").exists()]
     at_once = workers or max(1, min(usable_cores(), len(left) or 1))
@@ -30,11 +36,19 @@ def preview(asked: Asked, execution: dict[str, Any], workers: int | None, as_jso
     identity = identities(asked)
     if as_json:
         told = [{"row": p.row, "problem": p.problem, "step_seconds": p.step_seconds, "steps": p.steps} for p in probes]
-        body = {"folder": str(folder), "trials": len(asked.wanted), "left": len(left), "seeds": plan.seeds}
+        body = {
+            "folder": str(folder),
+            "trials": len(asked.wanted),
+            "left": len(left),
+            "seeds": plan.seeds,
+            "tuning": tuning,
+        }
         print_json({**body, "identity": identity, "rows": told, "seconds": total})
     else:
         console = Console(highlight=False, soft_wrap=True)
         counts = f"{len(asked.wanted)} trials, {len(asked.wanted) - len(left)} already recorded"
+        if tune:
+            counts = f"{tuning} trials that choose on validation, then {len(asked.wanted)} trials"
         console.print(f"{plan.header['title']}: {counts}, in {folder}", markup=False)
         for name, value in identity.items():
             console.print(f"  {name}: {value}", markup=False)

@@ -25,7 +25,7 @@ Margin = Annotated[
 ]
 Tune = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Tune every row first: short for --search optuna --search-trials N."),
+    typer.Option(min=2, metavar="N", help="Tune first: N settings of every row, the baseline too, on 3 tuning seeds."),
 ]
 GOING = (0, 1, 4, 5)
 """Exit codes after which the other rows can go on: all well, some trial failed, was locked, diverged."""
@@ -60,7 +60,7 @@ def race_and_conclude(
 
     def run(trials: list[TrialSpec]) -> bool:
         done = sum(Record(folder / t.id).final() is not None for t in trials)
-        where = _named(execution, plan)
+        where = named(execution, plan)
         with LiveView(console, plan.labels(trials), done, table) as view:
             result = run_plan(plan, folder, trials, Execution(**where), view, **options)
         outcomes.update(result.outcomes)
@@ -80,7 +80,7 @@ def race_and_conclude(
     conclude(console, final, as_json, next_steps, said=found.told())
 
 
-def _named(execution: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def named(execution: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """A training of the user's own knows its row by the trial's id, and every round has new trials."""
     function = execution.get("function")
     if function is None:

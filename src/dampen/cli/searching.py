@@ -52,11 +52,11 @@ def tuned(
     **engine: Any,
 ) -> Plan:
     """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
-
+    from dampen.cli.racing import named
     from dampen.cli.running import resume_command
     from dampen.lab.records.record import Record
     from dampen.lab.report.terminal import LiveView, console_for
-    from dampen.lab.running.grid_tuning import tune
+    from dampen.lab.running.grid_tuning import BEYOND, chosen_in_words, tune
     from dampen.lab.running.runner import run_plan
     from dampen.lab.training.state import Execution
 
@@ -65,9 +65,11 @@ def tuned(
     def run(tuning: Plan, place: Path) -> int:
         trials = tuning.chosen()
         done = sum(Record(place / t.id).done for t in trials)
-        console.print(f"tuning: {len(trials)} trials in {place}, {done} already recorded", soft_wrap=True)
+        recorded = f", {done} already recorded" if done else ""
+        what = "tuning, beyond the ranges" if tuning.header.get(BEYOND) else "tuning"
+        console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
-            made = run_plan(tuning, place, trials, Execution(**execution), view, **engine)
+            made = run_plan(tuning, place, trials, Execution(**named(execution, tuning)), view, **engine)
         for message in made.messages():
             console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
         return made.exit_code
@@ -75,8 +77,10 @@ def tuned(
     plan, code = tune(recipe, plan, folder, scale, settings, rows, run)
     if code == 130:
         console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
-    if code not in (0, 5):  # 5: points that diverged lose, and nothing else is lost
+    if code:
         raise typer.Exit(code)
+    for line in chosen_in_words(folder):
+        console.print(line, soft_wrap=True, markup=False)
     return plan
 
 

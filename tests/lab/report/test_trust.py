@@ -53,15 +53,32 @@ def test_of_ones_own_function_only_what_is_known_is_said(of):
 
 
 def test_the_page_says_which_parts_were_drawn_anew(of):
-    (same,) = noise(of())
+    (same,) = noise(of(data={"split_seed": 0, "test_seed": 0}))
     assert same.startswith("Seeds vary initial weights and order of batches; every run trains on the same part")
     assert "leave a standard error of" in same
-    (anew,) = noise(of(data={"split_seed": "seed"}))
+    (anew,) = noise(of())
     assert "the split into training and validation, which is drawn anew for each; the test set is the same" in anew
     table = of({"folds": 2}, data={"folds": 2})
     (folds,) = noise(table)
     assert folds.endswith("every example is tested once per seed, so that intervals cover the draw of the parts too.")
     assert "standard error" not in folds
+
+
+def test_a_page_tells_given_splits_from_drawn_ones(of, tmp_path):
+    def noise_of(drawn):
+        of()
+        for path in tmp_path.glob("*/final.json"):
+            content = json.loads(path.read_text())
+            content["data"]["drawn"] = drawn
+            write(path, content)
+        (table,) = make_report([tmp_path]).tables
+        (told,) = noise(table)
+        return told
+
+    assert "training and validation are given, and the test set is the same in every run" in noise_of([])
+    told = noise_of(["valid", "test"])
+    assert told.endswith("which is drawn anew for each, so that intervals cover the draw of the test set too.")
+    assert "standard error" not in told
 
 
 def test_the_folds_of_a_round_make_one_value(of):

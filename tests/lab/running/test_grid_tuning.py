@@ -50,5 +50,5 @@ def test_rows_are_trained_at_the_point_that_validation_prefers_on_the_tuning_see
     assert set(point.trials) == {"0", "1"}
     assert all((folder / i / "final.json").exists() for i in plan.trials)
     assert {p.name for p in (folder / "search").iterdir() if p.is_dir()} == {
-        t["id"] for t in tried["rows"]["dropkey"]["trials"]
+        id for t in tried["rows"]["dropkey"]["trials"] for id in t["ids"].values()
     }

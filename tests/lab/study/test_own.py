@@ -312,7 +312,7 @@ def test_ids_of_function_trials_round_trip_and_others_stay():
     assert set(trial.to_dict()) == {"function", "methods", "seed"}
     with pytest.raises(ConfigError, match="function.code"):
         TrialSpec.from_dict({**spec, "function": {"name": "x"}})
-    built_in = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2}})
+    built_in = TrialSpec.from_stored({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2}})
     assert built_in.id == "6fab25b61d789ede"
     assert "function" not in built_in.to_dict()
 

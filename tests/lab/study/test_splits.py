@@ -29,6 +29,44 @@ def test_split_seed_draws_train_and_validation_anew_and_keeps_the_test_part():
     assert not check_data({"name": "digits", "split_seed": "seed", "folds": 3}, "data.")
 
 
+def test_each_seed_draws_its_own_validation_and_test_split_where_nothing_is_said():
+    one = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}})
+    first, again, other = (load_data(one.data, None, None, seed) for seed in (0, 0, 1))
+    for part in ("train", "valid", "test"):
+        assert rows_of(getattr(first, part)) == rows_of(getattr(again, part))
+        assert rows_of(getattr(first, part)) != rows_of(getattr(other, part))
+    assert first.info["drawn"] == ["valid", "test"]
+    assert not any("fixed" in text for text in first.info["departures"])
+    assert (len(first.train), len(first.valid), len(first.test)) == tuple(other.info["examples"].values())
+
+
+def test_a_number_fixes_every_draw_and_a_limit_is_drawn_by_the_seed_too():
+    def data(**more):
+        return TrialSpec.from_dict({"data": {"name": "digits", **more}, "model": {"name": "vit"}}).data
+
+    one, two = (load_data(data(split_seed=5), None, None, seed) for seed in (0, 1))
+    assert all(rows_of(a) == rows_of(b) for a, b in zip(one.splits.values(), two.splits.values(), strict=True))
+    one, two = (load_data(data(test_seed=5), None, None, seed) for seed in (0, 1))
+    assert rows_of(one.test) == rows_of(two.test)
+    assert rows_of(one.train) != rows_of(two.train)
+    one, two = (load_data(data(limit=100, test_limit=50), None, None, seed) for seed in (0, 1))
+    assert rows_of(one.train) | rows_of(one.valid) != rows_of(two.train) | rows_of(two.valid)
+    assert rows_of(one.test) != rows_of(two.test)
+    assert len(one.test) == 50
+
+
+def test_an_old_trial_has_the_split_it_had():
+    parts = {"data": {"name": "digits"}, "model": {"name": "vit"}, "seed": 3}
+    old, new = TrialSpec.from_stored(parts), TrialSpec.from_dict(parts)
+    assert old.id != new.id
+    assert (old.format, new.format) == (1, 2)
+    assert TrialSpec.from_stored(old.to_dict()) == TrialSpec.from_dict(old.to_dict()) == old
+    assert TrialSpec.from_stored(new.to_dict()) == new
+    before = load_data({"name": "digits"}, None, None, 0)
+    found = load_data(old.data, None, None, old.seed)
+    assert [rows_of(s) for s in found.splits.values()] == [rows_of(s) for s in before.splits.values()]
+
+
 @pytest.mark.parametrize("kind", ["digits", "table"])
 def test_every_example_is_tested_once_in_a_round_of_folds(kind, tmp_path):
     if kind == "digits":
@@ -97,10 +135,10 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
 def test_trials_with_folds_are_not_those_of_before_the_normalization_changed():
     """The first id is what version 0.1 gave: a record under it was normalized by another draw's statistics."""
     parts = {"data": {"name": "digits", "folds": 3}, "model": {"name": "vit"}}
-    trial = TrialSpec.from_dict(parts)
+    trial = TrialSpec.from_stored(parts)
     assert trial.id != "0d29b28628013bef"
     assert TrialSpec.from_dict(trial.to_dict()).id == trial.id
-    assert TrialSpec.from_dict({**parts, "data": {"name": "digits", "folds": None}}).id == "ac67dd9d0a396449"
+    assert TrialSpec.from_stored({**parts, "data": {"name": "digits", "folds": None}}).id == "ac67dd9d0a396449"
 
 
 def test_no_folds_where_one_image_would_be_in_two_parts():

@@ -15,6 +15,7 @@ COMMON_DATA = (
     "name",
     "partial",
     "split_seed",
+    "test_seed",
     "train_fraction",
     "limit",
     "augment",
@@ -69,9 +70,11 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
     if data["name"] not in DATASETS:
         return [f"{path}name: unknown data set {data['name']!r}{nearest(data['name'], DATASETS)}"]
     problems = unknown_keys(data, [*COMMON_DATA, *options(data["name"])], path)
-    drawn, folds = data.get("split_seed", 0), data.get("folds")
-    if drawn != "seed" and (not isinstance(drawn, int) or isinstance(drawn, bool)):
-        problems.append(f"{path}split_seed: a whole number, or 'seed' to draw anew for each seed, got {drawn!r}")
+    folds = data.get("folds")
+    for key in ("split_seed", "test_seed"):
+        drawn = data.get(key, 0)
+        if drawn != "seed" and (not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0):
+            problems.append(f"{path}{key}: a whole number from 0, or 'seed' to draw anew for each seed, got {drawn!r}")
     if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool) or folds < 2):
         problems.append(f"{path}folds: a whole number from 2, got {folds!r}")
     elif folds is not None and (why := DATASETS[data["name"]].no_folds):

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.config.design import SETTINGS, Axis, Setting, axes_of_row, design, mentions
 from dampen.lab.config.plain import check_plain
 from dampen.lab.config.recipe import ROW_SECTIONS, SECTIONS, Recipe, merge
 from dampen.lab.config.trial import TrainOptions, TrialSpec
@@ -74,7 +75,7 @@ class Plan:
         content = read_json(folder / "plan.json", "Run the command that wrote it again: it is made anew, trials stay.")
         rows = [PlannedRow(**{**r, "points": [Point(**p) for p in r["points"]]}) for r in content["rows"]]
         trials = {
-            i: TrialSpec.from_dict(t, f"trial {i} in {folder / 'plan.json'}") for i, t in content["trials"].items()
+            i: TrialSpec.from_stored(t, f"trial {i} in {folder / 'plan.json'}") for i, t in content["trials"].items()
         }
         return cls(**{**content, "rows": rows, "trials": trials})
 
@@ -142,29 +143,32 @@ def make_plan(
     settings: Iterable[str] = (),
     seeds: Sequence[int] | None = None,
     check_names: bool = True,
+    points: Mapping[str, Sequence[Setting]] | None = None,
 ) -> Plan:
     """The plan of a recipe; raises ConfigError with every problem of every row.
 
     `settings` are strings such as `train.lr=0.01`, as on the command line. Without `check_names` the names of data
-    sets, models and methods are taken on trust (torch is then not imported).
+    sets, models and methods are taken on trust (torch is then not imported). `points` are the settings of each row, in
+    place of the grid; a recipe with a search has one for each row until it has chosen, the first that it tries.
     """
     at = recipe.at(scale)
-    problems: list[str] = []
-    over: dict[str, Any] = {}
-    for setting in settings:
-        problems += _apply_setting(setting, over)
+    over, problems = read_settings(settings)
+    if at["search"] and at["grid"]:
+        problems.append("search, grid: a row's settings come from one of them; leave out the other")
+    if at["search"] and points is None and not problems:
+        points = {row: tried[:1] for row, tried in design_of(recipe, scale, settings)[1].items()}
     seeds = list(seeds) if seeds is not None else at.get("seeds", [0])
     plan = Plan(recipe.name, at["scale"], {k: getattr(recipe, k) for k in HEADER}, at["departures"], seeds, [], {})
     plan.header["cost"] = at["cost"]
     for i, row in enumerate(at["rows"]):
-        config = merge(merge({k: at[k] for k in SECTIONS if k in at}, {k: row[k] for k in SECTIONS if k in row}), over)
-        config = {k: v for k, v in config.items() if k not in ("seeds", "tuning_seeds")}
-        points, found = _points(config, at["grid"], seeds, row, plan, f"rows[{i}] {row['name']}: ", check_names)
-        problems += found
+        config, path = _config(at, row, over), f"rows[{i}] {row['name']}: "
+        choices, found = _choices(config, at["grid"], len(seeds), path) if points is None else (points[row["name"]], [])
+        made, wrong = _points(config, choices, seeds, row, plan, path, check_names)
+        problems += found + wrong
         methods = config.get("methods", [])
         plan.rows.append(
             PlannedRow(
-                row["name"], methods, points, row.get("published", {}), row.get("baseline", False), row.get("note", "")
+                row["name"], methods, made, row.get("published", {}), row.get("baseline", False), row.get("note", "")
             )
         )
     problems = list(dict.fromkeys(problems))
@@ -173,26 +177,83 @@ def make_plan(
     return plan
 
 
+def read_settings(settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """What --set changes, as sections, and what is wrong with it."""
+    over: dict[str, Any] = {}
+    problems = [problem for setting in settings for problem in _apply_setting(setting, over)]
+    return over, problems
+
+
+def _config(at: Mapping[str, Any], row: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row is trained with, but for its settings and seeds."""
+    config = merge(merge({k: at[k] for k in SECTIONS if k in at}, {k: row[k] for k in SECTIONS if k in row}), over)
+    return {k: v for k, v in config.items() if k not in ("seeds", "tuning_seeds")}
+
+
+def design_of(
+    recipe: Recipe, scale: str | None, settings: Iterable[str] = ()
+) -> tuple[dict[str, list[Axis]], dict[str, list[Setting]]]:
+    """The axes that the search of a recipe has in each row, and the settings that it tries; every row as many."""
+    at = recipe.at(scale)
+    over, _ = read_settings(settings)
+    axes = {row["name"]: axes_of_row(at["search"], row, _config(at, row, over)) for row in at["rows"]}
+    axes = {row: [a for a in own if not _is_set(over, a.key)] for row, own in axes.items()}
+    tried = design(axes, at["search"][SETTINGS])
+    problems = [f"search.{k}: no row says '${k}'" for k in _unused(at["search"], axes.values())]
+    for row in at["rows"]:
+        own = axes[row["name"]]
+        unused = _unused(row.get("search", {}), [own])
+        problems += [f"row {row['name']!r}: search.{k}: the row does not say '${k}'" for k in unused]
+        different = [s for i, s in enumerate(tried[row["name"]]) if s not in tried[row["name"]][:i]]
+        if own and len(different) < at["search"][SETTINGS]:
+            told = f"its axes make only {len(different)} different settings of {at['search'][SETTINGS]}"
+            problems.append(f"row {row['name']!r}: search: {told}; give a range, or longer lists, or fewer settings")
+    if problems:
+        raise ConfigError(f"Recipe {recipe.name!r} at scale {at['scale']!r}", problems)
+    return axes, tried
+
+
+def _unused(search: Mapping[str, Any], axes: Iterable[Sequence[Axis]]) -> list[str]:
+    known = {axis.key for own in axes for axis in own}
+    return [k for k, v in search.items() if k != SETTINGS and "." not in k and v is not False and k not in known]
+
+
+def _is_set(over: Mapping[str, Any], key: str) -> bool:
+    """Whether --set has said a value for a dotted key, which is then not searched."""
+    value: Any = over
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def _choices(
+    config: Mapping[str, Any], grid: Mapping[str, list[Any]], seeds: int, path: str
+) -> tuple[list[Setting], list[str]]:
+    """The grid points of one row, made of the axes that it uses."""
+    used = {k: v for k, v in grid.items() if "." in k or mentions(config, f"${k}")}
+    count = math.prod(map(len, used.values())) * seeds
+    if count > MOST:
+        return [], [f"{path}grid: it makes {count} trials with {seeds} seeds; at most {MOST} can be planned"]
+    return [dict(zip(used, values, strict=True)) for values in itertools.product(*used.values())], []
+
+
 def _points(
     config: dict[str, Any],
-    grid: Mapping[str, list[Any]],
+    choices: Sequence[Setting],
     seeds: Sequence[int],
     row: Mapping[str, Any],
     plan: Plan,
     path: str,
     names: bool,
 ) -> tuple[list[Point], list[str]]:
-    """The grid points of one row. A value that the row does not use makes no second point."""
+    """The points of one row with their trials. Two settings that make the same trials are one point."""
     from dampen.lab.config.names import check_trial
 
     points: dict[tuple[str, ...], Point] = {}
     problems: list[str] = []
-    used = {k: v for k, v in grid.items() if "." in k or _mentions(config, f"${k}")}
-    count = math.prod(map(len, used.values())) * len(seeds)
-    if count > MOST:
-        return [], [f"{path}grid: it makes {count} trials with {len(seeds)} seeds; at most {MOST} can be planned"]
-    for values in itertools.product(*used.values()):
-        chosen = dict(zip(used, values, strict=True))
+    for chosen in choices:
         filled = copy.deepcopy(_fill(config, chosen))
         for key, value in chosen.items():
             if "." in key:
@@ -220,15 +281,6 @@ def _short(value: Any) -> Any:
 
 def _matches(wanted: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     return all(chosen.get(k) == v for k, v in wanted.items())
-
-
-def _mentions(value: Any, variable: str) -> bool:
-    if isinstance(value, Mapping):
-        return any(_mentions(v, variable) for v in value.values())
-    if isinstance(value, list | tuple):
-        return any(_mentions(v, variable) for v in value)
-    out: bool = value == variable
-    return out
 
 
 def _fill(value: Any, chosen: Mapping[str, Any]) -> Any:

@@ -8,10 +8,18 @@
     [base]                                  data, model, train, methods, sites, seeds of every row; pretrain = { ... }:
                                             what differs in a masked autoencoder's training that goes before
     [grid]                                  "train.lr" = [...] sets a value; lambda = [...] replaces "$lambda"
-    tuning_seeds = [1000]                   in [base] or a scale: choose each row's grid point on validation with these
-                                            seeds first, then train the chosen point on `seeds`, which it has not seen
+    tuning_seeds = [1000, 1001, 1002]       in [base] or a scale: choose each row's setting by the mean of validation on
+                                            these seeds first, then train it on `seeds`, which must be others
+    [search]                                in place of [grid], also in a scale: tune every row as hard, the baseline too
+    settings = 12                           so many settings of every row, each on all tuning seeds (at least 3; fewer
+                                            only where a scale names its own; default: 10000, 10001, 10002)
+    "train.lr" = { low = 1e-3, high = 1e-2, log = true }    a range of every row, with the same values in all rows
+    rate = { low = 0.05, high = 0.6 }       a range of the rows that say "$rate"; weight = [0.3, 1, 3]: a list
+                                            A choice at the end of a range extends it once; min, max bound that
     [scales.laptop]                         what differs at that scale (also cost, departures, rows = [...] to run)
     [[rows]]                                name, methods and what else differs; published = { accuracy = [86.4, 0.4] };
+                                            search = { rate = { low = 0.1, high = 0.9 } } where its range is another,
+                                            search = { "train.lr" = false } where it is not searched;
                                             scales.laptop = { ... } where the row differs at one scale
 
 Percentages are published as percent, in recipes as in papers.
@@ -21,21 +29,25 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.config.design import SETTINGS, read_axis
 from dampen.lab.config.plain import check_plain
 from dampen.lab.config.schema import check_fields, unknown_keys
 from dampen.lab.errors import ConfigError, LabError
 from dampen.names import nearest
 
+TUNING_SEEDS = (10_000, 10_001, 10_002)
+"""Settings are tried on these where a recipe or a comparison names none. No table uses them."""
+FEWEST_TUNING = 3
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SECTIONS = ("data", "model", "train", "methods", "sites", "pretrain", "function", "seeds", "tuning_seeds")
-SCALE_KEYS = (*SECTIONS, "grid", "rows", "cost", "departures", "unavailable")
+SCALE_KEYS = (*SECTIONS, "grid", "search", "rows", "cost", "departures", "unavailable")
 ROW_SECTIONS = ("data", "model", "train", "methods", "sites", "pretrain", "function")
-ROW_KEYS = (*ROW_SECTIONS, "name", "scales", "published", "published_grid", "baseline", "note")
+ROW_KEYS = (*ROW_SECTIONS, "search", "name", "scales", "published", "published_grid", "baseline", "note")
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,7 @@ class Recipe:
     scale: str = "laptop"
     report: str = "best"
     grid: dict[str, Any] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
     scales: dict[str, Any] = field(default_factory=dict)
 
     def at(self, scale: str | None) -> dict[str, Any]:
@@ -66,12 +79,32 @@ class Recipe:
         if "unavailable" in own:
             raise LabError(f"{self.name} cannot run at scale {scale!r}: {own['unavailable']}")
         merged = merge(self.base, {k: v for k, v in own.items() if k in SECTIONS})
-        grid = own.get("grid", self.grid)
+        grid, search = own.get("grid", self.grid), merge(self.search, own.get("search") or {})
+        if own.get("search") is False or ("grid" in own and "search" not in own):
+            search = {}
+        elif search:
+            grid = own.get("grid", {}) if "search" in own else grid
+            merged.setdefault("tuning_seeds", list(TUNING_SEEDS))
+            self._check_tuning(scale, search, merged["tuning_seeds"], "tuning_seeds" in own)
         departures = [*self.departures, *own.get("departures", [])]
         rows = [row for row in self.rows if row["name"] in own.get("rows", [row["name"]])]
         rows = [merge(row, row.get("scales", {}).get(scale, {})) for row in rows]
         header = {"cost": own.get("cost", self.cost), "departures": departures, "scale": scale}
-        return {**merged, "grid": grid, "rows": rows, **header}
+        if both := sorted({*merged.get("seeds", [0])} & {*merged.get("tuning_seeds", [])}):
+            told = f"tuning_seeds: {both} are seeds of the table too; what was chosen on them would gain there"
+            raise ConfigError(f"Recipe {self.name!r} at scale {scale!r}", [told])
+        return {**merged, "grid": grid, "search": search, "rows": rows, **header}
+
+    def _check_tuning(self, scale: str, search: Mapping[str, Any], seeds: Sequence[int], own: bool) -> None:
+        """What a search needs: how many settings, and enough seeds to choose by."""
+        problems = []
+        if SETTINGS not in search:
+            problems.append("search.settings: missing; say how many settings each row gets, such as settings = 12")
+        if len(seeds) < FEWEST_TUNING and not own:
+            told = f"tuning_seeds: a search needs at least {FEWEST_TUNING}, got {seeds}: one seed chooses by luck"
+            problems.append(f"{told}. Only a scale may name fewer: [scales.{scale}] tuning_seeds = {seeds}")
+        if problems:
+            raise ConfigError(f"Recipe {self.name!r} at scale {scale!r}", problems)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,10 +160,11 @@ def parse_recipe(name: str, content: Mapping[str, Any]) -> tuple[Recipe | None, 
         return None, plain
     content = {"title": name, "scales": {str(content.get("scale", "laptop")): {}}, **content}
     values, problems = check_fields(Recipe, {"name": name, **content}, "")
-    if any(not isinstance(content.get(key, {}), Mapping) for key in ("base", "grid", "scales")):
+    if any(not isinstance(content.get(key, {}), Mapping) for key in ("base", "grid", "search", "scales")):
         return None, problems
     problems += _check_base(content.get("base", {}))
     problems += _check_grid(content.get("grid", {}), "grid")
+    problems += _check_search(content.get("search", {}), "search")
     scales, rows = content.get("scales", {}), content.get("rows", [])
     problems += _check_scales(scales, content.get("scale", "laptop"))
     problems += _check_rows(rows, list(scales))
@@ -170,6 +204,21 @@ def _check_grid(grid: Any, path: str) -> list[str]:
     ]
 
 
+def _check_search(search: Any, path: str, settings: bool = True) -> list[str]:
+    if not isinstance(search, Mapping):
+        return [f"{path}: expected a table of ranges and lists, got {search!r}"]
+    problems = []
+    count = search.get(SETTINGS, 2)
+    if SETTINGS in search and not settings:
+        problems.append(f"{path}.{SETTINGS}: every row gets as many; say it in [search]")
+    elif not isinstance(count, int) or isinstance(count, bool) or not 2 <= count <= 1000:
+        problems.append(f"{path}.{SETTINGS}: expected a whole number from 2 to 1000, got {count!r}")
+    for key, given in search.items():
+        left_out = given is False and not settings
+        problems += read_axis(key, given, path)[1] if key != SETTINGS and not left_out else []
+    return problems
+
+
 def _check_scales(scales: Any, default: Any) -> list[str]:
     if not isinstance(scales, Mapping) or not scales:
         return ["scales: missing; say [scales.laptop] and [scales.paper]"]
@@ -189,6 +238,7 @@ def _check_scales(scales: Any, default: Any) -> list[str]:
         for key in ("seeds", "tuning_seeds"):
             problems += _check_seeds(scale[key], f"scales.{name}.{key}") if key in scale else []
         problems += _check_grid(scale.get("grid", {}), f"scales.{name}.grid")
+        problems += _check_search(scale.get("search") or {}, f"scales.{name}.search")
     return problems
 
 
@@ -209,6 +259,7 @@ def _check_rows(rows: Any, scales: list[str]) -> list[str]:
             problems.append(f"{where}.name: {row['name']!r} is the name of an earlier row too")
         problems += unknown_keys(row, ROW_KEYS, f"{where}.")
         problems += _check_published(row.get("published", {}), f"{where}.published")
+        problems += _check_search(row.get("search", {}), f"{where}.search", settings=False)
         at_scales = row.get("scales", {})
         if not isinstance(at_scales, Mapping) or not all(isinstance(own, Mapping) for own in at_scales.values()):
             problems.append(f"{where}.scales: expected a table of tables, got {at_scales!r}")

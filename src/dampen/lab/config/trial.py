@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,13 @@ from dampen.lab.config.plain import check_plain
 from dampen.lab.config.schema import check_fields, coerce, unknown_keys
 from dampen.lab.errors import ConfigError
 
-FORMAT = 1
-"""Part of every hash: raise it when a default changes its meaning."""
+FORMAT = 2
+"""Part of every hash: raise it when a default changes its meaning. Stored trials without a format have format 1.
+
+Format 1 drew one split for all seeds where it was not said; since format 2 each seed draws its own.
+"""
+FUNCTION_FORMAT = 1
+"""The same for a user's own training, of which nothing has changed: what was recorded stays."""
 PRETRAIN = ("data", "model", "train", "methods", "sites")
 """What a pretraining may have of its own."""
 ENCODER = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp")
@@ -131,6 +137,7 @@ class TrialSpec:
     sites: str = "*"
     pretrain: dict[str, Any] | None = None  # what differs in the pretraining that goes before; None: there is none
     function: dict[str, Any] | None = None  # a training of the user's own, in place of data, model and train: FUNCTION
+    format: int = FORMAT
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], what: str = "The trial") -> TrialSpec:
@@ -139,6 +146,11 @@ class TrialSpec:
         if trial is None or problems:
             raise ConfigError(what, problems)
         return trial
+
+    @classmethod
+    def from_stored(cls, mapping: Mapping[str, Any], what: str = "The trial") -> TrialSpec:
+        """Read the trial of a plan or a record, which may be older than the format that is written today."""
+        return cls.from_dict({"format": 1, **mapping}, what)
 
     @classmethod
     def parse(cls, mapping: Mapping[str, Any], path: str = "") -> tuple[TrialSpec | None, list[str]]:
@@ -164,7 +176,7 @@ class TrialSpec:
         problems += found
         train = TrainOptions(**values)
         problems += train.problems(f"{path}train.")
-        for key, hint in (("seed", int), ("sites", str)):
+        for key, hint in (("seed", int), ("sites", str), ("format", int)):
             try:
                 coerce(mapping.get(key, hint()), hint)
             except TypeError as error:
@@ -174,9 +186,11 @@ class TrialSpec:
             problems += _check_pretrain(pretrain, mapping.get("model"), f"{path}pretrain")
         if problems:
             return None, problems
-        plain = json.loads(json.dumps({"data": mapping["data"], "model": mapping["model"], "pretrain": pretrain}))
+        format = mapping.get("format", FORMAT)
+        data = mapping["data"] if format < 2 else with_drawn_splits(mapping["data"])
+        plain = json.loads(json.dumps({"data": data, "model": mapping["model"], "pretrain": pretrain}))
         names = {"seed": mapping.get("seed", 0), "sites": mapping.get("sites", "*"), "pretrain": plain["pretrain"]}
-        trial = cls(plain["data"], plain["model"], methods, train, **names)
+        trial = cls(plain["data"], plain["model"], methods, train, format=format, **names)
         if pretrain is not None:
             problems = cls.parse(_before(trial), f"{path}pretrain.")[1]
         return (None if problems else trial), problems
@@ -206,7 +220,7 @@ class TrialSpec:
     def canonical(self) -> dict[str, Any]:
         """Plain data without what equals the default, so that a new option does not rename old trials."""
         if self.function is not None:
-            return {"format": FORMAT, **{k: _plain_numbers(v) for k, v in self.to_dict().items()}}
+            return {"format": FUNCTION_FORMAT, **{k: _plain_numbers(v) for k, v in self.to_dict().items()}}
         default = asdict(TrainOptions())
         train = {k: v for k, v in asdict(self.train).items() if v != default[k]}
         data = {k: v for k, v in self.data.items() if v is not None and v is not False}
@@ -223,19 +237,35 @@ class TrialSpec:
             "sites": self.sites,
             **({"pretrain": self.pretrain} if self.pretrain else {}),
         }
-        return {"format": FORMAT, **{k: _plain_numbers(v) for k, v in parts.items()}}
+        return {"format": self.format, **{k: _plain_numbers(v) for k, v in parts.items()}}
 
-    @property
+    @cached_property
     def id(self) -> str:
         """The content hash that names the trial's folder."""
         text = json.dumps(self.canonical(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def with_drawn_splits(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data section with what draws its splits: the trial's own seed where it is not said.
+
+    A fixed `split_seed` fixes the test split too, where there is no official one. Folds are drawn by the seed anyway.
+
+    >>> with_drawn_splits({"name": "digits"})
+    {'name': 'digits', 'split_seed': 'seed', 'test_seed': 'seed'}
+    >>> with_drawn_splits({"name": "digits", "split_seed": 3})
+    {'name': 'digits', 'split_seed': 3, 'test_seed': 3}
+    """
+    if data.get("folds"):
+        return dict(data)
+    drawn = data.get("split_seed", "seed")
+    return {**data, "split_seed": drawn, "test_seed": data.get("test_seed", drawn)}
+
+
 def _parse_function(mapping: Mapping[str, Any], path: str) -> tuple[TrialSpec | None, list[str]]:
     """A trial that is a user's own function: it has methods and a seed, and no data, model or train of ours."""
     function = mapping["function"]
-    problems = unknown_keys(mapping, ("function", "methods", "seed"), path)
+    problems = unknown_keys(mapping, ("function", "methods", "seed", "format"), path)
     if not isinstance(function, Mapping):
         return None, [*problems, f"{path}function: expected a table with {', '.join(FUNCTION)}, got {function!r}"]
     problems += unknown_keys(function, FUNCTION, f"{path}function.")
@@ -289,6 +319,7 @@ def _before(trial: TrialSpec) -> dict[str, Any]:
         | over.get("train", {}),
         "seed": trial.seed,
         "sites": over.get("sites", trial.sites),
+        "format": trial.format,
     }
 
 

@@ -73,8 +73,7 @@ def load_arrays(
     path = Path(ask.data_dir or ".")
     parts = read_arrays(path)
     classes, labels = class_numbers({k: list(y) for k, (_, y) in parts.items()}, path.name)
-    cuts: dict[str, Any] = {"seed": ask.seed, "train_fraction": ask.train_fraction, "limit": ask.limit}
-    cuts |= {"test_fraction": test_fraction, "test_limit": test_limit}
+    cuts = ask.cuts | {"test_fraction": test_fraction, "test_limit": test_limit}
     facts: dict[str, Any] = {"layout": "npz", "source": path.name, "sha256": {path.name: file_hash(path)}}
     arrays = {part: _channels_first(x) if is_images(x) else torch.from_numpy(x) for part, (x, _) in parts.items()}
     if arrays["train"].dtype == torch.uint8 and ask.spec.task == "image":
@@ -124,7 +123,7 @@ def array_dataset(
         model |= {"image_size": height if height == width else (height, width), "channels": first.shape[1]}
     elif first.dim() == 3:
         model |= {"features": first.shape[2], "max_tokens": first.shape[1]}
-    facts |= {"departures": rows.departures, "partial": False, **cuts}
+    facts |= {"departures": rows.departures, "drawn": rows.drawn, "partial": False, **cuts}
     facts |= {"normalization": change.facts()} if change is not None else {}
     made = (splits["train"], splits["valid"], splits["test"])
     return Dataset(spec.name, spec.task, *made, classes, facts, model, normalization=change)

@@ -24,6 +24,8 @@ Task = Literal[
     "text",
     "classification",
 ]
+TEST_SEED = 20_240_501
+"""Draws a test split, or a subset of one, that is the same for every seed of a study."""
 Batch = dict[str, Any]
 """`inputs`: the tuple for `model(*inputs)`; `target`; `index`: which examples; `valid` (bool) if some do not count."""
 
@@ -50,6 +52,13 @@ class Request:
     seed: int = 0
     train_fraction: float = 0.7
     limit: int | None = None
+    test_seed: int = TEST_SEED
+
+    @property
+    def cuts(self) -> dict[str, Any]:
+        """The draws of the study itself: which seeds, which fraction, how many examples."""
+        drawn = {"seed": self.seed, "test_seed": self.test_seed}
+        return drawn | {"train_fraction": self.train_fraction, "limit": self.limit}
 
 
 class Split(ABC):

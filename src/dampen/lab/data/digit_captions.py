@@ -79,8 +79,8 @@ def load_digit_captions(
     bunch = embedded()
     images = torch.from_numpy(bunch.images).float()[:, None] / 16
     digits = torch.from_numpy(bunch.target).long()
-    cuts: dict[str, Any] = {"train_fraction": ask.train_fraction, "limit": ask.limit, "test_fraction": test_fraction}
-    rows = split_rows({"train": digits}, seed=ask.seed, test_limit=test_limit, **cuts)
+    cuts: dict[str, Any] = {**ask.cuts, "test_fraction": test_fraction}
+    rows = split_rows({"train": digits}, test_limit=test_limit, **cuts)
     true, false = captions_of(digits.tolist())
     length = max(len(words.split()) for words in grammar())
     texts = torch.stack([encode(false, length), encode(true, length)])  # by class
@@ -97,6 +97,7 @@ def load_digit_captions(
         "source": "scikit-learn; captions are synthetic",
         "sha256": {"images": sha256(images.numpy().tobytes()), "captions": sha256("\n".join(true + false).encode())},
         "departures": [*rows.departures, "captions are synthetic: a true and a false one for each real image"],
+        "drawn": rows.drawn,
         "partial": False,
         **cuts,
         "normalization": change.facts(),

@@ -75,6 +75,7 @@ def load_fsdd(
         "shortened": sum(len(clip) > window for clip in clips),
         "partial": bool(problems),
         "departures": departures + cut,
+        "drawn": ["valid"],
         "seed": ask.seed,
         "train_fraction": ask.train_fraction,
         "limit": ask.limit,

@@ -11,7 +11,7 @@ import torch
 from dampen.lab.data.dataset import Dataset, DataSpec, Request
 from dampen.lab.data.errors import DamagedData, damaged, require_complete
 from dampen.lab.data.files import file_sha256, find, joint_sha256
-from dampen.lab.data.images import TEST_SEED
+from dampen.lab.data.images import a_draw
 from dampen.lab.data.limits import read_file, read_npz
 from dampen.lab.data.mel import LogMel, resample, stack_frames, summarize_frames
 from dampen.lab.data.sequences import clip_dataset
@@ -82,13 +82,14 @@ def load_gtzan(
         rows = {p: torch.tensor([i for i, part in enumerate(clips.parts) if part == p]) for p in PARTS}
         kept, cut = limited(labels[rows["train"]].numpy(), ask.limit, ask.seed)
         rows["train"] = rows["train"][kept]
-        split = "official (fault-filtered)"
+        split, drawn = "official (fault-filtered)", []
     else:
-        test, pool = stratified(labels, test_fraction, TEST_SEED)
+        test, pool = stratified(labels, test_fraction, ask.test_seed)
         train, valid, cut = train_and_valid(labels[pool], ask.train_fraction, ask.seed, ask.limit)
         rows = {"train": pool[train], "valid": pool[valid], "test": test}
-        split = "drawn by genre"
-        departures.append(f"no official split found: a fixed draw by genre of {len(test)} clips serves as test")
+        split, drawn = "drawn by genre", ["valid", "test"]
+        how = f"{a_draw(ask.test_seed)} by genre of {len(test)} clips"
+        departures.append(f"no official split found: {how} serves as test")
     info = {
         "layout": clips.layout,
         "source": root.name,
@@ -97,7 +98,9 @@ def load_gtzan(
         "left_out": sum(part == "none" for part in clips.parts),
         "partial": bool(clips.problems),
         "departures": departures + cut,
+        "drawn": drawn,
         "seed": ask.seed,
+        "test_seed": ask.test_seed,
         "train_fraction": ask.train_fraction,
         "limit": ask.limit,
         "options": {"stack": stack, "tokens": tokens, "frames": frames},

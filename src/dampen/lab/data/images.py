@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.lab.data.dataset import Dataset, DataSpec, Normalization
+from dampen.lab.data.dataset import TEST_SEED, Dataset, DataSpec, Normalization
 from dampen.lab.data.splits import ImageSplit
 from dampen.lab.data.stratified import limited, stratified, train_and_valid
 
 Labeled = tuple[Tensor, Tensor]  # uint8 (n, channels, height, width) and class numbers (n,)
-TEST_SEED = 20_240_501  # a drawn test set must not change with the seed of a run
 
 
 def image_dataset(
@@ -28,6 +27,7 @@ def image_dataset(
     seed: int,
     train_fraction: float,
     limit: int | None,
+    test_seed: int = TEST_SEED,
     test_fraction: float = 0.25,
     test_limit: int | None = None,
     options: dict[str, Any] | None = None,
@@ -35,21 +35,22 @@ def image_dataset(
 ) -> Dataset:
     """Split labeled images by the papers' protocol and wrap them.
 
-    An official test part is kept apart. Without one, `test_fraction` of the images is drawn by class with a fixed seed,
-    the same for every run. Without an official validation part, train and validation are a seeded draw by class.
+    An official test part is kept apart. Without one, `test_fraction` of the images is drawn by class with `test_seed`.
+    Without an official validation part, train and validation are a draw by class with `seed`.
     """
     departures = list(info.pop("departures", []))
+    parts = [name for name, given in (("valid", valid), ("test", test)) if given is None]
     if test is None:
-        drawn, rest = stratified(labels, test_fraction, TEST_SEED)
+        drawn, rest = stratified(labels, test_fraction, test_seed)
         test, (images, labels) = (images[drawn], labels[drawn]), (images[rest], labels[rest])
-        departures.append(f"no official test part: a fixed draw by class of {len(drawn)} images serves as test")
+        departures.append(f"no official test part: {a_draw(test_seed)} by class of {len(drawn)} images serves as test")
     if valid is None:
         train_rows, valid_rows, cut = train_and_valid(labels, train_fraction, seed, limit)
         valid = images[valid_rows], labels[valid_rows]
     else:
         train_rows, cut = limited(labels.numpy(), limit, seed)
     train = images[train_rows], labels[train_rows]
-    test_rows, test_cut = limited(test[1].numpy(), test_limit, TEST_SEED)
+    test_rows, test_cut = limited(test[1].numpy(), test_limit, test_seed)
     if test_cut:
         departures.append(f"only {len(test_rows)} of {len(test[1])} test images were used (test_limit={test_limit})")
     normalization = channel_statistics(train[0])
@@ -65,7 +66,9 @@ def image_dataset(
         | {
             "partial": info.get("partial", False),
             "departures": departures + cut,
+            "drawn": parts,
             "seed": seed,
+            "test_seed": test_seed,
             "train_fraction": train_fraction,
             "limit": limit,
             "options": {**(options or {}), "test_limit": test_limit},
@@ -79,6 +82,11 @@ def image_dataset(
         normalization=normalization,
         root=root,
     )
+
+
+def a_draw(test_seed: int) -> str:
+    """In words, how the test split was drawn."""
+    return "a fixed draw" if test_seed == TEST_SEED else "a draw"
 
 
 def channel_statistics(images: Tensor) -> Normalization:

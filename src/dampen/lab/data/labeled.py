@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.lab.data.dataset import Batch, Split
+from dampen.lab.data.dataset import TEST_SEED, Batch, Split
 from dampen.lab.data.errors import DamagedData
-from dampen.lab.data.images import TEST_SEED
+from dampen.lab.data.images import a_draw
 from dampen.lab.data.stratified import limited, stratified, train_and_valid
 
 PARTS = ("train", "valid", "test")
@@ -28,6 +28,7 @@ class Division:
     valid_from: str  # 'train' or 'valid': the part that the validation rows count in
     test_from: str
     departures: list[str]
+    drawn: list[str]  # the splits that were not given
 
 
 def split_rows(
@@ -36,25 +37,26 @@ def split_rows(
     seed: int,
     train_fraction: float,
     limit: int | None,
+    test_seed: int = TEST_SEED,
     test_fraction: float,
     test_limit: int | None,
 ) -> Division:
-    """Keep the parts that are there; draw by class what is missing, the test part the same for every run."""
+    """Keep the splits that are there; draw by class what is missing, the test split with a seed of its own."""
     pool, departures = torch.arange(len(labels["train"])), list[str]()
     test_from = "test" if "test" in labels else "train"
     if test_from == "test":
         test = torch.arange(len(labels["test"]))
     else:
-        test, pool = stratified(labels["train"], test_fraction, TEST_SEED)
-        departures.append(f"no test part: a fixed draw by class of {len(test)} examples serves as test")
+        test, pool = stratified(labels["train"], test_fraction, test_seed)
+        departures.append(f"no test part: {a_draw(test_seed)} by class of {len(test)} examples serves as test")
     if "valid" in labels:
         valid = torch.arange(len(labels["valid"]))
         kept, cut = limited(labels["train"][pool].numpy(), limit, seed)
         train = pool[kept]
     else:
-        drawn, held, cut = train_and_valid(labels["train"][pool], train_fraction, seed, limit)
-        train, valid = pool[drawn], pool[held]
-    chosen, test_cut = limited(labels[test_from][test].numpy(), test_limit, TEST_SEED)
+        own, held, cut = train_and_valid(labels["train"][pool], train_fraction, seed, limit)
+        train, valid = pool[own], pool[held]
+    chosen, test_cut = limited(labels[test_from][test].numpy(), test_limit, test_seed)
     if test_cut:
         departures.append(f"only {len(chosen)} of {len(test)} test examples were used (test_limit={test_limit})")
     test = test[chosen]
@@ -67,7 +69,8 @@ def split_rows(
             "examples of every class, or other fractions."
         )
     valid_from = "valid" if "valid" in labels else "train"
-    return Division(train, valid, test, valid_from, test_from, departures + cut)
+    drawn = [name for name in ("valid", "test") if name not in labels]
+    return Division(train, valid, test, valid_from, test_from, departures + cut, drawn)
 
 
 def class_numbers(labels: Mapping[str, Sequence[Any]], where: str) -> tuple[list[str], dict[str, Tensor]]:

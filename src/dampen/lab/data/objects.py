@@ -137,8 +137,7 @@ def object_dataset(
     height, width = size
     counts = Counter(label for example in parts["train"] for label in example.labels)
     strata = {part: _strata(own, counts) for part, own in parts.items()}
-    cuts: dict[str, Any] = {"seed": ask.seed, "train_fraction": ask.train_fraction, "limit": ask.limit}
-    rows = split_rows(strata, **cuts, test_fraction=test_fraction, test_limit=test_limit)
+    rows = split_rows(strata, **ask.cuts, test_fraction=test_fraction, test_limit=test_limit)
     places = {
         "train": ("train", rows.train),
         "valid": (rows.valid_from, rows.valid),
@@ -156,7 +155,8 @@ def object_dataset(
         "objects": {k: sum(len(t) for t in split.objects) for k, split in splits.items()},
         "departures": [*facts.get("departures", []), *rows.departures],
         "partial": facts.get("partial", False),
-        **cuts,
+        "drawn": rows.drawn,
+        **ask.cuts,
         "options": {"size": list(size), "channels": channels, "test_fraction": test_fraction, "test_limit": test_limit},
         "normalization": normalization.facts(),
     }

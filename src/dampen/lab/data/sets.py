@@ -12,7 +12,7 @@ from dampen.lab.data.arrays import FEATURE_ARRAYS, IMAGE_ARRAYS, load_arrays
 from dampen.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
 from dampen.lab.data.coco import COCO, load_coco
 from dampen.lab.data.corpus import SHAKESPEARE, TEXT, load_corpus
-from dampen.lab.data.dataset import Dataset, DataSpec, Request
+from dampen.lab.data.dataset import TEST_SEED, Dataset, DataSpec, Request
 from dampen.lab.data.digit_captions import DIGIT_CAPTIONS, load_digit_captions
 from dampen.lab.data.digits import DIGITS, load_digits
 from dampen.lab.data.folder import FOLDER, load_folder
@@ -77,6 +77,7 @@ def load(
     seed: int = 0,
     train_fraction: float = 0.7,
     limit: int | None = None,
+    test_seed: int = TEST_SEED,
     **extra: Any,
 ) -> Dataset:
     """Load a data set by name.
@@ -84,6 +85,7 @@ def load(
     It is looked for in `data_dir` if that is said, else in $DAMPEN_DATA, then in ~/.cache/dampen/data. The official
     test part is kept apart; where there is no official validation part, `train_fraction` of the rest is drawn by class
     with `seed` to train on, and what remains validates. `limit` keeps at most so many examples outside the test part.
+    Where there is no official test part, it is drawn with `test_seed`.
     `partial=True` accepts an incomplete copy; `info` then says what is missing. `options(name)` lists what else a
     set takes.
     """
@@ -91,7 +93,7 @@ def load(
     for key in extra:
         if key not in known:
             raise TypeError(f"Data set {name!r} takes no option {key!r}{nearest(key, known)}")
-    ask = Request(DATASETS[name], data_dir, partial, seed, train_fraction, limit)
+    ask = Request(DATASETS[name], data_dir, partial, seed, train_fraction, limit, test_seed)
     return _READERS[name](ask, **extra)
 
 

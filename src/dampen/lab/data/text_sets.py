@@ -67,8 +67,7 @@ def text_reader(read: Read) -> Callable[..., Dataset]:
         training part. Texts are cut to `max_tokens`."""
         parts, facts = read(Path(ask.data_dir or "."), Columns(text, second, label))
         options = {"text": text, "second": second, "label": label, "max_tokens": max_tokens, "vocabulary": vocabulary}
-        cuts = {"seed": ask.seed, "train_fraction": ask.train_fraction, "limit": ask.limit}
-        cuts |= {"test_fraction": test_fraction, "test_limit": test_limit}
+        cuts = ask.cuts | {"test_fraction": test_fraction, "test_limit": test_limit}
         return text_dataset(ask.spec, parts, facts | {"options": options}, cuts, tokenizer, vocabulary, max_tokens)
 
     return load
@@ -96,7 +95,13 @@ def text_dataset(
     own = _HubTokenizer(tokenizer) if tokenizer else None
     encode = partial(encoded, tokenizer=own, vocabulary=vocabulary, max_tokens=max_tokens)
     splits, learned = encode(chosen, numbers)
-    facts |= {"departures": rows.departures, "partial": False, "cut_to_max_tokens": learned.pop("cut"), **cuts}
+    facts |= {
+        "departures": rows.departures,
+        "drawn": rows.drawn,
+        "partial": False,
+        "cut_to_max_tokens": learned.pop("cut"),
+        **cuts,
+    }
     model = {"classes": len(classes), "max_tokens": max_tokens, **learned}
     made = Dataset(spec.name, spec.task, splits["train"], splits["valid"], splits["test"], classes, facts, model)
     made.extras |= {"texts": chosen, "encode": encode}  # cross-validation cuts and tokenizes them anew

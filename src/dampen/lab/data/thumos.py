@@ -104,6 +104,7 @@ def load_thumos(
         "rate": notes.rate,
         "partial": bool(problems),
         "departures": departures + [note.replace("examples", "videos") for note in cut],
+        "drawn": ["valid"],
         "seed": ask.seed,
         "train_fraction": ask.train_fraction,
         "limit": ask.limit,

@@ -1,6 +1,7 @@
 """What a trial leaves behind, typed: its result (final.json) and the lines of its log.
 
-`FORMAT` is written with every result; records from before it was have format 0 and load as they are. A field that an
+`FORMAT` is written with every result; records from before it was have format 0 and load as they are.
+Since format 2 `data.drawn` names the splits that the study drew itself. A field that an
 older record does not have takes its default, a field that this version does not know is left alone on disk.
 """
 
@@ -12,7 +13,7 @@ import msgspec
 
 from dampen.lab.errors import LabError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Detected(msgspec.Struct):

@@ -109,7 +109,7 @@ class Record:
         config = read_json(path)
         if not isinstance(config, dict):
             raise DamagedRecord(f"{path} is damaged: it holds no trial. Delete its folder to run the trial again.")
-        return TrialSpec.from_dict({k: v for k, v in config.items() if k != "id"}, str(self.folder / "config.json"))
+        return TrialSpec.from_stored({k: v for k, v in config.items() if k != "id"}, str(self.folder / "config.json"))
 
     @property
     def done(self) -> bool:

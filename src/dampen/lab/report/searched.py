@@ -19,7 +19,7 @@ def searched(table: ResultTable, palette: Palette) -> Figure | None:
     pruned, logarithmic = 0, set()
     for row, found in search.get("rows", {}).items():
         logarithmic |= {a["key"] for a in found["axes"] if a["log"]}
-        for trial in found["trials"]:
+        for trial in found.get("trials", []):
             pruned += trial["state"] == "pruned"
             if trial["valid"] is not None and trial["state"] == "complete" and row in palette.colors:
                 value = describe(metric).scale * trial["valid"]
@@ -50,8 +50,11 @@ def searched(table: ResultTable, palette: Palette) -> Figure | None:
             )
         )
         panels.append(Panel(axis_name(axis), finish(chart, 220)))
-    caption = f"Each point is a trial of the search, {search.get('trials', '?')} per row, scored on validation"
-    caption += f"; {pruned} hopeless ones were cut short." if pruned else "."
+    if "settings" in search:
+        caption = f"Each point is a setting, its mean on validation over {len(search['seeds'])} tuning seeds."
+    else:
+        caption = f"Each point is a trial of the search, {search.get('trials', '?')} per row, scored on validation"
+        caption += f"; {pruned} hopeless ones were cut short." if pruned else "."
     columns = [ROW, Column("axis", "Setting"), Column("x", "Value", 6), Column("valid", title, 3)]
     return Figure("search", "Search", caption, panels, columns, records, wide=len(panels) > 2, legend=names)
 

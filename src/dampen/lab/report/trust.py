@@ -85,11 +85,35 @@ def tuned(table: ResultTable) -> str:
     search = table.study.search
     if search:
         seeds = f" on tuning seeds {listed([str(s) for s in search['seeds']])}" if search.get("seeds") else ""
+        if search.get("storage") == "tuning":
+            return _tuned_equally(table, seeds)
         return f"Settings were tuned: {search.get('trials', '?')} trials for every row{seeds}, scored on validation."
     most = max((len(row.cells) for row in table.study.rows), default=1)
     if most > 1 and not table.study.show_all:
         return f"Each row is shown at the best of its grid points (up to {most}) on validation."
     return "No setting was tuned in this run: a row stands for the one setting it names."
+
+
+def _tuned_equally(table: ResultTable, seeds: str) -> str:
+    """What was tried of every row, which choices lie at the end of a range, and where validation told nothing apart."""
+    search, names = table.study.search, [row.name for row in table.study.rows]
+    rows = {name: search["rows"][name] for name in names if name in search["rows"]}
+    further = sum(bool(row.get("extended")) for row in rows.values())
+    edge = [name for name, row in rows.items() if row.get("edges")]
+    tied = [name for name, row in rows.items() if row.get("tied", 1) > 1]
+    fixed = [name for name in names if name not in rows]
+    several = plural(search["settings"], "setting")
+    told = [f"Settings were tuned: {several} of every row, the reference too, chosen by the mean of validation{seeds}."]
+    told += [f"{plural(further, 'row')} chose at the end of a range, which was then extended once."] * bool(further)
+    told += [f"Still at the end of a range: {listed(edge)}."] * bool(edge)
+    told += [f"Best settings tie on validation, the middle one was taken: {listed(tied)}."] * bool(tied)
+    told += [f"Nothing to tune: {listed(fixed)}."] * bool(fixed)
+    if "test" in _redrawn(table.study.runs()):
+        told.append(
+            "The test set is drawn anew for each seed, so that it holds examples on which settings were chosen, the same "
+            "for every row."
+        )
+    return " ".join(told)
 
 
 def what_was_tested(table: ResultTable) -> str:
@@ -107,15 +131,29 @@ def what_was_tested(table: ResultTable) -> str:
 
 def noise(table: ResultTable) -> list[str]:
     """What seeds vary and what they do not, and so what the intervals cover."""
-    varied = _varied([run.config for run in table.study.runs()])
+    runs = table.study.runs()
+    varied = _varied([run.config for run in runs], _redrawn(runs))
     return [varied + (_test_set(table) if varied.endswith(SAME_TEST) else "") + "."] if varied else []
 
 
 SAME_TEST = "the test set is the same in every run"
 
 
-def _varied(configs: list[dict[str, Any]]) -> str:
-    """Which parts of the data were drawn anew for each seed."""
+def _redrawn(runs: list[RecordedTrial]) -> list[str]:
+    """Which splits each seed drew anew: those that the study draws itself, unless a number fixed them. Records of
+    format 1 kept a test split that was drawn."""
+    if not runs:
+        return []
+    data = runs[0].config.get("data", {})
+    first = {"valid": data.get("split_seed") == "seed", "test": data.get("test_seed") == "seed"}
+    if runs[0].config.get("format", 1) < 2:
+        return [name for name, anew in first.items() if anew]
+    drawn = next((r.final.data.get("drawn", []) for r in runs if r.final and r.status == "finished"), [])
+    return [name for name, anew in first.items() if anew and name in drawn]
+
+
+def _varied(configs: list[dict[str, Any]], redrawn: list[str]) -> str:
+    """What differs between seeds, in words; ends with `SAME_TEST` where all are tested on the same examples."""
     if not configs:
         return ""
     if any(config.get("function") for config in configs):
@@ -126,11 +164,18 @@ def _varied(configs: list[dict[str, Any]]) -> str:
             f"Seeds vary initial weights, order of batches and the {data['folds']} folds: every example is tested once "
             "per seed, so that intervals cover the draw of the parts too"
         )
-    if data.get("split_seed") == "seed":
+    if redrawn == ["valid"]:
         return (
             "Seeds vary initial weights, order of batches and the split into training and validation, which is drawn "
             f"anew for each; {SAME_TEST}"
         )
+    if redrawn:
+        return (
+            "Seeds vary initial weights, order of batches and the split into training, validation and test, which is "
+            "drawn anew for each, so that intervals cover the draw of the test set too"
+        )
+    if data.get("split_seed") == "seed":
+        return f"Seeds vary initial weights and order of batches; training and validation are given, and {SAME_TEST}"
     return (
         "Seeds vary initial weights and order of batches; every run trains on the same part (data.split_seed=seed "
         f"would draw it anew for each seed), and {SAME_TEST}"

@@ -185,9 +185,10 @@ def with_recorded(plan: Plan, folder: Path) -> Plan:
         return plan
     earlier = load_plan(folder)
     code = {t.function["code"] for t in plan.trials.values() if t.function}
+    formats = {t.format for t in plan.trials.values()}
     recorded = {
         i
         for i, t in earlier.trials.items()
-        if Record(folder / i).done and (t.function is None or t.function["code"] in code)
+        if Record(folder / i).done and (t.format in formats if t.function is None else t.function["code"] in code)
     }
     return plan.joined(earlier, recorded) if recorded else plan

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dampen.lab.config.plan import Plan
+from dampen.lab.config.search_space import tuned_recipe
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, Interrupted, LabError
+from dampen.lab.running.grid_tuning import chosen_in_words, tune
 from dampen.lab.running.racing import race_plan, seconds
 from dampen.lab.running.runner import RunResult, run_plan
-from dampen.lab.running.search import search
-from dampen.lab.study.asked import Asked, ask_own
+from dampen.lab.study.asked import Asked, ask_own, planned
 from dampen.lab.study.kept import save_function, save_parts
 from dampen.lab.study.preflight import check_rows
 from dampen.lab.study.progress import view_of
@@ -60,7 +62,8 @@ def compare(
         metric: the test metric to judge by, as in `"f1"` or `"rmse:min"`; default: the first that comes back.
         margin: the smallest difference that matters, in the unit of the table.
         params: what the function reads from `trial.params`.
-        tune: trials per row of a search over strengths and numeric parameters first, on validation.
+        tune: how many settings of every row, the baseline too, are tried on three tuning seeds first: learning rate,
+            weight decay and the methods' strengths, chosen by the mean of validation.
         until_decided: add seeds until every row is decided; `budget` (such as "30m") ends it earlier.
         engine: where trials run, "local" or "ray"; see `dampen compare --help`.
         address: of a Ray cluster.
@@ -129,12 +132,22 @@ def _start(
 
 
 def _tune(study: Study, asked: Asked, trials: int) -> None:
-    """Choose strengths (and the learning rate) of every row on validation first; the study goes on with the best."""
+    """Choose learning rate, weight decay and strengths of every row on validation first, the baseline's too; the study
+    goes on with the best."""
     study.folder = study.folder.with_name(f"{study.folder.name}-tuned")
-    execution = Execution(threads=study.settings["threads"], function=asked.function, parts=asked.parts)
-    show = (lambda line: print(f"search: {line}", file=sys.stderr)) if study.settings["progress"] else lambda line: None
-    where = {"workers": study.settings["workers"], "settings": asked.settings, "report": show}
-    study.plan = search(asked.recipe, study.folder, execution, trials, **where)
+    recipe = tuned_recipe(asked.recipe, trials, asked.settings)
+
+    def train(tuning: Plan, place: Path) -> int:
+        own = Study(place, tuning, study.function, study.parts, study.settings)
+        return run(own, {}, **study.settings).exit_code
+
+    first = planned(recipe)
+    first.header |= asked.plan.header
+    study.plan, code = tune(recipe, first, study.folder, None, (), (), train)
+    if code:
+        raise LabError(f"The tuning in {study.folder} stopped (code {code}); the same call goes on.")
+    if study.settings["progress"]:
+        print("\n".join(chosen_in_words(study.folder)), file=sys.stderr)
 
 
 def run(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dampen.lab.data.dataset import TEST_SEED
 from dampen.lab.data.folds import fold_of
 from dampen.lab.data.label_noise import with_label_noise
 from dampen.lab.errors import ConfigError
@@ -52,8 +53,10 @@ def _load(arguments: str, data_dir: str | None, mark: Any = None) -> Any:
 
 
 def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = None, seed: int = 0) -> Any:
-    """The data set of a trial; workers that stay alive load it once. `split_seed = "seed"` draws by the trial's own.
+    """The data set of a trial; workers that stay alive load it once for each split.
 
+    `split_seed = "seed"` draws train and validation by the trial's own seed, `test_seed` likewise a test split that is
+    not official. Without them the draw is that of records from before they were written: seed 0 and the fixed test.
     Wrong labels (`noise`) are always drawn by the trial's seed, so that rows of one seed meet the same ones.
     """
     from dampen.lab.data.locations import locate
@@ -62,11 +65,13 @@ def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = 
         clean = load_data({k: v for k, v in data.items() if k != "noise"}, data_dir, parts, seed)
         return with_label_noise(clean, data["noise"], derive(seed, "noise"))
     options = {k: v for k, v in data.items() if k not in ("augment", "source", "fingerprint", "code", "folds", "noise")}
-    chosen = options.pop("split_seed", 0)
+    drawn = {"seed": options.pop("split_seed", 0), "test_seed": options.pop("test_seed", TEST_SEED)}
     if data.get("folds"):
-        pooled = load_data({k: v for k, v in data.items() if k not in ("folds", "split_seed")}, data_dir, parts)
+        pooled = load_data(
+            {k: v for k, v in data.items() if k not in ("folds", "split_seed", "test_seed")}, data_dir, parts
+        )
         return fold_of(pooled, data["folds"], seed, data.get("train_fraction", 0.7))
-    options["seed"] = seed if chosen == "seed" else chosen
+    options |= {key: seed if chosen == "seed" else chosen for key, chosen in drawn.items()}
     parts = parts or Parts()
     if data["name"] == "function":
         return _load_own(data, parts, json.dumps(options, sort_keys=True))

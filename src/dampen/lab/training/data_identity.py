@@ -52,7 +52,7 @@ def hashes_now(trial: TrialSpec, data_dir: str | None) -> dict[str, str] | None:
     mark = _mark(trial.data["name"], data_dir)
     if mark == "":
         return None
-    data = {k: v for k, v in trial.data.items() if k not in ("augment", "folds", "split_seed")}
+    data = {k: v for k, v in trial.data.items() if k not in ("augment", "folds", "split_seed", "test_seed")}
     key = hashlib.sha256(json.dumps([data, mark], sort_keys=True).encode()).hexdigest()[:32]
     known = cached(CACHE).get(key)
     if mark is not None and isinstance(known, dict):
