@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks.claimed import CLAIMS, CONVOLUTIONS, DEPTH, PAPERS, ROBUST, SWEEPS, Claim
 from benchmarks.curves import read as read_curves
-from dampen.lab.records.metric import describe
-from dampen.lab.records.verdict import Comparison, judge, sentence
-from dampen.lab.report import make_report
+from dampen.studies.records.metric import describe
+from dampen.studies.records.verdict import Comparison, judge, sentence
+from dampen.studies.report import make_report
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 

@@ -16,7 +16,7 @@ from benchmarks.curves import judged, read
 from benchmarks.pages import publish, renew
 from benchmarks.which_method import RECORDS, SITUATIONS, verdicts
 from benchmarks.which_method import read as read_record
-from dampen.lab.records.verdict import judge, sentence
+from dampen.studies.records.verdict import judge, sentence
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 FINETUNING, PICTURE = "finetuning/banking77.json.xz", "docs/images/finetuning.svg"

@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.curves import METRICS, Curves, domain, judged, points, read, verdicts
 from benchmarks.pages import publish
-from dampen.lab.records.metric import describe
-from dampen.lab.records.table import Entry
+from dampen.studies.records.metric import describe
+from dampen.studies.records.table import Entry
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE, IMAGES = ROOT / "records" / "explicit_dropout", ROOT / "docs" / "lambda.md", ROOT / "docs" / "images"

@@ -6,8 +6,8 @@ import functools
 from dataclasses import dataclass
 
 from benchmarks.which_method import RECORDS, read
-from dampen.lab.errors import LabError
-from dampen.lab.records.verdict import sentence
+from dampen.studies.errors import LabError
+from dampen.studies.records.verdict import sentence
 
 
 @dataclass(frozen=True)

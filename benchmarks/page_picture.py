@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dampen.lab.report import write_report
+from dampen.studies.report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, IMAGES = ROOT / "records" / "demo.json.xz", ROOT / "docs" / "images"

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.pages import PADDING, publish
 from benchmarks.which_method import RECORDS, plain, read, verdicts
-from dampen.lab.records.table import Entry, ResultTable
-from dampen.lab.records.verdict import Comparison, sentence
+from dampen.studies.records.table import Entry, ResultTable
+from dampen.studies.records.verdict import Comparison, sentence
 
 DOCS = RECORDS.parent / "docs"
 PAGE, PICTURE = DOCS / "results" / "when.md", DOCS / "images" / "when.svg"

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import publish, renew
-from dampen.lab.config.plan import Plan
-from dampen.lab.records.record import Record
-from dampen.lab.records.stats import summarize
-from dampen.lab.records.verdict import Comparison, judge_pairs, words
+from dampen.studies.config.plan import Plan
+from dampen.studies.records.record import Record
+from dampen.studies.records.stats import summarize
+from dampen.studies.records.verdict import Comparison, judge_pairs, words
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records" / "always_skip_attention"

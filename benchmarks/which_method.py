@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks import curves
 from benchmarks.pages import publish
-from dampen.lab.records.table import Entry, ResultTable, grid_text
-from dampen.lab.records.verdict import Comparison, judge, sentence
-from dampen.lab.report import make_report
+from dampen.studies.records.table import Entry, ResultTable, grid_text
+from dampen.studies.records.verdict import Comparison, judge, sentence
+from dampen.studies.report import make_report
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE = ROOT / "records", ROOT / "docs" / "which_method.md"

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import costs_page, detection_page, lambda_page, questions, rates_page, real_data, regimes, reproductions
 from benchmarks.maps_picture import maps_picture
-from dampen.lab.report import make_report
-from tests.lab.synthetic_runs import edit, write_study
+from dampen.studies.report import make_report
+from tests.studies.synthetic_runs import edit, write_study
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
 
