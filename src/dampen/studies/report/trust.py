@@ -110,8 +110,8 @@ def _tuned_equally(table: ResultTable, seeds: str) -> str:
     told += [f"Nothing to tune: {listed(fixed)}."] * bool(fixed)
     if "test" in _redrawn(table.study.runs()):
         told.append(
-            "The test set is drawn anew for each seed, so that it holds examples on which settings were chosen, the same "
-            "for every row."
+            "The test set is drawn anew for each seed, so that it holds examples on which settings were chosen, "
+            "the same for every row."
         )
     return " ".join(told)
 
