@@ -11,11 +11,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dampen.studies.data.cifar_formats import PIXELS, Copy, FileLayout, label_bytes, read_copy, recognize
-from dampen.studies.data.dataset import Dataset, DataSpec, Request
-from dampen.studies.data.errors import damaged, require_complete
-from dampen.studies.data.files import Store, find
-from dampen.studies.data.images import image_dataset
+from dampen.studies.plugins import (
+    Dataset,
+    DataSource,
+    DataSpec,
+    Request,
+    damaged,
+    find,
+    image_dataset,
+    require_complete,
+)
+from reproductions.data.archives import Store
+from reproductions.data.cifar_formats import PIXELS, Copy, FileLayout, label_bytes, read_copy, recognize
+from reproductions.data.fetch_cifar import fetch_cifar10
 
 CIFAR10 = DataSpec(
     "cifar10",
@@ -117,3 +125,26 @@ def _tensors(rows: np.ndarray, column: int, classes: int, path: Path) -> tuple[t
         raise damaged(path, "as largest label", int(labels.max()), f"at most {classes - 1}")
     images = np.ascontiguousarray(rows[:, -PIXELS:]).reshape(-1, 3, 32, 32)
     return torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64))
+
+
+PRESET = {
+    "data": {"limit": 6429},  # 4,500 to train on: a model overfits, and regularizers differ
+    "model": {"name": "vit", "stem": "conv", "width": 96, "depth": 4, "heads": 6, "mlp": 192},
+    "train": {"epochs": 20, "lr": 1e-3, "warmup": 1.0},
+}
+CIFAR10_SOURCE = DataSource(
+    CIFAR10,
+    load_cifar,
+    lambda path: looks_like("cifar10", path),
+    CANDIDATES["cifar10"],
+    fetch=fetch_cifar10,
+    preset=PRESET,
+)
+CIFAR100_SOURCE = DataSource(
+    CIFAR100,
+    load_cifar,
+    lambda path: looks_like("cifar100", path),
+    CANDIDATES["cifar100"],
+    steps=("curl -LO https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz   # 168,513,733 bytes, read as it is",),
+    preset=PRESET,
+)

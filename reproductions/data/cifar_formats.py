@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dampen.studies.data.errors import DamagedData, damaged
-from dampen.studies.data.files import Store, sha256
-from dampen.studies.data.limits import parse_json, read_image
-from dampen.studies.data.unpickle import safe_unpickle
+from dampen.studies.plugins import DamagedData, damaged, parse_json, read_image, sha256
+from reproductions.data.archives import Store
+from reproductions.data.unpickle import safe_unpickle
 
 PIXELS = 3072  # 3 x 32 x 32, channel by channel, row by row
 BATCHES = [f"data_batch_{i}" for i in range(1, 6)]

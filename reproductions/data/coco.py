@@ -9,11 +9,18 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.data.dataset import Dataset, DataSpec, Request
-from dampen.studies.data.errors import DamagedData
-from dampen.studies.data.files import file_sha256, find
-from dampen.studies.data.limits import parse_json, read_file
-from dampen.studies.data.objects import Annotated, checked_box, object_dataset
+from dampen.studies.plugins import (
+    DamagedData,
+    Dataset,
+    DataSource,
+    DataSpec,
+    Request,
+    file_sha256,
+    find,
+    parse_json,
+    read_file,
+)
+from reproductions.data.objects import Annotated, checked_box, object_dataset
 
 COCO = DataSpec(
     "coco",
@@ -156,3 +163,20 @@ class Part:
 
     def _broken(self, kind: str, i: int, problem: str) -> DamagedData:
         return DamagedData(f"{self.path}, {kind}[{i}]: {problem}. Correct the entry or fetch the file again.")
+
+
+COCO_SOURCE = DataSource(
+    COCO,
+    load_coco,
+    holds,
+    CANDIDATES,
+    general=True,
+    chosen_by_path=True,
+    steps=(
+        "mkdir coco && cd coco",
+        "curl -LO http://images.cocodataset.org/zips/train2017.zip && unzip train2017.zip   # 19 GB",
+        "curl -LO http://images.cocodataset.org/zips/val2017.zip && unzip val2017.zip",
+        "curl -LO http://images.cocodataset.org/annotations/annotations_trainval2017.zip",
+        "unzip annotations_trainval2017.zip",
+    ),
+)

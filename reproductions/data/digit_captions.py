@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.studies.data.dataset import Dataset, DataSpec, Normalization, Request
-from dampen.studies.data.files import sha256
-from dampen.studies.data.labeled import ArraySplit, split_rows
+from dampen.studies.plugins import ArraySplit, Dataset, DataSource, DataSpec, Normalization, Request, sha256, split_rows
 
 DIGIT_CAPTIONS = DataSpec(
     "digit_captions",
@@ -105,3 +103,8 @@ def load_digit_captions(
     model = {"image_size": 8, "channels": 1, "classes": 2, "vocab": len(vocabulary()), "max_tokens": length}
     parts = (pairs(rows.train), pairs(rows.valid), pairs(rows.test))
     return Dataset(ask.spec.name, ask.spec.task, *parts, ["false", "true"], info, model, normalization=change)
+
+
+DIGIT_CAPTIONS_SOURCE = DataSource(
+    DIGIT_CAPTIONS, load_digit_captions, steps=("nothing to fetch: made from the digits",)
+)

@@ -9,13 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dampen.studies.data.dataset import Dataset, DataSpec, Request
-from dampen.studies.data.errors import DamagedData, require_complete
-from dampen.studies.data.files import file_sha256, find, joint_sha256
-from dampen.studies.data.mel import LogMel, resample, stack_frames
-from dampen.studies.data.sequences import clip_dataset
-from dampen.studies.data.stratified import train_and_valid
-from dampen.studies.data.waves import read_audio
+from dampen.studies.plugins import (
+    DamagedData,
+    Dataset,
+    DataSource,
+    DataSpec,
+    Request,
+    file_sha256,
+    find,
+    joint_sha256,
+    require_complete,
+    train_and_valid,
+)
+from reproductions.data.mel import LogMel, resample, stack_frames
+from reproductions.data.sequences import clip_dataset
+from reproductions.data.waves import read_audio
 
 FSDD = DataSpec(
     "fsdd",
@@ -89,3 +97,16 @@ def load_fsdd(
 def _decibels(path: Path, front: LogMel) -> Tensor:
     wave, rate = read_audio(path)
     return front(torch.from_numpy(np.ascontiguousarray(resample(wave, rate, front.rate))))
+
+
+FSDD_SOURCE = DataSource(
+    FSDD,
+    load_fsdd,
+    lambda path: bool(recordings(path)),
+    CANDIDATES,
+    steps=("git clone https://github.com/Jakobovski/free-spoken-digit-dataset",),
+    preset={
+        "model": {"name": "encoder", "width": 96, "depth": 2, "heads": 4, "mlp": 192},
+        "train": {"epochs": 10, "batch_size": 32, "lr": 2e-3, "warmup": 1.0},
+    },
+)

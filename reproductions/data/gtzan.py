@@ -8,15 +8,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dampen.studies.data.dataset import Dataset, DataSpec, Request
-from dampen.studies.data.errors import DamagedData, damaged, require_complete
-from dampen.studies.data.files import file_sha256, find, joint_sha256
-from dampen.studies.data.images import a_draw
-from dampen.studies.data.limits import read_file, read_npz
-from dampen.studies.data.mel import LogMel, resample, stack_frames, summarize_frames
-from dampen.studies.data.sequences import clip_dataset
-from dampen.studies.data.stratified import limited, stratified, train_and_valid
-from dampen.studies.data.waves import read_audio
+from dampen.studies.plugins import (
+    DamagedData,
+    Dataset,
+    DataSource,
+    DataSpec,
+    Request,
+    a_draw,
+    damaged,
+    file_sha256,
+    find,
+    joint_sha256,
+    limited,
+    read_file,
+    read_npz,
+    require_complete,
+    stratified,
+    train_and_valid,
+)
+from reproductions.data.mel import LogMel, resample, stack_frames, summarize_frames
+from reproductions.data.sequences import clip_dataset
+from reproductions.data.waves import read_audio
 
 GENRES = ["blues", "classical", "country", "disco", "hiphop", "jazz", "metal", "pop", "reggae", "rock"]
 GTZAN = DataSpec(
@@ -191,3 +203,19 @@ def _clip_names(file: Path) -> list[str]:
         return read_file(file).decode("utf-8").split()
     except UnicodeDecodeError as error:
         raise DamagedData(f"{file} cannot be read as UTF-8: {error}.") from error
+
+
+GTZAN_SOURCE = DataSource(
+    GTZAN,
+    load_gtzan,
+    holds,
+    CANDIDATES,
+    steps=(
+        "get genres.tar.gz, the GTZAN Genre Collection (MARSYAS, G. Tzanetakis), and unpack it: genres/GENRE/*.au",
+        "optional: put train_filtered.txt, valid_filtered.txt and test_filtered.txt (fault-filtered split) beside it",
+    ),
+    preset={
+        "model": {"name": "encoder", "width": 96, "depth": 2, "heads": 4, "mlp": 192},
+        "train": {"epochs": 40, "batch_size": 16, "lr": 1e-3, "warmup": 2.0},
+    },
+)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.parsers import expat
 
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.plugins import DamagedData
 
 DEEPEST = 32
 """Elements within elements; annotations have four."""

@@ -13,12 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dampen.studies.data.dataset import Batch, Dataset, Normalization, Request, Split
-from dampen.studies.data.errors import DamagedData, damaged
-from dampen.studies.data.files import file_sha256, joint_sha256
-from dampen.studies.data.images import channel_statistics
-from dampen.studies.data.labeled import split_rows
-from dampen.studies.data.limits import read_file, read_image
+from dampen.studies.plugins import (
+    Batch,
+    DamagedData,
+    Dataset,
+    Normalization,
+    Request,
+    Split,
+    channel_statistics,
+    damaged,
+    file_sha256,
+    joint_sha256,
+    read_file,
+    read_image,
+    split_rows,
+)
 
 FORMATS = ("JPEG", "PNG", "BMP")
 IN_MEMORY = 2 * 2**30
@@ -164,8 +173,26 @@ def object_dataset(
     model |= {"classes": len(classes), "task": ask.spec.task}
     made = (splits["train"], splits["valid"], splits["test"])
     return Dataset(
-        ask.spec.name, ask.spec.task, *made, classes, info, model, "set", normalization=normalization, root=root
+        ask.spec.name,
+        ask.spec.task,
+        *made,
+        classes,
+        info,
+        model,
+        "task",
+        normalization=normalization,
+        root=root,
+        mirror=mirrored_boxes,
     )
+
+
+def mirrored_boxes(target: Tensor, mirrored: Tensor, axis: int) -> Tensor:
+    """The targets (B, T, 5) of a batch whose images `mirrored` (B,) were flipped along `axis` (-1 or -2)."""
+    moved = target.clone()
+    column = 1 if axis == -1 else 2  # class, center x, center y, width, height
+    here = moved[..., column]  # rows of class -1 are no boxes: nothing reads their places
+    moved[..., column] = torch.where(mirrored[:, None], 1 - here, here)
+    return moved
 
 
 def _strata(examples: list[Annotated], counts: Counter[int]) -> Tensor:

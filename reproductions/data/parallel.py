@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from dampen.studies.data.dataset import Dataset, DataSpec, Request
-from dampen.studies.data.errors import DamagedData, damaged, require_complete
-from dampen.studies.data.files import file_sha256, find
-from dampen.studies.data.limits import BROKEN, open_limited, read_file, require_within
-from dampen.studies.data.splits import PairSplit
-from dampen.studies.data.stratified import limited
-from dampen.studies.text import BEGIN, END, PAD, Bpe, pad_tokens
+from torch import Tensor
+
+from dampen.studies.plugins import (
+    BEGIN,
+    BROKEN,
+    END,
+    PAD,
+    Batch,
+    Bpe,
+    DamagedData,
+    Dataset,
+    DataSource,
+    DataSpec,
+    Request,
+    Split,
+    damaged,
+    file_sha256,
+    find,
+    limited,
+    open_limited,
+    pad_tokens,
+    read_file,
+    require_complete,
+    require_within,
+)
 
 MULTI30K = DataSpec(
     "multi30k",
@@ -126,6 +145,47 @@ def load_parallel(
     )
 
 
+class PairSplit(Split):
+    """Sentence pairs as token numbers, padded on the right; the model sees the target up to each token.
+
+    Targets begin with the token `begin` and end with `end`: `inputs = (source, target[:-1])`, `target = target[1:]`.
+    A batch is cut to its longest sentence, rounded up to a multiple of 8 so that few different shapes occur.
+    `source_text` and `target_text` keep the sentences as they were, for BLEU.
+    """
+
+    def __init__(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_text: list[str],
+        target_text: list[str],
+        pad: int,
+        multiple: int = 8,
+    ):
+        if not len(source) == len(target) == len(source_text) == len(target_text):
+            raise ValueError(f"Sentence pairs must match one to one: got {len(source)} and {len(target)}.")
+        self.source, self.target, self.pad, self.multiple = source, target, pad, multiple
+        self.source_text, self.target_text = source_text, target_text
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def gather(self, indices: Tensor) -> Batch:
+        source = self._trim(self.source[indices], 0)
+        target = self._trim(self.target[indices], 1).long()
+        return {
+            "inputs": (source.long(), target[:, :-1]),
+            "target": target[:, 1:],
+            "valid": target[:, 1:] != self.pad,
+        }
+
+    def _trim(self, tokens: Tensor, extra: int) -> Tensor:
+        """Drop columns that hold padding alone; `extra` columns come on top of the multiple."""
+        longest = int((tokens != self.pad).sum(dim=1).max()) if len(tokens) else 1
+        steps = -(-max(longest - extra, 1) // self.multiple)
+        return tokens[:, : steps * self.multiple + extra]
+
+
 def _pairs(left: Path, right: Path, lowercase: bool) -> tuple[list[str], list[str]]:
     sides = [_lines(path) for path in (left, right)]
     if len(sides[0]) != len(sides[1]) or not sides[0]:
@@ -157,3 +217,38 @@ def _split(
     targets = [[BEGIN, *tokens[i][1][:longest], END] for i in kept]
     texts = [left[i] for i in kept], [right[i] for i in kept]
     return PairSplit(pad_tokens(sources), pad_tokens(targets), *texts, PAD), counts
+
+
+PRESET: dict[str, Any] = {
+    "data": {"limit": 8000},
+    "model": {"name": "seq2seq", "width": 128, "depth": 2, "heads": 4, "mlp": 256},
+    "train": {
+        "epochs": 8,
+        "batch_size": 64,
+        "lr": 2e-3,
+        "warmup": 1.0,
+        "label_smoothing": 0.1,
+        "clip": 1.0,
+    },
+}
+MULTI30K_SOURCE = DataSource(
+    MULTI30K,
+    load_parallel,
+    lambda path: holds(path) and is_multi30k(path),
+    ["multi30k"],
+    steps=(
+        "git clone https://github.com/multi30k/dataset",
+        "mkdir multi30k && cp dataset/data/task1/raw/{train,val,test_2016_flickr}.{en,de}.gz multi30k/",
+    ),
+    preset=PRESET,
+    check={"vocabulary": 259},  # no merges: nothing is trained
+)
+PARALLEL_SOURCE = DataSource(
+    PARALLEL,
+    load_parallel,
+    holds,
+    ["parallel"],
+    general=True,
+    steps=("nothing to fetch: put {train,valid,test}.{en,de} into a folder and say --data-dir",),
+    check={"vocabulary": 259},
+)

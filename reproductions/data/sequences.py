@@ -8,8 +8,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.studies.data.dataset import Dataset, DataSpec, Normalization
-from dampen.studies.data.splits import SequenceSplit
+from dampen.studies.plugins import Batch, Dataset, DataSpec, Normalization, Split
+
+
+class SequenceSplit(Split):
+    """Windows of feature vectors, cut from one long (frames, features) tensor by start and length.
+
+    `target` has one entry per window (a class number each), or with `per_token=True` one row per frame; then
+    `counted` says which frames count in loss and metrics (ambiguous ones do not). Windows shorter than `window` are
+    padded with zeros; with `padded=True` the model gets the padding mask (True where padded) as its second input.
+    """
+
+    def __init__(
+        self,
+        frames: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        target: Tensor,
+        window: int,
+        normalization: Normalization,
+        *,
+        padded: bool = True,
+        per_token: bool = False,
+        counted: Tensor | None = None,
+    ):
+        if len(starts) and (int(lengths.min()) < 1 or int(lengths.max()) > window):
+            raise ValueError(f"Windows hold 1 to {window} frames: got {int(lengths.min())} to {int(lengths.max())}.")
+        if not padded and len(starts) and int(lengths.min()) < window:
+            raise ValueError("Without a padding mask every window must be full.")
+        self.frames, self.starts, self.lengths, self.target = frames, starts, lengths, target
+        self.window, self.normalization = window, normalization
+        self.padded, self.per_token, self.counted = padded, per_token, counted
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def gather(self, indices: Tensor) -> Batch:
+        position = torch.arange(self.window)
+        lengths = self.lengths[indices, None]
+        rows = self.starts[indices, None] + torch.minimum(position, lengths - 1)  # (B, window)
+        padding = position >= lengths
+        x = (self.frames[rows].float() - self.normalization.mean) / self.normalization.std
+        if not self.padded:
+            return {"inputs": (x,), "target": self.target[indices]}
+        x = x.masked_fill(padding[..., None], 0.0)
+        if not self.per_token:
+            return {"inputs": (x, padding), "target": self.target[indices]}
+        valid = ~padding if self.counted is None else ~padding & self.counted[rows]
+        return {"inputs": (x, padding), "target": self.target[rows], "valid": valid}
 
 
 def clip_dataset(

@@ -9,14 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dampen.studies.data.dataset import Dataset, DataSpec, Request
-from dampen.studies.data.errors import DamagedData, damaged, require_complete
-from dampen.studies.data.files import file_sha256, find, joint_sha256
-from dampen.studies.data.limits import parse_npy, read_file
-from dampen.studies.data.sequences import feature_statistics
-from dampen.studies.data.splits import SequenceSplit
-from dampen.studies.data.stratified import train_and_valid
-from dampen.studies.data.thumos_annotations import ANNOTATION_FILES, Annotations, Video, read_annotations
+from dampen.studies.plugins import (
+    DamagedData,
+    Dataset,
+    DataSource,
+    DataSpec,
+    Request,
+    damaged,
+    file_sha256,
+    find,
+    joint_sha256,
+    parse_npy,
+    read_file,
+    require_complete,
+    train_and_valid,
+)
+from reproductions.data.sequences import SequenceSplit, feature_statistics
+from reproductions.data.thumos_annotations import ANNOTATION_FILES, Annotations, Video, read_annotations
 
 THUMOS14 = DataSpec(
     "thumos14",
@@ -209,3 +218,16 @@ def _windows(rows: list[tuple[int, int]], window: int, stride: int) -> tuple[Ten
                 starts.append(first + offset)
                 lengths.append(min(window, frames - offset))
     return torch.tensor(starts), torch.tensor(lengths)
+
+
+THUMOS14_SOURCE = DataSource(
+    THUMOS14,
+    load_thumos,
+    holds,
+    CANDIDATES,
+    steps=(
+        "get the annotations from the page of the THUMOS Challenge 2014, https://www.crcv.ucf.edu/THUMOS14/",
+        "extract features (TSN or I3D) of the 200 validation and 212 test videos into thumos14/features/VIDEO.npy",
+        "write thumos14/annotations.json: classes, feature_rate_hz, annotations by video (subset, duration, segments)",
+    ),
+)

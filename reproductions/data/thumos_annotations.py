@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.data.errors import DamagedData
-from dampen.studies.data.files import file_sha256
-from dampen.studies.data.limits import parse_json, read_file
+from dampen.studies.plugins import DamagedData, file_sha256, parse_json, read_file
 
 ANNOTATION_FILES = ("annotations.json", "thumos14.json", "thumos_14_anno.json")
 SUBSETS = dict.fromkeys(("train", "training", "validation", "val"), "train") | {"test": "test", "testing": "test"}

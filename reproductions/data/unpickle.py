@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.plugins import DamagedData
 
 Table = dict[bytes | str, Any]
 """Names to whole numbers, bytes, texts, lists of those, and arrays of whole numbers."""

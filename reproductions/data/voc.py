@@ -9,12 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.data.dataset import Dataset, DataSpec, Request
-from dampen.studies.data.errors import DamagedData, require_complete
-from dampen.studies.data.files import file_sha256, find, joint_sha256
-from dampen.studies.data.limits import read_file
-from dampen.studies.data.markup import Element, parse_xml
-from dampen.studies.data.objects import Annotated, checked_box, object_dataset
+from dampen.studies.plugins import (
+    DamagedData,
+    Dataset,
+    DataSource,
+    DataSpec,
+    Request,
+    file_sha256,
+    find,
+    joint_sha256,
+    read_file,
+    require_complete,
+)
+from reproductions.data.markup import Element, parse_xml
+from reproductions.data.objects import Annotated, checked_box, object_dataset
 
 LAYOUT = "Annotations/*.xml, JPEGImages/*.jpg and ImageSets/Main/{train,val,test}.txt"
 VOC = DataSpec(
@@ -168,3 +176,42 @@ def _number(element: Element, path: Path, whole: bool = False) -> float:
     except ValueError as error:
         got = f"<{element.name}>{element.text[:40]}"
         raise DamagedData(f"{path}, line {element.line}: got {got}, expected a number. Correct the file.") from error
+
+
+PRESET: dict[str, Any] = {
+    "data": {"augment": ["flip", "vertical_flip"]},
+    "model": {
+        "name": "detr",
+        "width": 64,
+        "depth": 2,
+        "decoder_depth": 2,
+        "heads": 4,
+        "mlp": 128,
+        "queries": 48,
+    },
+    "train": {
+        "epochs": 80,
+        "batch_size": 8,
+        "lr": 2e-3,
+        "warmup": 2.0,
+        "clip": 1.0,
+        "validate_every": 10,
+    },
+}
+BCCD_SOURCE = DataSource(
+    BCCD,
+    load_voc,
+    lambda path: holds(path) and path.name.lower() == "bccd",
+    CANDIDATES["bccd"],
+    steps=("git clone https://github.com/Shenggan/BCCD_Dataset   # read from BCCD_Dataset/BCCD as it is",),
+    preset=PRESET,
+)
+VOC_SOURCE = DataSource(
+    VOC,
+    load_voc,
+    holds,
+    CANDIDATES["voc"],
+    general=True,
+    chosen_by_path=True,
+    steps=("nothing to fetch: put your own images into the layout of Pascal VOC and say --data-dir",),
+)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dampen.studies.data.errors import DamagedData, damaged
-from dampen.studies.data.limits import read_file
+from dampen.studies.plugins import DamagedData, damaged, read_file
 
 LOWEST, HIGHEST = 1_000, 768_000  # Hz; beyond lies no recording of speech or music
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.studies.data.objects import Annotated, ObjectSplit
-from dampen.studies.metrics.objects import best_detections
+from reproductions.data.objects import Annotated, ObjectSplit
+from reproductions.metrics.objects import best_detections
 
 SHOWN = 0.3
 """Detections less certain than this are not drawn."""

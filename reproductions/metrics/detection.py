@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dampen.studies.data.dataset import Split
-from dampen.studies.data.thumos import DetectionSplit
-from dampen.studies.metrics.base import Metrics
-from dampen.studies.metrics.intervals import Interval, interval_map, propose
+from dampen.studies.plugins import Metrics, Split
+from reproductions.data.thumos import DetectionSplit
+from reproductions.metrics.intervals import Interval, interval_map, propose
 
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7)
 

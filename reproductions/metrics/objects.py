@@ -7,11 +7,9 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from dampen.models.boxes import corners
-from dampen.studies.data.dataset import Split
-from dampen.studies.data.objects import ObjectSplit
-from dampen.studies.errors import LabError
-from dampen.studies.metrics.base import Metrics, require_batches
+from dampen.studies.plugins import LabError, Metrics, Split, require_batches
+from reproductions.data.objects import ObjectSplit
+from reproductions.models.boxes import corners
 
 MOST = 100
 """Detections of an image that count: COCO's number."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dampen.studies.metrics.base import Metrics, require_batches
+from dampen.studies.plugins import Metrics, require_batches
 
 
 class ReconstructionMetrics(Metrics):

@@ -7,11 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dampen.studies.data.dataset import Split
-from dampen.studies.data.splits import PairSplit
-from dampen.studies.metrics.base import Metrics
-from dampen.studies.metrics.language import LanguageMetrics
-from dampen.studies.text import Bpe, Translator, beam_search
+from dampen.studies.plugins import Bpe, LanguageMetrics, Metrics, Split
+from reproductions.data.parallel import PairSplit
+from reproductions.metrics.beam_search import Translator, beam_search
 
 
 class TranslationMetrics(Metrics):

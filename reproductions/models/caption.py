@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from dampen.models.block import Block, DecoderBlock, initialize
-from dampen.models.patches import PatchEmbed
+from dampen.models import Block, PatchEmbed, initialize
+from reproductions.models.decoder import DecoderBlock
 
 
 class CaptionMatcher(nn.Module):

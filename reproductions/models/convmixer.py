@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dampen.models.patches import PatchEmbed
+from dampen.models import PatchEmbed
 
 
 class ConvMixerBlock(nn.Module):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.models.block import Mlp, head_width, initialize
-from dampen.models.patches import ConvStem
+from dampen.models import ConvStem, Mlp, head_width, initialize
 
 
 class Detections(NamedTuple):

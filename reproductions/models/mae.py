@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dampen.formulas.patches import patchify
-from dampen.models.block import Block, initialize
-from dampen.models.vit import ViT
+from dampen.models import Block, ViT, initialize, patchify
+from dampen.studies.plugins import Batch, Dataset, Split, derive
 
 
 class Reconstruction(NamedTuple):
@@ -38,6 +38,9 @@ class MaskedAutoencoder(nn.Module):
     >>> mae.to_classifier(classes=10)(torch.rand(3, 1, 8, 8)).shape
     torch.Size([3, 10])
     """
+
+    task = "reconstruction"
+    takes = ("image",)
 
     def __init__(
         self,
@@ -113,10 +116,23 @@ class MaskedAutoencoder(nn.Module):
         mean, var = patches.mean(dim=-1, keepdim=True), patches.var(dim=-1, keepdim=True)
         return (patches - mean) / (var + 1e-6).sqrt()
 
+    def prepare(self, data: Dataset) -> Dataset:
+        """The same images, to be guessed. Validation and test hide the same patches every time."""
+        patches = self.encoder.patch_embed.num_patches or 0
+        valid, test = (FixedHiding(getattr(data, name), patches, name) for name in ("valid", "test"))
+        return replace(data, task="reconstruction", loss="task", valid=valid, test=test)
+
+    @staticmethod
+    def load_encoder(classifier: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Copy the encoder out of an autoencoder's state into a `ViT` of the same shape; its head stays as it is."""
+        encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
+        fresh = {k: v for k, v in classifier.state_dict().items() if k.startswith("head.")}
+        classifier.load_state_dict({**encoder, **fresh})
+
     def to_classifier(self, classes: int, pool: str = "cls") -> ViT:
         """A new `ViT` with this encoder's weights (copied) and a fresh head."""
         model = ViT(classes=classes, pool=pool, **self.encoder_arguments)  # type: ignore[arg-type]
-        load_encoder(model, self.state_dict())
+        self.load_encoder(model, self.state_dict())
         return model.to(self.mask_token.device)
 
     def _decode(self, x: Tensor, rank: Tensor) -> Tensor:
@@ -131,11 +147,19 @@ class MaskedAutoencoder(nn.Module):
         return out
 
 
-def load_encoder(classifier: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy the encoder out of an autoencoder's state into a `ViT` of the same shape; its head stays as it is."""
-    encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
-    fresh = {k: v for k, v in classifier.state_dict().items() if k.startswith("head.")}
-    classifier.load_state_dict({**encoder, **fresh})
+class FixedHiding(Split):
+    """Images with the numbers that decide which of their patches are hidden."""
+
+    def __init__(self, images: Split, patches: int, name: str):
+        generator = torch.Generator().manual_seed(derive(0, "hide", name))
+        self.images, self.noise = images, torch.rand(len(images), patches, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def gather(self, indices: Tensor) -> Batch:
+        batch = self.images.gather(indices)
+        return {**batch, "inputs": (*batch["inputs"], self.noise[indices])}
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dampen.models.block import Block, DecoderBlock, initialize, visible_keys
+from dampen.models import Block, initialize, visible_keys
+from reproductions.models.decoder import DecoderBlock
 
 
 def sinusoids(length: int, width: int) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dampen.models.boxes import corners, generalized_iou
-from dampen.models.detr import Detections
+from reproductions.models.boxes import corners, generalized_iou
+from reproductions.models.detr import Detections
 
 COSTS = {"label": 2.0, "l1": 5.0, "giou": 2.0}
 """DETR's weights, with Deformable DETR's 2 for the classes; the same in the matching and in the loss."""

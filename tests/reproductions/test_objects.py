@@ -6,16 +6,13 @@ import json
 import msgspec
 import pytest
 import torch
+from dampen.studies.config.presets import preset
 
 from dampen.cli import main
-from dampen.models import DETR
-from dampen.models.boxes import centers
-from dampen.studies.config.presets import preset
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.data import load
 from dampen.studies.errors import LabError
 from dampen.studies.metrics import make_metrics
-from dampen.studies.metrics.objects import best_detections, constant_precision, mean_boxes
 from dampen.studies.records.final import Detected, parse_final
 from dampen.studies.records.metric import describe
 from dampen.studies.report import make_report
@@ -23,7 +20,10 @@ from dampen.studies.report.detections import drawn, matched, picture_size
 from dampen.studies.study.parts import ask_parts
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
-from tests.studies.data import writers
+from reproductions.metrics.objects import best_detections, constant_precision, mean_boxes
+from reproductions.models.boxes import centers
+from reproductions.models.detr import DETR
+from tests.reproductions.data import writers
 
 SMALL = {"name": "detr", "width": 16, "depth": 1, "decoder_depth": 2, "heads": 2, "mlp": 16, "queries": 8}
 
@@ -242,7 +242,7 @@ def test_what_is_drawn_and_counted(data):
 
 
 def drawn_picture():
-    from dampen.studies.trainer.detected import jpeg
+    from reproductions.metrics.detected import jpeg
 
     return jpeg(torch.zeros(3, 16, 24, dtype=torch.uint8))
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dampen.models import MaskedAutoencoder
 from dampen.studies.config.names import check_trial
 from dampen.studies.config.plan import make_plan
 from dampen.studies.config.trial import TrialSpec
@@ -20,6 +19,7 @@ from dampen.studies.trainer.checkpoint import load_newest
 from dampen.studies.trainer.pretraining import load_pretrained, without_labels
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
+from reproductions.models.mae import MaskedAutoencoder
 from tests.studies.trainer.test_resume import interrupt_at, log_without_times, same
 
 GRAY = {"name": "token_graying", "kind": "dct", "eps": 0.8}

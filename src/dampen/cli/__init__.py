@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,6 +85,20 @@ def build(called: str | None) -> typer.Typer:
     return app
 
 
+def _load_plugins() -> None:
+    """Load the plug-ins that DAMPEN_PLUGINS lists. A problem with one ends the command."""
+    if not os.environ.get("DAMPEN_PLUGINS"):
+        return
+    from dampen.studies.errors import LabError
+    from dampen.studies.plugins import load_from_environment
+
+    try:
+        load_from_environment()
+    except LabError as error:
+        print(f"dampen: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
 def _placeholder() -> None:
     """Stands in for a subcommand that was not called."""
 
@@ -91,6 +106,7 @@ def _placeholder() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _load_plugins()
     called = next((a for a in arguments if not a.startswith("-")), None)
     app: Callable[..., Any] = build(called)
     app(args=arguments, prog_name="dampen")

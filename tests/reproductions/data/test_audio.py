@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dampen.studies.data import DamagedData, IncompleteData, MissingData, load
-from dampen.studies.data.gtzan import precompute
-from dampen.studies.data.mel import LogMel, resample, stack_frames
-from dampen.studies.data.waves import read_audio
-from tests.studies.data import writers
+from reproductions.data.gtzan import precompute
+from reproductions.data.mel import LogMel, resample, stack_frames
+from reproductions.data.waves import read_audio
+from tests.reproductions.data import writers
 
 
 def riff(tag, channels, rate, bits, data, extra=b""):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dampen.studies.data import DamagedData, IncompleteData, MissingData, load
-from tests.studies.data import writers
+from tests.reproductions.data import writers
 
 PARTS = writers.cifar10_parts()
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-import dampen
 from dampen import DropKey, regularize
 from dampen.studies.data import load
-from dampen.studies.data.digit_captions import captions_of, encode, grammar, vocabulary
 from dampen.studies.trainer.build import places
+from reproductions.data.digit_captions import captions_of, encode, grammar, vocabulary
+from reproductions.models.caption import CaptionMatcher
 
 
 def test_the_grammar_tells_the_truth():
@@ -50,7 +50,7 @@ def test_pairs_are_balanced_and_images_are_split_before_captions():
 
 def model():
     torch.manual_seed(0)
-    return dampen.models.CaptionMatcher(vocab=20, width=16, depth=2, heads=2, mlp=16).train()
+    return CaptionMatcher(vocab=20, width=16, depth=2, heads=2, mlp=16).train()
 
 
 def test_methods_can_sit_in_the_cross_attention_alone():

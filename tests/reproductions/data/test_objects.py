@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 
 from dampen.studies.data import DamagedData, IncompleteData, augment, load
-from dampen.studies.data.markup import parse_xml
-from dampen.studies.data.objects import ObjectSplit, checked_box
 from dampen.studies.data.recognize import recognize
-from tests.studies.data import writers
+from reproductions.data.markup import parse_xml
+from reproductions.data.objects import ObjectSplit, checked_box
+from tests.reproductions.data import writers
 
 WRITERS = {"voc": writers.voc, "coco": writers.coco}
 
@@ -23,7 +23,7 @@ def test_boxes_are_where_they_were_drawn(tmp_path, name):
     assert recognize(tmp_path) == name
     data = load(name, tmp_path, size=[44, 44])
     assert data.classes == ["blob", "cell"]
-    assert (data.task, data.loss) == ("objects", "set")
+    assert (data.task, data.loss) == ("objects", "task")
     assert data.model_args == {"image_size": 44, "channels": 3, "classes": 2, "task": "objects"}
     for split in data.splits.values():
         for i in range(len(split)):
@@ -118,7 +118,7 @@ def test_voc_refuses_with_file_and_line(tmp_path, monkeypatch, old, new, line, w
         spoil_voc(tmp_path, f"</{tag}>", "</skipped>")
     spoil_voc(tmp_path, old, new)
     # the class list comes from the training part: keep the unknown one out of it
-    monkeypatch.setattr("dampen.studies.data.voc.CLASSES", {"voc": ["blob", "cell"]})
+    monkeypatch.setattr("reproductions.data.voc.CLASSES", {"voc": ["blob", "cell"]})
     with pytest.raises(DamagedData, match=rf"p0000\.xml, line {line}: .*{why}"):
         load("voc", tmp_path)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dampen.studies.data import DamagedData, IncompleteData, load
-from dampen.studies.data.thumos import frame_labels
-from dampen.studies.data.thumos_annotations import Video
-from tests.studies.data import writers
+from reproductions.data.thumos import frame_labels
+from reproductions.data.thumos_annotations import Video
+from tests.reproductions.data import writers
 
 
 def test_frame_labels_against_a_loop():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dampen.studies.data.errors import DamagedData
-from dampen.studies.data.unpickle import safe_unpickle
+from reproductions.data.unpickle import safe_unpickle
 
 
 def short(text: bytes) -> bytes:
@@ -96,7 +96,7 @@ HOSTILE = {
 def test_hostile_files_are_refused_in_a_process_that_survives():
     """In a process of its own: the reader before this one died of the first two by SIGSEGV."""
     code = (
-        "import pickle, sys; from dampen.studies.data.unpickle import safe_unpickle\n"
+        "import pickle, sys; from reproductions.data.unpickle import safe_unpickle\n"
         "for name, content in pickle.load(sys.stdin.buffer).items():\n"
         "    try: print(name, repr(safe_unpickle(content, 'meta')), flush=True)\n"
         "    except ValueError as error: print(name, error, flush=True)"

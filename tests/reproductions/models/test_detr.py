@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import dampen
-from dampen.models import DETR, Detections
-from dampen.models.boxes import centers, corners, generalized_iou
-from dampen.models.detr import anchor_boxes
-from dampen.models.set_loss import focal, layer_loss, match, match_costs, set_loss
 from dampen.registry import methods
+from reproductions.models.boxes import centers, corners, generalized_iou
+from reproductions.models.detr import DETR, Detections, anchor_boxes
+from reproductions.models.set_loss import focal, layer_loss, match, match_costs, set_loss
 
 
 def tiny(**more):

@@ -10,12 +10,12 @@ from dampen.studies.config.design import Axis, design, read_axis
 from dampen.studies.config.plan import Plan, design_of, make_plan
 from dampen.studies.config.recipe import parse_recipe
 from dampen.studies.config.search_space import tuned_recipe
+from dampen.studies.engines.grid_tuning import tune, tuning_plan
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.records.selection import Tried, remarks, select
 from dampen.studies.report import make_report
 from dampen.studies.report.formats import to_json
 from dampen.studies.report.trust import tuned
-from dampen.studies.engines.grid_tuning import tune, tuning_plan
 from dampen.studies.study.parts import comparison
 
 RECIPE = """

@@ -10,7 +10,6 @@ from sklearn.metrics import f1_score
 from dampen.studies.data import load
 from dampen.studies.data.dataset import Normalization
 from dampen.studies.data.splits import TextSplit
-from dampen.studies.data.thumos import DetectionSplit, Timeline
 from dampen.studies.metrics import (
     PRIMARY,
     SELECTION,
@@ -20,10 +19,11 @@ from dampen.studies.metrics import (
     TranslationMetrics,
     make_metrics,
 )
-from dampen.studies.metrics.detection import frame_map
-from dampen.studies.metrics.intervals import Interval, interval_map, propose
-from dampen.studies.metrics.translation import bleu_signature, corpus_scores, translate
-from tests.studies.data import writers
+from reproductions.data.thumos import DetectionSplit, Timeline
+from reproductions.metrics.detection import frame_map
+from reproductions.metrics.intervals import Interval, interval_map, propose
+from reproductions.metrics.translation import bleu_signature, corpus_scores, translate
+from tests.reproductions.data import writers
 
 
 def numpy_classification(logits, target):

@@ -14,11 +14,11 @@ from dampen.studies.config.methods_text import parse_rows
 from dampen.studies.data import load
 from dampen.studies.errors import ConfigError, OwnCodeError
 from dampen.studies.metrics import GIVES, LanguageMetrics, TextMetrics, make_metrics
-from dampen.studies.metrics.translation import corpus_scores
 from dampen.studies.study.parts import ask_parts
 from dampen.studies.study.preflight import check_rows
 from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
+from reproductions.metrics.translation import corpus_scores
 from tests.studies.study.test_parts import write_csv
 
 

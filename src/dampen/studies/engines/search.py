@@ -96,10 +96,10 @@ def search(
 
 def _selection(at: dict[str, Any], recipe: Recipe, execution: Execution) -> tuple[str, str]:
     """What validation chooses by: the task's metric, or the one that was said for a training of the user's own."""
-    from dampen.studies.metrics import SELECTION
+    from dampen.studies.metrics import selection
 
     if "function" not in at:
-        return SELECTION[task_of(at["data"]["name"], at.get("model", {}).get("name", ""))]
+        return selection(task_of(at["data"]["name"], at.get("model", {}).get("name", "")))
     if execution.function is None or execution.function.metric is None:
         told = "say which validation metric of your function it goes by, such as --metric accuracy or --metric nll:min"
         raise ConfigError("The search", [f"metric: {told}"])

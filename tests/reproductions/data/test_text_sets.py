@@ -7,7 +7,7 @@ import torch
 
 from dampen.studies.data import DamagedData, IncompleteData, MissingData, load
 from dampen.studies.text import BEGIN, END, PAD
-from tests.studies.data import writers
+from tests.reproductions.data import writers
 
 SMALL = {"vocabulary": 300}
 

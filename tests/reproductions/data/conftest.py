@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.studies.data import writers
+from tests.reproductions.data import writers
 
 REAL = os.environ.get("DAMPEN_TEST_DATA")
 """A folder with the sets in the layouts of their official readers; `make test-data` sets it where they are at hand."""

@@ -15,12 +15,12 @@ from PIL import Image
 from dampen.studies.data import load
 from dampen.studies.data.errors import DamagedData, IncompleteData, MissingData
 from dampen.studies.data.limits import parse_json, parse_npy, read_file, read_image, read_npz
-from dampen.studies.data.waves import read_audio
 from dampen.studies.errors import Interrupted
 from dampen.studies.trainer.build import _load
 from dampen.studies.trainer.train import run_trial
-from tests.studies.data import writers
-from tests.studies.data.readers import READERS, files, read
+from reproductions.data.waves import read_audio
+from tests.reproductions.data import writers
+from tests.reproductions.data.readers import READERS, files, read
 from tests.studies.trainer.test_resume import interrupt_at
 
 REFUSED = (DamagedData, IncompleteData, MissingData)

