@@ -153,7 +153,8 @@ def depth(table: ResultTable) -> str:
     lost = {part: failed(table, f"12 layers, no {part} skip") for part in ("attention", "feed-forward")}
     return stated(
         f"**Without either skip a deep Transformer fails, and the feed-forward's is missed no less**: at 2, 4, 8 and "
-        f"12 layers {_differences(attention)} points without attention's skip (significantly worse at {_worse(attention)}), "
+        f"12 layers {_differences(attention)} points without attention's skip (significantly worse at "
+        f"{_worse(attention)}), "
         f"{_differences(ffn)} without the feed-forward's ({_worse(ffn)}). At 12 layers {lost['attention']} and "
         f"{lost['feed-forward']} of {ffn[-1].n} runs fail (accuracy below {FAILED:.0f} %, twice that of guessing). "
         "Digits, one learning rate for all depths",
@@ -217,8 +218,8 @@ def inconsistencies() -> str:
     rates = ", ".join(f"{rate:g} for {term}" for term, rate in peaks.items())
     return stated(
         "The paper disagrees with itself in two places. The peak learning rate of its text is not that of its Table 5, "
-        f"whose best cells lie at {rates}. Its text credits the value term on CIFAR-100; its Table 2 has that row at {value}, "
-        f"below explicit feed-forward alone ({ffn}) and implicit dropout ({implicit}).",
+        f"whose best cells lie at {rates}. Its text credits the value term on CIFAR-100; its Table 2 has that row at "
+        f"{value}, below explicit feed-forward alone ({ffn}) and implicit dropout ({implicit}).",
         len(set(peaks.values())) > 1,
         value < ffn < implicit,
     )

@@ -86,8 +86,8 @@ def _videos() -> str:
     ]
     worse = [-c.difference for c in compared if c.verdict == "worse"]
     return stated(
-        f"On THUMOS14 all {len(worse)} explicit rows are significantly worse than implicit dropout, by {min(worse):.1f} "
-        f"to {max(worse):.1f} points of mAP on one split ([page](docs/results/thumos.md)).",
+        f"On THUMOS14 all {len(worse)} explicit rows are significantly worse than implicit dropout, by "
+        f"{min(worse):.1f} to {max(worse):.1f} points of mAP on one split ([page](docs/results/thumos.md)).",
         len(worse) == len(compared),
     )
 

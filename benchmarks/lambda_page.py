@@ -41,8 +41,8 @@ implicit dropout. lambda is a mean over tokens; the authors' 5e-4 to 1e-3 at bat
 **How to read the verdicts.** A row's lambda (and the rate of implicit dropout) is the one that validation preferred on
 a seed that the table does not use. Each row is then tested once on the table's seeds, paired seed by seed. **One
 correction family**: the {} comparisons of accuracy on this page (Holm); those of NLL are secondary, a family of their
-own. Intervals are the corrected ones. Bands in the figure are 95 % intervals of single points,
-uncorrected; curves that leave the frame have collapsed there.
+own. Intervals are the corrected ones. Bands in the figure are 95 % intervals of single points, uncorrected; curves that
+leave the frame have collapsed there.
 """
 
 
@@ -67,7 +67,7 @@ def families(found: Sequence[Curves]) -> dict[str, Family]:
 
 
 def by_nll() -> str:
-    """Explicit against implicit dropout in NLL on CIFAR-10, where validation NLL chooses both; six forms, one family."""
+    """Explicit against implicit dropout in NLL on CIFAR-10, both chosen by validation NLL; six forms, one family."""
     curves = next(c for c in studies() if c.name == "lambda_cifar10")
     chosen = {row: _lowest_nll(curves, row) for row in (IMPLICIT, *forms(curves))}
     found = judge({row: e.by_seed["nll"] for row, e in chosen.items()}, IMPLICIT, "nll")
@@ -76,8 +76,8 @@ def by_nll() -> str:
     means = {row: f"{chosen[row].metrics['nll'].mean:.3f}" for row in chosen}
     return stated(
         f"chosen by validation NLL instead of accuracy, the paper form (lambda {value['paper form']:g}, NLL "
-        f"{means['paper form']}) and the exact form (lambda {value['exact']:g}, {means['exact']}) beat implicit dropout "
-        f"(rate {value[IMPLICIT]:g}, {means[IMPLICIT]}) on {STUDIES['lambda_cifar10']}: {paper.difference:.2f} "
+        f"{means['paper form']}) and the exact form (lambda {value['exact']:g}, {means['exact']}) beat implicit "
+        f"dropout (rate {value[IMPLICIT]:g}, {means[IMPLICIT]}) on {STUDIES['lambda_cifar10']}: {paper.difference:.2f} "
         f"({paper.low:.2f} to {paper.high:.2f}) and {exact.difference:.2f} ({exact.low:.2f} to {exact.high:.2f}), Holm "
         f"p {max(paper.corrected or 0, exact.corrected or 0):.3f} over the six forms, {paper.n} seeds on one split. "
         "A finding to be confirmed: these seeds chose the values too, and the rate lies at the end of its range",
