@@ -161,7 +161,9 @@ def picture(curves: Curves) -> str:
         here = [p for p in dropped if p["metric"] == metric]
         dashes = alt.StrokeDash("places:N", title="dropout in", legend=legend)
         base = alt.Chart(alt.Data(values=here)).encode(x=alt.X("rate:Q", title="rate"), strokeDash=dashes)
-        band = base.mark_area(opacity=0.1, clip=True, color="#444").encode(y=alt.Y("low:Q", scale=scale), y2="high:Q")
+        band = base.mark_area(opacity=0.1, clip=True, color="#444").encode(
+            detail="places:N", y=alt.Y("low:Q", scale=scale), y2="high:Q"
+        )
         y = alt.Y("mean:Q", title=describe(metric).title, scale=scale)
         curve = base.mark_line(point=True, clip=True, color="#444").encode(y=y)
         plain = rules.mark_rule(strokeDash=[4, 3]).encode(y="mean:Q", color=alt.value("#444"))

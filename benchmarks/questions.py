@@ -268,7 +268,7 @@ def attack_picture(table: ResultTable) -> str:
         drawn += [interval_points(values, eps=eps, row=entry.name) for eps, values in found.items()]
     base = alt.Chart(alt.Data(values=drawn)).encode(
         x=alt.X("eps:Q", title="strength of the attack (PGD, eps x 255)"),
-        color=alt.Color("row:N", title=None, legend=alt.Legend(labelLimit=300)),
+        color=alt.Color("row:N", title=None, legend=alt.Legend(labelLimit=300, symbolOpacity=1)),
     )
     y = alt.Y("mean:Q", title="accuracy on 256 test images (%)")
     band = base.mark_area(opacity=0.1).encode(y=alt.Y("low:Q"), y2="high:Q")
