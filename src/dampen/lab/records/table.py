@@ -18,7 +18,7 @@ from dampen.lab.errors import DamagedRecord
 from dampen.lab.records.diagnosis import diagnosed
 from dampen.lab.records.metric import Metric, describe
 from dampen.lab.records.pairing import averaged_folds, unpaired
-from dampen.lab.records.paper import AgainstPaper, Published, against_paper, published_figures
+from dampen.lab.records.paper import AgainstPaper, Published, against_paper, effect_agreement, published_figures
 from dampen.lab.records.record import Record
 from dampen.lab.records.recorded import RecordedTrial, read_trial
 from dampen.lab.records.stats import Summary, summarize
@@ -396,4 +396,4 @@ def _claim(entry: Entry, table: ResultTable) -> str:
     shown = f"paper {gain:+.2f}, here {ours.difference:+.2f}"
     if entry.verdict not in ("better", "worse"):
         return f"{shown}: {'equal here' if entry.verdict == 'equal' else 'not decided here'}"
-    return f"{shown}: {'same direction' if gain * ours.difference > 0 else 'opposite direction'}"
+    return f"{shown}: {effect_agreement(ours.low, ours.high, gain)}"
