@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from dampen.lab.config.design import Axis
 from dampen.lab.config.recipe import Recipe
-from dampen.lab.config.search_space import Axis, axis_of, make_searchable, plan_at
+from dampen.lab.config.search_space import axis_of, make_searchable, plan_at
 from dampen.lab.errors import LabError
 from dampen.lab.records.record import Record
 from dampen.lab.records.table import plan_table
