@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from dampen.lab.config.design import Axis
 from dampen.lab.config.recipe import Recipe
-from dampen.lab.config.search_space import Axis, axis_of, make_searchable, plan_at
+from dampen.lab.config.search_space import axis_of, make_searchable, plan_at
 from dampen.lab.errors import LabError
 from dampen.lab.records.record import Record
 from dampen.lab.records.table import plan_table
@@ -57,9 +58,10 @@ def test_the_axes_span_the_grid_or_surround_the_values():
     assert axes["key"][1:] == [Axis("lambda", 0.01, 0.02), Axis("unit", choices=("element", "column"))]
     assert opened.rows == rows
     opened, axes = make_searchable(recipe())
-    assert axes["plain"] == [Axis("train.lr", 0.0004, 0.04, log=True)]
-    assert axes["drop_key"][1].key == "drop_key_rate"
-    assert (axes["drop_key"][1].low, axes["drop_key"][1].high) == pytest.approx((0.04, 0.6))
+    assert [a.key for a in axes["plain"]] == ["train.lr", "train.weight_decay"]
+    assert [(a.low, a.high, a.log) for a in axes["plain"]] == [(0.0008, 0.02, True), (0.01, 3.0, True)]
+    assert axes["drop_key"][2].key == "drop_key_rate"
+    assert (axes["drop_key"][2].low, axes["drop_key"][2].high) == pytest.approx((0.04, 0.6))
     assert opened.rows[1]["methods"] == [{"name": "drop_key", "rate": "$drop_key_rate"}]
     assert axis_of("x", [3, 3]).choices == (3, 3)
 
@@ -67,7 +69,7 @@ def test_the_axes_span_the_grid_or_surround_the_values():
 def test_defaults_are_searched_and_schedules_are_left_alone():
     rows = [{"name": "a", "methods": ["drop_key", {"name": "drop_key", "rate": {"linear": [0.3, 0.0]}}]}]
     _, axes = make_searchable(recipe(rows=rows))
-    assert [a.key for a in axes["a"]] == ["train.lr", "drop_key_rate"]
+    assert [a.key for a in axes["a"]] == ["train.lr", "train.weight_decay", "drop_key_rate"]
 
 
 def test_a_plan_at_chosen_values():
@@ -86,7 +88,7 @@ def test_a_hopeless_trial_is_pruned_and_a_good_one_told(tmp_path, quick):
     what = plan_of(tmp_path, quick, epochs=30)
     study = _study(what, "plain")
     for _ in range(3):  # what the pruner compares with: invented trials that were very good from the start
-        distributions = {"train.lr": optuna.distributions.FloatDistribution(0.0004, 0.04, log=True)}
+        distributions = {"train.lr": optuna.distributions.FloatDistribution(0.0008, 0.02, log=True)}
         values = dict.fromkeys(range(1, 31), 0.999)
         study.add_trial(
             optuna.trial.create_trial(
@@ -121,11 +123,12 @@ def test_stopping_and_dying_leave_trials_that_are_tried_again(tmp_path, quick):
     assert run_one(what, "plain", study, study.ask(), lambda: True) == "stopped"
     stopped = study.trials[0]
     again = study.ask()
-    again.suggest_float("train.lr", 0.0004, 0.04, log=True)
+    again.suggest_float("train.lr", 0.0008, 0.02, log=True)
+    again.suggest_float("train.weight_decay", 0.01, 3.0, log=True)
     assert again.params == stopped.params  # its checkpoint lies in the same folder
     again.set_user_attr("holder", "another-machine:1")
     dead = study.ask()
-    dead.suggest_float("train.lr", 0.0004, 0.04, log=True)
+    dead.suggest_float("train.lr", 0.0008, 0.02, log=True)
     import socket
 
     dead.set_user_attr("holder", f"{socket.gethostname()}:{2**22 + 1}")  # beyond the largest process number

@@ -13,6 +13,7 @@ from dampen.lab.config.search_space import tuned_recipe
 from dampen.lab.errors import ConfigError, LabError
 from dampen.lab.records.selection import Tried, remarks, select
 from dampen.lab.report import make_report
+from dampen.lab.report.formats import to_json
 from dampen.lab.report.trust import tuned
 from dampen.lab.running.grid_tuning import tune, tuning_plan
 from dampen.lab.study.parts import comparison
@@ -39,7 +40,10 @@ name = "dropkey"
 methods = [{ name = "drop_key", rate = "$rate" }]
 [[rows]]
 name = "R-Drop"
-methods = [{ name = "drop_key", rate = { linear = { start = 0.1, end = "$rate" } } }, { name = "r_drop", weight = "$weight" }]
+methods = [
+  { name = "drop_key", rate = { linear = { start = 0.1, end = "$rate" } } },
+  { name = "r_drop", weight = "$weight" },
+]
 search = { rate = { low = 0.2, high = 0.9 }, weight = { low = 0.1, high = 10, log = true } }
 """
 
@@ -377,6 +381,8 @@ def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
         main(["report", str(folder), "-o", str(pack), "--format", "pack"])
     (table,) = make_report([pack]).tables
     assert table.study.search == record
+    told = json.loads(to_json([table], []))["tables"][0]
+    assert told["search"] == record
     assert "Settings were tuned: 2 settings of every row, the reference too" in tuned(table)
     for entry in table.entries:
         assert set(entry.values) == {"0", "1"}

@@ -81,8 +81,8 @@ class Axis:
             index = self.choices.index(value) if value in self.choices else -1 if value < self.choices[0] else None
             return (len(self.choices) if index is None else index) / (len(self.choices) - 1)
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
+            return float(math.log(value / self.low) / math.log(self.high / self.low))
+        return float((value - self.low) / (self.high - self.low))
 
     def beyond(self, upwards: bool, count: int) -> list[Any]:
         """Values past one end, `count` of them in equal steps up to a quarter of the range; fewer, or none, where the
@@ -143,16 +143,18 @@ def read_axis(key: str, given: Any, path: str) -> tuple[Axis, list[str]]:
     if log is True and not low > 0:
         problems.append(f"{where}: a logarithmic range starts above 0, got low = {low:g}")
     least, most = given.get("min"), given.get("max")
+    if log is True and least is not None and not least > 0:
+        problems.append(f"{where}: min of a logarithmic range lies above 0, got {least:g}")
     if (least is not None and least > low) or (most is not None and most < high):
-        problems.append(f"{where}: min and max bound an extension of the range, so they lie at or outside low and high")
+        problems.append(f"{where}: min and max bound an extension of the range, so they lie outside low and high")
     return Axis(key, low, high, log, (), least, most), problems
 
 
 def axes_of_row(search: Mapping[str, Any], row: Mapping[str, Any], config: Mapping[str, Any]) -> list[Axis]:
     """The axes that a row has: the dotted ones, and those that it mentions; its own `search` goes before the recipe's.
 
-    `false` takes an axis from a row. `config` is the row with all that the base says. What fills a probability stays below 1, and what starts at 0 or
-    above it does not become negative.
+    `false` takes an axis from a row. `config` is the row with all that the base says. What fills a probability stays
+    below 1, and what starts at 0 or above it does not become negative.
     """
     given = {k: v for k, v in {**search, **row.get(SEARCH, {})}.items() if k != SETTINGS}
     given = {k: v for k, v in given.items() if v is not False}

@@ -10,9 +10,9 @@
     [grid]                                  "train.lr" = [...] sets a value; lambda = [...] replaces "$lambda"
     tuning_seeds = [1000, 1001, 1002]       in [base] or a scale: choose each row's setting by the mean of validation on
                                             these seeds first, then train it on `seeds`, which must be others
-    [search]                                in place of [grid], also in a scale: tune every row as hard, the baseline too
-    settings = 12                           so many settings of every row, each on all tuning seeds (at least 3; fewer
-                                            only where a scale names its own; default: 10000, 10001, 10002)
+    [search]                                in place of [grid], also in a scale: every row is tuned, the baseline too
+    settings = 12                           per row, each on all tuning seeds: at least 3 (default: 10000 to 10002),
+                                            fewer only where a scale names its own
     "train.lr" = { low = 1e-3, high = 1e-2, log = true }    a range of every row, with the same values in all rows
     rate = { low = 0.05, high = 0.6 }       a range of the rows that say "$rate"; weight = [0.3, 1, 3]: a list
                                             A choice at the end of a range extends it once; min, max bound that

@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from dampen.lab.allocator import keep_freed_memory
+from dampen.lab.config.design import Axis
 from dampen.lab.config.names import task_of
 from dampen.lab.config.plan import Plan
 from dampen.lab.config.recipe import Recipe
-from dampen.lab.config.search_space import Axis, make_searchable, plan_at
+from dampen.lab.config.search_space import make_searchable, plan_at
 from dampen.lab.errors import ConfigError, Diverged, Interrupted, LabError, Locked
 from dampen.lab.files import write_json
 from dampen.lab.processes import context, stop_on_signals, without_main
 from dampen.lab.records.environment import asked_threads, usable_cores
+from dampen.lab.running.grid_tuning import own_metric
 from dampen.lab.training.checkpoint import saved_states
 from dampen.lab.training.state import Execution
 
@@ -100,10 +102,7 @@ def _selection(at: dict[str, Any], recipe: Recipe, execution: Execution) -> tupl
 
     if "function" not in at:
         return SELECTION[task_of(at["data"]["name"], at.get("model", {}).get("name", ""))]
-    if execution.function is None or execution.function.metric is None:
-        told = "say which validation metric of your function it goes by, such as --metric accuracy or --metric nll:min"
-        raise ConfigError("The search", [f"metric: {told}"])
-    return execution.function.metric
+    return own_metric(execution.function)
 
 
 def _study(what: Search, row: str, worker: int = 0) -> Any:

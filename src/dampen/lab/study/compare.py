@@ -12,7 +12,7 @@ from dampen.lab.config.plan import Plan
 from dampen.lab.config.search_space import tuned_recipe
 from dampen.lab.config.trial import TrialSpec
 from dampen.lab.errors import ConfigError, Interrupted, LabError
-from dampen.lab.running.grid_tuning import chosen_in_words, tune
+from dampen.lab.running.grid_tuning import chosen_in_words, own_metric, tune
 from dampen.lab.running.racing import race_plan, seconds
 from dampen.lab.running.runner import RunResult, run_plan
 from dampen.lab.study.asked import Asked, ask_own, planned
@@ -134,6 +134,8 @@ def _start(
 def _tune(study: Study, asked: Asked, trials: int) -> None:
     """Choose learning rate, weight decay and strengths of every row on validation first, the baseline's too; the study
     goes on with the best."""
+    if study.function is not None:
+        own_metric(study.function)
     study.folder = study.folder.with_name(f"{study.folder.name}-tuned")
     recipe = tuned_recipe(asked.recipe, trials, asked.settings)
 
