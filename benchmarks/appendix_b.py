@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.pages import measure_and_publish
 from benchmarks.trained_digits import about, trained
 from dampen.explicit import appendix_b
-from dampen.lab.files import write_json
+from dampen.studies.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "benchmarks" / "records" / "appendix_b.json", ROOT / "docs" / "appendix_b.md"

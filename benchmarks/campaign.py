@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from dampen.lab.files import checksum
-from dampen.lab.report import write_report
-from dampen.lab.report.stored import packed_bytes, packed_text, to_text
+from dampen.studies.files import checksum
+from dampen.studies.report import write_report
+from dampen.studies.report.stored import packed_bytes, packed_text, to_text
 
 RECIPES = (
     "explicit_dropout/lambda_digits",

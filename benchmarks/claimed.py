@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dampen.lab.records.metric import describe
-from dampen.lab.records.paper import PAPER_SEEDS
-from dampen.lab.records.stats import t_quantile
+from dampen.studies.records.metric import describe
+from dampen.studies.records.paper import PAPER_SEEDS
+from dampen.studies.records.stats import t_quantile
 
 FIGURES = Path(__file__).resolve().parents[1] / "tests" / "papers"
 PAPERS = {

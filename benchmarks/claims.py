@@ -17,12 +17,12 @@ from benchmarks import design
 from benchmarks.claimed import CLAIMS, PAPERS, Claim, figures
 from benchmarks.curves import read as read_curves
 from benchmarks.pages import stated
-from dampen.lab.records.metric import Metric, describe
-from dampen.lab.records.paper import effect_agreement
-from dampen.lab.records.stats import FEWEST, LEVEL, detectable, deviation, paired_differences, paired_interval
-from dampen.lab.records.table import ResultTable
-from dampen.lab.records.verdict import Comparison, sentence
-from dampen.lab.report import make_report
+from dampen.studies.records.metric import Metric, describe
+from dampen.studies.records.paper import effect_agreement
+from dampen.studies.records.stats import FEWEST, LEVEL, detectable, deviation, paired_differences, paired_interval
+from dampen.studies.records.table import ResultTable
+from dampen.studies.records.verdict import Comparison, sentence
+from dampen.studies.report import make_report
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 FAILED = 20.0

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.pages import measure_and_publish
 from benchmarks.trained_digits import about, trained
 from dampen.diagnostics import consistency_bound
-from dampen.lab.files import write_json
+from dampen.studies.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "benchmarks" / "records" / "consistency_bound.json", ROOT / "docs" / "consistency_bound.md"

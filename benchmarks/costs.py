@@ -47,7 +47,7 @@ def measure(size: str, path: str, seconds: float) -> None:
         raise SystemExit(
             f"{target.name}: asked for the {path} path, but it did not run. dampen doctor --build says why."
         )
-    from dampen.lab.files import write_json
+    from dampen.studies.files import write_json
 
     write_json(target, {**record, "load": before})
 

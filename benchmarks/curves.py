@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dampen.lab.records.metric import describe
-from dampen.lab.records.stats import summarize, t_quantile
-from dampen.lab.records.table import Entry, ResultTable
-from dampen.lab.records.verdict import Comparison, judge_pairs, sentence
-from dampen.lab.report import make_report
-from dampen.lab.report.stored import packed_text
+from dampen.studies.records.metric import describe
+from dampen.studies.records.stats import summarize, t_quantile
+from dampen.studies.records.table import Entry, ResultTable
+from dampen.studies.records.verdict import Comparison, judge_pairs, sentence
+from dampen.studies.report import make_report
+from dampen.studies.report.stored import packed_text
 
 METRICS = ("accuracy", "nll")
 

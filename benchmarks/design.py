@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.curves import search_of
-from dampen.lab.records.table import Entry, ResultTable
+from dampen.studies.records.table import Entry, ResultTable
 
 FEW_SEEDS = 3
 FALLING = 0.05

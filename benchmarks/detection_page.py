@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks import design
 from benchmarks.pages import publish
-from dampen.lab.records.table import Entry, ResultTable
-from dampen.lab.report import Report, make_report, write_report
-from dampen.lab.report.detections import COLORS, drawn, picture_size
+from dampen.studies.records.table import Entry, ResultTable
+from dampen.studies.report import Report, make_report, write_report
+from dampen.studies.report.detections import COLORS, drawn, picture_size
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, CHANCE = ROOT / "records" / "dropkey" / "detr.json", ROOT / "benchmarks" / "records" / "detection_chance.json"
@@ -63,8 +63,8 @@ the paper's 41.9. For that, `--model hf/FOLDER` takes a folder of transformers' 
 
 def collect(runs: Path, data_dir: str) -> None:
     """Run folders into one record, and what chance gives on the same test part."""
-    from dampen.lab.data import load
-    from dampen.lab.metrics.objects import constant_precision, mean_boxes
+    from dampen.studies.data import load
+    from dampen.studies.metrics.objects import constant_precision, mean_boxes
 
     write_report([runs], RECORD, "pack")
     data = load("bccd", data_dir)

@@ -21,7 +21,7 @@ import dampen
 from benchmarks.pages import measure_and_publish
 from benchmarks.trained_digits import about, trained
 from dampen import ExplicitDropout, regularize
-from dampen.lab.files import write_json
+from dampen.studies.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "benchmarks" / "records" / "joint_mask.json", ROOT / "docs" / "joint_mask.md"

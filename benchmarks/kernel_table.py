@@ -17,7 +17,7 @@ import torch
 from dampen.kernels.kernel import _HALF_IN_HARDWARE
 from dampen.kernels.timing import machine
 from dampen.kernels.tuning import LENGTHS, measure
-from dampen.lab.files import write_json
+from dampen.studies.files import write_json
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,18 +23,18 @@ from torch.nn import functional as F
 
 import dampen
 from dampen.kernels.timing import compare
-from dampen.lab.allocator import keep_freed_memory
-from dampen.lab.config.catalog import catalog
-from dampen.lab.config.demo import demo_recipe
-from dampen.lab.config.methods_text import build_methods
-from dampen.lab.config.plan import make_plan
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.files import write_json
-from dampen.lab.records.environment import describe
-from dampen.lab.training.build import derive, load_data, make_model, seed_all
-from dampen.lab.training.optim import learning_rate, make_optimizer
-from dampen.lab.training.state import Execution
-from dampen.lab.training.train import run_trial
+from dampen.studies.allocator import keep_freed_memory
+from dampen.studies.config.catalog import catalog
+from dampen.studies.config.demo import demo_recipe
+from dampen.studies.config.methods_text import build_methods
+from dampen.studies.config.plan import make_plan
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.files import write_json
+from dampen.studies.records.environment import describe
+from dampen.studies.trainer.build import derive, load_data, make_model, seed_all
+from dampen.studies.trainer.optim import learning_rate, make_optimizer
+from dampen.studies.trainer.state import Execution
+from dampen.studies.trainer.train import run_trial
 
 RECORD = Path(__file__).parent / "records" / "lab_time.json"
 ROWS = ("plain", "drop_key (keys)")

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks import design
 from benchmarks.curves import METRICS, Curves, Family, Tested, domain, family, points, read, verdicts
 from benchmarks.pages import publish, stated
-from dampen.lab.records.metric import describe
-from dampen.lab.records.table import Entry
-from dampen.lab.records.verdict import judge
+from dampen.studies.records.metric import describe
+from dampen.studies.records.table import Entry
+from dampen.studies.records.verdict import judge
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE, IMAGES = ROOT / "records" / "explicit_dropout", ROOT / "docs" / "lambda.md", ROOT / "docs" / "images"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dampen.lab.allocator import AS_FOUND, keep_freed_memory
+from dampen.studies.allocator import AS_FOUND, keep_freed_memory
 
 MODEL = "vit(depth=2)"
 KINDS = (AS_FOUND, "freed memory kept")
@@ -28,8 +28,8 @@ WARM_UP, COUNTED = 3, 10
 
 def inside(kind: str, batch: int) -> dict[str, float]:
     """Faults and seconds of a step in this process, the median of ten."""
-    from dampen.lab.bench.run import plain_step
-    from dampen.lab.bench.subject import make_subject
+    from dampen.studies.bench.run import plain_step
+    from dampen.studies.bench.subject import make_subject
 
     if kind != AS_FOUND:
         keep_freed_memory()
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(inside(options.inside, options.batch)))
         return
     from dampen.kernels.timing import machine
-    from dampen.lab.files import write_json
+    from dampen.studies.files import write_json
 
     if not keep_freed_memory():  # in this process, which measures nothing itself
         raise SystemExit("malloc cannot be changed here: unset MALLOC_... and GLIBC_TUNABLES, and use glibc")

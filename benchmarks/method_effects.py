@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks import design
 from benchmarks.which_method import RECORDS, read
-from dampen.lab.errors import LabError
-from dampen.lab.records.verdict import sentence
+from dampen.studies.errors import LabError
+from dampen.studies.records.verdict import sentence
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 import dampen
 from benchmarks.tiny_models import NotBuilt, Subject, outputs_of, timm_subjects, transformers_subjects
-from dampen.lab.files import write_json
+from dampen.studies.files import write_json
 
 ROOT = Path(__file__).parent.parent
 RECORD, PAGE = ROOT / "benchmarks/records/model_sweep.json", ROOT / "docs/models.md"

@@ -51,20 +51,20 @@ MODULES = {
     "attend": Module("kernels/attend.py", ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py")),
     "explicit": Module("formulas/explicit/*.py", ("explicit", "methods/test_explicit_dropout.py")),
     "handle": Module("handle.py", ("test_handle.py", "test_handle_modes.py", "calls/test_ledger.py")),
-    "stats": Module("lab/records/stats.py", ("lab/records/test_stats.py",)),
-    "record": Module("lab/records/record.py", ("lab/records/test_record.py", "lab/records/test_damage.py")),
+    "stats": Module("studies/records/stats.py", ("studies/records/test_stats.py",)),
+    "record": Module("studies/records/record.py", ("studies/records/test_record.py", "studies/records/test_damage.py")),
     "checkpoint": Module(
-        "lab/training/checkpoint.py",
-        ("lab/records/test_record.py", "lab/running/test_survivors.py", "lab/training/test_resume.py"),
+        "studies/trainer/checkpoint.py",
+        ("studies/records/test_record.py", "studies/engines/test_survivors.py", "studies/trainer/test_resume.py"),
     ),
 }
 
 
 EQUIVALENT = {
-    ("lab/records/stats.py", "[True] * m"): "every entry is written before it is read",
-    ("lab/records/stats.py", "[ 1.0] * len(p_values)"): "every entry is written before it is read",
+    ("studies/records/stats.py", "[True] * m"): "every entry is written before it is read",
+    ("studies/records/stats.py", "[ 1.0] * len(p_values)"): "every entry is written before it is read",
     ("masks.py", "(width - 1) // 1"): "more padding behind the window than anything reads",
-    ("lab/training/checkpoint.py", "if match else - 2"): "only names that match are sorted",
+    ("studies/trainer/checkpoint.py", "if match else - 2"): "only names that match are sorted",
     ("kernels/attend.py", "len(leading) > 1:"): "the mask is expanded, as a view with the same values",
     ("kernels/attend.py", "mask.ndim > 2 or len"): "the mask is expanded, as a view with the same values",
 }

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from dampen.kernels.timing import machine
-from dampen.lab.files import write_json
 from dampen.native import build
 from dampen.native.ops import draws, hidden_keys
+from dampen.studies.files import write_json
 
 SHAPE = (32, 96, 96)  # heads, queries, keys
 RATES = (0.05, 0.2, 0.5)

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         inside(options.batch, options.depth)
         return
     from dampen.kernels.timing import machine
-    from dampen.lab.files import write_json
+    from dampen.studies.files import write_json
 
     counted = count(options.batch, options.depth)
     ratios = {

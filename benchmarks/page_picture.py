@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 
 from benchmarks.pages import PADDING
-from dampen.lab.report import make_report
-from dampen.lab.report.figure import DARK, LIGHT, Palette
-from dampen.lab.report.forest import forest
+from dampen.studies.report import make_report
+from dampen.studies.report.figure import DARK, LIGHT, Palette
+from dampen.studies.report.forest import forest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, IMAGES = ROOT / "records" / "demo.json.xz", ROOT / "docs" / "images"

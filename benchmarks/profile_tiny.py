@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dampen.lab.bench.alternatives import ALTERNATIVES
-from dampen.lab.bench.presets import PRESETS
-from dampen.lab.bench.run import FUSED, UNFUSED, plain_step, regularized_step
-from dampen.lab.bench.subject import Subject, make_subject
-from dampen.lab.bench.variants import find_variants
 from dampen.sockets.stream import STEADY
+from dampen.studies.bench.alternatives import ALTERNATIVES
+from dampen.studies.bench.presets import PRESETS
+from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
+from dampen.studies.bench.subject import Subject, make_subject
+from dampen.studies.bench.variants import find_variants
 
 METHODS = (
     "drop_key(rate=0.2), hard_masking, explicit_dropout(value=0.06, ffn=0.06), feed_forward_dropout(rate=0.2), "
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{path:<7} {name:<45} {found}", flush=True)
     if options.json:
         from dampen.kernels.timing import machine
-        from dampen.lab.files import write_json
+        from dampen.studies.files import write_json
 
         told = {
             "command": "python -m benchmarks.profile_tiny" + " --no-instructions" * options.no_instructions,

@@ -22,11 +22,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dampen.kernels.timing import machine
-from dampen.lab.allocator import describe_malloc, keep_freed_memory
-from dampen.lab.bench.run import plain_step, regularized_step
-from dampen.lab.bench.subject import make_subject
-from dampen.lab.bench.variants import find_variants
-from dampen.lab.files import write_json
+from dampen.studies.allocator import describe_malloc, keep_freed_memory
+from dampen.studies.bench.run import plain_step, regularized_step
+from dampen.studies.bench.subject import make_subject
+from dampen.studies.bench.variants import find_variants
+from dampen.studies.files import write_json
 
 METHODS = "drop_key,drop_attention,hard_masking,blurred_attention,explicit_dropout,feed_forward_dropout,token_graying"
 MODEL = "vit(depth=2)"

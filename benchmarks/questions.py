@@ -21,11 +21,11 @@ from benchmarks.maps_picture import maps_picture
 from benchmarks.pages import PADDING, publish
 from benchmarks.regimes import regime
 from benchmarks.which_method import WEIGHT_DECAY, weight_decay
-from dampen.lab.records.table import ResultTable
-from dampen.lab.report import Report, make_report
-from dampen.lab.report.advice import Advice, advise
-from dampen.lab.report.figure import Palette
-from dampen.lab.report.forest import forest
+from dampen.studies.records.table import ResultTable
+from dampen.studies.report import Report, make_report
+from dampen.studies.report.advice import Advice, advise
+from dampen.studies.report.figure import Palette
+from dampen.studies.report.forest import forest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RECORDS = ROOT / "docs", ROOT / "records"

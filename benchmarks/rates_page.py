@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import design
 from benchmarks.curves import METRICS, Curves, domain, family, points, read, verdicts
 from benchmarks.pages import publish
-from dampen.lab.records.metric import describe
+from dampen.studies.records.metric import describe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "records" / "dropkey" / "rates_digits-study.json.xz", ROOT / "docs" / "results" / "dropkey.md"

@@ -66,7 +66,7 @@ def run(name: str, runs: Path, data: str) -> dict[str, Any]:
 
 def chance(name: str, folder: str) -> dict[str, Any]:
     """What knowing nothing gives on the test part, and how that is computed."""
-    from dampen.lab.data import load
+    from dampen.studies.data import load
 
     data = load(name, folder, partial=True)
     if data.task in ("image", "audio"):

@@ -18,8 +18,8 @@ from benchmarks import design
 from benchmarks.design import losses, overfits
 from benchmarks.pages import PADDING, publish
 from benchmarks.which_method import RECORDS, WEIGHT_DECAY, judged, read
-from dampen.lab.records.table import Entry, ResultTable
-from dampen.lab.records.verdict import Comparison
+from dampen.studies.records.table import Entry, ResultTable
+from dampen.studies.records.verdict import Comparison
 
 DOCS = RECORDS.parent / "docs"
 PAGE, PICTURE = DOCS / "results" / "when.md", DOCS / "images" / "when.svg"

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from benchmarks import design
 from benchmarks.pages import publish, renew
-from dampen.lab.config.plan import Plan
-from dampen.lab.records.stats import summarize
-from dampen.lab.records.table import ResultTable
-from dampen.lab.report import Report, make_report, write_report
-from dampen.lab.report.advice import advise
-from dampen.lab.report.charts import results
-from dampen.lab.report.figure import Palette
+from dampen.studies.config.plan import Plan
+from dampen.studies.records.stats import summarize
+from dampen.studies.records.table import ResultTable
+from dampen.studies.report import Report, make_report, write_report
+from dampen.studies.report.advice import advise
+from dampen.studies.report.charts import results
+from dampen.studies.report.figure import Palette
 
 ROOT = Path(__file__).resolve().parents[1]
 README, START, END = (

@@ -26,7 +26,7 @@ from dampen.diagnostics.conditioning import ConditionProbe
 from dampen.formulas.graying import gray_images
 from dampen.formulas.patches import patchify, unpatchify
 from dampen.kernels.timing import compare, machine
-from dampen.lab.files import write_json
+from dampen.studies.files import write_json
 
 TARGETS = {"TokenGraying dct": 1.02, "TokenGraying svd": 1.15}
 

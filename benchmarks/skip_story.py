@@ -17,12 +17,12 @@ from typing import Any
 
 from benchmarks import claims
 from benchmarks.pages import publish, renew
-from dampen.lab.config.plan import Plan
-from dampen.lab.records.record import Record
-from dampen.lab.records.stats import summarize
-from dampen.lab.records.table import ResultTable
-from dampen.lab.records.verdict import Comparison, judge_pairs, sentence, words
-from dampen.lab.report import make_report
+from dampen.studies.config.plan import Plan
+from dampen.studies.records.record import Record
+from dampen.studies.records.stats import summarize
+from dampen.studies.records.table import ResultTable
+from dampen.studies.records.verdict import Comparison, judge_pairs, sentence, words
+from dampen.studies.report import make_report
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records" / "always_skip_attention"

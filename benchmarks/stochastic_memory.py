@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import dampen
 from benchmarks import reference_stochastic
 from dampen.kernels.timing import machine
-from dampen.lab.files import write_json
+from dampen.studies.files import write_json
 
 LIMIT = 2.0
 HELD = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}

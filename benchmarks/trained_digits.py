@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.diagnose.trained import Trained, from_run
-from dampen.lab.records.environment import describe
-from dampen.lab.training.state import Execution
-from dampen.lab.training.train import run_trial
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.diagnose.trained import Trained, from_run
+from dampen.studies.records.environment import describe
+from dampen.studies.trainer.state import Execution
+from dampen.studies.trainer.train import run_trial
 
 DATA = {"name": "digits", "train_fraction": 0.25}
 MODEL = {"name": "vit", "patch_size": 2, "width": 32, "depth": 4, "heads": 4, "mlp": 64}

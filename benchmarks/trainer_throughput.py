@@ -23,13 +23,13 @@ import torch
 from torch.nn import functional as F
 
 from dampen.kernels.timing import Ratio, summarize
-from dampen.lab import train as train_module
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.records.environment import describe
-from dampen.lab.training.bookkeeping import Bookkeeping
-from dampen.lab.training.build import derive, load_data, make_model, seed_all
-from dampen.lab.training.optim import learning_rate, make_optimizer, set_learning_rate
-from dampen.lab.training.state import Execution
+from dampen.studies import train as train_module
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.records.environment import describe
+from dampen.studies.trainer.bookkeeping import Bookkeeping
+from dampen.studies.trainer.build import derive, load_data, make_model, seed_all
+from dampen.studies.trainer.optim import learning_rate, make_optimizer, set_learning_rate
+from dampen.studies.trainer.state import Execution
 
 MODELS = {
     "small": {"name": "vit", "patch_size": 2, "width": 48, "depth": 3, "heads": 4, "mlp": 96},

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from dampen.lab.files import write_json
-from dampen.lab.records.sequential import first_round, log_e_matrix
-from dampen.lab.records.stats import LEVEL
+from dampen.studies.files import write_json
+from dampen.studies.records.sequential import first_round, log_e_matrix
+from dampen.studies.records.stats import LEVEL
 
 RECORD = Path(__file__).parent / "records" / "verdict_power.json"
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import publish
-from dampen.lab.config.plan import Plan
-from dampen.lab.files import write_json
-from dampen.lab.records.plain import finite
-from dampen.lab.records.stats import LEVEL, seeds_needed
-from dampen.lab.records.table import plan_table, read_runs
+from dampen.studies.config.plan import Plan
+from dampen.studies.files import write_json
+from dampen.studies.records.plain import finite
+from dampen.studies.records.stats import LEVEL, seeds_needed
+from dampen.studies.records.table import plan_table, read_runs
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "verdicts.md"

@@ -13,10 +13,10 @@ from pathlib import Path
 from benchmarks import curves, design
 from benchmarks.design import PLAIN, plain
 from benchmarks.pages import publish, stated
-from dampen.lab.records.metric import describe
-from dampen.lab.records.table import Entry, ResultTable, grid_text
-from dampen.lab.records.verdict import Comparison, judge, judge_pairs, sentence
-from dampen.lab.report import make_report
+from dampen.studies.records.metric import describe
+from dampen.studies.records.table import Entry, ResultTable, grid_text
+from dampen.studies.records.verdict import Comparison, judge, judge_pairs, sentence
+from dampen.studies.report import make_report
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE = ROOT / "records", ROOT / "docs" / "which_method.md"

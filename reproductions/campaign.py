@@ -67,7 +67,7 @@ def run(name: str, data_dir: Path, out: Path) -> int:
 
 def pack(name: str, out: Path) -> None:
     """Write the result file of an experiment: its plan, its tuning and every run."""
-    from dampen.lab.report import write_report
+    from dampen.studies.report import write_report
 
     target = result_of(name)
     target.parent.mkdir(parents=True, exist_ok=True)

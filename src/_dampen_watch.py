@@ -1,4 +1,4 @@
-"""Ends the process that imports it when its parent is gone, while it imports; see dampen/lab/processes.py.
+"""Ends the process that imports it when its parent is gone, while it imports; see dampen/studies/processes.py.
 
 The server that workers are forked from looks for its parent only between requests. Importing torch takes seconds, in
 which it would outlive a command that has failed and hold its output open (`dampen ... | tee log` would wait). So a

@@ -23,7 +23,7 @@ BUDGETS = {
     "tests/checking": 1200,
     "tests/sockets": 300,
     "tests/integrations": 300,
-    "tests/lab": 600,
+    "tests/studies": 600,
     "tests/pages": 200,
     "tests/methods": 150,
     "tests/kernels": 100,

@@ -39,8 +39,8 @@ class HeadNoise(Regularizer):
 METRIC = '''"""A metric and a model of one's own."""
 
 from torch import nn
-from dampen.lab.metrics import Metrics
-from dampen.lab.records.metric import Metric
+from dampen.studies.metrics import Metrics
+from dampen.studies.records.metric import Metric
 
 
 class TopTwo(Metrics):
@@ -125,7 +125,7 @@ def test_models_of_packages_are_known_by_name(package):
 
 
 def test_other_code_is_another_trial(package, monkeypatch):
-    from dampen.lab.config.trial import TrialSpec
+    from dampen.studies.config.trial import TrialSpec
 
     monkeypatch.chdir(package)
     spec = {"data": {"name": "digits"}, "model": {"name": "vit"}, "methods": ["noisy.py:HeadNoise"]}
@@ -137,7 +137,7 @@ def test_other_code_is_another_trial(package, monkeypatch):
 
 
 def test_recipes_take_it(package, monkeypatch):
-    from dampen.lab.config.methods_text import build_methods, check_methods
+    from dampen.studies.config.methods_text import build_methods, check_methods
 
     monkeypatch.chdir(package)
     assert check_methods([{"name": "noisy.py:HeadNoise", "rate": 0.2}], "methods") == []

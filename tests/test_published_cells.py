@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dampen.lab.config.recipe import list_recipes, load_recipe
+from dampen.studies.config.recipe import list_recipes, load_recipe
 
 PAPERS = Path(os.environ.get("DAMPEN_PAPERS", Path(__file__).resolve().parent / "papers"))
 NOT_FIGURES = {("explicit_dropout", "protocol"), ("explicit_dropout", "table_5", "learning_rates")}

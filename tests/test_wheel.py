@@ -59,8 +59,8 @@ def test_wheel_and_source_pass_twine(wheel):
 def test_recipes_and_assets_lie_in_the_wheel(installed):
     for pattern in (
         "recipes/*/*.toml",
-        "lab/report/assets/*",
-        "lab/report/templates/*",
+        "studies/report/assets/*",
+        "studies/report/templates/*",
         "native/*.cpp",
         "native/*.h",
         "py.typed",
@@ -93,7 +93,7 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-    assert "pip install 'dampen[lab]'" in python(installed, "-c", code, str(installed))
+    assert "pip install 'dampen[studies]'" in python(installed, "-c", code, str(installed))
 
 
 @pytest.mark.slow

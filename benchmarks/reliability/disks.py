@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial, undisturbed
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.errors import DiskFull, LabError
-from dampen.lab.processes import start
-from dampen.lab.training.train import run_trial
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.errors import DiskFull, LabError
+from dampen.studies.processes import start
+from dampen.studies.trainer.train import run_trial
 
 
 class Disk:

@@ -12,7 +12,7 @@ from benchmarks.reliability.subject import Tally, patience
 
 def formats(count: int, where: Path, rng: random.Random) -> Tally:
     """`count` harmed contents for each function that takes a file apart: read, or refused as damaged."""
-    from dampen.lab.data.errors import DamagedData
+    from dampen.studies.data.errors import DamagedData
 
     tally = Tally()
     for name, (content, read) in _taken_apart(where).items():
@@ -39,12 +39,12 @@ def _taken_apart(where: Path) -> dict[str, tuple[bytes, Callable[[bytes], Any]]]
     import numpy as np
     from PIL import Image
 
-    from dampen.lab.data.files import Store
-    from dampen.lab.data.limits import parse_json, parse_npy, read_image, read_npz
-    from dampen.lab.data.unpickle import safe_unpickle
-    from dampen.lab.data.waves import read_audio
-    from tests.lab.data import writers
-    from tests.lab.data.test_unpickle import python2_batch
+    from dampen.studies.data.files import Store
+    from dampen.studies.data.limits import parse_json, parse_npy, read_image, read_npz
+    from dampen.studies.data.unpickle import safe_unpickle
+    from dampen.studies.data.waves import read_audio
+    from tests.studies.data import writers
+    from tests.studies.data.test_unpickle import python2_batch
 
     def in_memory(save: Callable[[Any], Any]) -> bytes:
         buffer = io.BytesIO()

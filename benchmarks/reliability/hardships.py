@@ -10,10 +10,10 @@ from typing import Any
 
 from benchmarks.reliability.memory import used
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial, undisturbed
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.errors import Locked
-from dampen.lab.processes import start
-from dampen.lab.training.train import run_trial
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.errors import Locked
+from dampen.studies.processes import start
+from dampen.studies.trainer.train import run_trial
 
 
 def _contend(pipe: Any, spec: TrialSpec, folder: Path) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, result_of, trial, undisturbed
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.errors import LabError
-from dampen.lab.processes import start
-from dampen.lab.records.events import Event
-from dampen.lab.running.engine import Job, make_engine
-from dampen.lab.training.checkpoint import saved_states
-from dampen.lab.training.train import run_trial
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.engines.engine import Job, make_engine
+from dampen.studies.errors import LabError
+from dampen.studies.processes import start
+from dampen.studies.records.events import Event
+from dampen.studies.trainer.checkpoint import saved_states
+from dampen.studies.trainer.train import run_trial
 
 
 def _steps(pipe: Any, spec: TrialSpec, folder: Path) -> None:
@@ -67,7 +67,7 @@ def _cluster(engine: str) -> Iterator[None]:
     if engine != "ray":
         yield
         return
-    from dampen.lab.running.ray_engine import _cluster as started
+    from dampen.studies.engines.ray_engine import _cluster as started
 
     for left in reversed(range(10)):
         with ExitStack() as stack:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, CannotAttack, Tally, judge, patience, trial, undisturbed
-from dampen.lab.records.events import Event
-from dampen.lab.running.engine import Job, make_engine
-from dampen.lab.training.train import run_trial
+from dampen.studies.engines.engine import Job, make_engine
+from dampen.studies.records.events import Event
+from dampen.studies.trainer.train import run_trial
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 """Where version 1 of Linux's control groups keeps memory; who may make a folder there may let the kernel kill."""

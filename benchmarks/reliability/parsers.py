@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import Tally, patience
-from dampen.lab.errors import LabError
+from dampen.studies.errors import LabError
 
 DRAWN, CROSSED = 200, 9
 """Inputs that are drawn at a time, and how many are crossed for each of them."""
@@ -19,9 +19,9 @@ SIGNS = "()[]{},+=.:'\"*#\\\0\n -019eExX_jé\u2212\U0001f600"
 
 def attack(count: int, where: Path, rng: random.Random) -> Tally:
     """`count` inputs for each of --methods, --model, --set and recipes: read, or refused in words."""
-    from dampen.lab.config.plan import make_plan
-    from dampen.lab.study.parts import comparison
-    from tests.lab import strategies, test_parsers
+    from dampen.studies.config.plan import make_plan
+    from dampen.studies.study.parts import comparison
+    from tests.studies import strategies, test_parsers
 
     usual = comparison("digits", None, "drop_key", 1)
     cases: dict[str, tuple[Any, Callable[[Any], Any]]] = {

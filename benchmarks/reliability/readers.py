@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.reliability.fuzz import harmed
 from benchmarks.reliability.subject import Tally, patience
-from tests.lab.data import writers
-from tests.lab.data.readers import READERS, files, packed, read
+from tests.studies.data import writers
+from tests.studies.data.readers import READERS, files, packed, read
 
 
 def _cifar100(folder: Path, write: Callable[..., Path]) -> Path:
@@ -69,7 +69,7 @@ SMALLER: dict[str, Callable[[Path], Path]] = {
 
 def attack(count: int, where: Path, rng: random.Random) -> Tally:
     """`count` harmed files for each reader: read, or refused as damaged with the file's name."""
-    from dampen.lab.data.errors import DamagedData, IncompleteData, MissingData
+    from dampen.studies.data.errors import DamagedData, IncompleteData, MissingData
 
     tally = Tally()
     sets: dict[str, tuple[Path, dict[Path, bytes]]] = {}

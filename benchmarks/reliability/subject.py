@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.records.record import Record
-from dampen.lab.training.state import Execution
-from dampen.lab.training.train import run_trial
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.records.record import Record
+from dampen.studies.trainer.state import Execution
+from dampen.studies.trainer.train import run_trial
 
 QUICK = Execution(threads=1, accelerator="cpu", progress_seconds=0.0, checkpoint_steps=2, checkpoint_seconds=1e9)
 ASIDE = ("seconds", "step_seconds", "step_cpu_seconds", "resumed", "malloc")

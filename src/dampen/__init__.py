@@ -8,22 +8,22 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dampen.lab.errors import Stopped as Stopped
-    from dampen.lab.study.compare import compare as compare
-    from dampen.lab.study.study import Study as Study
-    from dampen.lab.study.study import load as load
-    from dampen.lab.training.own_trial import Trial as Trial
     from dampen.public import *  # noqa: F403
+    from dampen.studies.errors import Stopped as Stopped
+    from dampen.studies.study.compare import compare as compare
+    from dampen.studies.study.study import Study as Study
+    from dampen.studies.study.study import load as load
+    from dampen.studies.trainer.own_trial import Trial as Trial
 
 __version__ = "0.2.0"
 
 
 _STUDIES = {
-    "Stopped": "dampen.lab.errors",
-    "Study": "dampen.lab.study.study",
-    "Trial": "dampen.lab.training.own_trial",
-    "compare": "dampen.lab.study.compare",
-    "load": "dampen.lab.study.study",
+    "Stopped": "dampen.studies.errors",
+    "Study": "dampen.studies.study.study",
+    "Trial": "dampen.studies.trainer.own_trial",
+    "compare": "dampen.studies.study.compare",
+    "load": "dampen.studies.study.study",
 }
 """Names of the lab that stand at the front door, by their home. The core itself never imports the lab."""
 
@@ -61,7 +61,7 @@ def _from_the_lab(name: str) -> Any:
         if error.name is not None and error.name.startswith("dampen"):
             raise
         raise ModuleNotFoundError(
-            f"dampen.{name} needs the lab, and {error.name} is not installed here. Run: pip install 'dampen[lab]'",
+            f"dampen.{name} needs the lab, and {error.name} is not installed here. Run: pip install 'dampen[studies]'",
             name=error.name,
         ) from error
 

@@ -16,7 +16,7 @@ import torch
 import dampen
 from dampen.cli import COMMANDS, available, main
 from dampen.cli.demo import NEXT
-from tests.lab.study.test_parts import write_images
+from tests.studies.study.test_parts import write_images
 
 TINY = """
 title = "Tiny"
@@ -256,7 +256,7 @@ def test_a_bad_accelerator_is_found_before_anything_runs(capsys, tmp_path, accel
 
 @pytest.mark.slow
 def test_the_demo_compares_every_family_and_says_what_to_type_next(capsys, tmp_path, monkeypatch):
-    from dampen.lab.config import demo
+    from dampen.studies.config import demo
 
     real = demo.demo_recipe
 

@@ -143,7 +143,7 @@ def test_the_two_kernels_that_are_measured_agree():
 
 
 def test_doctor_says_which_table_is_used(cache):
-    from dampen.lab.doctor import _kernels
+    from dampen.studies.doctor import _kernels
 
     assert "comes with dampen" in _kernels().found
     tuning.save(MEASURED)

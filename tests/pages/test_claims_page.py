@@ -7,7 +7,7 @@ import pytest
 from benchmarks import claims, design, lambda_page
 from benchmarks.claimed import CLAIMS, TABLES, Claim, Effect, figures
 from benchmarks.claims import Found, compare, outcome
-from dampen.lab.report import make_report
+from dampen.studies.report import make_report
 
 
 def fate(kind, low, high, published=None, metric="accuracy"):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.page_picture import IMAGES, RECORD, ROOT, draw
-from dampen.lab.report import make_report
+from dampen.studies.report import make_report
 
 
 def labels(svg):

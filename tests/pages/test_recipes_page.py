@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from dampen.lab.config.plan import make_plan
-from dampen.lab.config.recipe import load_recipe
+from dampen.studies.config.plan import make_plan
+from dampen.studies.config.recipe import load_recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 

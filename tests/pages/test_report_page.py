@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from dampen.lab.report import make_report, write_report
+from dampen.studies.report import make_report, write_report
 from tests.browser import Browser
-from tests.lab.synthetic_runs import ROWS, big_study, write, write_study
+from tests.studies.synthetic_runs import ROWS, big_study, write, write_study
 
 DONE = "document.documentElement.dataset.charts === 'done'"
 ATTACK = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>\'"></script><svg onload=window.hurt=1>'
@@ -286,8 +286,8 @@ def test_two_rows_side_by_side(page, report):
 
 
 def test_ten_thousand_rows_open_in_seconds(browser, tmp_path):
-    from dampen.lab.records.table import make_table
-    from dampen.lab.report.page import make_page
+    from dampen.studies.records.table import make_table
+    from dampen.studies.report.page import make_page
 
     began = time.process_time()
     table = make_table(big_study(10_000))
@@ -438,7 +438,7 @@ def test_two_thousand_trials_stay_light(browser, tmp_path):
 
 
 def test_the_live_page_refreshes_itself(browser, tmp_path):
-    from dampen.lab.report.serve import address, make_server
+    from dampen.studies.report.serve import address, make_server
 
     rows = {k: ROWS[k] for k in ("plain", "DropPath")}
     plan = write_study(tmp_path, rows, seeds=3)

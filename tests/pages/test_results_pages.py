@@ -20,8 +20,8 @@ from benchmarks import (
 )
 from benchmarks.maps_picture import maps_picture
 from benchmarks.pages import stated
-from dampen.lab.report import make_report
-from tests.lab.synthetic_runs import edit, write_study
+from dampen.studies.report import make_report
+from tests.studies.synthetic_runs import edit, write_study
 
 STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
 

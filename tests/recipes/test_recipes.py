@@ -8,13 +8,13 @@ import torch
 
 from benchmarks.claimed import CLAIMS
 from dampen import hidden_key, regularize
-from dampen.lab.config.methods_text import build_methods, parse_rows
-from dampen.lab.config.plan import Plan, make_plan
-from dampen.lab.config.recipe import list_recipes, load_recipe, parse_recipe
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.errors import ConfigError, LabError
-from dampen.lab.running.grid_tuning import as_large, tuning_plan
-from dampen.lab.training.build import make_model, places
+from dampen.studies.config.methods_text import build_methods, parse_rows
+from dampen.studies.config.plan import Plan, make_plan
+from dampen.studies.config.recipe import list_recipes, load_recipe, parse_recipe
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.engines.grid_tuning import as_large, tuning_plan
+from dampen.studies.errors import ConfigError, LabError
+from dampen.studies.trainer.build import make_model, places
 
 PAPERS = Path(__file__).resolve().parents[1] / "papers"
 NAMES = list(list_recipes())

@@ -51,13 +51,13 @@ def list_(
 
 
 def _methods() -> list[dict[str, Any]]:
-    from dampen.lab.config.catalog import catalog
+    from dampen.studies.config.catalog import catalog
 
     return [{k: v for k, v in e.to_dict().items() if k != "doc"} for e in catalog().values()]
 
 
 def _recipes() -> list[dict[str, Any]]:
-    from dampen.lab.config.recipe import list_recipes, load_recipe
+    from dampen.studies.config.recipe import list_recipes, load_recipe
 
     recipes = [load_recipe(name) for name in list_recipes()]
     return [{"name": r.name, "title": r.title, "paper": r.paper, "cost": r.cost, "rows": len(r.rows)} for r in recipes]
@@ -69,10 +69,10 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a method (formula, paper, stages, arguments) or a recipe (rows, published figures, departures)."""
-    from dampen.lab.config.catalog import catalog
-    from dampen.lab.config.recipe import list_recipes
-    from dampen.lab.errors import ConfigError
     from dampen.names import nearest
+    from dampen.studies.config.catalog import catalog
+    from dampen.studies.config.recipe import list_recipes
+    from dampen.studies.errors import ConfigError
 
     classes = {e.cls: e.name for e in catalog().values()}
     name = classes.get(name, name)
@@ -86,7 +86,7 @@ def show(
 
 
 def _show_method(name: str, as_json: bool) -> None:
-    from dampen.lab.config.catalog import find_entry
+    from dampen.studies.config.catalog import find_entry
 
     entry = find_entry(name)
     if as_json:
@@ -108,8 +108,8 @@ def _show_method(name: str, as_json: bool) -> None:
 
 
 def _show_recipe(name: str, as_json: bool) -> None:
-    from dampen.lab.config.recipe import load_recipe
-    from dampen.lab.report.terminal import published_text
+    from dampen.studies.config.recipe import load_recipe
+    from dampen.studies.report.terminal import published_text
 
     recipe = load_recipe(name)
     if as_json:

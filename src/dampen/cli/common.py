@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dampen.lab.errors import LabError
+from dampen.studies.errors import LabError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output, for machines.")]
 DataDir = Annotated[

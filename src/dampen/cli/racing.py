@@ -10,9 +10,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dampen.cli.running import conclude, heed_signals
-from dampen.lab.config.plan import Plan
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.records.record import Record
+from dampen.studies.config.plan import Plan
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.records.record import Record
 
 UntilDecided = Annotated[
     bool,
@@ -44,14 +44,14 @@ def race_and_conclude(
     **options: Any,
 ) -> NoReturn:
     """Race the rows of a plan, print its table and how the race ended, exit with the run's code."""
-    from dampen.lab.records.table import plan_table, read_runs
-    from dampen.lab.records.verdict import Comparison
-    from dampen.lab.report.names import listed
-    from dampen.lab.report.terminal import LiveView, console_for, results_table
-    from dampen.lab.running.engine import Outcome
-    from dampen.lab.running.racing import race_plan, seconds
-    from dampen.lab.running.runner import RunResult, run_plan
-    from dampen.lab.training.state import Execution
+    from dampen.studies.engines.engine import Outcome
+    from dampen.studies.engines.racing import race_plan, seconds
+    from dampen.studies.engines.runner import RunResult, run_plan
+    from dampen.studies.records.table import plan_table, read_runs
+    from dampen.studies.records.verdict import Comparison
+    from dampen.studies.report.names import listed
+    from dampen.studies.report.terminal import LiveView, console_for, results_table
+    from dampen.studies.trainer.state import Execution
 
     limit = seconds(budget) if budget is not None else None
     console = console_for(stderr=as_json)

@@ -45,7 +45,7 @@ def report(
     if serve:
         _serve(runs, port, split)
         return
-    from dampen.lab.report import PACK, make_report, write_report
+    from dampen.studies.report import PACK, make_report, write_report
 
     if format == PACK and output is None:
         raise typer.BadParameter("--format pack writes a file of records: say which, as in -o records.json")
@@ -62,7 +62,7 @@ def report(
         return
     for s in made.skipped:
         print(f"skipped {s.path}: {s.reason}", file=sys.stderr)
-    from dampen.lab.report.advice import advise
+    from dampen.studies.report.advice import advise
 
     for table in made.tables:
         advice = advise(table)
@@ -73,7 +73,7 @@ def report(
 
 
 def _serve(runs: list[Path], port: int, split: bool) -> None:
-    from dampen.lab.report.serve import address, make_server
+    from dampen.studies.report.serve import address, make_server
 
     server = make_server(runs, port, split)
     print(f"The report is at {address(server)} and follows the runs. Ctrl-C stops it.", flush=True)

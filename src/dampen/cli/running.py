@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import print_json
-from dampen.lab.config.plan import Plan
-from dampen.lab.config.trial import TrialSpec
-from dampen.lab.records.record import Record
+from dampen.studies.config.plan import Plan
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.records.record import Record
 
 if TYPE_CHECKING:
-    from dampen.lab.running.runner import RunResult
+    from dampen.studies.engines.runner import RunResult
 
 
 def execute(
@@ -34,10 +34,10 @@ def execute(
 
     Where a `page` is asked for, the report of the finished run is written there.
     """
-    from dampen.lab.records.table import plan_table, read_runs
-    from dampen.lab.report.terminal import LiveView, console_for, results_table
-    from dampen.lab.running.runner import run_plan
-    from dampen.lab.training.state import Execution
+    from dampen.studies.engines.runner import run_plan
+    from dampen.studies.records.table import plan_table, read_runs
+    from dampen.studies.report.terminal import LiveView, console_for, results_table
+    from dampen.studies.trainer.state import Execution
 
     console = console_for(stderr=as_json)
     labels = plan.labels(trials)
@@ -60,11 +60,11 @@ def conclude(
     console: Console, run: RunResult, as_json: bool, next_steps: list[str], page: Path | None = None, said: str = ""
 ) -> NoReturn:
     """The end of a run: the page, the table, what was learned in words, what to type next, the exit code."""
-    from dampen.lab.report.advice import advise, in_words
-    from dampen.lab.report.terminal import results_table
+    from dampen.studies.report.advice import advise, in_words
+    from dampen.studies.report.terminal import results_table
 
     if page is not None and run.exit_code == 0:
-        from dampen.lab.report import write_report
+        from dampen.studies.report import write_report
 
         write_report([run.folder], page)
         next_steps = [f"open {page}", *next_steps]
@@ -87,7 +87,7 @@ def conclude(
 
 def what_went_wrong(run: RunResult) -> list[str]:
     """Each message once, with the trials that it is about."""
-    from dampen.lab.report.names import listed
+    from dampen.studies.report.names import listed
 
     labels, who = run.plan.labels(run.plan.trials.values()), dict[str, list[str]]()
     for message in run.messages():

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dampen.lab.config.plan import Plan
-from dampen.lab.config.recipe import Recipe
-from dampen.lab.errors import ConfigError
+from dampen.studies.config.plan import Plan
+from dampen.studies.config.recipe import Recipe
+from dampen.studies.errors import ConfigError
 
 Address = Annotated[
     str | None, typer.Option(help="With --engine ray: the cluster's address; a local one is started when not said.")
@@ -27,7 +27,7 @@ Storage = Annotated[
 
 def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
     """The options of `run_plan` for an engine; one that nobody offers is refused before anything starts."""
-    from dampen.lab.running.engine import check_engine
+    from dampen.studies.engines.engine import check_engine
 
     check_engine(engine)
     if address is not None and engine != "ray":
@@ -54,11 +54,11 @@ def tuned(
     """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
     from dampen.cli.racing import named
     from dampen.cli.running import resume_command
-    from dampen.lab.records.record import Record
-    from dampen.lab.report.terminal import LiveView, console_for
-    from dampen.lab.running.grid_tuning import BEYOND, chosen_in_words, tune
-    from dampen.lab.running.runner import run_plan
-    from dampen.lab.training.state import Execution
+    from dampen.studies.engines.grid_tuning import BEYOND, chosen_in_words, tune
+    from dampen.studies.engines.runner import run_plan
+    from dampen.studies.records.record import Record
+    from dampen.studies.report.terminal import LiveView, console_for
+    from dampen.studies.trainer.state import Execution
 
     console = console_for(stderr=True)
 
@@ -96,8 +96,8 @@ def searched(
     seeds: Sequence[int] | None = None,
 ) -> Plan:
     """Search every row, with a line per trial on standard error, and return the plan of what was found best."""
-    from dampen.lab.running.search import search
-    from dampen.lab.training.state import Execution
+    from dampen.studies.engines.search import search
+    from dampen.studies.trainer.state import Execution
 
     def say(line: str) -> None:
         print(f"search: {line}", file=sys.stderr, flush=True)

@@ -1,54 +1,13 @@
-"""The lab: train, compare, measure and report on real data, from one command.
-
-From Python, a trial is plain data and `run_trial` a pure function of it:
-
-    from dampen.lab import TrialSpec, run_trial
-    trial = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "patch_size": 2, "width": 48},
-                             "methods": [{"name": "drop_key", "rate": 0.3}], "train": {"epochs": 5}})
-    result = run_trial(trial, "runs/mine")
-
-Read `training/train.py` for the way of a batch, `config/trial.py` for what can be set, `records/record.py` for what is
-written where.
-"""
+"""The old name of `dampen.studies`. It works until 0.4 and warns."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dampen.lab.config.plan import Plan, make_plan
-    from dampen.lab.config.recipe import Recipe, list_recipes, load_recipe
-    from dampen.lab.config.trial import TrainOptions, TrialSpec
-    from dampen.lab.running.runner import RunResult, run_plan
-    from dampen.lab.training.state import Execution
-    from dampen.lab.training.train import run_trial
-
-__all__ = [
-    "Execution",
-    "Plan",
-    "Recipe",
-    "RunResult",
-    "TrainOptions",
-    "TrialSpec",
-    "list_recipes",
-    "load_recipe",
-    "make_plan",
-    "run_plan",
-    "run_trial",
-]
-
-_HOMES = {
-    "config.plan": ("Plan", "make_plan"),
-    "config.recipe": ("Recipe", "list_recipes", "load_recipe"),
-    "running.runner": ("RunResult", "run_plan"),
-    "training.state": ("Execution",),
-    "training.train": ("run_trial",),
-    "config.trial": ("TrainOptions", "TrialSpec"),
-}
+import warnings
+from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the command reads recipes without waiting for torch."""
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"dampen.lab.{module}"), name)
-    raise AttributeError(f"module 'dampen.lab' has no attribute {name!r}")
+    if name.startswith("__"):
+        raise AttributeError(f"module 'dampen.lab' has no attribute {name!r}")
+    value = getattr(importlib.import_module("dampen.studies"), name)
+    warnings.warn(f"dampen.lab.{name} is now dampen.studies.{name}", DeprecationWarning, stacklevel=2)
+    return value

@@ -1,9 +1,0 @@
-"""Everything that can be measured on a trained model: of a run of the lab, or of any model with a data set.
-
-dampen diagnose runs/demo
-"""
-
-from dampen.lab.diagnose.measure import SECTIONS, Settings, diagnose
-from dampen.lab.diagnose.trained import Trained, find_trials, from_model, from_run
-
-__all__ = ["SECTIONS", "Settings", "Trained", "diagnose", "find_trials", "from_model", "from_run"]

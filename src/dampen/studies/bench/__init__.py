@@ -1,0 +1,12 @@
+"""What each method costs: training steps against the best plain step, beside the papers' own formulations and what one
+would pick instead, in one process with interleaved rounds.
+
+    dampen bench -o benchmarks/records/bench.json
+"""
+
+from dampen.studies.bench.memory import peak_memory
+from dampen.studies.bench.run import NOISY, Options, bench
+from dampen.studies.bench.subject import Subject, make_subject
+from dampen.studies.bench.variants import Variant, find_variants
+
+__all__ = ["NOISY", "Options", "Subject", "Variant", "bench", "find_variants", "make_subject", "peak_memory"]

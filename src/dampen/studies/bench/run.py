@@ -1,0 +1,261 @@
+"""The bench itself: build a step for every row, time them together, count their memory, write the record."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dampen.kernels.timing import Timings, machine, time_rounds
+from dampen.native.library import available as native_available
+from dampen.studies.allocator import describe_malloc
+from dampen.studies.bench.alternatives import ALTERNATIVES
+from dampen.studies.bench.memory import peak_memory
+from dampen.studies.bench.papers import PAPERS, attention_as, unfused
+from dampen.studies.bench.presets import PRESETS, targets_of
+from dampen.studies.bench.subject import Subject, make_subject
+from dampen.studies.bench.variants import Variant, find_variants
+from dampen.studies.errors import ConfigError
+from dampen.studies.report.stored import BENCH
+
+NOISY = 0.03
+"""An interval wider than this, as a fraction of its median, cannot tell small costs apart."""
+FUSED, UNFUSED = "plain, fused attention", "plain, unfused attention"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Step = Callable[[], None]
+Progress = Callable[[str, int, int], None]
+"""Called with what is going on, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to bench, on what, for how long."""
+
+    model: str = "vit"
+    batch: int = 64
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int | None = None
+    methods: str | None = None
+    rounds: int = 25
+    seconds: float = 600.0
+    clock: str = "wall"
+    long: bool = False
+    size: str = ""
+
+    @classmethod
+    def preset(cls, size: str, **given: Any) -> Options:
+        """The options of a size, one thread by processor time, but for those that are given."""
+        if size not in PRESETS:
+            raise ConfigError("The bench", [f"--size: got {size!r}; use {', '.join(PRESETS)}"])
+        usual = PRESETS[size]
+        mine = {
+            "model": usual.model or "vit",
+            "batch": usual.batch,
+            "methods": usual.methods,
+            "threads": 1,
+            "clock": "cpu",
+        }
+        return cls(**{**mine, **given}, size=size)
+
+    def command(self) -> str:
+        """The command line that repeats this."""
+        parts = ["dampen", "bench"]
+        usual = Options.preset(self.size) if self.size else Options()
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value is True:
+                parts.append(f"--{entry.name}")
+            elif value != getattr(usual, entry.name) or (entry.name == "size" and value):
+                parts += [f"--{entry.name}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join(parts)
+
+
+def bench(options: Options, progress: Progress = lambda what, done, total: None) -> dict[str, Any]:
+    """Measure and return the record: plain data, all of it."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if options.size and PRESETS[options.size].lengths:
+        return _long(options, progress)
+    start = time.perf_counter()
+    subject = make_subject(options.model, options.batch, options.dtype, options.device)
+    variants = find_variants(options.methods)
+    if options.size:  # the usual form of each method and what has a target: long steps leave no time for more
+        variants = [v for v in variants if v.name in (v.method, v.text) or v.name in PRESETS[options.size].targets]
+    plain = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
+    skipped: dict[str, str] = {}
+    names = {v.name for v in variants}
+    published = {name: build for name, (same, build) in PAPERS.items() if same in names and not options.size}
+    plainly = {v.method: v.name for v in reversed(variants) if v.name in (v.method, v.text)}  # each method's first row
+    asked = options.methods is None or bool(options.size)
+    instead = {n: (plainly[same], b) for n, (same, b) in ALTERNATIVES.items() if asked and same in plainly}
+    ours = _built({v.name: partial(regularized_step, subject, v) for v in variants}, skipped, "methods", progress)
+    papers = _built({n: partial(b, subject) for n, b in published.items()}, skipped, "papers", progress)
+    others = _built({n: partial(b, subject) for n, (_, b) in instead.items()}, skipped, "alternatives", progress)
+    steps = {**plain, **ours, **papers, **others}
+    for step in plain.values():
+        step()
+    timings = time_rounds(
+        steps,
+        (FUSED, UNFUSED),
+        rounds=options.rounds,
+        seconds=options.seconds - (time.perf_counter() - start if options.size else 0),
+        every=5 if options.size else 3,
+        warm=False,  # each has run
+        enough=NOISY,
+        clock=CLOCKS[options.clock],
+        progress=lambda done: progress("rounds", done, options.rounds),
+    )
+    memory = {} if options.size else _memory(steps, options.device, progress)
+    record = _record(
+        options,
+        subject,
+        variants,
+        timings,
+        memory,
+        {"ours": ours, "papers": papers, "others": others},
+        {n: same for n, (same, _) in instead.items()},
+    )
+    record["skipped"] = skipped
+    if options.long:
+        from dampen.studies.bench.scaling import scale_attention, scale_batch
+
+        possible = [v for v in variants if v.name in ours]
+        record["scaling"] = scale_attention(possible, options, progress)
+        record["batches"] = scale_batch(possible, options, progress)
+    return record
+
+
+def _long(options: Options, progress: Progress) -> dict[str, Any]:
+    """Attention alone at the lengths of a preset."""
+    from dampen.studies.bench.scaling import scale_attention
+
+    usual = PRESETS[options.size]
+    scaling = scale_attention(find_variants(options.methods), options, progress, usual.lengths)
+    goals = targets_of(options.size, native_available())
+    worst: dict[str, float] = {}
+    for point in scaling["points"]:
+        worst[point["row"]] = max(worst.get(point["row"], 0.0), point["median"])
+    return {
+        "kind": BENCH,
+        "command": options.command(),
+        "size": options.size,
+        "model": usual.what,
+        "what": "attention alone, forward and backward, as a multiple of plain SDPA",
+        "machine": {**machine(), "clock": options.clock, "device": options.device, "malloc": describe_malloc()},
+        "native": native_available(),
+        "scaling": scaling,
+        "targets": {n: {"target": t, "met": worst[n] <= t} for n, t in goals.items() if n in worst},
+    }
+
+
+def plain_step(subject: Subject, fused: bool = True) -> Step:
+    """The model as it is, or with the matrix of scores instead of the fused kernel."""
+    model = subject.copy()
+
+    def losses() -> Tensor:
+        return subject.loss(model(*subject.inputs))
+
+    if fused:
+        return subject.step(losses)
+    function = unfused()
+
+    def patched() -> Tensor:
+        with attention_as(function):
+            return losses()
+
+    return subject.step(patched)
+
+
+def regularized_step(subject: Subject, variant: Variant) -> Step:
+    """The model with a method in it."""
+    import dampen
+    from dampen.sockets.find import find_layers
+    from dampen.studies.config.methods_text import build_methods
+
+    model = subject.copy()
+    sites: str | list[str] = "*"
+    if variant.upper:
+        layers = [layer.name for layer in find_layers(model)]
+        sites = layers[len(layers) // 2 :]
+    reg = dampen.regularize(model, build_methods(variant.specs), sites)
+    reg.progress(0.5)
+
+    def losses() -> Tensor:
+        return reg.loss(lambda: model(*subject.inputs), subject.loss)[0]
+
+    return subject.step(losses)
+
+
+def _built(
+    builders: Mapping[str, Callable[[], Step]], skipped: dict[str, str], what: str, progress: Progress
+) -> dict[str, Step]:
+    """The steps that can be built and run once; of the others, why not."""
+    steps: dict[str, Step] = {}
+    for i, (name, build) in enumerate(builders.items()):
+        progress(f"warming up {what}", i, len(builders))
+        try:
+            steps[name] = build()
+            steps[name]()
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
+            steps.pop(name, None)
+            skipped[name] = (str(error).splitlines() or [type(error).__name__])[0]
+    return steps
+
+
+def _memory(steps: Mapping[str, Step], device: str, progress: Progress) -> dict[str, int]:
+    found = {}
+    for i, (name, step) in enumerate(steps.items()):
+        progress("counting memory", i, len(steps))
+        found[name] = peak_memory(step, device)
+    return found
+
+
+def _record(
+    options: Options,
+    subject: Subject,
+    variants: list[Variant],
+    timings: Timings,
+    memory: Mapping[str, int],
+    groups: Mapping[str, Mapping[str, Step]],
+    instead: Mapping[str, str],
+) -> dict[str, Any]:
+    ratios = timings.ratios()
+    best = next(n for n in (FUSED, UNFUSED) if ratios[n].low == ratios[n].high == 1.0)  # the one all others are over
+    designed = options.model == "vit" and options.dtype == "float32"  # the targets are for this model alone
+
+    def entry(name: str) -> dict[str, Any]:
+        fastest = ratios[name].seconds / ratios[best].seconds  # of the least times seen: what noise disturbs least
+        return {**asdict(ratios[name]), "fastest": fastest, "noisy": ratios[name].width > NOISY}
+
+    def rival(name: str, ours: str) -> dict[str, Any]:
+        """The other's cost against the plain step, and ours against the other's."""
+        found = {"ours": ours, **entry(name)}
+        return found if ours not in groups["ours"] else {**found, "ours_over_it": asdict(timings.between(ours, name))}
+
+    targets = {v.name: v.target for v in variants if designed and v.target is not None and v.name in ratios}
+    if options.size:
+        targets = {n: t for n, t in targets_of(options.size, native_available()).items() if n in ratios}
+    return {
+        "kind": BENCH,
+        "command": options.command(),
+        "size": options.size,
+        "native": native_available(),
+        "model": subject.label,
+        "what": "one training step without the optimizer (forward, backward) as a multiple of the best plain step",
+        "machine": {**machine(), "clock": options.clock, "device": options.device, "malloc": describe_malloc()},
+        "plain": {"best": best, **{name: entry(name) for name in (FUSED, UNFUSED)}},
+        "ratios": {name: entry(name) for name in groups["ours"]},
+        "targets": {n: {"target": t, "met": ratios[n].median <= t} for n, t in targets.items()},
+        "papers": {name: rival(name, PAPERS[name][0]) for name in groups["papers"]},
+        "alternatives": {name: rival(name, instead[name]) for name in groups["others"]},
+        "memory": {name: {"bytes": b, "ratio": b / memory[best]} for name, b in memory.items()},
+        "variants": {v.name: v.text + (", upper half of the layers" if v.upper else "") for v in variants},
+        "noisy": [name for name, ratio in ratios.items() if ratio.width > NOISY],
+    }

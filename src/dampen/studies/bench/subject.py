@@ -1,0 +1,159 @@
+"""The model that is benched, with a synthetic batch and its loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dampen.studies.config.methods_text import parse_rows
+from dampen.studies.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHAPES: dict[str, dict[str, Any]] = {
+    "encoder": {"features": 64, "classes": 10, "max_tokens": 128},
+    "language": {"vocab": 1000, "context": 128},
+    "seq2seq": {"source_vocab": 1000, "target_vocab": 1000},
+}
+"""Arguments of our models that a data set would decide; an image model has defaults for all of its own."""
+IMAGES = ("vit", "convmixer")
+TOKENS = 32
+"""Tokens on each side of a translation."""
+
+
+@dataclass
+class Subject:
+    """A plain model in training mode and what to feed it. Copies share its weights: many of them cost little."""
+
+    label: str
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def copy(self) -> nn.Module:
+        """The model again, with the same parameters, to be changed at will."""
+        shared: dict[int, Any] = {id(p): p for p in self.model.parameters()}
+        return copy.deepcopy(self.model, shared)
+
+    def loss(self, output: Any) -> Tensor:
+        """Mean cross-entropy, whatever comes before the classes."""
+        logits = getattr(output, "logits", output).float()
+        return F.cross_entropy(logits.flatten(0, -2), self.target.flatten())
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Autocast, for 16 bits."""
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device, self.dtype)
+
+    def step(self, losses: Callable[[], Tensor]) -> Callable[[], None]:
+        """One training step without the optimizer, which is the same for all: forward, backward, gradients dropped."""
+
+        def run() -> None:
+            with self.precision():
+                loss = losses()
+            loss.backward()
+            for p in self.model.parameters():
+                p.grad = None
+            if self.device.startswith("cuda"):
+                torch.cuda.synchronize(self.device)
+
+        return run
+
+
+def make_subject(
+    model: str = "vit", batch: int = 64, dtype: str = "float32", device: str = "cpu", seed: int = 0
+) -> Subject:
+    """Build a model by its name on the command line and draw a synthetic batch that fits it.
+
+    >>> subject = make_subject("vit(image_size=8, width=16, depth=2, heads=2, mlp=16)", batch=3)
+    >>> subject.label
+    'vit(image_size=8, width=16, depth=2, heads=2, mlp=16), batch 3, float32, synthetic data'
+    >>> subject.model(*subject.inputs).shape
+    torch.Size([3, 10])
+    """
+    if dtype not in DTYPES:
+        raise ConfigError("The bench", [f"--dtype: got {dtype!r}; use {', '.join(DTYPES)}"])
+    if batch < 1:
+        raise ConfigError("The bench", [f"--batch: must be 1 or more, got {batch}"])
+    _check_device(device)
+    spec = parse_model(model)
+    torch.manual_seed(seed)
+    try:
+        built = _build(spec).train().to(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError("The bench", [f"--model {model}: {error}"]) from error
+    inputs, target = _batch(built, spec, batch)
+    precision = dtype if dtype == "float32" else f"{dtype} autocast"
+    shape = "ViT 7 x 384, 12 heads, 65 tokens" if model == "vit" else model
+    label = f"{shape}, batch {batch}, {precision}, synthetic data"
+    return Subject(label, built, tuple(x.to(device) for x in inputs), target.to(device), device, DTYPES[dtype])
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        why = str(error).splitlines()[0]
+        raise ConfigError("The bench", [f"--device: cannot use {device!r} here: {why}; use cpu"]) from error
+
+
+def parse_model(text: str) -> dict[str, Any]:
+    """`vit`, `vit(width=64)` or `timm/vit_tiny_patch16_224(img_size=64)` as plain data.
+
+    >>> parse_model("timm/vit_tiny_patch16_224(img_size=64)")
+    {'name': 'timm/vit_tiny_patch16_224', 'img_size': 64}
+    """
+    name, bracket, arguments = text.partition("(")
+    rows = list(parse_rows(f"model{bracket}{arguments}", "--model").values())
+    if len(rows) != 1 or len(rows[0]) != 1:
+        raise ConfigError("--model", [f"cannot read {text!r}: write name or name(argument=value)"])
+    return {**rows[0][0], "name": name.strip()}
+
+
+def _build(spec: dict[str, Any]) -> nn.Module:
+    from dampen.studies.trainer.build import make_model
+
+    name = spec["name"]
+    if not name.startswith("timm/") and name not in (*IMAGES, *SHAPES):
+        raise ValueError(f"only {', '.join((*IMAGES, *SHAPES))} and timm/NAME can be benched")
+    return make_model({**SHAPES.get(name, {}), **spec}, {})
+
+
+def _batch(model: Any, spec: dict[str, Any], batch: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Synthetic inputs and targets."""
+    name = spec["name"]
+    arguments = {**SHAPES.get(name, {}), **spec}
+    if name == "encoder":
+        tokens = arguments["max_tokens"]
+        labels = (batch, tokens) if arguments.get("per_token") else (batch,)
+        return (torch.randn(batch, tokens, arguments["features"]),), torch.randint(arguments["classes"], labels)
+    if name == "language":
+        tokens = torch.randint(arguments["vocab"], (batch, arguments["context"] + 1))
+        return (tokens[:, :-1],), tokens[:, 1:]
+    if name == "seq2seq":
+        source = torch.randint(1, arguments["source_vocab"], (batch, TOKENS))
+        target = torch.randint(1, arguments["target_vocab"], (batch, TOKENS + 1))
+        return (source, target[:, :-1]), target[:, 1:]
+    channels, size = _image_shape(model, arguments)
+    images = torch.randn(batch, channels, *size)
+    with torch.no_grad():
+        classes = model.eval()(images[:1].to(next(model.parameters()).device)).shape[-1]
+    model.train()
+    return (images,), torch.randint(classes, (batch,))
+
+
+def _image_shape(model: Any, arguments: dict[str, Any]) -> tuple[int, tuple[int, int]]:
+    if arguments["name"].startswith("timm/"):
+        channels, height, width = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))
+        size = arguments.get("img_size", (height, width))
+        channels = arguments.get("in_chans", channels)
+    else:
+        size, channels = arguments.get("image_size", 32), arguments.get("channels", 3)
+    return channels, (size, size) if isinstance(size, int) else tuple(size)

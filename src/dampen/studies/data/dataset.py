@@ -1,0 +1,135 @@
+"""What a loaded data set is: three splits in memory, the facts for the record, the arguments that fit a model to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dampen.studies.data.errors import IncompleteData
+
+Task = Literal[
+    "image",
+    "audio",
+    "detection",
+    "objects",
+    "translation",
+    "language",
+    "reconstruction",
+    "text",
+    "classification",
+]
+TEST_SEED = 20_240_501
+"""Draws a test split, or a subset of one, that is the same for every seed of a study."""
+Batch = dict[str, Any]
+"""`inputs`: the tuple for `model(*inputs)`; `target`; `index`: which examples; `valid` (bool) if some do not count."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """One line of the table of sets: what it is and where to get it."""
+
+    name: str
+    task: Task
+    summary: str
+    where: str
+    layout: str
+    no_folds: str = ""  # why this set cannot be cross-validated
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the reader of any set, as in `load`; options of one set are arguments of its own reader."""
+
+    spec: DataSpec
+    data_dir: str | Path | None = None
+    partial: bool = False
+    seed: int = 0
+    train_fraction: float = 0.7
+    limit: int | None = None
+    test_seed: int = TEST_SEED
+
+    @property
+    def cuts(self) -> dict[str, Any]:
+        """The draws of the study itself: which seeds, which fraction, how many examples."""
+        drawn = {"seed": self.seed, "test_seed": self.test_seed}
+        return drawn | {"train_fraction": self.train_fraction, "limit": self.limit}
+
+
+class Split(ABC):
+    """Examples in memory; `batch(indices)` gathers, converts and normalizes them in one vectorized step."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def gather(self, indices: Tensor) -> Batch:
+        """The examples at `indices` (a 1-d int64 tensor) as `inputs`, `target` and, where needed, `valid`."""
+
+    def batch(self, indices: Tensor | Sequence[int]) -> Batch:
+        """Examples `indices`, ready for `model(*batch["inputs"])`; `batch["index"]` holds the indices."""
+        indices = torch.as_tensor(indices, dtype=torch.int64)
+        if indices.dim() != 1:
+            raise ValueError(f"A batch is asked for by a list of indices: got shape {tuple(indices.shape)}.")
+        return self.gather(indices) | {"index": indices}
+
+
+@dataclass
+class Dataset:
+    """A data set ready to train on.
+
+    `info` holds JSON-able facts for the record: counts, hashes, whether the copy was partial, departures in words,
+    options. `model_args` are the arguments of the matching model in `dampen.models` that the data decides.
+    `loss` names the loss the targets are made for: `"cross_entropy"` (targets are class numbers, or probabilities of
+    the classes along the last axis), `"binary_cross_entropy"` (several classes may be present at once), `"set"`
+    (objects with boxes, matched to what was found) or `"reconstruction"` (the model computes its own).
+    """
+
+    name: str
+    task: Task
+    train: Split
+    valid: Split
+    test: Split
+    classes: list[str]
+    info: dict[str, Any]
+    model_args: dict[str, Any]
+    loss: str = "cross_entropy"
+    normalization: Normalization | None = None
+    root: Path | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("train", "valid", "test"):
+            if not len(getattr(self, name)):
+                if lacking := [d for d in self.info.get("departures", []) if d.startswith("incomplete copy")]:
+                    raise IncompleteData(f"The {name} part of {self.name} is empty ({'; '.join(lacking)}). Fetch it.")
+                raise ValueError(f"The {name} part of {self.name} is empty: raise the limit or move the fractions.")
+        counts = {name: len(getattr(self, name)) for name in ("train", "valid", "test")}
+        self.info = {"name": self.name, "task": self.task, "examples": counts, **self.info}
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        return {"train": self.train, "valid": self.valid, "test": self.test}
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Per-channel mean and standard deviation: `(x - mean) / std` enters the model."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value.dim() != 1 or not torch.isfinite(value).all():
+                raise ValueError(f"The {entry.name} of each channel must be finite: got {value}.")
+
+    def facts(self) -> dict[str, list[float]]:
+        """For the record."""
+        return {"mean": [round(v, 6) for v in self.mean.tolist()], "std": [round(v, 6) for v in self.std.tolist()]}

@@ -1,0 +1,219 @@
+"""The measurements, section by section; what does not apply to a model says why and leaves the others alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dampen.studies.diagnose.trained import Trained, inputs_of
+from dampen.studies.records.diagnosis import FORMAT
+from dampen.studies.trainer.losses import task_loss
+
+COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps", "draws")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much to measure; all of it is part of the result. eps counts 1/255 of the pixels' range."""
+
+    examples: int = 1000
+    attack_examples: int = 256
+    eps: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
+    steps: int = 10
+    bins: int = 15
+    gradient_batches: int = 20
+    samples: int = 16  # for condition numbers and attention
+    maps: int = 4
+    sigmas: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
+    draws: int = 25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be 1 or more: got {getattr(self, name)}" for name in COUNTS if getattr(self, name) < 1
+        ]
+        for name in ("eps", "sigmas"):
+            values = getattr(self, name)
+            if not values or not all(0 < v < math.inf for v in values):
+                problems.append(f"{name} must be positive numbers: got {', '.join(map(str, values)) or 'none'}")
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
+
+
+def diagnose(
+    trained: Trained,
+    settings: Settings | None = None,
+    only: Sequence[str] = (),
+    progress: Callable[[str, int, int], None] = lambda section, done, total: None,
+) -> dict[str, Any]:
+    """Measure every section (or only those named) and return plain data; the model is left as it was."""
+    settings = settings or Settings()
+    unknown = [name for name in only if name not in SECTIONS]
+    if unknown:
+        raise ValueError(f"there is no section {unknown[0]!r}; known are {', '.join(SECTIONS)}.")
+    chosen = [name for name in SECTIONS if not only or name in only]
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        "name": trained.name,
+        "trial": trained.trial,
+        "data": {"name": trained.data.name, "task": trained.data.task},
+        "settings": asdict(settings),
+    }
+    skipped: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    for i, name in enumerate(chosen):
+        progress(name, i, len(chosen))
+        began = time.perf_counter()
+        try:
+            result[name] = SECTIONS[name](trained, settings)
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
+            skipped[name] = (str(error).splitlines() or [type(error).__name__])[0]
+        seconds[name] = round(time.perf_counter() - began, 2)
+    return {**result, "skipped": skipped, "seconds": seconds}
+
+
+def calibration(t: Trained, s: Settings) -> dict[str, Any]:
+    """Accuracy with interval, NLL, Brier score, ECE over bins of equal width and of equal mass, reliability."""
+    from dampen.diagnostics import measure_calibration
+
+    return asdict(measure_calibration(t.model, t.batches("test", s.examples), bins=s.bins))
+
+
+def robustness(t: Trained, s: Settings) -> list[dict[str, Any]]:
+    """FGSM, and PGD with steps of eps / 4, at each eps."""
+    from dampen.diagnostics import fgsm, pgd
+
+    pixels, data = t.pixels, t.batches("test", s.attack_examples)
+    found = []
+    for eps in (e / 255 for e in s.eps):
+        found.append(fgsm(t.model, data, eps, pixels=pixels, seed=s.seed))
+        found.append(pgd(t.model, data, eps, step=eps / 4, steps=s.steps, pixels=pixels, seed=s.seed))
+    return [asdict(one) for one in found]
+
+
+def corruptions(t: Trained, s: Settings) -> dict[str, Any]:
+    """Noise, blur and lost contrast at five severities."""
+    from dampen.diagnostics import measure_corruptions
+
+    return asdict(measure_corruptions(t.model, t.batches("test", s.examples), pixels=t.pixels, seed=s.seed))
+
+
+def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
+    """The spread of mini-batch gradients in training mode, with the regularizers and their penalties, not augmented."""
+    from dampen.diagnostics import gradient_variance
+
+    order = torch.randperm(len(t.data.train), generator=torch.Generator().manual_seed(s.seed))
+    count = min(s.gradient_batches, len(order) // t.batch_size)
+    picked = [t.data.train.batch(order[i * t.batch_size : (i + 1) * t.batch_size]) for i in range(count)]
+    batches = [{"batch": b, "labels": b["target"]} for b in picked]
+
+    def loss(model: nn.Module, given: dict[str, Any], labels: Tensor) -> Tensor:
+        batch = given["batch"]
+        valid = batch.get("valid")
+
+        def criterion(output: Any) -> Tensor:
+            return task_loss(output, labels, valid, t.data.loss, t.label_smoothing)
+
+        if t.handle is None:
+            return criterion(model(*batch["inputs"]))
+        out: Tensor = t.handle.loss(lambda: model(*batch["inputs"]), criterion, valid=valid)[0]
+        return out
+
+    return asdict(gradient_variance(t.model, batches, loss=loss, seed=s.seed))
+
+
+def attention(t: Trained, s: Settings) -> dict[str, Any]:
+    """Entropy of the attention weights by head, and how alike the heads are, layer by layer."""
+    from dampen.diagnostics import attention_entropy, attention_weights, head_similarity
+
+    layers = []
+    for name, weights in attention_weights(t.model, _some_inputs(t, s.samples)).items():
+        entropy = attention_entropy(weights)
+        highest = torch.log(torch.tensor(float(weights.shape[-1])))
+        layer: dict[str, Any] = {"name": name, "entropy": entropy.tolist(), "entropy_mean": entropy.mean().item()}
+        layer["entropy_share"] = (entropy.mean() / highest).item()  # of the entropy of equal weights
+        layer["head_similarity"] = head_similarity(weights) if weights.shape[1] > 1 else None
+        layers.append(layer)
+    return {"samples": s.samples, "layers": layers}
+
+
+def conditioning(t: Trained, s: Settings) -> list[dict[str, Any]]:
+    """Condition numbers of the tokens around every residual branch."""
+    from dampen.diagnostics import measure_conditioning
+
+    inputs = _some_inputs(t, s.samples)
+    padding = inputs[1] if isinstance(inputs, tuple) and inputs[1].dtype == torch.bool else None
+    return measure_conditioning(t.model, inputs, valid=None if padding is None else ~padding).to_json()
+
+
+def attention_maps(t: Trained, s: Settings) -> dict[str, Any]:
+    """Attention rollout of some test images, as pictures and as numbers; a PNG goes into the trial's folder."""
+    from dampen.studies.diagnose.pictures import attention_pictures
+
+    return attention_pictures(t, s.maps)
+
+
+def generalization(t: Trained, s: Settings) -> dict[str, Any]:
+    """Training against test, and a PAC-Bayes bound on the test error under Gaussian weight noise."""
+    from dampen.diagnostics import generalization_gap
+
+    train = t.batches("train", s.examples)
+    found = asdict(generalization_gap(t.model, train, t.batches("test", s.examples), bins=s.bins))
+    if t.data.task in ("image", "audio"):
+        found["pac_bayes"] = _bound(t, s)
+    else:
+        found["pac_bayes"] = None  # the bound is for independent examples; tokens of one text are not
+    return found
+
+
+def _bound(t: Trained, s: Settings) -> dict[str, Any]:
+    """The best bound over the sigmas, which pay for the choice (union bound); the prior is the initial weights."""
+    from dampen.diagnostics import binary_kl_inverse, gaussian_kl, pac_bayes_bound
+
+    train, n = t.batches("train", s.examples), min(s.examples, len(t.data.train))
+    named = {k: p.detach() for k, p in t.model.named_parameters() if p.requires_grad}
+    origin = t.initial or {k: torch.zeros_like(p) for k, p in named.items()}
+    distance = sum(float((p.double() - origin[k].double()).square().sum()) for k, p in named.items())
+    best = None
+    for sigma in s.sigmas:
+        kl = gaussian_kl(distance, sum(p.numel() for p in named.values()), sigma, sigma)
+        hopeless = binary_kl_inverse(0.0, (kl + math.log(2 * math.sqrt(n) * len(s.sigmas) / 0.04)) / n) > 0.99
+        draws = 1 if hopeless else s.draws  # even without a single error the bound would say nothing
+        found = pac_bayes_bound(t.model, train, sigma, origin, draws=draws, choices=len(s.sigmas), seed=s.seed)
+        best = found if best is None or found.bound < best.bound else best
+    if best is None:
+        raise ValueError("the bound needs at least one sigma: got none.")
+    return {**asdict(best), "prior": "the initial weights, before any training" if t.initial else "zeros"}
+
+
+def consistency(t: Trained, s: Settings) -> dict[str, Any]:
+    """How much two draws of the masks disagree, and the bound on the averaged prediction that follows from it."""
+    from dampen.diagnostics import consistency_bound
+
+    if t.data.task not in ("image", "audio", "text", "classification"):
+        raise ValueError(f"the bound is for independent examples with one class each; {t.data.name} is {t.data.task}")
+    return asdict(consistency_bound(t.model, t.batches("test", s.examples), t.handle, seed=s.seed))
+
+
+def _some_inputs(t: Trained, count: int) -> Any:
+    return inputs_of(t.data.test.batch(torch.arange(min(count, len(t.data.test)))))
+
+
+SECTIONS: dict[str, Callable[[Trained, Settings], Any]] = {
+    "calibration": calibration,
+    "robustness": robustness,
+    "corruptions": corruptions,
+    "gradient_variance": gradient_variance,
+    "attention": attention,
+    "conditioning": conditioning,
+    "attention_maps": attention_maps,
+    "generalization": generalization,
+    "consistency": consistency,
+}
+"""Name -> how to measure it. The names are the keys of diagnose.json, which the report reads."""

@@ -1,0 +1,166 @@
+"""What is installed, which devices and kernels there are, which data sets were found, whether runs can be written."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dampen.native.machine import cpu_name
+from dampen.studies.records.environment import usable_cores, versions
+
+NEEDED = {
+    "torch": "",
+    "numpy": "studies",
+    "scipy": "studies",
+    "scikit-learn": "studies",
+    "lightning": "studies",
+    "torchmetrics": "studies",
+}
+OPTIONAL = {
+    "timm": "timm models (pip install 'dampen[timm]')",
+    "transformers": "Hugging Face models (pip install 'dampen[hf]')",
+    "ray": "the ray engine (pip install 'dampen[ray]')",
+    "tokenizers": "translation and BPE language models",
+    "sacrebleu": "BLEU",
+    "faster-coco-eval": "average precision of object detection (pip install 'dampen[detection]')",
+    "foolbox": "PGD robustness (pip install 'dampen[attacks]')",
+    "optuna": "--tune and --search (pip install 'dampen[search]')",
+    "tensorboard": "--tensorboard (pip install 'dampen[tensorboard]')",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, whether it is fine, what was found, what to do."""
+
+    what: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def examine(data_dir: str | None = None, runs: Path = Path("runs")) -> list[Finding]:
+    """Everything at once; nothing is changed."""
+    return [
+        *_packages(),
+        *_devices(),
+        _torchvision(),
+        _attention(),
+        _kernels(),
+        _native(),
+        *_data(data_dir),
+        _disk(runs),
+    ]
+
+
+def to_json(findings: list[Finding]) -> dict[str, Any]:
+    return {"ok": all(f.ok for f in findings), "findings": [asdict(f) for f in findings]}
+
+
+def _packages() -> list[Finding]:
+    found = versions()
+    lines = []
+    for name, extra in NEEDED.items():
+        version = found.get(name) or _version(name)
+        remedy = f"pip install 'dampen[{extra}]'" if extra else "pip install torch"
+        lines.append(Finding(name, version is not None, version or "missing", "" if version else remedy))
+    for name, purpose in OPTIONAL.items():
+        version = _version(name)
+        lines.append(Finding(name, True, version or f"not installed; only for {purpose}"))
+    return lines
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[Finding]:
+    import torch
+
+    lines = [
+        Finding("processor", True, f"{cpu_name()}, {usable_cores()} usable cores, {torch.get_num_threads()} threads")
+    ]
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        lines.append(Finding("CUDA", True, ", ".join(names)))
+    else:
+        lines.append(Finding("CUDA", True, "none; training runs on the CPU"))
+    lines.append(Finding("MPS", True, "yes" if torch.backends.mps.is_available() else "none"))
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    told = compiler and Path(compiler).name
+    lines.append(Finding("compiler", True, told or "none: --compile needs a C++ compiler on the CPU"))
+    return lines
+
+
+def _torchvision() -> Finding:
+    from dampen._torch import cure_torchvision
+
+    if importlib.util.find_spec("torchvision") is None:
+        purpose = "crop, CutMix, RandAugment and its like (pip install 'dampen[augment]'), timm and object detection"
+        return Finding("torchvision", True, f"not installed; only for {purpose}")
+    cured = cure_torchvision()
+    try:
+        import torchvision
+    except (ImportError, RuntimeError) as error:
+        return Finding(
+            "torchvision", False, f"cannot be imported: {error}", "pip install torchvision, built for your torch"
+        )
+    how = "its compiled extension does not load beside this torch; cured, all we need of it works" if cured else "works"
+    return Finding("torchvision", True, f"{torchvision.__version__}: {how}")
+
+
+def _attention() -> Finding:
+    """Run the fused kernel once and compare it with the plain formula."""
+    import torch
+    from torch.nn import functional as F
+
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
+    plain = (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
+    error = (F.scaled_dot_product_attention(q, k, v) - plain).abs().max().item()
+    return Finding(
+        "fused attention",
+        error < 1e-5,
+        f"agrees with the plain formula to {error:.0e}",
+        "" if error < 1e-5 else "reinstall torch",
+    )
+
+
+def _native() -> Finding:
+    from dampen.native import status
+
+    return Finding("native kernels", True, status())
+
+
+def _kernels() -> Finding:
+    """Whether the table of kernels was measured on this machine."""
+    from dampen.kernels.tuning import load
+
+    limits = load()
+    if not limits:
+        return Finding("kernel table", True, "the one that comes with dampen; measure your own: dampen doctor --tune")
+    told = ", ".join(f"{str(t).removeprefix('torch.')} {keys}" for (_, t), keys in limits.items())
+    return Finding("kernel table", True, f"measured here; attention runs fused from so many keys on: {told}")
+
+
+def _data(data_dir: str | None) -> list[Finding]:
+    from dampen.studies.data import list_data
+
+    return [
+        Finding(f"data {d['name']}", True, str(d["found"]) if d["found"] else f"not found; dampen data get {d['name']}")
+        for d in list_data(data_dir)
+    ]
+
+
+def _disk(runs: Path) -> Finding:
+    place = runs.resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / 2**30
+    return Finding("disk", free > 1, f"{free:.1f} GB free for {runs}", "" if free > 1 else "free some space")

@@ -1,0 +1,179 @@
+"""The local engine: worker processes on this machine that stay alive between trials.
+
+Importing torch and Fabric costs seconds, so a worker pays for it once. Cores are shared out: with as many workers as
+cores each uses one thread. A worker that dies is replaced and its trial goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from typing import Any
+
+from dampen.studies.engines.engine import FATAL, Job, Outcome, Report, after_death, run_job
+from dampen.studies.processes import start, stop_on_signals
+from dampen.studies.records.environment import asked_threads, usable_cores
+from dampen.studies.records.events import Event, parse_event
+from dampen.studies.trainer.state import Execution
+
+LOOK_SECONDS = 0.05
+"""How often a worker looks whether it is to stop."""
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Any  # nothing else is shared: a lock held by a process that gets killed would stop all others
+    job: Job | None = None
+    dead: bool = False
+
+    def send(self, message: Any) -> None:
+        """Say something, unless nobody listens any more; `_listen` notices that."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send(message)
+
+
+class LocalEngine:
+    """Processes on this machine.
+
+    Args:
+        workers: how many at once; as many as there are cores (or trials, if fewer) when not said.
+        planned: how many trials the whole run has; threads are shared out by it, so that a resumed run, with fewer
+            trials left, computes with as many threads as before.
+    """
+
+    def __init__(self, workers: int | None = None, planned: int | None = None):
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers must be 1 or more, got {workers}.")
+        self.workers, self.planned = workers, planned
+
+    def shares(self, jobs: int) -> tuple[int, int]:
+        """(workers, threads of each): together never more than the cores."""
+        cores = usable_cores()
+        workers = self.workers or max(1, min(cores, self.planned or jobs))
+        return min(workers, max(1, jobs)), max(1, cores // workers)
+
+    def run(self, jobs: Sequence[Job], execution: Execution, report: Report) -> dict[str, Outcome]:
+        """Run the jobs; see `Engine.run`."""
+        count, threads = self.shares(len(jobs))
+        execution = execution if execution.threads else replace(execution, threads=asked_threads() or threads)
+        waiting, outcomes, tries = deque(jobs), {j.trial.id: Outcome("waiting") for j in jobs}, dict[str, int]()
+        workers = [_start(execution) for _ in range(min(count, len(jobs)))]
+        stopping = False
+        try:
+            while any(w.job for w in workers) or (waiting and not stopping):
+                try:
+                    for worker in workers:
+                        if worker.job is None and waiting and not stopping:
+                            worker.job = waiting.popleft()
+                            worker.send(worker.job)
+                    for pipe in wait([w.pipe for w in workers], timeout=0.5):
+                        _listen(next(w for w in workers if w.pipe is pipe), outcomes, report)
+                    for i, worker in enumerate(workers):
+                        if worker.dead:
+                            workers[i] = _start(execution)
+                            self._after_death(worker, waiting, outcomes, tries, report)
+                    if not stopping and any(o.status in FATAL for o in outcomes.values()):
+                        raise KeyboardInterrupt
+                except KeyboardInterrupt:
+                    if stopping:
+                        raise
+                    stopping = True
+                    for worker in workers:
+                        worker.send("stop")
+        finally:
+            for worker in workers:
+                _finish(worker)
+        interrupted = Outcome("interrupted", None, "not started")
+        return {i: interrupted if stopping and o.status == "waiting" else o for i, o in outcomes.items()}
+
+    def _after_death(
+        self,
+        worker: _Worker,
+        waiting: deque[Job],
+        outcomes: dict[str, Outcome],
+        tries: dict[str, int],
+        report: Report,
+    ) -> None:
+        job, code = worker.job, worker.process.exitcode
+        if job is None:
+            return
+        killed = code is not None and code < 0
+        how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with code {code}"
+        tries[job.trial.id] = tries.get(job.trial.id, 0) + 1
+        message, outcome = after_death(job, how, tries[job.trial.id])
+        if outcome is None:
+            waiting.appendleft(job)
+            report(job.trial.id, Event(kind="warning", message=message))
+        else:
+            outcomes[job.trial.id] = outcome
+            report(job.trial.id, Event(kind="outcome", status=outcome.status, message=outcome.message))
+
+
+def _start(execution: Execution) -> _Worker:
+    return _Worker(*start(_work, execution))
+
+
+def _listen(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> None:
+    """Pass on what a worker says, and notice when it has died."""
+    while not worker.dead and worker.pipe.poll():
+        try:
+            kind, value = worker.pipe.recv()
+        except (EOFError, OSError):
+            worker.process.join(10)
+            worker.dead = True
+            return
+        if worker.job is not None and kind == "event":
+            report(worker.job.trial.id, parse_event(value))
+        elif worker.job is not None:
+            outcomes[worker.job.trial.id] = value
+            report(worker.job.trial.id, Event(kind="outcome", status=value.status, message=value.message))
+            worker.job = None
+
+
+def _finish(worker: _Worker) -> None:
+    """End a worker: by closing its pipe, and by force if it does not listen."""
+    worker.pipe.close()
+    worker.process.join(20)
+    if worker.process.is_alive():  # SIGTERM would only ask it to stop, as the closed pipe did
+        worker.process.kill()
+        worker.process.join(5)
+
+
+def _work(pipe: Any, execution: Execution) -> None:
+    """The life of a worker: take a job, run it, say how it went, until the pipe closes or 'stop' comes."""
+    stopping, looked = False, 0.0
+
+    def asked_to_stop(number: int, frame: Any) -> None:
+        nonlocal stopping
+        stopping = True
+
+    stop_on_signals(asked_to_stop)
+
+    def stopped() -> bool:
+        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop. Asked after every
+        step and answered anew a few times a second, because looking at a pipe takes its part of a tiny step."""
+        nonlocal stopping, looked
+        if not stopping and time.monotonic() - looked >= LOOK_SECONDS:
+            stopping, looked = pipe.poll(), time.monotonic()
+        return stopping
+
+    def tell(event: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `stopped` notices that the parent is gone
+            pipe.send(("event", event))
+
+    while not stopping:
+        try:
+            job = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        if job == "stop":
+            return
+        outcome = run_job(job, execution, tell, stopped)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the record has everything
+            pipe.send(("outcome", outcome))

@@ -1,0 +1,99 @@
+"""How the lab starts processes: on Linux from a server that has imported torch and Fabric once, elsewhere afresh."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from dampen.studies.allocator import keep_freed_memory
+
+
+def context() -> Any:
+    """The way to start workers and ranks.
+
+    Importing torch and Fabric takes seconds. On Linux a fork server does it once, and every worker, every rank and
+    every replacement of a worker that died starts from there at once. Nothing is computed in the server, so that no
+    thread pool exists when it forks.
+    """
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    os.environ["DAMPEN_SERVER_OF"] = str(os.getpid())  # whom the server is to go with, even if we are gone at once
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["_dampen_watch", "dampen.studies.preload"])
+    return server
+
+
+def start(target: Any, *arguments: Any) -> tuple[Any, Any]:
+    """Start `target(pipe, *arguments)` in a new process; return the process and our end of its pipe."""
+    from_here = context()
+    ours, theirs = from_here.Pipe()
+    process = from_here.Process(target=_begin, args=(dict(os.environ), target, theirs, *arguments))
+    with without_main():
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+def stop_on_signals(handler: Any) -> None:
+    """What a worker does with the polite signals. Ctrl-C is left to the parent; SIGTERM and SIGHUP reach the whole
+    group too when a scheduler or a closing terminal sends them, and must not kill a worker before its checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _polite(handler)
+
+
+def _polite(handler: Any) -> None:
+    for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), handler)
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Start processes that do not run the user's script again: it may start a comparison without a guard.
+
+    Nothing of `__main__` is needed in them: what comes from there is sent by value.
+    """
+    main = sys.modules["__main__"]
+    kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(kept)
+
+
+def _begin(environment: dict[str, str], target: Any, pipe: Any, *arguments: Any) -> None:
+    os.environ.update(environment)  # the server's is as old as the server
+    keep_freed_memory()
+    _polite(signal.SIG_DFL)  # the server ignores them, see _dampen_watch.py
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    target(pipe, *arguments)
+
+
+def warm_up() -> None:
+    """Let the server begin to import while this process goes on with something else."""
+    if sys.platform == "linux":
+        from multiprocessing import forkserver
+
+        context()
+        forkserver.ensure_running()
+        atexit.register(_end_server)
+
+
+def _end_server() -> None:
+    """End the server with this process. While it still imports it does not notice that nobody needs it any more, and
+    keeps open what it inherited: a program that reads our output through a pipe would wait for it."""
+    from multiprocessing import forkserver
+
+    # Private, in every Python from 3.4 on; without it the server ends by itself, only later.
+    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)

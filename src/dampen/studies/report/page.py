@@ -1,0 +1,171 @@
+"""The page: one HTML file that holds everything it needs and asks no network for anything."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dampen.studies.records.table import ResultTable
+from dampen.studies.report.charts import cost, results
+from dampen.studies.report.conditioning import conditioning_figure
+from dampen.studies.report.costs import bench_figures
+from dampen.studies.report.curves import curves
+from dampen.studies.report.detections import detections
+from dampen.studies.report.diagnosis import measured_figures
+from dampen.studies.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
+from dampen.studies.report.forest import forest
+from dampen.studies.report.gradient_variance import variance_figure
+from dampen.studies.report.heatmap import grid
+from dampen.studies.report.picking import chosen_rows, pairs_view, rows_view
+from dampen.studies.report.read import Skipped
+from dampen.studies.report.searched import searched
+from dampen.studies.report.view import PAGED, bench_view, runs_view, study_view
+
+HERE = Path(__file__).parent
+METHOD = (
+    "Runs of one seed start from the same weights and see the same batches, so rows are compared seed by seed. A plan "
+    "whose number of seeds was fixed before is judged by the paired t-test (the exact sign-flip test where all "
+    "differences are equal); one that was looked at while it grew by an e-process that is valid at every look. "
+    "p values are corrected for the number of rows by Holm's method, level 0.05, every metric for itself; a row's "
+    "interval is made at the level at which the row was judged, and is its own: the intervals are not simultaneous. "
+    "Equal means that the interval at 0.05 divided by the number of rows lies within the margin. With fewer than 3 "
+    "shared seeds no test is made. The same training under two names is counted once. Grid points are chosen by the "
+    "mean on validation; the test set is evaluated once, at the end. Effects are Hedges' g with intervals from the "
+    "noncentral t distribution."
+)
+
+
+def make_page(
+    tables: list[ResultTable], skipped: list[Skipped], live: str = "", benches: Sequence[dict[str, Any]] = ()
+) -> str:
+    """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server shows, with the
+    version of its content."""
+    palette = Palette([e.row.name for t in tables for e in t.entries], _references(tables))
+    for entry in (e for t in tables for e in t.entries):
+        palette.same(entry.name, entry.row.name)
+    colors = [*zip(LIGHT, DARK, strict=True), (REFERENCE_LIGHT, REFERENCE_DARK)]
+    studies = []
+    data: dict[str, Any] = {"figures": {}, "runs": {}, "rows": {}, "pairs": {}, "chosen": {}, "colors": colors}
+    for i, table in enumerate(tables):
+        key, figures, lead = f"t{i + 1}", table_figures(table, palette), forest(table, palette)
+        studies.append(study_view(table, palette, figures, key, dict(colors), lead))
+        for figure in [*figures, *([lead] if lead else [])]:
+            data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)
+        data["runs"][key], data["pairs"][key] = runs_view(table), pairs_view(table)
+        data["chosen"][key] = chosen_rows(table, studies[-1]["advice"].pick)
+        if len(table.entries) > PAGED:
+            data["rows"][key] = rows_view(table)
+    costs = []
+    for i, record in enumerate(benches):
+        key, figures = f"b{i + 1}", bench_figures(record)
+        costs.append(bench_view(record, figures, key, dict(colors)))
+        for figure in figures:
+            data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)
+    title = f"Report: {len(tables)} tables" if len(tables) > 1 else (*studies, *costs)[0]["title"]
+    scripts = {"early": asset("early.js"), "vega": vega_bundle(), "js": asset("report.js")}
+    out: str = _template().render(
+        title=title,
+        studies=studies,
+        benches=costs,
+        skipped=skipped,
+        data=_plain(data),
+        css=asset("report.css"),
+        **scripts,
+        policy=content_policy(list(scripts.values()), live=bool(live)),
+        live=live,
+        method=METHOD,
+        version=metadata.version("dampen"),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    return out
+
+
+def _references(tables: list[ResultTable]) -> list[str]:
+    return [t.main_reference.row.name for t in tables if t.main_reference]
+
+
+def table_figures(table: ResultTable, palette: Palette) -> list[Figure]:
+    """Every figure for which the study has data."""
+    made = [
+        cost(table, palette),
+        results(table, palette) if not table.study.show_all else None,
+        grid(table),
+        searched(table, palette),
+        *curves(table, palette),
+        detections(table),
+        conditioning_figure(table, palette),
+        variance_figure(table, palette),
+        *measured_figures(table, palette),
+    ]
+    figures = sorted(
+        (figure for figure in made if figure is not None), key=lambda figure: (figure.key != "cost", figure.wide)
+    )
+    narrow = [figure for figure in figures if not figure.wide]
+    if len(narrow) % 2:  # two stand side by side; the odd one takes the whole width
+        narrow[-1].wide = True
+    return figures
+
+
+def _figure_data(figure: Figure) -> dict[str, Any]:
+    return {
+        "panels": [panel.spec for panel in figure.panels],
+        "smooth": figure.smooth,
+        "fixed": figure.fixed,
+        "columns": [{"title": c.title, "digits": c.digits} for c in figure.columns],
+        "records": [[record.get(c.key) for c in figure.columns] for record in figure.records],
+    }
+
+
+def content_policy(scripts: list[str], live: bool) -> str:
+    """A policy that lets the page run its own scripts, known by their hashes, and nothing else: no network, no eval."""
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    network = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
+        f"connect-src {network}; base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def vega_bundle() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script, from vl-convert, which carries them along."""
+    import altair
+    import vl_convert
+
+    version = ".".join(altair.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
+    if "</script" in bundle.lower():
+        raise RuntimeError("The chart library contains a closing script tag and cannot be put into a page.")
+    return bundle
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of ours that goes into the page."""
+    return (HERE / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(HERE / "templates")
+    return Environment(autoescape=True, undefined=StrictUndefined, loader=loader).get_template("page.html")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN; numbers keep six digits, so that pages stay small."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return None if not math.isfinite(value) else float(f"{value:.7g}")
+    return value

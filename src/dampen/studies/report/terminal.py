@@ -1,0 +1,204 @@
+"""Tables and live progress in the terminal, by rich."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dampen.studies.records.events import Event
+from dampen.studies.records.metric import Metric
+from dampen.studies.records.table import Entry, ResultTable, grid_text
+from dampen.studies.report.names import counted, shortened
+from dampen.studies.report.pace import Pace, losses_of, place_of, steps_of
+
+
+def results_table(found: ResultTable, verdicts: bool = True) -> Table:
+    """The table: ours with spread and number, cost, the published figure, the verdict.
+
+    Without verdicts, while runs are still coming in, a line per row with the difference so far, called provisional.
+    """
+    study, metric, entries = found.study, found.metric, found.entries
+    published = any(e.published for e in entries)
+    grid = any(e.cell.grid for e in entries)
+    compared = any(e.reference for e in entries)
+    table = Table(title=escape(study.title), title_justify="left")
+    whole = max((len(e.row.name) for e in entries), default=0) <= UNBROKEN
+    table.add_column("row", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts)
+    if grid:
+        table.add_column("grid", overflow="fold")
+    table.add_column(f"test {metric.title}", justify="right")
+    table.add_column("n", justify="right")
+    if compared:
+        table.add_column("difference" if verdicts else "so far (provisional)", justify="right")
+    table.add_column("cost", justify="right")
+    if published:
+        table.add_column("paper", justify="right")
+    if verdicts:
+        table.add_column("verdict", overflow="fold")
+    for entry in entries:
+        cells = [escape(entry.row.name)]
+        if grid:
+            cells.append(escape(grid_text(entry.cell.grid)))
+        cells += [mean_sd(entry, metric), counted(entry, found)]
+        if compared:
+            cells.append(_difference(entry, metric, verdicts))
+        cells.append(f"{entry.cost.ratio:.2f}x" if entry.cost.ratio else "-")
+        if published:
+            cells.append(published_text(entry.row.published.get(study.metric)))
+        if verdicts:
+            told = " ".join(entry.told(metric).split())  # of a long reason all is said below the table
+            cells.append(escape(shortened(told, LONGEST) or "-"))
+        table.add_row(*cells, style=STYLES.get(entry.verdict, "") if verdicts else "")
+    return table
+
+
+UNBROKEN = 30
+"""Letters of a row's name that a narrow terminal does not break."""
+LONGEST = 100
+"""Letters of a verdict in a table."""
+STYLES = {"better": "green", "worse": "red", "failed": "red", "reference": "bold"}
+
+
+def mean_sd(entry: Entry, metric: Metric) -> str:
+    """Mean, and standard deviation where there is one."""
+    if not entry.summary.n:
+        return "-"
+    sd = "" if math.isnan(entry.summary.sd) else f" ± {entry.summary.sd:.{metric.digits}f}"
+    return f"{entry.summary.mean:.{metric.digits}f}{sd}"
+
+
+def _difference(entry: Entry, metric: Metric, interval: bool) -> str:
+    c = entry.comparison
+    if c is None or math.isnan(c.difference):
+        return ""
+    bounds = f" ({c.low:+.1f} to {c.high:+.1f})" if metric.percent else f" ({c.low:+.3g} to {c.high:+.3g})"
+    return f"{c.difference:+.{metric.digits}f}" + (bounds if interval and not math.isnan(c.low) else "")
+
+
+def published_text(value: Any) -> str:
+    """A published figure: a mean, or [mean, sd]."""
+    if value is None:
+        return "-"
+    return " ± ".join(f"{v:g}" for v in value) if isinstance(value, list) else f"{value:g}"
+
+
+EVERY = 60.0
+"""Seconds between two lines about what goes on, where there is no terminal."""
+
+
+def console_for(stderr: bool = False) -> Console:
+    """Where tables and progress go. A file or a pipe has no width of its own, and 80 letters break every name."""
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120
+    return console
+
+
+class LiveView:
+    """Shows a run while it goes on: a bar over all trials, a line per running trial with its loss terms and ETA, and
+    the table so far. Without a terminal it prints one line per finished trial, and one per minute, instead.
+
+    `table`, if given, makes the table anew after each trial.
+    """
+
+    def __init__(
+        self, console: Console, labels: dict[str, str], done: int = 0, table: Callable[[], Table] | None = None
+    ):
+        self.table = table
+        self.console, self.labels = console, labels
+        self.pace = Pace(labels, done)
+        self.overall = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total} trials"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[eta]}"),
+            console=console,
+        )
+        self.bar = self.overall.add_task("all", total=self.pace.total, completed=done, eta="")
+        self.each = Progress(
+            TextColumn("  {task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[told]}"),
+            console=console,
+        )
+        self.tasks: dict[str, TaskID] = {}
+        self.said_at = self.pace.began
+        self.lock, self.ended = threading.Lock(), threading.Event()
+        self.live = Live(self._content(), console=console, refresh_per_second=5, transient=True)
+
+    def __enter__(self) -> LiveView:
+        if self.console.is_terminal:
+            self.live.start()
+        else:
+            threading.Thread(target=self._keep_talking, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def _content(self) -> Group:
+        return Group(self.overall, self.each, *([self.table()] if self.table and self.console.is_terminal else []))
+
+    def __call__(self, trial: str, event: Event) -> None:
+        """Take one event of one trial."""
+        kind = event.kind
+        with self.lock:
+            self.pace.take(trial, event)
+        if kind == "start":
+            if trial in self.tasks:  # pretrained; now the training itself
+                self.each.remove_task(self.tasks.pop(trial))
+            self.tasks[trial] = self.each.add_task(escape(self.labels[trial]), total=event.steps, told="")
+            if event.resumed:
+                self._say(f"  {self.labels[trial]} goes on at step {steps_of(event)}")
+        elif kind == "progress" and trial in self.tasks:
+            phase = f"{event.phase}, " if event.phase else ""
+            left = f"{event.eta:.0f} s left" if event.eta is not None else ""
+            told = f"{phase}{place_of(event)}  {losses_of(event)}  {left}"
+            self.each.update(self.tasks[trial], completed=event.step, told=escape(told))
+            self._minute()
+            self.overall.update(self.bar, completed=self.pace.moved, eta=self.pace.left())
+        elif kind == "warning":
+            self._say(f"{self.labels[trial]}: {event.message}", "yellow")
+        elif kind == "outcome":
+            self._outcome(trial, event)
+
+    def _keep_talking(self) -> None:
+        """A training that tells nothing, or a step that takes minutes, must not look like one that hangs."""
+        while not self.ended.wait(EVERY / 4):
+            self._minute()
+
+    def _minute(self) -> None:
+        """Without a terminal, a line per minute: trials done, what the running ones are at, time left."""
+        with self.lock:
+            if self.console.is_terminal or time.monotonic() - self.said_at < EVERY:
+                return
+            self.said_at = time.monotonic()
+            line = self.pace.line()
+        self._say(line)
+
+    def _outcome(self, trial: str, event: Event) -> None:
+        if trial in self.tasks:
+            self.each.remove_task(self.tasks.pop(trial))
+        self.overall.update(self.bar, completed=self.pace.moved, eta=self.pace.left())
+        if self.console.is_terminal:
+            self.live.update(self._content())
+        if not self.console.is_terminal or event.status != "finished":
+            self._say(
+                f"[{self.pace.done}/{self.pace.total}] {self.labels[trial]}: {event.status} {event.message}".rstrip()
+            )
+
+    def _say(self, line: str, style: str | None = None) -> None:
+        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,229 @@
+"""How far to trust a table: what it could have shown, what kind of test it was, and what speaks against it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from dampen.studies.records.recorded import RecordedTrial
+from dampen.studies.records.stats import FEWEST, POWER
+from dampen.studies.records.table import Entry, ResultTable
+from dampen.studies.records.verdict import KINDS
+from dampen.studies.report.names import listed, plural
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A headline and what stands behind it, in sentences."""
+
+    headline: str
+    details: list[str]
+    tone: str = "plain"  # good, plain, caution: how a page may color it
+
+
+def shared_seeds(entry: Entry) -> int:
+    """How many seeds the row shares with its reference."""
+    return entry.comparison.n if entry.comparison else 0
+
+
+def trust(table: ResultTable) -> Answer:
+    """What the table could have shown, and every reason against it. Failed rows say so themselves and count here only
+    where runs are missing from means."""
+    compared = table.compared()
+    tested = [e for e in compared if e.comparison and e.comparison.p is not None]
+    decided = [e for e in tested if e.verdict != "not decided"]
+    against = _reservations(table)
+    basis = _basis(table, tested)
+    if not tested:
+        count = max((shared_seeds(e) for e in compared), default=0)
+        what = f"Little: {plural(count, 'shared seed')}" if compared else "Nothing to test against"
+        return Answer(what, [*basis, *against, *noise(table)], "caution")
+    if len(decided) == len(compared):
+        headline, tone = (
+            f"Well founded: {'all ' if len(compared) > 1 else ''}{plural(len(compared), 'row')} decided",
+            "good",
+        )
+    elif len(decided) >= len(compared) / 2:
+        headline, tone = f"Good: {len(decided)} of {plural(len(compared), 'row')} decided", "good"
+    else:
+        headline, tone = f"Weak: {len(decided)} of {plural(len(compared), 'row')} decided", "caution"
+    if against:
+        headline, tone = f"{headline}, with reservations", "plain" if tone == "good" else tone
+    return Answer(headline, [*_power(table, tested), *basis, *against, *noise(table)], tone)
+
+
+def smallest_difference(table: ResultTable) -> float:
+    """The difference that the middle row of this table shows with power 0.8; NaN where nothing was tested."""
+    found = [e.comparison.detectable for e in table.compared() if e.comparison and e.comparison.n >= FEWEST]
+    return statistics.median(found) if found else math.nan
+
+
+def _power(table: ResultTable, tested: list[Entry]) -> list[str]:
+    smallest, metric = smallest_difference(table), table.metric
+    fewest, most = min(map(shared_seeds, tested)), max(map(shared_seeds, tested))
+    seeds = plural(most, "seed") if fewest == most else f"{fewest} to {most} seeds"
+    told = f"With {seeds} and this spread, a true difference of about {smallest:.{metric.digits}f}{metric.points} "
+    told += f"would be shown in {100 * POWER:.0f} of 100 such tables"
+    told += f"; what matters is the margin, {table.margin:g}{metric.points}." if table.margin else "."
+    return [told]
+
+
+def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
+    test = KINDS["sequential" if table.study.test == "sequential" else "fixed"]
+    told = (
+        [f"{test[0].upper()}{test[1:]}; corrected for {plural(len(table.compared()), 'row')} by Holm."]
+        if tested
+        else []
+    )
+    return [line for line in (*told, tuned(table), what_was_tested(table)) if line]
+
+
+def tuned(table: ResultTable) -> str:
+    """Whether each row had its settings searched, in a sentence."""
+    search = table.study.search
+    if search:
+        seeds = f" on tuning seeds {listed([str(s) for s in search['seeds']])}" if search.get("seeds") else ""
+        if search.get("storage") == "tuning":
+            return _tuned_equally(table, seeds)
+        return f"Settings were tuned: {search.get('trials', '?')} trials for every row{seeds}, scored on validation."
+    most = max((len(row.cells) for row in table.study.rows), default=1)
+    if most > 1 and not table.study.show_all:
+        return f"Each row is shown at the best of its grid points (up to {most}) on validation."
+    return "No setting was tuned in this run: a row stands for the one setting it names."
+
+
+def _tuned_equally(table: ResultTable, seeds: str) -> str:
+    """What was tried of every row, which choices lie at the end of a range, and where validation told nothing apart."""
+    search, names = table.study.search, [row.name for row in table.study.rows]
+    rows = {name: search["rows"][name] for name in names if name in search["rows"]}
+    further = sum(bool(row.get("extended")) for row in rows.values())
+    edge = [name for name, row in rows.items() if row.get("edges")]
+    tied = [name for name, row in rows.items() if row.get("tied", 1) > 1]
+    fixed = [name for name in names if name not in rows]
+    several = plural(search["settings"], "setting")
+    told = [f"Settings were tuned: {several} of every row, the reference too, chosen by the mean of validation{seeds}."]
+    told += [f"{plural(further, 'row')} chose at the end of a range, which was then extended once."] * bool(further)
+    told += [f"Still at the end of a range: {listed(edge)}."] * bool(edge)
+    told += [f"Best settings tie on validation, the middle one was taken: {listed(tied)}."] * bool(tied)
+    told += [f"Nothing to tune: {listed(fixed)}."] * bool(fixed)
+    if "test" in _redrawn(table.study.runs()):
+        told.append(
+            "The test set is drawn anew for each seed, so that it holds examples on which settings were chosen, "
+            "the same for every row."
+        )
+    return " ".join(told)
+
+
+def what_was_tested(table: ResultTable) -> str:
+    """Which weights were tested, and what chose them, in a sentence."""
+    configs = [run.config for run in table.study.runs()]
+    if not configs:
+        return ""
+    if any(config.get("function") for config in configs):
+        return "Your function measured the test metrics itself: the part they come from must have chosen nothing."
+    kept = {config.get("train", {}).get("select", "best") for config in configs}
+    if kept == {"last"}:
+        return "Every run was tested after its last epoch; the test set was used once."
+    return "The epoch to test was chosen on validation; the test set was used once."
+
+
+def noise(table: ResultTable) -> list[str]:
+    """What seeds vary and what they do not, and so what the intervals cover."""
+    runs = table.study.runs()
+    varied = _varied([run.config for run in runs], _redrawn(runs))
+    return [varied + (_test_set(table) if varied.endswith(SAME_TEST) else "") + "."] if varied else []
+
+
+SAME_TEST = "the test set is the same in every run"
+
+
+def _redrawn(runs: list[RecordedTrial]) -> list[str]:
+    """Which splits each seed drew anew: those that the study draws itself, unless a number fixed them. Records of
+    format 1 kept a test split that was drawn."""
+    if not runs:
+        return []
+    data = runs[0].config.get("data", {})
+    first = {"valid": data.get("split_seed") == "seed", "test": data.get("test_seed") == "seed"}
+    if runs[0].config.get("format", 1) < 2:
+        return [name for name, anew in first.items() if anew]
+    drawn: list[str] = next((r.final.data.get("drawn", []) for r in runs if r.final and r.status == "finished"), [])
+    return [name for name, anew in first.items() if anew and name in drawn]
+
+
+def _varied(configs: list[dict[str, Any]], redrawn: list[str]) -> str:
+    """What differs between seeds, in words; ends with `SAME_TEST` where all are tested on the same examples."""
+    if not configs:
+        return ""
+    if any(config.get("function") for config in configs):
+        return "Seeds vary what your function draws; whether that includes the parts of the data, only it knows"
+    data = configs[0].get("data", {})
+    if data.get("folds"):
+        return (
+            f"Seeds vary initial weights, order of batches and the {data['folds']} folds: every example is tested once "
+            "per seed, so that intervals cover the draw of the parts too"
+        )
+    if redrawn == ["valid"]:
+        return (
+            "Seeds vary initial weights, order of batches and the split into training and validation, which is drawn "
+            f"anew for each; {SAME_TEST}"
+        )
+    if redrawn:
+        return (
+            "Seeds vary initial weights, order of batches and the split into training, validation and test, which is "
+            "drawn anew for each, so that intervals cover the draw of the test set too"
+        )
+    if data.get("split_seed") == "seed":
+        return f"Seeds vary initial weights and order of batches; training and validation are given, and {SAME_TEST}"
+    return (
+        "Seeds vary initial weights and order of batches; every run trains on the same part (data.split_seed=seed "
+        f"would draw it anew for each seed), and {SAME_TEST}"
+    )
+
+
+def _test_set(table: ResultTable) -> str:
+    """The standard error that the size of the test set alone leaves, where the metric is a share of its examples."""
+    finals = [r.final for r in table.study.runs() if r.final and r.status == "finished"]
+    counts = {f.data.get("examples", {}).get("test") for f in finals} - {None}
+    reference, metric = table.main_reference, table.metric
+    if len(counts) != 1 or not metric.noisy_by_count or not reference or not reference.summary.n:
+        return ""
+    (count,), share = counts, reference.summary.mean / metric.scale
+    error = metric.scale * math.sqrt(max(0.0, share * (1 - share)) / count)
+    return (
+        f": its {count:,} examples alone leave a standard error of {error:.2f}{metric.points} on any {metric.label}, "
+        "which no number of seeds removes (rows share it, so differences suffer less)"
+    )
+
+
+def _reservations(table: ResultTable) -> list[str]:
+    study, against = table.study, []
+    some = [e for e in table.entries if e.summary.n]
+    diverged = sum(e.diverged for e in some)
+    if diverged:
+        verb = "is" if diverged == 1 else "are"
+        against.append(f"{plural(diverged, 'run')} of rows with results diverged and {verb} not in the means.")
+    unfinished = sum(e.unfinished for e in table.entries if e.verdict != "failed")
+    if unfinished:
+        against.append(f"{unfinished} of {study.planned()} planned runs not finished.")
+    against += _mixed(study.runs())
+    if any(r.final and r.final.data.get("partial") for r in study.runs()):
+        against.append("The copy of the data set is not complete.")
+    return against
+
+
+def _mixed(runs: list[RecordedTrial]) -> list[str]:
+    """Differences between the places where the runs were made."""
+    last = [r.sessions[-1] for r in runs if r.sessions and r.sessions[-1]]
+    told = []
+    machines = {(s.get("cpu"), s.get("device"), s.get("threads")) for s in last}
+    if len(machines) > 1:
+        told.append(f"Runs come from {len(machines)} different machines or thread counts.")
+    versions = {(s.get("packages", {}).get("torch"), s.get("packages", {}).get("dampen")) for s in last}
+    if len(versions) > 1:
+        told.append(f"Runs come from {len(versions)} different versions of torch or dampen.")
+    commits = {s.get("commit") for s in last if s.get("commit")}
+    if len(commits) > 1:
+        told.append(f"Runs come from {len(commits)} different commits.")
+    return told

@@ -1,0 +1,128 @@
+"""States on disk: written whole, named by their own checksum, two kept so that a damaged one costs little."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dampen.studies.files import atomic_file
+
+_NAME = re.compile(r"-(\d+)-([0-9a-f]{16})\.(pt|safetensors)$")
+
+
+def save_state(folder: Path, kind: str, step: int, state: dict[str, Any], keep: int = 2) -> Path:
+    """Write `kind-STEP-CHECKSUM.pt` and remove all but the newest `keep` of that kind."""
+    # torch's own writer of zip files hides that the disk is full: it gets memory, and the file gets plain bytes
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return _write(folder, kind, step, buffer.getbuffer(), "pt", keep)
+
+
+def save_weights(folder: Path, kind: str, step: int, weights: dict[str, Tensor]) -> Path:
+    """Write `kind-STEP-CHECKSUM.safetensors`, which anyone can read, and remove older ones of that kind."""
+    from safetensors.torch import save
+
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    return _write(folder, kind, step, save(whole, {"step": str(step)}), "safetensors", keep=1)
+
+
+def _write(folder: Path, kind: str, step: int, content: bytes | memoryview, suffix: str, keep: int) -> Path:
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    path = folder / f"{kind}-{step:08d}-{digest}.{suffix}"
+    with atomic_file(path) as file:
+        file.write(content)
+    for old in saved_states(folder, kind)[keep:]:
+        if old != path:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def saved_states(folder: Path, kind: str) -> list[Path]:
+    """The states of that kind, newest first."""
+    found = [p for p in folder.glob(f"{kind}-*") if _NAME.search(p.name)]
+    return sorted(found, key=_step, reverse=True)
+
+
+def load_newest(folder: Path, kind: str) -> tuple[dict[str, Any] | None, list[str]]:
+    """The newest state that is whole, and in words what is wrong with the newer ones."""
+    damage: list[str] = []
+    for path in saved_states(folder, kind):
+        try:
+            return load_state(path), damage
+        except ValueError as error:
+            damage.append(str(error))
+    return None, damage
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Read a state, refusing one whose bytes do not match the checksum in its name."""
+    match = _NAME.search(path.name)
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    if match is None or digest != match[2]:
+        raise ValueError(
+            f"{path} is damaged: its checksum is {digest}, its name says {match[2] if match else 'nothing'}."
+        )
+    if match[3] == "safetensors":
+        from safetensors.torch import load
+
+        return {"model": load(content), "step": int(match[1])}
+    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    return state
+
+
+def _step(path: Path) -> int:
+    match = _NAME.search(path.name)
+    return int(match[1]) if match else -1
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Where every random generator stands, as data that a weights-only load accepts."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": (
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ),
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put every random generator back."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def fingerprint(state: dict[str, torch.Tensor]) -> str:
+    """A checksum of weights: equal if and only if they are equal bit for bit (up to collisions)."""
+    sha = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(
+            tensor.view(torch.uint8).numpy().tobytes()
+            if tensor.ndim
+            else tensor.reshape(1).view(torch.uint8).numpy().tobytes()
+        )
+    return sha.hexdigest()

@@ -1,0 +1,298 @@
+"""The handle that a user's training gets: dampen's own, watched, or on the plain row one that does nothing.
+
+Watched means: the times of steps are taken, the loss is looked at, the wish to stop is heard, and all that the model
+draws comes from a stream of its own, so that a loader that shuffles with the global generator sees the same numbers in
+every row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dampen.handle import Regularization
+from dampen.schedules import as_schedule, check_progress, per_layer
+from dampen.sockets.own_dropout import OwnRate, choose_own, find_own
+from dampen.sockets.sampling import sampling_own
+from dampen.studies.trainer.build import derive
+
+
+class RandomStream:
+    """A stream of random numbers for the model's forward: inside, the global generator has this stream's state.
+
+    Swapping the state of the global generator, rather than drawing from a private one, keeps activation checkpointing
+    right: it saves and restores what it finds.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = derive(seed, "forward")
+        self.states: dict[str, Tensor] = {}
+        self.outside: dict[str, Tensor] = {}
+        self.device: torch.device | None = None
+        self.depth = 0
+
+    def enter(self) -> None:
+        """From now on the model draws from its own stream."""
+        self.depth += 1
+        if self.depth == 1:
+            for name in self._devices():
+                self.outside[name] = _get(name)
+                _set(name, self.states.setdefault(name, _fresh(name, self.seed)))
+
+    def leave(self) -> None:
+        """Back to the global stream, as if nothing had been drawn."""
+        self.depth -= 1
+        if self.depth == 0:
+            for name, state in self.outside.items():
+                self.states[name] = _get(name)
+                _set(name, state)
+            self.outside = {}
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Enter and leave around each forward of the model; returns the hooks, to be removed."""
+        first = next(model.parameters(), None)
+        self.device = first.device if first is not None else None
+        before = model.register_forward_pre_hook(self._before, prepend=True)
+        after = model.register_forward_hook(self._after, always_call=True)
+        return [before, after]
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():  # a compiled model is entered by reg.loss, outside of its graph
+            self.enter()
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self.depth:
+            self.leave()
+
+    def _devices(self) -> list[str]:
+        on_gpu = self.device is not None and self.device.type == "cuda"
+        return ["cpu", str(self.device)] if on_gpu else ["cpu"]
+
+
+def _get(device: str) -> Tensor:
+    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _set(device: str, state: Tensor) -> None:
+    torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
+
+
+def _fresh(device: str, seed: int) -> Tensor:
+    return torch.Generator(device).manual_seed(seed).get_state()
+
+
+class Clock:
+    """Times of training steps, taken between calls of one kind: of progress, loss or penalty, whichever came most."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[tuple[float, float]]] = {}
+        self.last: dict[str, tuple[float, float]] = {}
+        self.paused = (0.0, 0.0)
+
+    def mark(self, kind: str) -> None:
+        """A call of this kind: the time since the one before is a step's."""
+        now = (time.perf_counter() - self.paused[0], time.process_time() - self.paused[1])
+        if kind in self.last:
+            before = self.last[kind]
+            self.times.setdefault(kind, []).append((now[0] - before[0], now[1] - before[1]))
+        self.last[kind] = now
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What the lab does here is not part of a step."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self.paused = (
+                self.paused[0] + time.perf_counter() - wall,
+                self.paused[1] + time.process_time() - cpu,
+            )
+
+    @property
+    def count(self) -> int:
+        """Steps begun: one more than there are times between them."""
+        return len(self.steps()) + 1 if self.last else 0
+
+    def steps(self) -> list[tuple[float, float]]:
+        """(wall, processor) seconds of each step."""
+        return max(self.times.values(), key=len, default=[])
+
+
+class Watch:
+    """What a handle tells its trial: a step of some kind, and the terms of the loss."""
+
+    def __init__(
+        self, stream: RandomStream, clock: Clock, step: Callable[[float | None, Mapping[str, Tensor] | None], None]
+    ):
+        self.stream, self.clock, self.step = stream, clock, step
+
+
+class WatchedRegularization(Regularization):
+    """The handle of a row with methods. Everything is as in `Regularization`, and the trial hears of it."""
+
+    watch: Watch
+    hooks: list[Any]
+
+    def progress(self, t: float) -> None:
+        super().progress(t)
+        if "watch" in self.__dict__:  # the first call comes from the constructor
+            self.watch.clock.mark("progress")
+            self.watch.step(float(t), None)
+
+    def loss(self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any) -> Any:
+        self.watch.clock.mark("loss")
+        with self.watch.stream.inside():
+            loss, terms = super().loss(forward, criterion, **options)
+        self.watch.step(None, terms)
+        return loss, terms
+
+    def penalties(self) -> dict[str, Tensor]:
+        self.watch.clock.mark("penalties")
+        terms = super().penalties()
+        self.watch.step(None, terms)
+        return terms
+
+    def remove(self) -> None:
+        super().remove()
+        _unhook(self)
+
+
+def watch(handle: Regularization, observer: Watch) -> WatchedRegularization:
+    """Let a trial hear of a handle."""
+    handle.__class__ = WatchedRegularization
+    assert isinstance(handle, WatchedRegularization)  # by the line above
+    handle.watch, handle.hooks = observer, observer.stream.attach(handle.model)
+    return handle
+
+
+class PlainHandle(Regularization):
+    """The handle of the plain row: the same methods as `Regularization`, and the model is left as it is.
+
+    Nothing is inherited but the type: there is no site in the model that the real one's methods could look at.
+    """
+
+    def __init__(self, model: nn.Module, observer: Watch):
+        self.model, self.methods, self.layers, self.clones = model, [], [], []
+        self.watch, self.hooks = observer, observer.stream.attach(model)
+        self._progress, self._removed = 0.0, False
+        self._rates: list[OwnRate] = []  # the model's own drop rates that were set here
+
+    def _alive(self) -> None:
+        if self._removed:
+            raise RuntimeError("this regularization was removed from its model. Call trial.regularize again.")
+
+    passes = 1
+
+    def progress(self, t: float) -> None:
+        self._alive()
+        self._progress = check_progress(t)
+        for r in self._rates:
+            r.at(self._progress)
+        self.watch.clock.mark("progress")
+        self.watch.step(float(t), None)
+
+    def loss(self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any) -> Any:
+        self._alive()
+        self.watch.clock.mark("loss")
+        with self.watch.stream.inside():
+            task = criterion(forward())
+        terms = {"task": task}
+        self.watch.step(None, terms)
+        return task, terms
+
+    def penalties(self) -> dict[str, Tensor]:
+        self._alive()
+        self.watch.clock.mark("penalties")
+        self.watch.step(None, {})
+        return {}
+
+    def penalty(self) -> Tensor:
+        self.penalties()
+        first = next(self.model.parameters(), None)
+        return torch.zeros((), device=first.device if first is not None else None)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"progress": self._progress, "parameters": {}, "methods": []}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if list(state["methods"]):
+            raise ValueError(f"the state is of the methods {list(state['methods'])}, but this is the plain row.")
+        self._progress = float(state["progress"])
+
+    @torch.no_grad()
+    def mc_average(self, forward: Callable[[], Any], samples: int = 16, logits: Any = None) -> Tensor:
+        if samples < 1:
+            raise ValueError(f"mc_average needs at least one sample, got {samples}.")
+
+        def probabilities() -> Tensor:
+            found = forward() if logits is None else logits(forward())
+            chances: Tensor = getattr(found, "logits", found).softmax(-1)
+            return chances
+
+        with self.mc_mode():
+            return torch.stack([probabilities() for _ in range(samples)]).mean(0)
+
+    def own(self, rate: Any = None, sites: str | Sequence[str] = "*") -> list[OwnRate]:
+        """As in `Regularization`; this model has no layers that dampen knows, so a schedule may not vary with depth."""
+        self._alive()
+        known = {(id(r.module), r.attribute): r for r in self._rates}
+        rates = [known.get((id(r.module), r.attribute), r) for r in find_own(self.model)]
+        chosen = choose_own(rates, sites) if rate is not None or sites != "*" else rates
+        if rate is None:
+            return chosen
+        schedule = as_schedule(rate, "reg.own(rate=...)")
+        if isinstance(schedule, per_layer) or any(schedule(0.0, t / 8) != schedule(1.0, t / 8) for t in range(9)):
+            raise ValueError(
+                "reg.own(rate=...) on the plain row takes a number or a schedule over training: without regularizers "
+                "the layers of the model are not looked for, so that a rate cannot vary with depth."
+            )
+        for r in chosen:
+            r.schedule = schedule
+            r.at(self._progress)
+        self._rates = [r for r in rates if r.schedule is not None]
+        return chosen
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def mc_mode(self) -> Iterator[None]:
+        with sampling_own(self.model):
+            yield
+
+    def kernels(self) -> dict[str, str]:
+        return {}
+
+    def remove(self) -> None:
+        self._alive()
+        _unhook(self)
+        for r in self._rates:
+            r.restore()
+        self._removed = True
+
+    def __repr__(self) -> str:
+        return f"plain: no regularizers in {type(self.model).__name__}"
+
+
+def _unhook(handle: Any) -> None:
+    for hook in handle.hooks:
+        hook.remove()
+    handle.hooks = []

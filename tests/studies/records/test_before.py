@@ -1,0 +1,65 @@
+"""Records and packs made by version 0.1, which lie in the repository, still load, and their trials keep their ids."""
+
+from pathlib import Path
+
+import pytest
+
+from dampen.studies.config.plan import Plan
+from dampen.studies.config.trial import TrialSpec
+from dampen.studies.files import read_json
+from dampen.studies.report import make_report
+from dampen.studies.report.trust import noise, tuned
+
+PACKS = ("attentiondrop/cifar10", "dropkey/schedules_cifar10", "explicit_dropout/table_1", "explicit_dropout/table_5")
+RECORDS = Path(__file__).parents[3] / "records"
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_ids_are_what_they_were(name):
+    folders = read_json(RECORDS / f"{name}.json")["folders"].values()
+    configs = [files["config.json"] for files in folders if "config.json" in files]
+    assert configs
+    for config in configs:
+        asked = {key: value for key, value in config.items() if key != "id"}
+        assert TrialSpec.from_stored(asked).id == config["id"]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("attentiondrop/digits-study", "the same part"), ("finetuning/banking77", None)]
+)
+def test_records_of_format_1_mean_what_they_meant(name, split):
+    """No split_seed is the one fixed split, its search is that of one seed, and its trials keep their ids."""
+    (table,) = make_report([RECORDS / f"{name}.json.xz"]).tables
+    runs = [run for entry in table.entries for run in entry.cell.runs.values()]
+    assert runs
+    for run in runs:
+        trial = TrialSpec.from_stored({k: v for k, v in run.config.items() if k != "id"})
+        assert trial.id == run.id
+        assert trial.format == 1
+        assert trial.data == run.config["data"]
+        assert "test_seed" not in trial.data
+    if split is not None:
+        assert split in noise(table)[0]
+        assert all("split_seed" not in run.config["data"] for run in runs)
+        assert tuned(table).startswith("Settings were tuned: ")
+
+
+def test_a_plan_of_format_1_loads_and_plans_no_other_trials(tmp_path):
+    from dampen.studies.report.read import collect
+
+    path = RECORDS / "attentiondrop" / "digits-study.json.xz"
+    (plan,) = collect([path]).plans.values()
+    assert all(id == trial.id for id, trial in plan.trials.items())
+    assert {t.format for t in plan.trials.values()} == {1}
+    plan.save(tmp_path)
+    assert Plan.load(tmp_path) == plan
+
+
+def test_a_pack_is_read_whole():
+    path = RECORDS / "attentiondrop" / "cifar10.json"
+    folders = read_json(path)["folders"].values()
+    report = make_report([path])
+    runs = [run for entry in report.tables[0].entries for run in entry.cell.finished().values()]
+    assert len(runs) == sum("final.json" in files for files in folders) > 0
+    assert all(run.measured for run in runs)  # each was diagnosed
+    assert not report.skipped

@@ -1,0 +1,18 @@
+"""Names of 0.2 that changed keep working for one release, with a warning."""
+
+import importlib
+
+import pytest
+
+
+def test_the_lab_is_called_studies_now():
+    studies = importlib.import_module("dampen.studies")
+    lab = importlib.import_module("dampen.lab")
+    for name in studies.__all__:
+        with pytest.warns(DeprecationWarning, match=f"dampen.studies.{name}"):
+            assert getattr(lab, name) is getattr(studies, name)
+
+
+def test_an_unknown_name_of_the_lab_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        importlib.import_module("dampen.lab").nothing  # noqa: B018
