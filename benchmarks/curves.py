@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.records.metric import describe
-from dampen.studies.records.stats import t_quantile
+from dampen.studies.records.stats import summarize, t_quantile
 from dampen.studies.records.table import Entry, ResultTable
-from dampen.studies.records.verdict import Comparison, judge, sentence
+from dampen.studies.records.verdict import Comparison, judge_pairs, sentence
 from dampen.studies.report import make_report
 from dampen.studies.report.stored import packed_text
 
@@ -68,23 +68,31 @@ def chosen(search: Mapping[str, Any]) -> dict[str, float]:
     return best
 
 
-def judged(curves: Curves, reference: str, rows: Sequence[str], metric: str) -> dict[str, Comparison]:
-    """Each of the rows at its chosen value against the reference at its own, as one family."""
-    taking_part = [row for row in curves.rows if row in (reference, *rows)]
-    return judge({row: curves.entry(row).by_seed.get(metric, {}) for row in taking_part}, reference, metric)
+Family = dict[tuple[str, str, str], Comparison]
+"""By study, reference and row."""
+Tested = Mapping[str, Sequence[str]]
+"""By reference, the rows that are compared with it."""
 
 
-def verdicts(curves: Curves, tested: Mapping[str, Sequence[str]], metric: str) -> list[str]:
-    """A table: each row at its chosen value against each reference; `tested` names the rows that each is tested with,
-    which are one family (Holm)."""
+def family(studies: Sequence[tuple[Curves, Tested]], metric: str) -> Family:
+    """Each row at its chosen value against each of its references: all of a page's studies are one family (Holm)."""
+    keys = [(c.name, ref, row) for c, tested in studies for ref, rows in tested.items() for row in rows if row != ref]
+    values = {c.name: {row: c.entry(row).by_seed.get(metric, {}) for row in c.rows} for c, _ in studies}
+    pairs = {"\n".join(k): (values[k[0]][k[2]], values[k[0]][k[1]]) for k in keys}
+    found = judge_pairs(pairs, metric)
+    return {k: found["\n".join(k)] for k in keys}
+
+
+def verdicts(curves: Curves, references: Sequence[str], metric: str, found: Family) -> list[str]:
+    """A table: each row at its chosen value against each reference."""
     described = describe(metric)
-    against = {reference: judged(curves, reference, rows, metric) for reference, rows in tested.items()}
-    titles = ["row", "chosen", described.title, "n", *(f"against {reference}" for reference in tested)]
+    titles = ["row", "chosen", described.title, "n", *(f"against {reference}" for reference in references)]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in curves.rows:
         value, summary = curves.chosen.get(row), curves.entry(row).metrics[metric]
         mean = f"{summary.mean:.{described.digits}f} ± {summary.sd:.{described.digits}f}"
-        told = [sentence(found[row], metric) if row in found else "" for found in against.values()]
+        compared = [found.get((curves.name, reference, row)) for reference in references]
+        told = [sentence(c, metric) if c else "" for c in compared]
         cells = [row, "" if value is None else f"{value:g}", mean, str(summary.n), *told]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -94,10 +102,16 @@ def points(entry: Entry, **named: Any) -> list[dict[str, Any]]:
     """The means of one row at one value with their 95 % intervals, one for each metric, for a chart."""
     found = []
     for metric in METRICS:
-        if (s := entry.metrics.get(metric)) is not None and s.n:
-            half = t_quantile(s.n - 1) * s.sd / s.n**0.5 if s.n > 1 else 0.0
-            found.append({"metric": metric, "mean": s.mean, "low": s.mean - half, "high": s.mean + half, **named})
+        if values := list(entry.by_seed.get(metric, {}).values()):
+            found.append(interval_points(values, metric=metric, **named))
     return found
+
+
+def interval_points(values: Sequence[float], **named: Any) -> dict[str, Any]:
+    """A mean with its 95 % interval, for a chart."""
+    s = summarize(list(values))
+    half = t_quantile(s.n - 1) * s.sd / s.n**0.5 if s.n > 1 else 0.0
+    return {"mean": s.mean, "low": s.mean - half, "high": s.mean + half, **named}
 
 
 def domain(points: Sequence[Mapping[str, Any]], metric: str) -> list[float]:

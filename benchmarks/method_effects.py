@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from benchmarks import design
 from benchmarks.which_method import RECORDS, read
 from dampen.studies.errors import LabError
 from dampen.studies.records.verdict import sentence
@@ -19,6 +20,7 @@ class Effect:
     row: str
     reference: str
     n: int
+    limits: str
     told: str
 
 
@@ -36,7 +38,8 @@ def effects() -> dict[str, list[Effect]]:
             if entry.comparison is None or len(names) != 1 or entry.comparison.n < 2:
                 continue
             told = f"{table.metric.label}: {sentence(entry.comparison, table.metric)}"
+            how = design.summary(table, path)
             where = str(path.relative_to(RECORDS))
-            effect = Effect(where, table.study.title, entry.name, entry.reference or "", entry.comparison.n, told)
+            effect = Effect(where, table.study.title, entry.name, entry.reference or "", entry.comparison.n, how, told)
             found.setdefault(names.pop(), []).append(effect)
     return found

@@ -1,48 +1,47 @@
-"""The README's picture of the page, light and dark, from the demo's record: docs/images/page_{light,dark}.png.
+"""The README's picture, light and dark: the demo's differences with their intervals, from its committed record.
 
     python -m benchmarks.page_picture
 
-Drawn by a real Chromium; a test draws them again and looks at what is on them.
+A test draws it again from the record and compares every label and number on it.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
+import json
 from pathlib import Path
 
-from dampen.studies.report import write_report
+from benchmarks.pages import PADDING
+from dampen.studies.report import make_report
+from dampen.studies.report.figure import DARK, LIGHT, Palette
+from dampen.studies.report.forest import forest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, IMAGES = ROOT / "records" / "demo.json.xz", ROOT / "docs" / "images"
-WIDTH, HEIGHT = 1180, 1040
+GROUND = {"light": ("#ffffff", "#1c2733"), "dark": ("#0d1117", "#e6edf3")}
+"""Background and text, as the README's page has them."""
 
 
-def draw(folder: Path) -> dict[str, dict[str, object]]:
-    """Both pictures into a folder, and what each shows."""
-    from tests.browser import Browser
+def draw(theme: str) -> str:
+    """The forest plot as SVG."""
+    import vl_convert
 
-    shown: dict[str, dict[str, object]] = {}
-    with tempfile.TemporaryDirectory() as place:
-        html = Path(place) / "report.html"
-        write_report([RECORD], html, "html")
-        browser = Browser()
-        try:
-            for name, dark in (("light", False), ("dark", True)):
-                page = browser.page(WIDTH, HEIGHT, dark=dark)
-                page.open(html)
-                page.wait("document.querySelectorAll('svg').length > 0")
-                page.picture(folder / f"page_{name}.png", full=False)
-                shown[name] = {
-                    "background": page.run("getComputedStyle(document.body).backgroundColor"),
-                    "overflow": page.run("document.documentElement.scrollWidth > innerWidth + 1"),
-                    "text": page.run("document.body.innerText.slice(0, 4000)"),
-                }
-        finally:
-            browser.close()
-    return shown
+    table = make_report([RECORD]).tables[0]
+    reference = table.main_reference
+    figure = forest(table, Palette([e.name for e in table.entries], [reference.name] if reference else []))
+    if figure is None:
+        raise ValueError(f"{RECORD.name} has nothing to compare.")
+    text = json.dumps(figure.panels[0].spec)
+    if theme == "dark":
+        for light, dark in zip(LIGHT, DARK, strict=True):
+            text = text.replace(light, dark)
+    ground, ink = GROUND[theme]
+    axis = {"labelColor": ink, "titleColor": ink, "tickColor": ink, "gridOpacity": 0.25}
+    config = {"axis": axis, "rule": {"color": ink}, "title": {"color": ink}}
+    title = {"text": table.study.title, "subtitle": "Against an untuned baseline, one split", "subtitleColor": ink}
+    around = {"width": 560, "background": ground, "padding": PADDING, "config": config, "title": title}
+    return vl_convert.vegalite_to_svg(json.loads(text) | around)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    draw(IMAGES)
+    for name in GROUND:
+        (IMAGES / f"demo_{name}.svg").write_text(draw(name))

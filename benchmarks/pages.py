@@ -23,6 +23,13 @@ def renew(text: str, start: str, end: str, content: str, where: str) -> str:
     return f"{head}{start}\n{content}\n{end}{rest.split(end, 1)[1]}"
 
 
+def stated(sentence: str, *facts: bool) -> str:
+    """A sentence written by hand; the build fails where the records no longer bear it out."""
+    if not all(facts):
+        raise ValueError(f"The records no longer bear this sentence out; write it anew: {sentence}")
+    return sentence
+
+
 def publish(pages: Mapping[Path, str], check: bool) -> int:
     """Write the pages, or with `check` write nothing: 1 if any is out of date."""
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]

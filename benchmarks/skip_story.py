@@ -15,11 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import claims
 from benchmarks.pages import publish, renew
 from dampen.studies.config.plan import Plan
 from dampen.studies.records.record import Record
 from dampen.studies.records.stats import summarize
-from dampen.studies.records.verdict import Comparison, judge_pairs, words
+from dampen.studies.records.table import ResultTable
+from dampen.studies.records.verdict import Comparison, judge_pairs, sentence, words
+from dampen.studies.report import make_report
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records" / "always_skip_attention"
@@ -172,6 +175,15 @@ def cost_table(content: dict[str, Any]) -> list[str]:
     return lines
 
 
+def depth_table(table: ResultTable) -> list[str]:
+    """What each missing skip costs at each depth, and how many runs fail."""
+    lines = ["| row | against the same depth with its skips | runs that fail |", "|---|---|---|"]
+    for entry in (e for e in table.entries if e.comparison):
+        told = sentence(entry.comparison, table.metric) if entry.comparison else ""
+        lines.append(f"| {entry.name} | {told} | {claims.failed(table, entry.name)} of {entry.cell.planned} |")
+    return lines
+
+
 def _at(measured: Mapping[str, Any], last: bool) -> list[dict[str, float]]:
     return measured[(max if last else min)(measured, key=int)]
 
@@ -190,6 +202,9 @@ def sections() -> dict[str, list[str]]:
         found["graying training"] = training_table(graying["rows"], ("tokens", "attention+skip"))
     if (mae := records.get("mae")) is not None:
         found["mae"] = mae_table(mae)
+    table = make_report([RECORDS / "depth_digits-study.json.xz"]).tables[0]
+    found["depth finding"] = [f"- {claims.depth(table)}."]
+    found["depth"] = depth_table(table)
     cost = ROOT / "benchmarks" / "records" / "skip_cost.json"
     if cost.exists():
         found["cost"] = cost_table(json.loads(cost.read_text()))

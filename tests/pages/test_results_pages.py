@@ -6,8 +6,20 @@ import re
 
 import pytest
 
-from benchmarks import costs_page, detection_page, lambda_page, questions, rates_page, real_data, regimes, reproductions
+from benchmarks import (
+    costs_page,
+    detection_page,
+    front_page,
+    lambda_page,
+    questions,
+    rates_page,
+    real_data,
+    regimes,
+    reproductions,
+    which_method,
+)
 from benchmarks.maps_picture import maps_picture
+from benchmarks.pages import stated
 from dampen.studies.report import make_report
 from tests.studies.synthetic_runs import edit, write_study
 
@@ -23,6 +35,8 @@ def test_the_pages_are_up_to_date():
     assert regimes.main(["--check"]) == 0, "run `python -m benchmarks.regimes`"
     assert lambda_page.main(["--check"]) == 0, "run `python -m benchmarks.lambda_page`"
     assert rates_page.main(["--check"]) == 0, "run `python -m benchmarks.rates_page`"
+    assert which_method.main(["--check"]) == 0, "run `python -m benchmarks.which_method`"
+    assert front_page.main(["--check"]) == 0, "run `python -m benchmarks.front_page`"
 
 
 def test_every_study_has_its_record():
@@ -62,28 +76,6 @@ def test_real_runs_are_clearly_above_chance():
         assert above, f"{name}: {value} against {chance}"
 
 
-def test_a_claim_is_shown_contradicted_or_neither_as_the_numbers_are():
-    from benchmarks.claimed import Claim
-    from benchmarks.claims import judged, told
-
-    steady = {str(seed): 50.0 + seed for seed in range(6)}
-    values = {
-        "plain": {"accuracy": steady},
-        "up": {"accuracy": {s: v + 3 + 0.1 * int(s) for s, v in steady.items()}},
-        "noise": {"accuracy": {s: v + (-4) ** (int(s) % 2) for s, v in steady.items()}},
-    }
-    asked = [Claim("p", "gains", "r", "up", "plain"), Claim("p", "loses", "r", "up", "plain", "worse")]
-    asked.append(Claim("p", "gains", "r", "noise", "plain"))
-    found = judged(values, asked)
-    assert [told(c, found[c]).partition(":")[0].partition(",")[0] for c in asked] == [
-        "shown",
-        "contradicted",
-        "not decided",
-    ]
-    assert told(Claim("p", "x", untestable="no GPU"), None) == "not testable here: no GPU"
-    assert told(asked[0], None) == "not run yet"
-
-
 def studied(folder, task, nll, **config):
     """A study whose plain training ends with this loss and this NLL on the test set."""
     write_study(folder)
@@ -114,8 +106,29 @@ def test_studies_are_counted_by_their_regime():
     assert shares == sorted(shares)
     assert shares[0] < 0.5 < shares[-1]
     told = regimes.answer(cases)
-    rows = [int(n) for n in re.findall(r"of (\d+) rows", told)]
-    assert sum(rows) == sum(len(c.found) for c in cases)
+    some = [c for c in cases if c.overfits]
+    assert f"({len(some)} studies on {len({c.split for c in some})} independent splits)" in told
+    assert len({c.split for c in some}) < len(some)  # studies that share a split count once
+
+
+def test_studies_on_the_same_examples_share_a_split():
+    split = {c.record: c.split for c in regimes.cases()}
+    assert split["demo.json.xz"] == split["attentiondrop/digits-study.json.xz"]
+    assert split["demo.json.xz"] != split["weight_decay_digits.json.xz"]  # drawn with the seed
+
+
+def test_all_rows_of_a_page_are_one_family():
+    records = [c.record for c in regimes.cases()]
+    together = [c for rows in which_method.judged(records).values() for _, c in rows]
+    alone = [c for record in records for rows in which_method.judged([record]).values() for _, c in rows]
+    assert sum(c.corrected > one.corrected for c, one in zip(together, alone, strict=True)) > len(alone) / 2
+    assert all(c.corrected >= one.corrected for c, one in zip(together, alone, strict=True))
+
+
+def test_a_sentence_that_no_longer_holds_fails_the_build():
+    assert stated("It is so.", True) == "It is so."
+    with pytest.raises(ValueError, match=r"write it anew: It is so\."):
+        stated("It is so.", True, False)
 
 
 def test_the_picture_of_attention_maps_has_one_of_every_row(tmp_path):

@@ -85,9 +85,17 @@ def _distance(grid):
     return sum(0.02 * math.log10(v / best[k]) ** 2 for k, v in grid.items() if k in best) if len(grid) > 1 else 0.0
 
 
+def drawn_by(trial):
+    """The id that format 1 gave the trial: a newer format must not change the invented numbers."""
+    plain = {k: v for k, v in trial.to_dict().items() if k != "format"}
+    if "data" in plain:
+        plain["data"] = {k: v for k, v in plain["data"].items() if k not in ("split_seed", "test_seed")}
+    return TrialSpec.from_stored(plain).id
+
+
 def write_trial(folder, trial, gain, cost, seed, noise=0.004, epochs=12):
     """One finished trial with invented numbers: a learning curve, a result, a machine."""
-    draw = random.Random(f"{trial.id}")
+    draw = random.Random(drawn_by(trial))
     shared = random.Random(seed).gauss(0, 0.008)  # seeds shift all rows alike, as shared initial weights do
     final = 0.85 + gain + shared + draw.gauss(0, noise)
     curve = [final - 0.5 * math.exp(-0.45 * (e + 1)) + draw.gauss(0, 0.004) for e in range(epochs)]

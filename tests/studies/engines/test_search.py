@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from dampen.studies.config.design import Axis
 from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.search_space import Axis, axis_of, make_searchable, plan_at
+from dampen.studies.config.search_space import axis_of, make_searchable, plan_at
 from dampen.studies.engines.search import Search, _release_dead, _study, run_one, search
 from dampen.studies.errors import LabError
 from dampen.studies.records.record import Record

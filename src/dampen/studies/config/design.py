@@ -81,7 +81,7 @@ class Axis:
             index = self.choices.index(value) if value in self.choices else -1 if value < self.choices[0] else None
             return (len(self.choices) if index is None else index) / (len(self.choices) - 1)
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            return float(math.log(value / self.low) / math.log(self.high / self.low))
         return float((value - self.low) / (self.high - self.low))
 
     def beyond(self, upwards: bool, count: int) -> list[Any]:

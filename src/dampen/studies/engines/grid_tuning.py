@@ -24,6 +24,7 @@ from dampen.studies.files import read_json, write_json
 from dampen.studies.records.metric import describe
 from dampen.studies.records.selection import Selection, Tried, remarks, select
 from dampen.studies.records.table import grid_text, read_results
+from dampen.studies.trainer.function import Function
 
 FOLDER = "search"
 """Trials of the tuning lie here, apart from those of the table."""
@@ -156,6 +157,14 @@ def _check_chosen(tuning: Plan, chosen: Mapping[str, Any], results: Mapping[str,
             )
 
 
+def own_metric(function: Function | None) -> tuple[str, str]:
+    """The metric by which settings of a training of the user's own are chosen; refuses where none was said."""
+    if function is None or function.metric is None:
+        told = "say which validation metric of your function it goes by, such as --metric accuracy or --metric nll:min"
+        raise ConfigError("The search", [f"metric: {told}"])
+    return function.metric
+
+
 def chosen_in_words(folder: Path) -> list[str]:
     """What was chosen for each row, a line each, from the record of a folder; nothing where nothing was tuned."""
     if not (folder / "search.json").exists():
@@ -187,7 +196,7 @@ def _extend(recipe: Recipe, scale: str | None, settings: Sequence[str], tuning: 
     if not tuning.extended:
         return False
     at = recipe.at(scale)
-    others = {row["name"]: [] for row in at["rows"] if row["name"] not in points}
+    others: dict[str, list[Setting]] = {row["name"]: [] for row in at["rows"] if row["name"] not in points}
     axes = tuning.axes
     tuning.plan = make_plan(recipe, scale, settings, at["tuning_seeds"], points=points | others)
     tuning.plan = tuning.of(list(axes))

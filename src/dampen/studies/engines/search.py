@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.allocator import keep_freed_memory
+from dampen.studies.config.design import Axis
 from dampen.studies.config.names import task_of
 from dampen.studies.config.plan import Plan
 from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.search_space import Axis, make_searchable, plan_at
+from dampen.studies.config.search_space import make_searchable, plan_at
+from dampen.studies.engines.grid_tuning import own_metric
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError, Locked
 from dampen.studies.files import write_json
 from dampen.studies.processes import context, stop_on_signals, without_main
@@ -100,10 +102,7 @@ def _selection(at: dict[str, Any], recipe: Recipe, execution: Execution) -> tupl
 
     if "function" not in at:
         return selection(task_of(at["data"]["name"], at.get("model", {}).get("name", "")))
-    if execution.function is None or execution.function.metric is None:
-        told = "say which validation metric of your function it goes by, such as --metric accuracy or --metric nll:min"
-        raise ConfigError("The search", [f"metric: {told}"])
-    return execution.function.metric
+    return own_metric(execution.function)
 
 
 def _study(what: Search, row: str, worker: int = 0) -> Any:

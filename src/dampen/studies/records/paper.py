@@ -41,6 +41,20 @@ def published_figures(figures: Mapping[str, Any]) -> dict[str, Published]:
     return found
 
 
+def effect_agreement(low: float, high: float, published: float) -> str:
+    """How an interval that excludes 0 agrees with a published difference: in direction, and within a factor of two.
+
+    >>> effect_agreement(-0.7, -0.45, -15.87), effect_agreement(-1.0, -0.59, -0.57), effect_agreement(-1.1, -0.6, 0.15)
+    ('same direction, much smaller', 'same direction and size', 'opposite direction')
+    """
+    near, far = sorted((abs(low), abs(high)))
+    if (low + high) * published <= 0:
+        return "opposite direction"
+    if far < abs(published) / 2:
+        return "same direction, much smaller"
+    return "same direction, much larger" if near > 2 * abs(published) else "same direction and size"
+
+
 @dataclass(frozen=True)
 class AgainstPaper:
     """The word, the reason in words, and the difference ours - paper with its 95 % interval where it exists."""

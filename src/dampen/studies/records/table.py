@@ -18,7 +18,7 @@ from dampen.studies.errors import DamagedRecord
 from dampen.studies.records.diagnosis import diagnosed
 from dampen.studies.records.metric import Metric, describe
 from dampen.studies.records.pairing import averaged_folds, unpaired
-from dampen.studies.records.paper import AgainstPaper, Published, against_paper, published_figures
+from dampen.studies.records.paper import AgainstPaper, Published, against_paper, effect_agreement, published_figures
 from dampen.studies.records.record import Record
 from dampen.studies.records.recorded import RecordedTrial, read_trial
 from dampen.studies.records.stats import Summary, summarize
@@ -396,4 +396,4 @@ def _claim(entry: Entry, table: ResultTable) -> str:
     shown = f"paper {gain:+.2f}, here {ours.difference:+.2f}"
     if entry.verdict not in ("better", "worse"):
         return f"{shown}: {'equal here' if entry.verdict == 'equal' else 'not decided here'}"
-    return f"{shown}: {'same direction' if gain * ours.difference > 0 else 'opposite direction'}"
+    return f"{shown}: {effect_agreement(ours.low, ours.high, gain)}"

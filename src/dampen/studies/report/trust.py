@@ -148,7 +148,7 @@ def _redrawn(runs: list[RecordedTrial]) -> list[str]:
     first = {"valid": data.get("split_seed") == "seed", "test": data.get("test_seed") == "seed"}
     if runs[0].config.get("format", 1) < 2:
         return [name for name, anew in first.items() if anew]
-    drawn = next((r.final.data.get("drawn", []) for r in runs if r.final and r.status == "finished"), [])
+    drawn: list[str] = next((r.final.data.get("drawn", []) for r in runs if r.final and r.status == "finished"), [])
     return [name for name, anew in first.items() if anew and name in drawn]
 
 

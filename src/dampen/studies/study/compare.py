@@ -11,7 +11,7 @@ from typing import Any
 from dampen.studies.config.plan import Plan
 from dampen.studies.config.search_space import tuned_recipe
 from dampen.studies.config.trial import TrialSpec
-from dampen.studies.engines.grid_tuning import chosen_in_words, tune
+from dampen.studies.engines.grid_tuning import chosen_in_words, own_metric, tune
 from dampen.studies.engines.racing import race_plan, seconds
 from dampen.studies.engines.runner import RunResult, run_plan
 from dampen.studies.errors import ConfigError, Interrupted, LabError
@@ -134,6 +134,8 @@ def _start(
 def _tune(study: Study, asked: Asked, trials: int) -> None:
     """Choose learning rate, weight decay and strengths of every row on validation first, the baseline's too; the study
     goes on with the best."""
+    if study.function is not None:
+        own_metric(study.function)
     study.folder = study.folder.with_name(f"{study.folder.name}-tuned")
     recipe = tuned_recipe(asked.recipe, trials, asked.settings)
 
