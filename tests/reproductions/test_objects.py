@@ -6,9 +6,9 @@ import json
 import msgspec
 import pytest
 import torch
-from dampen.studies.config.presets import preset
 
 from dampen.cli import main
+from dampen.studies.config.names import preset
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.data import load
 from dampen.studies.errors import LabError
