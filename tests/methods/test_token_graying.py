@@ -10,13 +10,13 @@ from scipy import fft
 from torch import nn
 
 import dampen
-from benchmarks import reference_skip as reference
 from dampen.checking import check_regularizer
 from dampen.formulas.graying import GrayImages, dct_matrix, gray_dct, gray_images, gray_svd, gray_tokens
 from dampen.formulas.patches import patchify
 from dampen.methods.token_graying import find_patch_size
 from dampen.regularizer import UnsupportedModel
 from reproductions.models.mae import MaskedAutoencoder
+from tests.oracles import skips as reference
 
 REAL = os.environ.get("DAMPEN_TEST_DATA")
 

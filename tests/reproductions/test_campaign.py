@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks import campaign
+from reproductions import campaign
 
 NAME = "explicit_dropout/table_3"
 

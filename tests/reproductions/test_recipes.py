@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.claimed import CLAIMS
 from dampen import hidden_key, regularize
 from dampen.studies.config.methods_text import build_methods, parse_rows
 from dampen.studies.config.plan import Plan, make_plan
@@ -16,6 +15,7 @@ from dampen.studies.engines.grid_tuning import as_large, tuning_plan
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.trainer.build import make_model, places
 from reproductions.campaign import EXPERIMENTS
+from reproductions.pages.claimed import CLAIMS
 
 PAPERS = Path(__file__).resolve().parent / "papers"
 NAMES = [name for name in list_recipes() if name not in EXPERIMENTS]

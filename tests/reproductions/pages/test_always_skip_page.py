@@ -2,11 +2,11 @@
 
 import json
 
-from benchmarks import skip_story
+from reproductions.pages import skip_story
 
 
 def test_page_is_up_to_date():
-    assert skip_story.main(["--check"]) == 0, "run `python -m benchmarks.skip_story`"
+    assert skip_story.main(["--check"]) == 0, "run `python -m reproductions.pages.skip_story`"
 
 
 def test_records_say_where_they_come_from():

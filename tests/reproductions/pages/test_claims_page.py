@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from benchmarks import claims, design, lambda_page
-from benchmarks.claimed import CLAIMS, TABLES, Claim, Effect, figures
-from benchmarks.claims import Found, compare, outcome
 from dampen.studies.report import make_report
+from reproductions.pages import claims, design, lambda_page
+from reproductions.pages.claimed import CLAIMS, TABLES, Claim, Effect, figures
+from reproductions.pages.claims import Found, compare, outcome
 
 
 def fate(kind, low, high, published=None, metric="accuracy"):
@@ -140,17 +140,17 @@ def limits(record):
 
 
 def test_limits_are_read_from_the_records():
-    spoken = limits("explicit_dropout/spoken_digits-study.json.xz")
+    spoken = limits("explicit_dropout/results/spoken_digits-study.json.xz")
     assert spoken["weakest settings"].startswith("10 of 11 methods ran at the weakest setting")
     assert {"one split", "one tuning seed", "baseline not tuned", "ties"} <= spoken.keys()
-    assert "rate 0.3 against 0.05" in limits("explicit_dropout/table_1-study.json.xz")["confounded"]
-    assert {"3 seeds", "loss still falls"} <= limits("dropkey/detr.json").keys()
-    assert "baseline underfits" in limits("finetuning/banking77.json.xz")
-    assert "one split" not in limits("weight_decay_digits.json.xz")
+    assert "rate 0.3 against 0.05" in limits("explicit_dropout/results/table_1-study.json.xz")["confounded"]
+    assert {"3 seeds", "loss still falls"} <= limits("dropkey/results/detr.json").keys()
+    assert "baseline underfits" in limits("finetuning/results/banking77.json.xz")
+    assert "one split" not in limits("small_data/results/weight_decay_digits.json.xz")
 
 
 def test_failed_runs_are_those_near_guessing():
-    table = make_report([claims.RECORDS / "always_skip_attention/depth_digits-study.json.xz"]).tables[0]
+    table = make_report([claims.RECORDS / "always_skip_attention/results/depth_digits-study.json.xz"]).tables[0]
     names = ("12 layers", "12 layers, no attention skip", "12 layers, no feed-forward skip")
     by_hand = [sum(value < 20 for value in table.entry(name).values.values()) for name in names]
     assert [claims.failed(table, name) for name in names] == by_hand == [0, 4, 7]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import appendix_b, consistency_bound, joint_mask
+from reproductions.pages import appendix_b, consistency_bound, joint_mask
 
 
 @pytest.mark.parametrize("page", [appendix_b, consistency_bound, joint_mask])

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from benchmarks import (
-    costs_page,
+from benchmarks import costs_page
+from dampen.studies.report import make_report
+from reproductions.pages import (
     detection_page,
     front_page,
     lambda_page,
@@ -15,38 +16,37 @@ from benchmarks import (
     rates_page,
     real_data,
     regimes,
-    reproductions,
+    tables,
     which_method,
 )
-from benchmarks.maps_picture import maps_picture
-from benchmarks.pages import stated
-from dampen.studies.report import make_report
+from reproductions.pages.maps_picture import maps_picture
+from reproductions.pages.publish import stated
 from tests.studies.synthetic_runs import edit, write_study
 
-STUDIES = [name for name in reproductions.STUDIES if (reproductions.RECORDS / f"{name}.json").exists()]
+STUDIES = [name for name in tables.STUDIES if tables.result_of(name).exists()]
 
 
 def test_the_pages_are_up_to_date():
-    assert reproductions.main(["--check"]) == 0, "run `python -m benchmarks.reproductions`"
-    assert real_data.main(["--check"]) == 0, "run `python -m benchmarks.real_data`"
+    assert tables.main(["--check"]) == 0, "run `python -m reproductions.pages.tables`"
+    assert real_data.main(["--check"]) == 0, "run `python -m reproductions.pages.real_data`"
     assert costs_page.main(["--check"]) == 0, "run `python -m benchmarks.costs_page`"
-    assert detection_page.main(["--check"]) == 0, "run `python -m benchmarks.detection_page`"
-    assert questions.main(["--check"]) == 0, "run `python -m benchmarks.questions`"
-    assert regimes.main(["--check"]) == 0, "run `python -m benchmarks.regimes`"
-    assert lambda_page.main(["--check"]) == 0, "run `python -m benchmarks.lambda_page`"
-    assert rates_page.main(["--check"]) == 0, "run `python -m benchmarks.rates_page`"
-    assert which_method.main(["--check"]) == 0, "run `python -m benchmarks.which_method`"
-    assert front_page.main(["--check"]) == 0, "run `python -m benchmarks.front_page`"
+    assert detection_page.main(["--check"]) == 0, "run `python -m reproductions.pages.detection_page`"
+    assert questions.main(["--check"]) == 0, "run `python -m reproductions.pages.questions`"
+    assert regimes.main(["--check"]) == 0, "run `python -m reproductions.pages.regimes`"
+    assert lambda_page.main(["--check"]) == 0, "run `python -m reproductions.pages.lambda_page`"
+    assert rates_page.main(["--check"]) == 0, "run `python -m reproductions.pages.rates_page`"
+    assert which_method.main(["--check"]) == 0, "run `python -m reproductions.pages.which_method`"
+    assert front_page.main(["--check"]) == 0, "run `python -m reproductions.pages.front_page`"
 
 
 def test_every_study_has_its_record():
-    assert list(reproductions.STUDIES) == STUDIES
+    assert list(tables.STUDIES) == STUDIES
 
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_records_are_whole(study):
     """Every planned run is there, with enough seeds, and says where it ran; no path of a machine, no weights."""
-    path = reproductions.RECORDS / f"{study}.json"
+    path = tables.result_of(study)
     report = make_report([path])
     (table,) = report.tables
     assert not report.skipped
@@ -113,8 +113,10 @@ def test_studies_are_counted_by_their_regime():
 
 def test_studies_on_the_same_examples_share_a_split():
     split = {c.record: c.split for c in regimes.cases()}
-    assert split["demo.json.xz"] == split["attentiondrop/digits-study.json.xz"]
-    assert split["demo.json.xz"] != split["weight_decay_digits.json.xz"]  # drawn with the seed
+    assert split["small_data/results/demo.json.xz"] == split["attentiondrop/results/digits-study.json.xz"]
+    assert (
+        split["small_data/results/demo.json.xz"] != split["small_data/results/weight_decay_digits.json.xz"]
+    )  # drawn with the seed
 
 
 def test_all_rows_of_a_page_are_one_family():

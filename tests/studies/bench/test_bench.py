@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import dampen
-from benchmarks import reference, reference_skip, reference_stochastic
 from dampen.cli import build
 from dampen.kernels import timing
 from dampen.kernels.timing import compare, summarize
@@ -27,6 +26,9 @@ from dampen.studies.bench.subject import Subject
 from dampen.studies.errors import ConfigError
 from dampen.studies.report import make_report, write_report
 from dampen.studies.report.costs import bench_rows
+from tests.oracles import attention as reference
+from tests.oracles import skips as reference_skip
+from tests.oracles import stochastic as reference_stochastic
 
 TINY = "vit(image_size=8, patch_size=2, width=16, depth=2, heads=2, mlp=16)"
 
