@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.explicit import appendix_b
-from dampen.studies.files import write_json
+from dampen.studies import write_json
 from reproductions.pages.publish import measure_and_publish
 from reproductions.pages.trained_digits import about, trained
 

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dampen.studies.records.metric import describe
-from dampen.studies.records.paper import PAPER_SEEDS
-from dampen.studies.records.stats import t_quantile
+from dampen.studies import PAPER_SEEDS, describe_metric, t_quantile
 
 FIGURES = Path(__file__).resolve().parent / "published"
 PAPERS = {
@@ -83,7 +81,7 @@ def table_kind(published: Effect, metric: str) -> Kind:
     >>> [table_kind(e, "accuracy") for e in (Effect(1.0, 0.2, 1.8), Effect(-3.9, -5.4, -2.4), Effect(0.1, -0.5, 0.7))]
     ['better', 'contrast', 'no worse']
     """
-    margin = describe(metric).margin or 0.0
+    margin = describe_metric(metric).margin or 0.0
     if published.low > 0 and published.difference > margin:
         return "better"
     return "contrast" if published.difference < -margin else "no worse"

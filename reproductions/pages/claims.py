@@ -13,12 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dampen.studies.records.metric import Metric, describe
-from dampen.studies.records.paper import effect_agreement
-from dampen.studies.records.stats import FEWEST, LEVEL, detectable, deviation, paired_differences, paired_interval
-from dampen.studies.records.table import ResultTable
-from dampen.studies.records.verdict import Comparison, sentence
-from dampen.studies.report import make_report
+from dampen.studies import (
+    FEWEST_SEEDS,
+    LEVEL,
+    Comparison,
+    Metric,
+    ResultTable,
+    describe_metric,
+    detectable,
+    deviation,
+    effect_agreement,
+    make_report,
+    paired_differences,
+    paired_interval,
+    sentence,
+)
 from reproductions.pages import design
 from reproductions.pages.claimed import CLAIMS, PAPERS, Claim, figures
 from reproductions.pages.curves import read as read_curves
@@ -54,7 +63,7 @@ def read(path: Path) -> tuple[Values, str]:
     """A packed study, or one of the small files of `skip_story`; and its splits and tuning in words."""
     if path.suffix == ".json" and "rows" in (content := json.loads(path.read_text())):
         values: Values = {
-            row: {"accuracy": {str(t["seed"]): describe("accuracy").scale * t["accuracy"] for t in trials}}
+            row: {"accuracy": {str(t["seed"]): describe_metric("accuracy").scale * t["accuracy"] for t in trials}}
             for row, trials in content["rows"].items()
         }
         return values, "one split, not tuned"  # these three recipes have neither a grid nor a split of each seed
@@ -72,8 +81,8 @@ def compare(claim: Claim, values: Values, family: int) -> Found:
     differences = paired_differences(row, reference)
     if not differences:
         raise ValueError(f"{claim.record} holds no {claim.metric} of {claim.row} and {claim.reference} in one seed.")
-    mean, metric = statistics.fmean(reference.values()), describe(claim.metric)
-    enough = len(differences) >= FEWEST
+    mean, metric = statistics.fmean(reference.values()), describe_metric(claim.metric)
+    enough = len(differences) >= FEWEST_SEEDS
     low, high = paired_interval(differences, LEVEL / family) if enough else (math.nan, math.nan)
     published = claim.effect.difference * (mean if claim.share else 1.0) if claim.effect else None
     return Found(
@@ -94,7 +103,7 @@ def outcome(claim: Claim, found: Found) -> str:
     *equal*: shown within the margin, contradicted outside. *contrast*: by direction and size; contradicted also where
     half the published effect is excluded.
     """
-    metric = describe(claim.metric)
+    metric = describe_metric(claim.metric)
     if math.isnan(found.low):
         return "inconclusive (too few seeds)"
     sign = -1.0 if metric.better == "min" else 1.0
@@ -184,7 +193,7 @@ def sweeps(table: ResultTable) -> str:
 
 def attacked(table: ResultTable) -> str:
     """Which rows stand an attack better than dropout; the family is the rows of this page under attack."""
-    metric = describe("pgd_accuracy")
+    metric = describe_metric("pgd_accuracy")
     rows = {
         name: table.entry(name).secondary["pgd_accuracy"]
         for name in ("R-Drop on dropout", "hard masking", "blur + consistency")
@@ -254,7 +263,7 @@ def page() -> str:
     found = judged()
     weak = sum(told.startswith("one split") for _, told in found.values())
     limits = "All" if weak == len(found) else str(weak)
-    lines = [HEAD.format(len(found), len(found), f"{describe('accuracy').margin:g}", limits)]
+    lines = [HEAD.format(len(found), len(found), f"{describe_metric('accuracy').margin:g}", limits)]
     for paper, name in PAPERS.items():
         lines += [f"## {name} ({paper})", ""]
         lines += [inconsistencies(), ""] if name == "Explicit Dropout" else []
@@ -272,7 +281,7 @@ def page() -> str:
 
 
 def _line(claim: Claim, found: tuple[Found, str] | None) -> str:
-    metric = describe(claim.metric)
+    metric = describe_metric(claim.metric)
     head = f"| {claim.text} | {claim.kind} | {claim.source} | {_published(claim, metric)}"
     if found is None:
         return f"{head} | | not testable here: {claim.untestable} | | |"

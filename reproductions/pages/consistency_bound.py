@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.diagnostics import consistency_bound
-from dampen.studies.files import write_json
+from dampen.studies import write_json
 from reproductions.pages.publish import measure_and_publish
 from reproductions.pages.trained_digits import about, trained
 

@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.records.metric import describe
-from dampen.studies.records.stats import summarize, t_quantile
-from dampen.studies.records.table import Entry, ResultTable
-from dampen.studies.records.verdict import Comparison, judge_pairs, sentence
-from dampen.studies.report import make_report
-from dampen.studies.report.stored import packed_text
+from dampen.studies import (
+    Comparison,
+    Entry,
+    ResultTable,
+    describe_metric,
+    judge_pairs,
+    make_report,
+    packed_text,
+    sentence,
+    summarize,
+    t_quantile,
+)
 
 METRICS = ("accuracy", "nll")
 
@@ -85,7 +91,7 @@ def family(studies: Sequence[tuple[Curves, Tested]], metric: str) -> Family:
 
 def verdicts(curves: Curves, references: Sequence[str], metric: str, found: Family) -> list[str]:
     """A table: each row at its chosen value against each reference."""
-    described = describe(metric)
+    described = describe_metric(metric)
     titles = ["row", "chosen", described.title, "n", *(f"against {reference}" for reference in references)]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in curves.rows:
@@ -118,6 +124,6 @@ def domain(points: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
     """The range of the middle nine tenths of the means: a few collapsed points would flatten everything else."""
     means = sorted(p["mean"] for p in points if p["metric"] == metric)
     cut = len(means) // 10
-    inner = means[cut:] if describe(metric).better == "max" else means[: len(means) - cut]
+    inner = means[cut:] if describe_metric(metric).better == "max" else means[: len(means) - cut]
     room = 0.15 * (inner[-1] - inner[0])
     return [inner[0] - room, inner[-1] + room]

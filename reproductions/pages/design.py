@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.records.table import Entry, ResultTable
+from dampen.studies import Entry, ResultTable
 from reproductions.pages.curves import search_of
 
 FEW_SEEDS = 3

@@ -15,9 +15,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dampen.studies.records.table import Entry, ResultTable
-from dampen.studies.report import Report, make_report, write_report
-from dampen.studies.report.detections import COLORS, drawn, picture_size
+from dampen.studies import BOX_COLORS, Entry, Report, ResultTable, draw_boxes, make_report, picture_size, write_report
 from reproductions.pages import design
 from reproductions.pages.publish import publish
 
@@ -66,11 +64,11 @@ the paper's 41.9. For that, `--model hf/FOLDER` takes a folder of transformers' 
 
 def collect(runs: Path, data_dir: str) -> None:
     """Run folders into one record, and what chance gives on the same test part."""
-    from dampen.studies.data import load
+    from dampen.studies import load_data
     from reproductions.metrics.objects import constant_precision, mean_boxes
 
     write_report([runs], RECORD, "pack")
-    data = load("bccd", data_dir)
+    data = load_data("bccd", data_dir)
     kinds = {"one box a class": 1, "as many as an image has": None}
     boxes = {name: mean_boxes(data.train, len(data.classes), many) for name, many in kinds.items()}
     found = {name: constant_precision(rows, data.test, data.classes) for name, rows in boxes.items()}
@@ -120,7 +118,7 @@ def page() -> str:
 
 def picture() -> str:
     """The first seed of each row, one row below the other."""
-    colors = dict(zip(("WBC", "RBC", "Platelets"), COLORS, strict=False))
+    colors = dict(zip(("WBC", "RBC", "Platelets"), BOX_COLORS, strict=False))
     width, height, gap, label = 240, 180, 8, 22
     parts, top = [], 0
     for entry in table().entries:
@@ -130,7 +128,7 @@ def picture() -> str:
         for i, seen in enumerate(_first(entry)):
             size = picture_size(seen.image)
             if size is not None:
-                inner = base64.b64decode(drawn(seen, size, colors).partition(",")[2]).decode()
+                inner = base64.b64decode(draw_boxes(seen, size, colors).partition(",")[2]).decode()
                 place = f'<svg x="{i * (width + gap)}" y="{top + label}" width="{width}" height="{height}" '
                 parts.append(inner.replace("<svg ", place, 1))
         top += label + height + gap

@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dampen.studies.records.verdict import sentence
-from dampen.studies.report import make_report
+from dampen.studies import make_report, sentence
 from reproductions.pages import claims, design, lambda_page, regimes, which_method
 from reproductions.pages.claimed import DEPTH, T3
 from reproductions.pages.publish import publish, renew, stated

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import ExplicitDropout, regularize
-from dampen.studies.files import write_json
+from dampen.studies import write_json
 from reproductions.pages.publish import measure_and_publish
 from reproductions.pages.trained_digits import about, trained
 

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.records.metric import describe
-from dampen.studies.records.table import Entry
-from dampen.studies.records.verdict import judge
+from dampen.studies import Entry, describe_metric, judge
 from reproductions.pages import design
 from reproductions.pages.curves import METRICS, Curves, Family, Tested, domain, family, points, read, verdicts
 from reproductions.pages.publish import publish, stated
@@ -115,7 +113,7 @@ def section(curves: Curves, found: dict[str, Family]) -> str:
 
 def answer(curves: Curves, metric: str, found: Family) -> str:
     """How the forms stand to implicit dropout where validation put them, and the best point of any curve."""
-    described = describe(metric)
+    described = describe_metric(metric)
     standing: dict[str, list[str]] = {}
     for row in forms(curves):
         standing.setdefault(found[curves.name, IMPLICIT, row].verdict, []).append(row)
@@ -152,7 +150,7 @@ def picture(curves: Curves) -> str:
         for form in FORMS:
             here = [p for p in drawn if p["metric"] == metric and p["form"] == form]
             base = alt.Chart(alt.Data(values=here)).encode(x=x, color=color)
-            y = alt.Y("mean:Q", title=describe(metric).title, scale=scale)
+            y = alt.Y("mean:Q", title=describe_metric(metric).title, scale=scale)
             band = base.mark_area(opacity=0.15, clip=True).encode(y=alt.Y("low:Q", scale=scale), y2="high:Q")
             curve = base.mark_line(point=True, clip=True).encode(y=y)
             rule = rules.mark_rule(strokeDash=[4, 3]).encode(y="mean:Q", color=alt.value("#444"))
@@ -164,7 +162,7 @@ def picture(curves: Curves) -> str:
         band = base.mark_area(opacity=0.1, clip=True, color="#444").encode(
             detail="places:N", y=alt.Y("low:Q", scale=scale), y2="high:Q"
         )
-        y = alt.Y("mean:Q", title=describe(metric).title, scale=scale)
+        y = alt.Y("mean:Q", title=describe_metric(metric).title, scale=scale)
         curve = base.mark_line(point=True, clip=True, color="#444").encode(y=y)
         plain = rules.mark_rule(strokeDash=[4, 3]).encode(y="mean:Q", color=alt.value("#444"))
         panels.append(alt.layer(band, curve, plain).properties(width=250, height=200, title=IMPLICIT))

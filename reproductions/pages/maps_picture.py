@@ -5,8 +5,7 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 
-from dampen.studies.records.table import ResultTable
-from dampen.studies.report.attention_images import attention_maps
+from dampen.studies import ResultTable, attention_maps
 
 SIDE, GAP, TITLE = 96, 10, 18
 

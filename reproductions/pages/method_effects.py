@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from dampen.studies.errors import LabError
-from dampen.studies.records.verdict import sentence
+from dampen.studies import LabError, sentence
 from reproductions.pages import design
 from reproductions.pages.which_method import RECORDS, read
 

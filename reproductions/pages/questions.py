@@ -15,11 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dampen.studies.records.table import ResultTable
-from dampen.studies.report import Report, make_report
-from dampen.studies.report.advice import Advice, advise
-from dampen.studies.report.figure import Palette
-from dampen.studies.report.forest import forest
+from dampen.studies import Advice, Palette, Report, ResultTable, advise, forest, make_report
 from reproductions.pages import claims, design
 from reproductions.pages.curves import interval_points
 from reproductions.pages.maps_picture import maps_picture

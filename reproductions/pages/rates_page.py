@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dampen.studies.records.metric import describe
+from dampen.studies import describe_metric
 from reproductions.pages import design
 from reproductions.pages.curves import METRICS, Curves, domain, family, points, read, verdicts
 from reproductions.pages.publish import publish
@@ -67,7 +67,7 @@ def picture(curves: Curves) -> str:
         scale = alt.Scale(zero=False, domain=domain([*drawn, *plain], metric))
         base = here.encode(x=alt.X("rate:Q", title="ratio"), color=color)
         band = base.mark_area(opacity=0.12, clip=True).encode(y=alt.Y("low:Q", scale=scale), y2="high:Q")
-        y = alt.Y("mean:Q", title=describe(metric).title, scale=scale)
+        y = alt.Y("mean:Q", title=describe_metric(metric).title, scale=scale)
         curve = base.mark_line(point=True, clip=True).encode(y=y)
         rules = alt.Chart(alt.Data(values=[p for p in plain if p["metric"] == metric]))
         rule = rules.mark_rule(strokeDash=[4, 3]).encode(y="mean:Q", color=alt.value("#444"))

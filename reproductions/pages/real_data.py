@@ -68,9 +68,9 @@ def run(name: str, runs: Path, data: str) -> dict[str, Any]:
 
 def chance(name: str, folder: str) -> dict[str, Any]:
     """What knowing nothing gives on the test part, and how that is computed."""
-    from dampen.studies.data import load
+    from dampen.studies import load_data
 
-    data = load(name, folder, partial=True)
+    data = load_data(name, folder, partial=True)
     if data.task in ("image", "audio"):
         train, test = (split.batch(range(len(split)))["target"] for split in (data.train, data.test))
         share = float((test == train.mode().values).float().mean())

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dampen.studies.records.table import Entry, ResultTable
-from dampen.studies.records.verdict import Comparison
+from dampen.studies import Comparison, Entry, ResultTable
 from reproductions.pages import design
 from reproductions.pages.design import losses, overfits
 from reproductions.pages.publish import PADDING, publish

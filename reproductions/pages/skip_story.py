@@ -15,12 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
-from dampen.studies.records.record import Record
-from dampen.studies.records.stats import summarize
-from dampen.studies.records.table import ResultTable
-from dampen.studies.records.verdict import Comparison, judge_pairs, sentence, words
-from dampen.studies.report import make_report
+from dampen.studies import Comparison, Plan, Record, ResultTable, judge_pairs, make_report, sentence, summarize, words
 from reproductions.pages import claims
 from reproductions.pages.publish import publish, renew
 

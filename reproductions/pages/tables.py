@@ -15,13 +15,17 @@ import copy
 from collections.abc import Sequence
 from pathlib import Path
 
-from dampen.studies.config.plan import Plan
-from dampen.studies.records.stats import summarize
-from dampen.studies.records.table import ResultTable
-from dampen.studies.report import Report, make_report, write_report
-from dampen.studies.report.advice import advise
-from dampen.studies.report.charts import results
-from dampen.studies.report.figure import Palette
+from dampen.studies import (
+    Palette,
+    Plan,
+    Report,
+    ResultTable,
+    advise,
+    make_report,
+    results_chart,
+    summarize,
+    write_report,
+)
 from reproductions.pages import design
 from reproductions.pages.publish import publish, renew
 
@@ -127,7 +131,7 @@ def picture(table: ResultTable) -> str:
 
     reference = table.main_reference
     palette = Palette([e.name for e in table.entries], [reference.name] if reference else [])
-    figure = results(table, palette)
+    figure = results_chart(table, palette)
     if figure is None:
         raise ValueError(f"{table.study.name} has no finished run to draw.")
     spec = copy.deepcopy(figure.panels[0].spec)

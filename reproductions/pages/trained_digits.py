@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.diagnose.trained import Trained, from_run
-from dampen.studies.records.environment import describe
-from dampen.studies.trainer.state import Execution
-from dampen.studies.trainer.train import run_trial
+from dampen.studies import Execution, Trained, TrialSpec, describe_machine, run_trial, trained_model
 
 DATA = {"name": "digits", "train_fraction": 0.25}
 MODEL = {"name": "vit", "patch_size": 2, "width": 32, "depth": 4, "heads": 4, "mlp": 64}
@@ -30,12 +26,12 @@ def trained(methods: Sequence[Mapping[str, Any]], seed: int, runs: Path, **data:
     """Train in a folder below `runs`, or take what was trained there before."""
     asked = trial(methods, seed, **data)
     run_trial(asked, runs / asked.id, Execution(threads=1, accelerator="cpu", checkpoint_seconds=1e9))
-    return from_run(runs / asked.id)
+    return trained_model(runs / asked.id)
 
 
 def about() -> dict[str, Any]:
     """What a record says of where it was made."""
-    machine = describe(torch.get_num_threads(), "cpu")
+    machine = describe_machine(torch.get_num_threads(), "cpu")
     kept = {k: machine[k] for k in ("cpu", "threads") if k in machine}
     load = os.getloadavg()[0]
     return {**kept, "torch": torch.__version__, "load": round(load, 1), "data": DATA, "model": MODEL, "train": TRAIN}

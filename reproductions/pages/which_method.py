@@ -10,10 +10,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dampen.studies.records.metric import describe
-from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.records.verdict import Comparison, judge, judge_pairs, sentence
-from dampen.studies.report import make_report
+from dampen.studies import (
+    Comparison,
+    Entry,
+    ResultTable,
+    describe_metric,
+    grid_text,
+    judge,
+    judge_pairs,
+    make_report,
+    sentence,
+)
 from reproductions.pages import curves, design
 from reproductions.pages.design import PLAIN, plain
 from reproductions.pages.publish import publish, stated
@@ -22,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS, PAGE = ROOT / "reproductions", ROOT / "docs" / "which_method.md"
 MOST = 4
 WEIGHT_DECAY = "small_data/results/weight_decay_digits.json.xz"
-FAMILY = describe("accuracy")
+FAMILY = describe_metric("accuracy")
 """The metric of the family: every table here has percent, more is better, and this margin."""
 HEAD = """# Which method should I use?
 

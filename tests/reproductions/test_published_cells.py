@@ -1,6 +1,6 @@
 """Every published number stands in a recipe, cell by cell; a cell that no recipe has, or has otherwise, fails.
 
-The papers' figures lie in tests/papers. $DAMPEN_PAPERS names another folder with the same files, to compare with that.
+The published figures lie in reproductions/pages/published. $DAMPEN_PAPERS names another folder with the same files, to compare with that.
 """
 
 import os
@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dampen.studies.config.recipe import list_recipes, load_recipe
+from reproductions.pages import claims
 
-PAPERS = Path(os.environ.get("DAMPEN_PAPERS", Path(__file__).resolve().parent / "papers"))
+PAPERS = Path(os.environ.get("DAMPEN_PAPERS", Path(claims.__file__).parent / "published"))
 NOT_FIGURES = {("explicit_dropout", "protocol"), ("explicit_dropout", "table_5", "learning_rates")}
 UNREPORTED = -1
 

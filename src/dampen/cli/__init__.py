@@ -15,7 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("dampen.cli.demo:demo", "Compare every family of methods on embedded data; a few minutes, offline."),
     "list": ("dampen.cli.catalog:list_", "List the methods or the recipes."),
     "show": ("dampen.cli.catalog:show", "Show a method or a recipe in full."),
-    "run": ("dampen.cli.run:run", "Run a table of a paper, or your own recipe; resumes what was cut off."),
+    "run": ("dampen.cli.run:run", "Run a recipe: your own, or a paper's table from a clone; resumes what was cut off."),
     "compare": ("dampen.cli.compare:compare", "Compare methods on your data and model, fairly."),
     "report": ("dampen.cli.report:report", "Write the report of finished runs."),
     "bench": ("dampen.cli.bench:bench", "Measure what each method costs."),
@@ -35,7 +35,7 @@ dampen show drop_key
 
 dampen compare --data digits --methods "drop_key(rate=0.3), drop_path" --seeds 5
 
-dampen run explicit_dropout/table_1 --dry-run
+dampen run my_recipe.toml --dry-run
 
 Exit codes: 0 done, 1 some trials failed, 2 wrong usage or recipe, 3 data missing or damaged, 4 folder in use, 5 a loss
 became NaN, 6 disk full, 130 interrupted (run the same command again to resume)."""

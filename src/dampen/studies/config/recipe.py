@@ -115,8 +115,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> merge({"model": {"name": "vit", "depth": 7}, "train": {"lr": 1}}, {"model": {"depth": 2}, "train": {"lr": 3}})
     {'model': {'name': 'vit', 'depth': 2}, 'train': {'lr': 3}}
-    >>> merge({"model": {"name": "vit", "depth": 7}}, {"model": {"name": "convmixer"}})
-    {'model': {'name': 'convmixer'}}
+    >>> merge({"model": {"name": "vit", "depth": 7}}, {"model": {"name": "encoder"}})
+    {'model': {'name': 'encoder'}}
     """
     merged = dict(base)
     for key, value in over.items():

@@ -28,6 +28,7 @@ from dampen.studies.config.search_space import make_searchable, plan_at
 from dampen.studies.engines.grid_tuning import own_metric
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError, Locked
 from dampen.studies.files import write_json
+from dampen.studies.plugins import activate
 from dampen.studies.processes import context, stop_on_signals, without_main
 from dampen.studies.records.environment import asked_threads, usable_cores
 from dampen.studies.trainer.checkpoint import saved_states
@@ -183,6 +184,7 @@ def _work(what: Search, worker: int, stop: Any, lines: Any) -> None:
     """The life of one process."""
     stop_on_signals(signal.SIG_IGN)  # the parent decides
     keep_freed_memory()
+    activate(what.execution.plugins)
     studies = {row: _study(what, row, worker) for row in what.rows}
     while not stop.is_set():
         counts = _counts(studies)
