@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 def test_the_example_is_planned_as_it_says(tmp_path):
-    (text,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    text = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
     (tmp_path / "my.toml").write_text(text)
     plan = make_plan(load_recipe(str(tmp_path / "my.toml")))
     assert len(plan.trials) == 8  # (plain + DropKey x 2 rates + not pretrained) x 2 seeds

@@ -16,7 +16,7 @@ from dampen.studies.report import make_report
 from dampen.studies.study.parts import comparison
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.checkpoint import load_newest
-from dampen.studies.trainer.pretraining import load_pretrained, without_labels
+from dampen.studies.trainer.pretraining import load_pretrained, prepared_by
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from reproductions.models.mae import MaskedAutoencoder
@@ -151,7 +151,7 @@ def test_diagnosis_and_report_see_the_classifier(tmp_path, pretrained, quick):
     trained = from_run(tmp_path / trial.id)  # the prior of the PAC-Bayes bound must not have seen any data
     fresh = TrialState(replace(trial, pretrain=None), quick).raw
     assert all(torch.equal(trained.initial[name], p) for name, p in fresh.named_parameters())
-    with pytest.raises(LabError, match="a masked autoencoder's training; diagnose the classifier above it"):
+    with pytest.raises(LabError, match="is a pretraining; diagnose the classifier above it"):
         from_run(tmp_path / trial.id / PRETRAIN)
     assert [e.summary.n for table in make_report([tmp_path]).tables for e in table.entries] == [1]
 
@@ -182,7 +182,7 @@ def test_names_are_checked_before_anything_runs(pretrained):
     trial = pretrained(pretrain={"model": {"decoder_widht": 3}})
     assert check_trial(trial) == ["pretrain.model.decoder_widht: unknown key; did you mean 'decoder_width'?"]
     trial = TrialSpec.from_dict({"data": {"name": "fsdd"}, "model": {"name": "mae"}})
-    assert check_trial(trial) == ["model.name: 'mae' guesses images; 'fsdd' is a data set for audio"]
+    assert check_trial(trial) == ["model.name: 'mae' needs image data; 'fsdd' is a data set for audio"]
 
 
 def test_an_autoencoder_can_be_compared_by_its_own_metric():
@@ -194,8 +194,9 @@ def test_an_autoencoder_can_be_compared_by_its_own_metric():
 def test_only_images_can_lose_their_labels():
     data = load_data({"name": "digits"}, None)
     data.task = "audio"
-    with pytest.raises(ConfigError, match="'mae' needs images; digits is a data set for audio"):
-        without_labels(data, MaskedAutoencoder(image_size=8, patch_size=2, channels=1, width=16, depth=1, heads=2))
+    model = MaskedAutoencoder(image_size=8, patch_size=2, channels=1, width=16, depth=1, heads=2)
+    with pytest.raises(ConfigError, match="'mae' needs image data; digits is a data set for audio"):
+        prepared_by(model, "mae", data)
 
 
 def test_the_record_is_plain_json(tmp_path, pretrained, quick):

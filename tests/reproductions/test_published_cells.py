@@ -1,6 +1,7 @@
 """Every published number stands in a recipe, cell by cell; a cell that no recipe has, or has otherwise, fails.
 
-The published figures lie in reproductions/pages/published. $DAMPEN_PAPERS names another folder with the same files, to compare with that.
+The published figures lie in reproductions/pages/published.
+$DAMPEN_PAPERS names another folder with the same files, to compare with that.
 """
 
 import os

@@ -78,6 +78,8 @@ def prepared_by(model: nn.Module, name: str, data: Dataset) -> Dataset:
         return data
     if data.task not in kind.takes:
         needs = " or ".join(kind.takes)
-        raise ConfigError("The trial", [f"model.name: {name!r} needs {needs} data; {data.name} is for {data.task}"])
+        raise ConfigError(
+            "The trial", [f"model.name: {name!r} needs {needs} data; {data.name} is a data set for {data.task}"]
+        )
     prepared: Dataset = cast(Any, model).prepare(data)
     return prepared
