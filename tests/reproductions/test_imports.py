@@ -1,4 +1,4 @@
-"""The import contract of the three places: reproductions uses public names, and nothing installed uses reproductions."""
+"""The import contract: reproductions uses public names, and nothing installed uses reproductions."""
 
 import ast
 from pathlib import Path

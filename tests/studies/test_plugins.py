@@ -135,7 +135,9 @@ def test_the_environment_names_plugins_for_every_command(place):
     assert "stripes" in run(place, "data", "list", **where)
     assert json.loads(run(place, "list", "recipes", "--json", **where))[0]["name"] == "stripes/table"
     assert "stripes/table at scale laptop" in run(place, "run", "stripes/table", "--dry-run", **where)
-    assert "1 seed" in run(place, "compare", "--data", "stripes", "--methods", "plain", "--seeds", "1", **where)
+    assert "1 seed" in run(
+        place, "compare", "--data", "stripes", "--methods", "params(weight_decay=1.0)", "--seeds", "1", **where
+    )
     told = run(place, "list", code=2, DAMPEN_PLUGINS="strips")
     assert "there is no plug-in 'strips'" in told
 
