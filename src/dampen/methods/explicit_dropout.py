@@ -91,6 +91,7 @@ class ExplicitDropout(Regularizer):
     """
 
     stochastic = False
+    only_reads = True
     needs_valid = True
     multiplies = True
     rate: Tensor
@@ -153,9 +154,12 @@ class ExplicitDropout(Regularizer):
         """Open only the stages and read only the maps that the terms at work need."""
         self.pair_terms = self.terms & set(PAIR_TERMS)
         attends = "attended_value" in self.terms
-        # A detached input leaves Wv alone, which the attention output cannot tell from A: take A itself
-        self.reads_weights = attends and (self.form != "paper" or self.detach_inputs)
-        self.reads_output = attends and self.form != "inverted" and not self.detach_inputs
+        # A detached input leaves Wv alone, and values that another method changes are not X Wv: the attention output
+        # cannot tell A from these, so take A itself
+        self.from_weights = self.detach_inputs or not self.changed_maps.isdisjoint(("v", "qkv", "kv"))
+        self.reads_weights = attends and (self.form != "paper" or self.from_weights)
+        self.reads_output = attends and self.form != "inverted" and not self.from_weights
+        self.reads_product = "residual" in self.terms
         joint = "joint" in self.terms
         self.stochastic = joint  # type: ignore[misc]  # random signs
         self.takes_jacobian = joint
@@ -197,6 +201,8 @@ class ExplicitDropout(Regularizer):
 
     def prepare(self, model: nn.Module) -> None:
         self.swapped = sequence_first(self.neighbors)
+        if self.changed_maps & {"v", "qkv", "kv"}:
+            self._switch()
 
     def check_layer(self, roles: set[str], where: str) -> None:
         alone = [r for r in BRANCHES if "residual" in self.terms and _LAYER[r] not in self.terms]
@@ -262,7 +268,7 @@ class ExplicitDropout(Regularizer):
             weights = rows.weights if rows.weights is None or call.rows is None else rows.weights[:, call.rows]
             a_used = a.detach() if self.detach_inputs else a
             b = variance = None
-            if factors.bias is not None and self.detach_inputs:
+            if factors.bias is not None and self.from_weights:
                 b = attended_bias_from_weights(a_used, v, weights)
             if factors.variance is not None:
                 variance = attended_variance(a_used, v, weights, self.attended)
@@ -285,7 +291,7 @@ class ExplicitDropout(Regularizer):
             linear = call.projection("v")
             bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, o.shape[-1]))
             rows = query_rows(call, self.reduction, wide_dtype(o))
-            b = attended_bias(o, bias, rows.weights)
+            b = attended_bias(o, bias, rows.weights, None if bias is None else call.row_sums)
             self._penalize(
                 "attended_value", combine(single(self.form, as_wide(self.current("rate"), o)), b, None) * rows.factor
             )

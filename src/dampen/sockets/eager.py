@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import saved_tensors_are_hooked
+from dampen.kernels.attend import reads_apart, run_heads
+from dampen.regularizer import check_only_reads
 from dampen.sockets.channels import tell_heads, tell_rows
 from dampen.sockets.eager_scores import fit, stages_of_scores, visible
 from dampen.sockets.equations import Equation, Flipped, product_equation
@@ -49,6 +51,8 @@ _TO_SCORES = set(
 _TO_WEIGHTS = set(
     (_FORM + "dropout mul mul_ __mul__ __rmul__ __imul__ masked_fill masked_fill_ where nan_to_num").split()
 )
+_KEEPS_SUMS = set((_FORM + "permute transpose swapaxes movedim dropout").split())
+"""After these the rows of the weights sum to what they summed to."""
 _JOINS = {"cat", "concat", "concatenate"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
@@ -64,6 +68,7 @@ class EagerAttention:
         self.call: Call  # that of this forward, as `start` sets it
         self.regularizers: Sequence[Regularizer] = ()  # those that are at work in it
         self.stages: set[str] = set()  # theirs
+        self.reading: list[Regularizer] = []  # those among them that need weights which no other has changed
         self.products = 0
         self.path: tuple[int, list[str]] | None = None  # the way of the forwards before, where this one may take it
         self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
@@ -76,6 +81,7 @@ class EagerAttention:
         tensors that its recompute saves, so both must go the same way: the long one."""
         self.regularizers, self.call = regularizers, call
         self.stages = {stage for r in regularizers for stage in r.stages}
+        self.reading = reads_apart(regularizers)
         if torch.compiler.is_compiling() or self.site.path is None or call.followed is not None:
             return
         if "qkv" not in self.stages and not saved_tensors_are_hooked():
@@ -268,9 +274,21 @@ class EagerAttention:
             new, values = self._weigh(product, equation)
             a = way.again(new, product.softmax)
             self.weights.append((way.tensor, a))
-        o: Tensor = func(*(a if x is way.tensor else values if x is equation.values else x for x in args), **kwargs)
+
+        def multiply(a: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = func(*(a if x is way.tensor else v if x is equation.values else x for x in args), **kwargs)
+            return out
+
+        o = multiply(a, values)
         if "heads" in self.stages:
-            o = self._heads(o, equation, product.layout)
+            apart = self.reading
+            if not apart and way.drops(product.softmax):
+                apart = [r for r in self.regularizers if r.only_reads]
+            if product.clean is not None and any("heads" in r.stages for r in apart):
+                clean = way.again(product.clean, product.softmax, dropout=False)
+                self._heads(multiply(clean, equation.values), clean, equation, way, product, apart)
+            rest = [r for r in self.regularizers if r not in apart]
+            o = self._heads(o, a, equation, way, product, rest)
         call.scores = None
         self.done += 1
         self.watch(call, before=False)
@@ -280,7 +298,8 @@ class EagerAttention:
         """The weights as the stages make them of the scores, and the values; those wait where none needs them yet."""
         if product.scores is None or product.softmax is None:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
-        call, regularizers, scores = self.call, self.regularizers, product.scores.tensor
+        call, scores = self.call, product.scores.tensor
+        inside = [r for r in self.regularizers if r not in self.reading]
         leading = scores.shape[:-2]
         companions = [None] * 3 if outputs is None else self._companions(product.equation, outputs, leading, call)
         told = tell_heads(self.site, call, companions, leading)
@@ -293,7 +312,7 @@ class EagerAttention:
         s = layout.fold(scores)
         call.bias, call.mask = None, visible(s, set(product.scores.names()))
         call.scores = s
-        values = scores
+        values, new_q, new_k = scores, q, k
         if outputs is None:
             self.watch(call, before=True)
         else:
@@ -301,8 +320,8 @@ class EagerAttention:
             v = layout.fold(v.reshape(*fit(v, leading), *v.shape[-2:]))
             call.value_size, values = v.shape[3], outputs.values
             self.watch(call, before=True)
-            new_q, new_k, new_v = q, k, v
-            for r in regularizers:
+            new_v = v
+            for r in self.regularizers:
                 if "qkv" in r.stages:
                     new_q, new_k, new_v = r.qkv(new_q, new_k, new_v, call)
             if new_q is not q or new_k is not k:
@@ -310,16 +329,28 @@ class EagerAttention:
                 s = layout.fold(product.scores.again(start, product.start))
                 call.scores = s
             values = values if new_v is v else outputs.values_back(layout.unfold(new_v))
-            q, k = new_q, new_k
+        if self.reading:
+            product.clean = self._weights(product, layout.fold(scores), q, k, self.reading)
+        a = self._weights(product, s, new_q, new_k, inside)
+        product.clean = product.clean if self.reading else a
+        return a, values
+
+    def _weights(
+        self, product: Product, s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]
+    ) -> Tensor:
+        """The weights of some scores, with the stages mask, logits and probs."""
+        call, layout = self.call, product.layout
+        if product.scores is None or product.softmax is None or layout is None:
+            raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
         s = stages_of_scores(s, q, k, regularizers, call)
         a = product.softmax.again(layout.unfold(s), product.scores)
-        if "probs" in self.stages:
+        if any("probs" in r.stages for r in regularizers):
             folded = layout.fold(a)
             for r in regularizers:
                 if "probs" in r.stages:
-                    folded = r.probs(folded, call)
+                    folded = check_only_reads(r, "probs", folded, r.probs(folded, call))
             a = layout.unfold(folded)
-        return a, values
+        return a
 
     def _companions(
         self, scores: Equation, outputs: Equation, leading: Sequence[int], call: Call
@@ -340,12 +371,24 @@ class EagerAttention:
             return out
         return tuple(next((new for old, new in self.weights if old is x), x) for x in out)
 
-    def _heads(self, o: Tensor, equation: Equation, layout: Any) -> Tensor:
+    def _heads(
+        self,
+        o: Tensor,
+        a: Tensor,
+        equation: Equation,
+        way: Way,
+        product: Product,
+        regularizers: Sequence[Regularizer],
+    ) -> Tensor:
+        """The stage heads; `a` are the weights that made `o`."""
+        layout: Any = product.layout
         ordered = equation.outputs_last(o)
-        folded = layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:]))
-        for r in self.regularizers:
-            if "heads" in r.stages:
-                folded = r.heads(folded, self.call)
+        since = product.softmax
+        if self.call.mask is not None or product.keys is not None or not _KEEPS_SUMS.issuperset(way.names(since)):
+            a = a.mT if product.turned is not None else a
+            self.call.weights = layout.fold(a.reshape(*layout.leading, *a.shape[-2:]))
+        folded = run_heads(layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:])), regularizers, self.call)
+        self.call.weights = None
         return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
 
     def _check_tokens(self, q: Tensor, k: Tensor, call: Call) -> None:
