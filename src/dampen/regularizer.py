@@ -105,12 +105,12 @@ class Regularizer(nn.Module):
     stages: frozenset[str] = frozenset()
     """The stages at work. An instance may switch some off by assigning a smaller set."""
     only_reads: bool = False
-    """True for a method that returns what it gets and only makes penalties. Such methods run first at every stage, so
-    that they read what no other method has changed; where that needs an attention or a linear layer of its own, they
-    get one. Without a word of the class: nothing random, nothing in eval, and its code calls `penalize`."""
+    """True for a method that returns what it gets and only makes penalties. Such methods run first at every stage, on
+    operands that no other method has changed; where that takes one more attention or linear layer, it is computed for
+    them. By default: the method draws nothing, does not act in eval, and its code calls `penalize`."""
     acts_first: ClassVar[bool] = False
-    """True for methods that replace or add numbers: they act before those that drop some. Else the order of methods is
-    that of their names, whatever order they are given in."""
+    """True for methods that replace or add numbers: they act before those that drop some. Otherwise methods act in the
+    order of their names, whatever the order in which they are given."""
     reads_product: bool = True
     """False for a method that only reads and does not look at the `y` of `product`: then no product is made for it
     where another method has changed the operands."""
@@ -399,9 +399,13 @@ class Regularizer(nn.Module):
 
 
 def in_order(regularizers: Iterable[Regularizer]) -> list[Regularizer]:
-    """The order in which methods act, whatever order they are given in: those that only read, those that replace or add
-    numbers, those that drop some; among these by name. Two of one class go by their numbers."""
-    return sorted(regularizers, key=lambda r: (not r.only_reads, not r.acts_first, r.name, sorted(r._numbers.items())))
+    """The order in which methods act, whatever the order in which they are given: those that only read, those that
+    replace or add numbers, those that drop some; among these by name, and two of one class by what they print."""
+    given = list(regularizers)
+    names = [r.name for r in given]
+    # what a method prints tells two of one class apart; a graph may not depend on the numbers in it
+    several = {} if torch.compiler.is_compiling() else {r: repr(r) for r in given if names.count(r.name) > 1}
+    return sorted(given, key=lambda r: (not r.only_reads, not r.acts_first, r.name, several.get(r, "")))
 
 
 def check_only_reads(r: Regularizer, stage: str, given: Tensor, returned: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dampen.checking.attached import telling
-from dampen.checking.contracts import CONTRACTS, ONCE, ContractBroken
+from dampen.checking.contracts import CONTRACTS, ONCE
+from dampen.checking.outcomes import ContractBroken
 from dampen.checking.subjects import SUBJECTS, Subject
 from dampen.regularizer import Regularizer, UnsupportedModel
 from dampen.sockets.blame import blame
