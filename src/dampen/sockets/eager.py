@@ -280,15 +280,16 @@ class EagerAttention:
             return out
 
         o = multiply(a, values)
-        if "heads" in self.stages:
-            apart = self.reading
-            if not apart and way.drops(product.softmax):
-                apart = [r for r in self.regularizers if r.only_reads]
-            if product.clean is not None and any("heads" in r.stages for r in apart):
+        readers = [r for r in self.regularizers if r.only_reads and not r.stages.isdisjoint(("probs", "heads"))]
+        if readers and product.clean is not None:  # weights and output as the model alone has them, without its dropout
+            clean, clean_o = a, o if any("heads" in r.stages for r in readers) else None
+            if product.clean is not product.used or way.drops(product.softmax):
                 clean = way.again(product.clean, product.softmax, dropout=False)
-                self._heads(multiply(clean, equation.values), clean, equation, way, product, apart)
-            rest = [r for r in self.regularizers if r not in apart]
-            o = self._heads(o, a, equation, way, product, rest)
+                clean_o = None if clean_o is None else multiply(clean, equation.values)
+            self._read(readers, clean, clean_o, equation, way, product)
+        if "heads" in self.stages:
+            acting = [r for r in self.regularizers if not r.only_reads]
+            o = self._heads(o, equation, product, acting)
         call.scores = None
         self.done += 1
         self.watch(call, before=False)
@@ -299,7 +300,6 @@ class EagerAttention:
         if product.scores is None or product.softmax is None:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
         call, scores = self.call, product.scores.tensor
-        inside = [r for r in self.regularizers if r not in self.reading]
         leading = scores.shape[:-2]
         companions = [None] * 3 if outputs is None else self._companions(product.equation, outputs, leading, call)
         told = tell_heads(self.site, call, companions, leading)
@@ -329,28 +329,52 @@ class EagerAttention:
                 s = layout.fold(product.scores.again(start, product.start))
                 call.scores = s
             values = values if new_v is v else outputs.values_back(layout.unfold(new_v))
+        inside = [r for r in self.regularizers if r not in self.reading]
+        a = self._softmax_again(product, s, new_q, new_k, inside)
+        product.clean = a
         if self.reading:
-            product.clean = self._weights(product, layout.fold(scores), q, k, self.reading)
-        a = self._weights(product, s, new_q, new_k, inside)
-        product.clean = product.clean if self.reading else a
+            product.clean = self._softmax_again(product, layout.fold(scores), q, k, self.reading)
+        acting = [r for r in inside if "probs" in r.stages and not r.only_reads]
+        if acting:
+            folded = layout.fold(a)
+            for r in acting:
+                folded = r.probs(folded, call)
+            a = layout.unfold(folded)
+        product.used = a
         return a, values
 
-    def _weights(
+    def _softmax_again(
         self, product: Product, s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]
     ) -> Tensor:
-        """The weights of some scores, with the stages mask, logits and probs."""
-        call, layout = self.call, product.layout
-        if product.scores is None or product.softmax is None or layout is None:
+        """The weights of some scores, with the stages mask and logits."""
+        layout: Any = product.layout
+        if product.scores is None or product.softmax is None:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
-        s = stages_of_scores(s, q, k, regularizers, call)
-        a = product.softmax.again(layout.unfold(s), product.scores)
-        if any("probs" in r.stages for r in regularizers):
-            folded = layout.fold(a)
-            for r in regularizers:
-                if "probs" in r.stages:
-                    folded = check_only_reads(r, "probs", folded, r.probs(folded, call))
-            a = layout.unfold(folded)
-        return a
+        s = stages_of_scores(s, q, k, regularizers, self.call)
+        return product.softmax.again(layout.unfold(s), product.scores)
+
+    def _read(
+        self,
+        readers: Sequence[Regularizer],
+        a: Tensor,
+        o: Tensor | None,
+        equation: Equation,
+        way: Way,
+        product: Product,
+    ) -> None:
+        """The stages probs and heads of those who only read: the weights `a` that meet the values, and their output."""
+        layout: Any = product.layout
+        a = a.mT if product.turned is not None else a
+        weights = layout.fold(a.reshape(*layout.leading, *a.shape[-2:]))
+        for r in readers:
+            if "probs" in r.stages:
+                check_only_reads(r, "probs", weights, r.probs(weights, self.call))
+        odd = not _KEEPS_SUMS.issuperset(way.names(product.softmax))
+        if self.call.mask is not None or product.keys is not None or odd:
+            self.call.weights = weights
+        if o is not None:
+            self._heads(o, equation, product, readers)
+        self.call.weights = None
 
     def _companions(
         self, scores: Equation, outputs: Equation, leading: Sequence[int], call: Call
@@ -371,24 +395,10 @@ class EagerAttention:
             return out
         return tuple(next((new for old, new in self.weights if old is x), x) for x in out)
 
-    def _heads(
-        self,
-        o: Tensor,
-        a: Tensor,
-        equation: Equation,
-        way: Way,
-        product: Product,
-        regularizers: Sequence[Regularizer],
-    ) -> Tensor:
-        """The stage heads; `a` are the weights that made `o`."""
+    def _heads(self, o: Tensor, equation: Equation, product: Product, regularizers: Sequence[Regularizer]) -> Tensor:
         layout: Any = product.layout
         ordered = equation.outputs_last(o)
-        since = product.softmax
-        if self.call.mask is not None or product.keys is not None or not _KEEPS_SUMS.issuperset(way.names(since)):
-            a = a.mT if product.turned is not None else a
-            self.call.weights = layout.fold(a.reshape(*layout.leading, *a.shape[-2:]))
         folded = run_heads(layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:])), regularizers, self.call)
-        self.call.weights = None
         return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
 
     def _check_tokens(self, q: Tensor, k: Tensor, call: Call) -> None:

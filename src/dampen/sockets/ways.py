@@ -63,7 +63,8 @@ class Product:
         self.softmax: Way | None = None  # the weights, once its scores have met one
         self.scores: Way | None = None  # what entered it
         self.keys: Way | None = None  # the scores of keys alone, where sinks were laid beside them
-        self.clean: Tensor | None = None  # the weights that no method has changed
+        self.clean: Tensor | None = None  # the weights at the softmax that no method has changed
+        self.used: Tensor | None = None  # those that the model goes on with
         self.layout: Layout | None = None  # of its operands, once the stages have met the scores
         self.early = False  # whether that was at the softmax: the model's code goes on with what they made of it
         self.turned: Way | None = None  # the weights with their last two axes swapped, for values^T weights^T
