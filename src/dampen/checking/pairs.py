@@ -220,3 +220,7 @@ def _skip_refused(check: Callable[..., None], make: Make, other: Make, subject: 
     except UnsupportedModel:
         return
     check(make, other, subject)
+
+
+PAIR_CONTRACTS = {"order": order_of_two, "beside": penalties_of_two}
+"""What is promised of any two methods, by name."""
