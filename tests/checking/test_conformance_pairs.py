@@ -165,6 +165,13 @@ class OrderOfCreation(dampen.Regularizer):
         return o + 1e-3 * self.ledger.clones.index(self)
 
 
+class WritesInPlace(dampen.Regularizer):
+    """Changes the tensor that it got."""
+
+    def heads(self, o, call):
+        return o.mul_(2)
+
+
 def test_a_penalty_that_is_written_well_keeps_both_contracts():
     for name in ("order", "beside"):
         assert check_contract(Reads, name, "vit").state == "kept"
@@ -177,6 +184,7 @@ def test_a_penalty_that_is_written_well_keeps_both_contracts():
         (ReadsTheOutput, "beside", "the penalty reads_the_output.product together"),
         (DrawsBesides, "beside", "the output with draws_besides, which only reads, and without"),
         (WrongGradient, "beside", "the gradient of the penalties at"),
+        (WritesInPlace, "shapes_and_dtypes", "heads writes into a tensor that it got"),
         (OrderOfCreation, "order", "the output in one order and in the other"),
     ],
 )

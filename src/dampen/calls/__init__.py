@@ -54,7 +54,9 @@ class LinearCall:
     def clean_output(self) -> Tensor:
         """x W^T + b of the input and the weight above, which no method has changed; made where it was not."""
         if self.output is None:
-            self.output = functional.linear(self.input, self.weight, self.bias)
+            both = torch.promote_types(self.input.dtype, self.weight.dtype)  # they differ where autocast is left
+            bias = None if self.bias is None else self.bias.to(both)
+            self.output = functional.linear(self.input.to(both), self.weight.to(both), bias)
         return self.output
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager
+from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager, version_of
 from dampen.checking.attached import Attached, Make, plain_logits, telling, with_companion
 from dampen.checking.outcomes import require, same, same_gradients
 from dampen.checking.pairs import beside, order
@@ -263,7 +263,10 @@ def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
     original = getattr(clone, stage)
 
     def watched(*args: Any) -> Any:
+        versions = [version_of(a) for a in args if isinstance(a, torch.Tensor)]
         out = original(*args)
+        written = versions != [version_of(a) for a in args if isinstance(a, torch.Tensor)]
+        require(not written, f"{stage} writes into a tensor that it got, which others read: return a new one")
         taken, given = (args[1:2], (out,)) if stage == "block" else (args, out if isinstance(out, tuple) else (out,))
         for before, after in zip(taken, given, strict=False):
             require(after.dtype == before.dtype, f"{stage}: {before.dtype} became {after.dtype}")

@@ -62,7 +62,8 @@ class ExplicitDropout(Regularizer):
     Departures: the paper's B keeps only the squared bias of dropout, `form="exact"` is the true expectation and
     `form="inverted"` that of `nn.Dropout` (docs/exactness.md); `query_key` masks queries and keys at once, for which
     the paper has no expression; a mean instead of the authors' sum (`author_weight` converts); biases, rotary, norm
-    and scale are not in Q, K and V; padded tokens count nowhere.
+    and scale are not in Q, K and V; padded tokens count nowhere. Beside other methods each term reads what none of them
+    has changed in its layer, and A before the model's own dropout.
 
     Args:
         query, key, value, attended_value, query_key, ffn: the lambdas; a number, a schedule or one value per layer.
