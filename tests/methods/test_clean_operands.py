@@ -34,6 +34,7 @@ from dampen import (
     ProjectionDropout,
     regularize,
 )
+from dampen.formulas.explicit import regularize_convolutions
 
 WIDTH, HEADS, SIZE, BATCH, TOKENS, P = 6, 2, 3, 3, 5, 0.25
 MAPS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
@@ -530,3 +531,143 @@ def test_a_method_that_says_it_only_reads_may_not_change_anything():
         model(x)
     finally:
         Doubles.only_reads = True
+
+
+# --- convolutions, low-rank adapters, long sequences, returned weights ----------------------------
+
+
+class ConvolutionalAttention(nn.Module):
+    """Projections by convolutions that are one position wide: linear layers of (B, C, N)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(WIDTH, HEADS * SIZE)
+        self.v_proj = nn.Conv1d(WIDTH, HEADS * SIZE, 1)
+        self.out_proj = nn.Conv1d(HEADS * SIZE, WIDTH, 1)
+
+    def forward(self, x):
+        q, k = (m(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for m in (self.q_proj, self.k_proj))
+        v = self.v_proj(x.mT).unflatten(1, (HEADS, SIZE)).mT
+        o = F.scaled_dot_product_attention(q, k, v)
+        return self.out_proj(o.mT.flatten(1, 2)).mT
+
+
+@pytest.mark.parametrize("form", ["paper", "exact", "inverted"])
+@pytest.mark.parametrize("other", ["nothing", "projection dropout", "drop connect", "mixout"])
+@pytest.mark.parametrize("hooks", [False, True], ids=["regularize", "regularize_convolutions"])
+def test_a_convolution_of_one_position(hooks, other, form):
+    """As a linear layer of `regularize`, and by the hooks of `regularize_convolutions` beside it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, WIDTH), ConvolutionalAttention()).double().train()
+    attention, x = model[1], torch.randn(BATCH, TOKENS, 4, dtype=torch.float64)
+    seen, names = {}, ("v_proj", "out_proj") if hooks else ("v_proj",)
+    for name in names:
+        conv = getattr(attention, name)
+        conv.register_forward_hook(lambda m, args, out, name=name: seen.update({name: args[0]}))
+    methods = [make() for make in OTHERS[other]]
+    if hooks:
+        regularize(model, [*methods, DropHead(0.3)])
+        handle = regularize_convolutions(model, weight=1.0, rate=P, form=form)
+    else:
+        handle = regularize(model, [*methods, explicit(form, value=1.0)()])
+    with torch.no_grad():
+        attention.v_proj.weight.add_(0.2)
+    model(x)
+    b, v = parts(form)
+    wanted = 0.0
+    for name in names:
+        w, inputs = getattr(attention, name).weight[..., 0], seen[name].mT
+        y = torch.einsum("bni,oi->bno", inputs, w)
+        wanted = wanted + 0.5 * (b * y.square().sum() + v * variance(inputs, w)) / N
+    got = handle.penalty()
+    torch.testing.assert_close(got, wanted)
+    weights = [model[0].weight, *(getattr(attention, name).weight for name in names)]
+    found, slow = (torch.autograd.grad(value, weights, retain_graph=True) for value in (got, wanted))
+    torch.testing.assert_close(found, slow)
+
+
+class LowRankLinear(nn.Module):
+    """A LoRA layer as peft makes them, with the parts that dampen reads."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.scaling, self.active_adapters = base, {"a": 0.5}, ["a"]
+        self.lora_A = nn.ModuleDict({"a": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"a": nn.Linear(2, base.out_features, bias=False)})
+        self.disable_adapters = self.merged = False
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, x):
+        return self.base_layer(x) + 0.5 * self.lora_B["a"](self.lora_A["a"](x))
+
+
+@pytest.mark.parametrize("form", ["paper", "exact", "inverted"])
+@pytest.mark.parametrize("other", ["nothing", "feed-forward dropout", "drop connect"])
+def test_a_layer_with_a_low_rank_adapter(other, form):
+    """W + s B A of the clean input, whatever is done to W and to its input in the forward."""
+    model, x = model_and_input()
+    block = model.blocks[0]
+    block.fc1, block.fc2 = LowRankLinear(block.fc1).double(), LowRankLinear(block.fc2).double()
+    seen = {}
+    for name in ("fc1", "fc2"):
+        layer = getattr(block, name)
+        layer.register_forward_hook(lambda m, args, out, name=name: seen.update({name: args[0]}))
+    reg = regularize(model, [*(make() for make in OTHERS[other]), explicit(form, ffn=1.0)()])
+    model(x)
+    b, v = parts(form)
+    wanted = 0.0
+    for name in ("fc1", "fc2"):
+        layer = getattr(block, name)
+        w = layer.base_layer.weight + 0.5 * layer.lora_B["a"].weight @ layer.lora_A["a"].weight
+        y = torch.einsum("bni,oi->bno", seen[name], w)
+        wanted = wanted + 0.5 * (b * y.square().sum() + v * variance(seen[name], w)) / N
+    got = reg.penalty()
+    torch.testing.assert_close(got, wanted)
+    weights = [block.fc1.lora_A["a"].weight, block.fc2.lora_B["a"].weight]
+    found, slow = (torch.autograd.grad(value, weights, retain_graph=True) for value in (got, wanted))
+    torch.testing.assert_close(found, slow)
+
+
+@pytest.mark.parametrize("reader", ["attended-paper", "attended-exact", "entropy", "diversity"])
+@pytest.mark.parametrize("other", ["drop key", "drop attention", "several"])
+def test_chunks_of_queries_read_the_same(reader, other, monkeypatch):
+    monkeypatch.setattr("dampen.kernels.kernel.CHUNK", 2 * BATCH * HEADS * TOKENS)
+    monkeypatch.setattr("dampen.kernels.kernel.LONG", 1)
+    method, formula = READERS[reader]
+    model, x = model_and_input()
+    methods = [*(make() for make in OTHERS[other]), method()]
+    check(model, x, methods, formula, single=reader in ("entropy", "diversity"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_under_autocast_and_in_sixteen_bits(dtype):
+    """Close to the penalty in float64: the sum is made in float32, and dtypes meet without an error."""
+    values = []
+    for cast in (torch.float64, dtype):
+        for autocast in (False, True) if cast is not torch.float64 else (False,):
+            model, x = model_and_input()
+            inside = torch.float32 if autocast else cast
+            model, x = model.to(inside), x.to(inside)
+            terms = {"value": 1.0, "attended_value": 1.0, "ffn": 1.0, "output": 1.0, "residual": 1.0}
+            others = [DropConnect(0.5, targets="all"), ProjectionDropout(0.5, targets=["q", "v"])]
+            reg = regularize(model, [*others, ExplicitDropout(**terms, form="exact")])
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                model.blocks[0](model.embed(x))
+            taken = reg.penalties()
+            # what comes first in the block has the same input whatever is drawn
+            values.append(taken["explicit_dropout.value"].item())
+            assert all(math.isfinite(v.item()) for v in taken.values())
+    assert values[1:] == pytest.approx([values[0]] * 2, rel=0.03)
+
+
+def test_weights_that_a_module_returns_are_those_of_the_forward():
+    """A reader beside DropAttention: the weights given out have the zeros of the forward."""
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).train()
+    x = torch.randn(2, 5, 8)
+    regularize(layer, [HeadDiversity(1.0), DropAttention(0.5, normalized=False)])
+    _, weights = layer(x, x, x, need_weights=True, average_attn_weights=False)
+    assert weights.eq(0).float().mean() > 0.2

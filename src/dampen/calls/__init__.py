@@ -52,12 +52,13 @@ class LinearCall:
     adapter: LowRank | None = None  # LoRA beside the map, which weight and output do not contain
 
     def clean_output(self) -> Tensor:
-        """x W^T + b of the input and the weight above, which no method has changed; made where it was not."""
-        if self.output is None:
-            both = torch.promote_types(self.input.dtype, self.weight.dtype)  # they differ where autocast is left
-            bias = None if self.bias is None else self.bias.to(both)
-            self.output = functional.linear(self.input.to(both), self.weight.to(both), bias)
-        return self.output
+        """x W^T + b of the input and the weight above, which no method has changed; made where it was not. It is not
+        kept: a checkpoint would not make it again, and miss it."""
+        if self.output is not None:
+            return self.output
+        both = torch.promote_types(self.input.dtype, self.weight.dtype)  # they differ where autocast is left
+        bias = None if self.bias is None else self.bias.to(both)
+        return functional.linear(self.input.to(both), self.weight.to(both), bias)
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from dampen.formulas.explicit.diagonal import diagonal_weights, shared_mask_exce
 from dampen.formulas.explicit.forms import check_form, combine, is_off, single
 from dampen.formulas.explicit.joint_mask import check_joint, joint_variance, with_gradient
 from dampen.formulas.explicit.layer import (
+    HeadMap,
     as_one_head,
     check_roles,
     check_shared,
@@ -157,7 +158,8 @@ class ExplicitDropout(Regularizer):
         attends = "attended_value" in self.terms
         # A detached input leaves Wv alone, and values that another method changes are not X Wv: the attention output
         # cannot tell A from these, so take A itself
-        self.from_weights = self.detach_inputs or not self.changed_maps.isdisjoint(("v", "qkv", "kv"))
+        self.keeps_values = attends and not self.changed_maps.isdisjoint(("v", "qkv", "kv"))
+        self.from_weights = self.detach_inputs or self.keeps_values
         self.reads_weights = attends and (self.form != "paper" or self.from_weights)
         self.reads_output = attends and self.form != "inverted" and not self.from_weights
         self.reads_product = "residual" in self.terms
@@ -167,7 +169,7 @@ class ExplicitDropout(Regularizer):
         stages = {
             # all off: present, sees nothing
             "product": bool(self.terms & {"ffn1", "ffn2", "output", "residual"}) or not self.terms,
-            "qkv": "value" in self.terms or bool(self.pair_terms),
+            "qkv": "value" in self.terms or bool(self.pair_terms) or self.keeps_values,
             "operands": joint,
             "probs": self.reads_weights or joint,  # the plain kernel, which can be differentiated twice
             "heads": self.reads_output or joint,
@@ -252,14 +254,19 @@ class ExplicitDropout(Regularizer):
                 self.penalize(value, "value")
             if self.pair_terms:
                 self._pairs(q, k, call)
+            if self.keeps_values:  # once for all chunks of queries
+                call.memory[self.serial] = self._values(call)
         return q, k, v
+
+    def _values(self, call: Call) -> HeadMap:
+        return read_map(call, "v", None, call.value_size, self.detach_inputs)
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
         """Attended value: the parts that need the attention weights. `a` may hold some of the queries only."""
         if not self.reads_weights:
             return a
         with no_autocast(a.device.type):
-            v = read_map(call, "v", None, call.value_size, self.detach_inputs)
+            v = call.memory[self.serial] if self.keeps_values else self._values(call)
             if v.x.shape[1] != a.shape[-1]:
                 raise_extra_keys(call, v.x.shape[1], a.shape[-1])
             rows, factors = (
