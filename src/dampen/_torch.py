@@ -137,6 +137,13 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any
     return apply
 
 
+def without_modes() -> AbstractContextManager[None]:
+    """Inside, no torch function mode sees what runs. torch 2.0 and newer; there is no other way to leave the modes that
+    stand around the caller."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
 def has_parameters(module: torch.nn.Module) -> bool:
     """Whether a module has parameters of its own, those of its children left out; asked in every step, and
     `module.parameters()` walks through all of them. Any torch; a module without the private dict has none to ask."""

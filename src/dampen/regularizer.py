@@ -25,13 +25,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import has_parameters, in_backward
+from dampen._torch import has_numbers, has_parameters, in_backward
 from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
 from dampen.calls import LinearCall as LinearCall
 from dampen.calls import Site as Site
 from dampen.calls import later
-from dampen.calls.ledger import Ledger, name_of, slot
+from dampen.calls.ledger import Ledger, class_penalizes, name_of, slot
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
@@ -104,6 +104,18 @@ class Regularizer(nn.Module):
     """False where `mask` is the same for all queries, so that long sequences need no chunks for its sake."""
     stages: frozenset[str] = frozenset()
     """The stages at work. An instance may switch some off by assigning a smaller set."""
+    only_reads: bool = False
+    """True for a method that returns what it gets and only makes penalties. Such methods run first at every stage, on
+    operands that no other method has changed; where that takes one more attention or linear layer, it is computed for
+    them. By default: the method draws nothing, does not act in eval, and its code calls `penalize`."""
+    acts_first: ClassVar[bool] = False
+    """True for methods that replace or add numbers: they act before those that drop some. Otherwise methods act in the
+    order of their names, whatever the order in which they are given."""
+    reads_product: bool = True
+    """False for a method that only reads and does not look at the `y` of `product`: then no product is made for it
+    where another method has changed the operands."""
+    changed_maps: frozenset[str] = frozenset()
+    """The linear layers (their roles) that other methods of the same block change, known once a clone is placed."""
     example: ClassVar[dict[str, Any]] = {}
     """Arguments of a sensible instance, for methods that do nothing until they are told what to act on."""
     zero_is_identity: bool = True
@@ -121,6 +133,8 @@ class Regularizer(nn.Module):
         cls.stages = frozenset(s for s in STAGES if getattr(cls, s) is not getattr(Regularizer, s))
         if "per_sample" not in vars(cls) and any(s in vars(cls) for s in STAGES):
             cls.per_sample = False  # what a method says of its own stages says nothing of those that replace them
+        if "only_reads" not in vars(cls):
+            cls.only_reads = not cls.stochastic and not cls.in_eval and class_penalizes(cls)
         if cls.stages & set(LINEAR_STAGES) and not cls.roles:
             cls.roles = frozenset(ROLES)
 
@@ -382,6 +396,28 @@ class Regularizer(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name).item():.3g}" for name in self._schedules)
+
+
+def in_order(regularizers: Iterable[Regularizer]) -> list[Regularizer]:
+    """The order in which methods act, whatever the order in which they are given: those that only read, those that
+    replace or add numbers, those that drop some; among these by name, and two of one class by what they print."""
+    given = list(regularizers)
+    names = [r.name for r in given]
+    # what a method prints tells two of one class apart; a graph may not depend on the numbers in it
+    several = {} if torch.compiler.is_compiling() else {r: repr(r) for r in given if names.count(r.name) > 1}
+    return sorted(given, key=lambda r: (not r.only_reads, not r.acts_first, r.name, several.get(r, "")))
+
+
+def check_only_reads(r: Regularizer, stage: str, given: Tensor, returned: Tensor) -> Tensor:
+    """What a stage returned; raise where a method that says that it only reads has changed it."""
+    looked_at = r.only_reads and returned is not given and has_numbers(given) and has_numbers(returned)
+    if looked_at and (returned.data_ptr() != given.data_ptr() or returned.shape != given.shape):
+        raise RuntimeError(
+            f"{type(r).__name__}.{stage} returned another tensor than it got, but a method that makes penalties and "
+            "draws nothing only reads (only_reads is True). Return the tensor as it is, or set only_reads = False in "
+            "the class if it is meant to change it."
+        )
+    return returned
 
 
 def needs_matrix(regularizers: Iterable[Regularizer]) -> bool:

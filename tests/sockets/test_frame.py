@@ -83,7 +83,7 @@ def loss_of(model, reg, inputs):
 
 def state_of(layer):
     """What a forward may not leave behind; which kernels ran and how a whole block added stays known."""
-    known = ("clones", "kernels", "residual_memory", "residual_same")
+    known = ("clones", "ordered", "kernels", "residual_memory", "residual_same")
     return {key: value for key, value in vars(layer).items() if key not in known}
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from dampen.masks import causal_rows
+from dampen.masks import any_in_row, causal_rows
 
 if TYPE_CHECKING:
     from dampen.formulas.explicit.low_rank import LowRank
@@ -47,8 +48,17 @@ class LinearCall:
     module: nn.Module | None = None
     site: Site | None = None
     valid: Tensor | None = None  # (B, N) bool, False on padded tokens; None when nothing is padded
-    output: Tensor | None = None  # known to `product` and to the attention call that collects its maps
+    output: Tensor | None = None  # x W^T + b, known to `product` and in attention; None where x or W was changed
     adapter: LowRank | None = None  # LoRA beside the map, which weight and output do not contain
+
+    def clean_output(self) -> Tensor:
+        """x W^T + b of the input and the weight above, which no method has changed; made where it was not. It is not
+        kept: a checkpoint would not make it again, and miss it."""
+        if self.output is not None:
+            return self.output
+        both = torch.promote_types(self.input.dtype, self.weight.dtype)  # they differ where autocast is left
+        bias = None if self.bias is None else self.bias.to(both)
+        return functional.linear(self.input.to(both), self.weight.to(both), bias)
 
 
 @dataclass(eq=False)
@@ -87,6 +97,7 @@ class Call:
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
     cuts: dict[str, tuple[str, Any]] = field(default_factory=dict)  # q, k, v: which map, and its rows, where it is seen
     followed: Any = None  # from which channels the operands come; see `sockets/channels.py`
+    weights: Tensor | None = None  # A in `heads`, where the model computes it itself and its rows may not sum to 1
     memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
 
     @property
@@ -102,6 +113,14 @@ class Call:
         if self.is_causal:
             return causal_rows(self.shape[2], self.shape[3], self.rows, self.device)
         return self.mask
+
+    @property
+    def row_sums(self) -> Tensor | None:
+        """What the rows of A sum to, broadcastable to (B, H, N, 1), for `heads`: 0 for a query without keys, less than
+        1 beside attention sinks. None: every row sums to 1."""
+        if self.weights is not None:
+            return self.weights.sum(-1, keepdim=True)
+        return None if self.is_causal or self.mask is None else any_in_row(self.mask)
 
     @property
     def valid_keys(self) -> Tensor | None:

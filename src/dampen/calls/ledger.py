@@ -229,7 +229,12 @@ def owner_of(key: str) -> str:
 
 def makes_penalties(clone: Regularizer) -> bool:
     """Whether the code of a method mentions `penalize`."""
-    functions = (f for cls in type(clone).__mro__ if not _is_base(cls) for f in vars(cls).values())
+    return class_penalizes(type(clone))
+
+
+def class_penalizes(method: type) -> bool:
+    """Whether the code of a class mentions `penalize`."""
+    functions = (f for cls in method.__mro__ if not _is_base(cls) for f in vars(cls).values())
     return any("penalize" in getattr(getattr(f, "__code__", None), "co_names", ()) for f in functions)
 
 

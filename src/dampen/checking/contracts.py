@@ -8,41 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager
+from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager, version_of
 from dampen.checking.attached import Attached, Make, plain_logits, telling, with_companion
+from dampen.checking.outcomes import require, same, same_gradients
+from dampen.checking.pairs import beside, order
 from dampen.checking.subjects import SHALLOW, Subject
 from dampen.handle import regularize
 from dampen.regularizer import STAGES, Regularizer, needs_matrix
 from dampen.schedules import always_zero
-
-
-class ContractBroken(AssertionError):
-    """A regularizer does not keep what every regularizer promises."""
-
-
-def require(condition: bool | Tensor, message: str) -> None:
-    if not condition:
-        raise ContractBroken(message)
-
-
-def same(a: Tensor, b: Tensor, message: str, tolerance: float | None = 0.0) -> None:
-    """Equal to the bit (tolerance 0), or close."""
-    require(a.shape == b.shape, f"{message}: shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    if tolerance == 0.0:
-        require(torch.equal(a, b), f"{message}: they differ by up to {_gap(a, b):.3g}")
-    else:
-        require(
-            torch.allclose(a, b, rtol=tolerance or 0, atol=tolerance or 0), f"{message}: off by up to {_gap(a, b):.3g}"
-        )
-
-
-def same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolerance: float = 1e-5) -> None:
-    require(a.keys() == b.keys(), f"{message}: gradients of {sorted(a.keys() ^ b.keys())} exist only once")
-    for name in a:
-        same(a[name], b[name], f"{message}: gradient of {name}", tolerance)
 
 
 def eval_exact(make: Make, subject: Subject) -> None:
@@ -287,7 +263,10 @@ def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
     original = getattr(clone, stage)
 
     def watched(*args: Any) -> Any:
+        versions = [version_of(a) for a in args if isinstance(a, torch.Tensor)]
         out = original(*args)
+        written = versions != [version_of(a) for a in args if isinstance(a, torch.Tensor)]
+        require(not written, f"{stage} writes into a tensor that it got, which others read: return a new one")
         taken, given = (args[1:2], (out,)) if stage == "block" else (args, out if isinstance(out, tuple) else (out,))
         for before, after in zip(taken, given, strict=False):
             require(after.dtype == before.dtype, f"{stage}: {before.dtype} became {after.dtype}")
@@ -300,18 +279,14 @@ def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
     return watched
 
 
-def _gap(a: Tensor, b: Tensor) -> float:
-    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
-
-
 CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
     f.__name__: f
     for f in (
         eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled, compiled_inductor,
-        checkpointed, seeded, no_leak, remove, documented, kernel, exported, exported_onnx,
+        checkpointed, seeded, no_leak, remove, documented, kernel, exported, exported_onnx, order, beside,
     )
 }  # fmt: skip
 """By name; number 13 (two processes equal one) needs a launcher and lives in `dampen.checking.distributed`."""
 
-ONCE = frozenset({"compiled_inductor", "documented", "exported_onnx"})
+ONCE = frozenset({"compiled_inductor", "documented", "exported_onnx", "order", "beside"})
 """Contracts that are run on the first subject only, because they take long or do not depend on the model."""

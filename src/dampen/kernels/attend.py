@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from dampen.kernels.kernel import Kernel, attention_weights, choose_kernel, run_kernel
 from dampen.masks import visible
-from dampen.regularizer import Call, Regularizer
+from dampen.regularizer import ATTENTION_STAGES, Call, Regularizer, check_only_reads, in_order
 
 
 def attention(
@@ -25,7 +25,7 @@ def attention(
     regularizers: Sequence[Regularizer] = (),
     call: Call | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v, with every stage of `regularizers` open.
+    """softmax(q k^T * scale + mask) v, with every stage of `regularizers` open, in whatever order they are given.
 
     Takes the arguments of `F.scaled_dot_product_attention`, broadcasting and all. Without regularizers the result is
     the same; with them, the fused kernel runs unless one of them needs the matrix of scores.
@@ -34,7 +34,8 @@ def attention(
     >>> q = k = v = torch.randn(2, 4, 5, 8)
     >>> dampen.attention(q, k, v, regularizers=[dampen.DropKey(0.2)]).shape
     torch.Size([2, 4, 5, 8])"""
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, regularizers, call)[0]
+    ordered = in_order(regularizers)
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ordered, call)[0]
 
 
 def attend(
@@ -50,7 +51,7 @@ def attend(
     call: Call | None,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Kernel | None]:
-    """As `attention`; also the weights (when asked for) and the kernel that ran."""
+    """As `attention`, of methods in their order; also the weights (when asked for) and the kernel that ran."""
     if is_causal and attn_mask is not None:
         raise ValueError(
             "attention: give attn_mask or is_causal=True, not both (as in F.scaled_dot_product_attention)."
@@ -58,9 +59,10 @@ def attend(
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
     k, v = _fitting(q, k, v)
     native = dropout_p == 0 and not need_weights and (mask is None or mask.dtype is torch.bool)
-    kernel = choose_kernel(
-        q, k, regularizers, need_weights, native and not (q.is_cuda and (is_causal or mask is not None))
-    )
+    native = native and not (q.is_cuda and (is_causal or mask is not None))
+    reading = reads_apart(regularizers, dropout_p)
+    inside = [r for r in regularizers if r not in reading]
+    kernel = choose_kernel(q, k, inside, need_weights, native)
     if not regularizers and kernel.name == "fused":
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -70,18 +72,55 @@ def attend(
         Call() if call is None else call, q, k, mask, is_causal, scale, any(r.needs_valid for r in regularizers)
     )
     call.value_size = v.shape[3]
-    for r in regularizers:
-        if "qkv" in r.stages:
+    at_operands = [r for r in regularizers if "qkv" in r.stages]
+    for r in at_operands:
+        if r.only_reads:
+            q, k, v = r.qkv(q, k, v, call)
+    if reading:
+        kernel = _read(reading, q, k, v, call, kernel)
+    for r in at_operands:
+        if not r.only_reads:
             q, k, v = r.qkv(q, k, v, call)
     weights = None
     if need_weights:
-        o, weights = attention_weights(q, k, v, dropout_p, regularizers, call)
+        o, weights = attention_weights(q, k, v, dropout_p, inside, call)
     else:
-        o = run_kernel(kernel, q, k, v, dropout_p, regularizers, call)
+        o = run_kernel(kernel, q, k, v, dropout_p, inside, call)
+    o = run_heads(o, inside, call)
+    return (o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])), weights, kernel
+
+
+def reads_apart(regularizers: Sequence[Regularizer], dropout: float | bool = 0.0) -> list[Regularizer]:
+    """The methods that read weights or outputs of an attention which other methods, or the model's own dropout, change
+    first: they are given one without them. Mostly none."""
+    reading = [r for r in regularizers if r.only_reads and not r.stages.isdisjoint(ATTENTION_STAGES[1:])]
+    if not reading or (len(reading) == len(regularizers) and not dropout):
+        return []
+    changed = [i for r in regularizers if not r.only_reads for i in _places(r)]
+    first = min([*changed, ATTENTION_STAGES.index("probs")] if dropout else changed, default=len(ATTENTION_STAGES))
+    late = any(i > first for r in reading for i in _places(r))
+    return reading if late else []
+
+
+def _places(r: Regularizer) -> list[int]:
+    """The stages of an attention at which a method is, by their order."""
+    return [i for i, stage in enumerate(ATTENTION_STAGES) if stage in r.stages]
+
+
+def _read(reading: Sequence[Regularizer], q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> Kernel:
+    """Run an attention for those who read it, as the model alone would compute it; what is said of the kernels."""
+    own = choose_kernel(q, k, reading)
+    run_heads(run_kernel(own, q, k, v, 0.0, reading, call), reading, call)
+    names = ", ".join(r.name for r in reading)
+    return kernel._replace(why=f"{kernel.why}; {own.name} once more for {names}, without what changes it")
+
+
+def run_heads(o: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
+    """The stage heads."""
     for r in regularizers:
         if "heads" in r.stages:
-            o = r.heads(o, call)
-    return (o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])), weights, kernel
+            o = check_only_reads(r, "heads", o, r.heads(o, call))
+    return o
 
 
 def _fitting(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

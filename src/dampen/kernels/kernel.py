@@ -19,7 +19,7 @@ from dampen.kernels.blocks import attention_by_blocks, fits_blocks
 from dampen.kernels.flex import attend_flex, fits_flex
 from dampen.masks import keep_keys, may_empty
 from dampen.native.library import available as native_available
-from dampen.regularizer import Call, Regularizer, needs_matrix
+from dampen.regularizer import Call, Regularizer, check_only_reads, needs_matrix
 
 PLAIN_BELOW: dict[tuple[str, torch.dtype, bool], int] = {
     ("cpu", torch.float32, False): 48,
@@ -158,7 +158,7 @@ def attention_weights(
         a = a * call.mask.any(-1, keepdim=True)
     for r in regularizers:
         if "probs" in r.stages:
-            a = r.probs(a, call)
+            a = check_only_reads(r, "probs", a, r.probs(a, call))
     a = F.dropout(a, dropout_p) if dropout_p else a
     return a.to(v.dtype) @ v, a
 

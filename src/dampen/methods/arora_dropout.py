@@ -39,6 +39,7 @@ class AroraDropout(Regularizer):
     needs_valid = True
     reads_adapters = True
     multiplies = True
+    reads_product = False
     rate: Tensor
     swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not asked yet
 

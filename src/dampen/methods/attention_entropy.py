@@ -19,7 +19,8 @@ class AttentionEntropy(Regularizer):
     that the model lets the query see.
 
     The paper bounds the entropy by reparametrizing the weights; this is the direct penalty, zero for attention that is
-    spread enough. Needs the matrix of weights. Padded queries do not count.
+    spread enough. Needs the matrix of weights, as they are before other methods and the model's own dropout act on
+    them. Padded queries do not count.
 
     Args:
         weight: factor of the penalty.

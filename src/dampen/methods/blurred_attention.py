@@ -64,6 +64,7 @@ class BlurredAttention(Regularizer):
     BlurredAttention(sigma=1, width=5)
     """
 
+    acts_first = True
     sigma: Tensor
     prior_weight: Tensor
 

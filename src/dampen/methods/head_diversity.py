@@ -17,7 +17,9 @@ class HeadDiversity(Regularizer):
 
     weight * mean over tokens and pairs of heads h < g of cos(o_h, o_g)^2.
 
-    Works on the heads' outputs, so the fused kernel stays. Padded tokens do not count.
+    Works on the heads' outputs, so the fused kernel stays. Beside methods that act on the attention, and beside the
+    model's own attention dropout, it reads an attention without them, which is computed once more. Padded tokens do not
+    count.
 
     Args:
         weight: factor of the penalty.

@@ -107,6 +107,7 @@ class Mixout(FromStart):
     Mixout(rate=0.7, targets=attention)
     """
 
+    acts_first = True
     rate: Tensor
 
     def __init__(self, rate: Value = 0.7, targets: str | Sequence[str] = "all") -> None:
@@ -138,6 +139,7 @@ class ExplicitMixout(FromStart):
 
     stochastic = False
     needs_valid = True
+    reads_product = False
     rate: Tensor
     weight: Tensor
 

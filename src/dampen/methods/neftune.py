@@ -31,6 +31,7 @@ class NEFTune(Regularizer):
     """
 
     per_sample = True
+    acts_first = True
     alpha: Tensor
 
     def __init__(self, alpha: Value = 5.0) -> None:

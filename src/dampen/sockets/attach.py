@@ -228,6 +228,8 @@ def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer
     for clone in layer.clones:
         clone.neighbors = [*plan.attentions.values(), *(linear.module for linear in plan.linears.values())]
         clone.linears = [(linear.module, linear.role) for linear in plan.linears.values()]
+        others = [c for c in layer.clones if c is not clone and not c.only_reads and c.stages & set(LINEAR_STAGES)]
+        clone.changed_maps = frozenset(role for c in others for role in c.roles)
     return layer
 
 

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import saved_tensors_are_hooked
+from dampen.kernels.attend import reads_apart, run_heads
+from dampen.regularizer import check_only_reads
 from dampen.sockets.channels import tell_heads, tell_rows
 from dampen.sockets.eager_scores import fit, stages_of_scores, visible
 from dampen.sockets.equations import Equation, Flipped, product_equation
@@ -49,6 +51,8 @@ _TO_SCORES = set(
 _TO_WEIGHTS = set(
     (_FORM + "dropout mul mul_ __mul__ __rmul__ __imul__ masked_fill masked_fill_ where nan_to_num").split()
 )
+_KEEPS_SUMS = set((_FORM + "permute transpose swapaxes movedim dropout").split())
+"""After these the rows of the weights sum to what they summed to."""
 _JOINS = {"cat", "concat", "concatenate"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
@@ -64,6 +68,7 @@ class EagerAttention:
         self.call: Call  # that of this forward, as `start` sets it
         self.regularizers: Sequence[Regularizer] = ()  # those that are at work in it
         self.stages: set[str] = set()  # theirs
+        self.reading: list[Regularizer] = []  # those among them that need weights which no other has changed
         self.products = 0
         self.path: tuple[int, list[str]] | None = None  # the way of the forwards before, where this one may take it
         self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
@@ -76,6 +81,7 @@ class EagerAttention:
         tensors that its recompute saves, so both must go the same way: the long one."""
         self.regularizers, self.call = regularizers, call
         self.stages = {stage for r in regularizers for stage in r.stages}
+        self.reading = reads_apart(regularizers)
         if torch.compiler.is_compiling() or self.site.path is None or call.followed is not None:
             return
         if "qkv" not in self.stages and not saved_tensors_are_hooked():
@@ -268,9 +274,22 @@ class EagerAttention:
             new, values = self._weigh(product, equation)
             a = way.again(new, product.softmax)
             self.weights.append((way.tensor, a))
-        o: Tensor = func(*(a if x is way.tensor else values if x is equation.values else x for x in args), **kwargs)
+
+        def multiply(a: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = func(*(a if x is way.tensor else v if x is equation.values else x for x in args), **kwargs)
+            return out
+
+        o = multiply(a, values)
+        readers = [r for r in self.regularizers if r.only_reads and not r.stages.isdisjoint(("probs", "heads"))]
+        if readers and product.clean is not None:  # weights and output as the model alone has them, without its dropout
+            clean, clean_o = a, o if any("heads" in r.stages for r in readers) else None
+            if product.clean is not product.used or way.drops(product.softmax):
+                clean = way.again(product.clean, product.softmax, dropout=False)
+                clean_o = None if clean_o is None else multiply(clean, equation.values)
+            self._read(readers, clean, clean_o, equation, way, product)
         if "heads" in self.stages:
-            o = self._heads(o, equation, product.layout)
+            acting = [r for r in self.regularizers if not r.only_reads]
+            o = self._heads(o, equation, product, acting)
         call.scores = None
         self.done += 1
         self.watch(call, before=False)
@@ -280,7 +299,7 @@ class EagerAttention:
         """The weights as the stages make them of the scores, and the values; those wait where none needs them yet."""
         if product.scores is None or product.softmax is None:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
-        call, regularizers, scores = self.call, self.regularizers, product.scores.tensor
+        call, scores = self.call, product.scores.tensor
         leading = scores.shape[:-2]
         companions = [None] * 3 if outputs is None else self._companions(product.equation, outputs, leading, call)
         told = tell_heads(self.site, call, companions, leading)
@@ -293,7 +312,7 @@ class EagerAttention:
         s = layout.fold(scores)
         call.bias, call.mask = None, visible(s, set(product.scores.names()))
         call.scores = s
-        values = scores
+        values, new_q, new_k = scores, q, k
         if outputs is None:
             self.watch(call, before=True)
         else:
@@ -301,8 +320,8 @@ class EagerAttention:
             v = layout.fold(v.reshape(*fit(v, leading), *v.shape[-2:]))
             call.value_size, values = v.shape[3], outputs.values
             self.watch(call, before=True)
-            new_q, new_k, new_v = q, k, v
-            for r in regularizers:
+            new_v = v
+            for r in self.regularizers:
                 if "qkv" in r.stages:
                     new_q, new_k, new_v = r.qkv(new_q, new_k, new_v, call)
             if new_q is not q or new_k is not k:
@@ -310,16 +329,52 @@ class EagerAttention:
                 s = layout.fold(product.scores.again(start, product.start))
                 call.scores = s
             values = values if new_v is v else outputs.values_back(layout.unfold(new_v))
-            q, k = new_q, new_k
-        s = stages_of_scores(s, q, k, regularizers, call)
-        a = product.softmax.again(layout.unfold(s), product.scores)
-        if "probs" in self.stages:
+        inside = [r for r in self.regularizers if r not in self.reading]
+        a = self._softmax_again(product, s, new_q, new_k, inside)
+        product.clean = a
+        if self.reading:
+            product.clean = self._softmax_again(product, layout.fold(scores), q, k, self.reading)
+        acting = [r for r in inside if "probs" in r.stages and not r.only_reads]
+        if acting:
             folded = layout.fold(a)
-            for r in regularizers:
-                if "probs" in r.stages:
-                    folded = r.probs(folded, call)
+            for r in acting:
+                folded = r.probs(folded, call)
             a = layout.unfold(folded)
+        product.used = a
         return a, values
+
+    def _softmax_again(
+        self, product: Product, s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]
+    ) -> Tensor:
+        """The weights of some scores, with the stages mask and logits."""
+        layout: Any = product.layout
+        if product.scores is None or product.softmax is None:
+            raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
+        s = stages_of_scores(s, q, k, regularizers, self.call)
+        return product.softmax.again(layout.unfold(s), product.scores)
+
+    def _read(
+        self,
+        readers: Sequence[Regularizer],
+        a: Tensor,
+        o: Tensor | None,
+        equation: Equation,
+        way: Way,
+        product: Product,
+    ) -> None:
+        """The stages probs and heads of those who only read: the weights `a` that meet the values, and their output."""
+        layout: Any = product.layout
+        a = a.mT if product.turned is not None else a
+        weights = layout.fold(a.reshape(*layout.leading, *a.shape[-2:]))
+        for r in readers:
+            if "probs" in r.stages:
+                check_only_reads(r, "probs", weights, r.probs(weights, self.call))
+        odd = not _KEEPS_SUMS.issuperset(way.names(product.softmax))
+        if self.call.mask is not None or product.keys is not None or odd:
+            self.call.weights = weights
+        if o is not None:
+            self._heads(o, equation, product, readers)
+        self.call.weights = None
 
     def _companions(
         self, scores: Equation, outputs: Equation, leading: Sequence[int], call: Call
@@ -340,12 +395,10 @@ class EagerAttention:
             return out
         return tuple(next((new for old, new in self.weights if old is x), x) for x in out)
 
-    def _heads(self, o: Tensor, equation: Equation, layout: Any) -> Tensor:
+    def _heads(self, o: Tensor, equation: Equation, product: Product, regularizers: Sequence[Regularizer]) -> Tensor:
+        layout: Any = product.layout
         ordered = equation.outputs_last(o)
-        folded = layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:]))
-        for r in self.regularizers:
-            if "heads" in r.stages:
-                folded = r.heads(folded, self.call)
+        folded = run_heads(layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:])), regularizers, self.call)
         return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
 
     def _check_tokens(self, q: Tensor, k: Tensor, call: Call) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dampen.regularizer import Regularizer, UnsupportedModel
+from dampen.regularizer import Regularizer, UnsupportedModel, in_order
 from dampen.sockets.state import ModelSite
 
 _NOT_TOKENS = re.compile(r"pos|type|segment|relative|time|norm|rotary", re.IGNORECASE)
@@ -37,7 +37,7 @@ class EmbeddingSite:
     """What is kept on an embedding: the clones that act on its output, the model's site, and who knows the mask."""
 
     def __init__(self, clones: list[Regularizer], model: ModelSite, masks: MaskSite | None) -> None:
-        self.clones, self.model, self.masks = clones, model, masks
+        self.clones, self.model, self.masks = in_order(clones), model, masks
 
 
 def mask_forward(base: Callable[..., Any]) -> Callable[..., Any]:

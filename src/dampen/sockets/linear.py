@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.regularizer import LinearCall, Regularizer
+from dampen.regularizer import LinearCall, Regularizer, check_only_reads
 from dampen.sockets.adapters import read_adapter
 from dampen.sockets.frame import Frame, frame_of
 from dampen.sockets.roles import kind_of, weight_of
@@ -101,34 +101,51 @@ def apply_linear(
     """operands -> x W^T + b -> product, and the call kept for the attention under way.
 
     `plain` where `multiply` is `F.linear` and no more, for which a method may have a function of its own."""
-    x, weight = call.input, call.weight
-    for r in regularizers:
-        if "operands" in r.stages and call.role in r.roles:
-            x, weight = r.operands(x, weight, call)
-    plain = plain and x is call.input and weight is call.weight
-    done = None  # who has multiplied
     if frame is not None:
-        frame.multiplying = True
+        frame.multiplying = True  # what happens here is no other map of the attention, whatever weight it reads
     try:
-        y = None
-        for r in regularizers if plain else ():
-            if r.multiplies and call.role in r.roles and (y := r.multiply(call)) is not None:
-                done = r
-                break
-        if y is None:
-            y = multiply(x, weight, call.bias)
+        y = _product(regularizers, call, multiply, plain)
     finally:
         if frame is not None:
             frame.multiplying = False
-    call.output = y
-    followed = None if frame is None or frame.call is None else frame.call.followed
-    for r in regularizers:
-        if r is not done and "product" in r.stages and call.role in r.roles:
-            y = r.product(y, call)
     if frame is not None:
         frame.hits += 1
         if frame.call is not None:
             frame.call.maps[call.role] = call
-            if followed is not None:
-                followed.start(y, -1, call)
+            if frame.call.followed is not None:
+                frame.call.followed.start(y, -1, call)
+    return y
+
+
+def _product(
+    regularizers: Sequence[Regularizer],
+    call: LinearCall,
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    plain: bool,
+) -> Tensor:
+    """The product with its stages. Methods that only read come first and are shown what no method has changed."""
+    at_work = [r for r in regularizers if call.role in r.roles]
+    x, weight = call.input, call.weight
+    for r in at_work:
+        if "operands" in r.stages:
+            x, weight = r.operands(x, weight, call)
+    changed = x is not call.input or weight is not call.weight
+    y = done = None  # who has multiplied
+    for r in at_work if plain and not changed else ():
+        if r.multiplies and (y := r.multiply(call)) is not None:
+            done = r
+            break
+    if y is None:
+        y = multiply(x, weight, call.bias)
+    call.output = None if changed else y
+    for r in at_work:
+        if r is done or "product" not in r.stages:
+            continue
+        if changed and r.only_reads:
+            if r.reads_product and call.output is None:
+                call.output = multiply(call.input, call.weight, call.bias)
+            seen = y if call.output is None else call.output
+            check_only_reads(r, "product", seen, r.product(seen, call))
+        else:
+            y = check_only_reads(r, "product", y, r.product(y, call))
     return y

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dampen.calls.ledger import Ledger
-from dampen.regularizer import Regularizer, Site
+from dampen.regularizer import Regularizer, Site, in_order
 from dampen.sockets.entry import EntrySite
 from dampen.sockets.frame import Frame
 from dampen.sockets.own_dropout import OwnRate, is_flipped
@@ -30,6 +30,7 @@ class Layer:
     def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
         self.site = site
         self.clones = list(clones)
+        self.ordered = in_order(clones)  # as they act
         self.enabled = True
         self.sampling = False  # Monte-Carlo averaging: stochastic methods act in eval too
         self.frames: list[Frame] = []  # one per forward under way; see `frame.py`
@@ -45,7 +46,7 @@ class Layer:
             torch.compiler.is_compiling()
         )  # a graph may not depend on the numbers of a schedule, only on its form
         found = []
-        for r in self.clones:
+        for r in self.ordered:
             acts = training or r.in_eval or (self.sampling and r.stochastic)
             if acts and not r.asleep and not (r.idle_forever if compiling else r.idle):
                 found.append(r)
@@ -59,7 +60,7 @@ class Layer:
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "frames": []})  # models pickled with 0.1 have none
+        self.__dict__.update({"ordered": in_order(state["clones"]), **state, "frames": []})  # before 0.3 there was none
 
 
 def raise_replica(where: str) -> None:
@@ -123,7 +124,7 @@ class ModelSite:
     ) -> None:
         self.clones = list(clones)  # all of them
         self.blockless = list(blockless)  # layers that are no module: their frame is open during the model's forward
-        self.own = list(own)  # those with a stage of the whole model
+        self.own = in_order(own)  # those with a stage of the whole model
         self.input_name, self.input_position = model_input
         self.enabled = True
         self.ledger = Ledger(None, clones, strict=False)

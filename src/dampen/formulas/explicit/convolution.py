@@ -22,7 +22,7 @@ from dampen.formulas.explicit.forms import Number, check_form, combine, is_off, 
 from dampen.formulas.explicit.precision import no_autocast, wide
 from dampen.formulas.explicit.reductions import check_reduction, token_rows
 from dampen.formulas.explicit.tap import squared_norm
-from dampen.regularizer import Regularizer, Site
+from dampen.regularizer import LINEAR_STAGES, Regularizer, Site
 from dampen.schedules import Value, check_progress
 
 Convolution = nn.Conv1d | nn.Conv2d
@@ -97,8 +97,9 @@ class _ConvolutionDropout(Regularizer):
     def after(self, module: Convolution, args: tuple[Tensor, ...], output: Tensor) -> None:
         """A forward hook."""
         if module.training:
+            clean = None if is_changed(module) else output
             value = convolution_penalty(
-                args[0], module, self.rate, form=self.form, reduction=self.reduction, output=output
+                args[0], module, self.rate, form=self.form, reduction=self.reduction, output=clean
             )
             self.penalize(self.weight * value, "convolution")
 
@@ -106,6 +107,15 @@ class _ConvolutionDropout(Regularizer):
         """A forward pre-hook of the whole model: what an earlier forward left is not of this step."""
         if torch.compiler.is_compiling() or not in_backward():  # not a checkpoint's recompute
             self.take_penalties()
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether methods of `regularize` change what a convolution gives: the 1 x 1 convolutions of an attention or of a
+    feed-forward are linear layers."""
+    site = vars(module).get("_dampen_linear")
+    return site is not None and any(
+        not r.only_reads and site.role in r.roles and r.stages & set(LINEAR_STAGES) for r in site.layer.active(module)
+    )
 
 
 class ConvolutionPenalties:

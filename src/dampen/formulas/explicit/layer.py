@@ -67,9 +67,7 @@ def read_map(call: Call, role: str, operand: Tensor | None, head_size: int, deta
     gradients of its slices.
     """
     linear = merge(call.projection(role))
-    x, y = linear.input, linear.output
-    if y is None:
-        raise RuntimeError(f"{at(call)} did not keep the output of its {role} projection.")  # the core's promise
+    x, y = linear.input, linear.clean_output()
     if x.ndim == 2:
         x, y = x.unsqueeze(0), y.unsqueeze(0)
     x, y = x.flatten(1, -2), y.flatten(1, -2)
