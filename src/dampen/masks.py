@@ -5,13 +5,15 @@ checkpointing and would give wrong gradients with no error.
 """
 
 import math
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dampen._torch import has_numbers
+from dampen._torch import has_numbers, version_of
 from dampen.native.library import available as native_available
 
 _WORD = 2**63
@@ -146,11 +148,117 @@ def causal_rows(queries: int, keys: int, rows: slice | None, device: torch.devic
     return torch.arange(keys, device=device) <= torch.arange(start, stop, device=device).unsqueeze(-1)
 
 
-def visible(mask: Tensor | None) -> Tensor | None:
-    """A model's mask, bool (True may be seen) or float (added to the scores), as bool. None: everything is visible."""
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    return mask > torch.finfo(mask.dtype).min / 2
+HIDDEN = 80.0
+"""A float mask hides a key where its value lies this far or further below the largest of its row: the key's weight is
+then below 2e-35. So -100, -1e4, -1e9, the smallest number of any dtype and -inf all hide, and biases (relative
+positions, ALiBi) stay biases. A row of one and the same number hides nothing: the softmax does not see it, unless it is
+-inf, of which SDPA makes zeros."""
+
+
+class ModelMask:
+    """A model's mask, read once: which keys each query sees, and what else it adds to the scores."""
+
+    def __init__(self, keep: Tensor, bias: Tensor | None = None, blind: Tensor | None = None) -> None:
+        self.keep = keep  # bool, True may be seen
+        self.bias = bias  # added to the scores, 0 at hidden keys; None for a bool mask
+        self.blind = blind  # (..., 1), rows that a number hides from everything: their query is padding, if anything
+
+
+def read_mask(mask: Tensor) -> ModelMask:
+    """The rule above for a mask (..., M), bool (True may be seen) or float (added to the scores). The last few float
+    masks of a model's forward are remembered, because all its layers get the same."""
+    if mask.dtype == torch.bool:
+        return ModelMask(mask)
+    memory = _memory_for(mask)
+    known = None if memory is None else memory.find([mask])
+    if known is None:
+        keep, blind = hides(mask)
+        known = ModelMask(keep, mask.masked_fill(~keep, 0.0), blind)  # hidden places hold no number that could spread
+        if memory is not None:
+            memory.keep([mask], known)
+    return known
+
+
+@torch.no_grad()
+def hides(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a float mask (..., M): the keys that are seen, and the rows (..., 1) in which no key is meant to be.
+
+    >>> keep, blind = hides(torch.tensor([[0.0, -79.9, -80.1], [-1e9, -1e9, -1e9]]))
+    >>> keep.tolist(), blind.flatten().tolist()
+    ([[True, True, False], [True, True, True]], [False, True])
+    """
+    if mask.shape[-1] == 0:
+        return torch.ones_like(mask, dtype=torch.bool), mask.new_zeros((*mask.shape[:-1], 1), dtype=torch.bool)
+    largest = mask.amax(-1, keepdim=True)
+    # the difference is compared, not the sum: the smallest number less 80 is the smallest number, and -inf + inf hides
+    return mask - largest > -HIDDEN, largest <= -HIDDEN
+
+
+class MaskMemory:
+    """What was read of the masks of one forward. A mask is known by its memory and by how often that was written to."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[list[Any], list[int], Any]] = []
+
+    def find(self, parts: Sequence[Any]) -> Any:
+        """What was kept for the same tensors, unchanged, and other parts that are equal; else None."""
+        for known, versions, value in self.entries:
+            if len(known) == len(parts) and all(map(_same, known, parts)) and versions == _versions(parts):
+                return value
+        return None
+
+    def keep(self, parts: Sequence[Any], value: Any) -> None:
+        """Keep what was read of a mask; of many different ones (a bias per layer) only the last few."""
+        self.entries = [*self.entries[1 - MASKS_KEPT :], (list(parts), _versions(parts), value)]
+
+
+MASKS_KEPT = 4
+"""Enough for an encoder-decoder, or for layers with and without a window in turn."""
+
+_memories: dict[int, list[MaskMemory]] = {}  # thread -> those of the forwards under way
+
+
+def open_masks() -> None:
+    """A model's forward starts; `close_masks` ends it, whatever happens."""
+    _memories.setdefault(threading.get_ident(), []).append(MaskMemory())
+
+
+def close_masks() -> None:
+    """What was read of the forward's masks is let go."""
+    thread = threading.get_ident()
+    _memories[thread].pop()
+    if not _memories[thread]:
+        del _memories[thread]
+
+
+def _memory_for(mask: Tensor) -> MaskMemory | None:
+    """Where this mask may be remembered: inside a model's forward, and not where the graph needs it anew (a
+    checkpoint's recompute would save other tensors than its forward)."""
+    if mask.requires_grad or not has_numbers(mask):
+        return None
+    return mask_memory()
+
+
+def mask_memory() -> MaskMemory | None:
+    """That of the innermost forward of this thread; None outside of one, in graphs and under inference mode."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return None
+    open_now = _memories.get(threading.get_ident())
+    return open_now[-1] if open_now else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two parts are one: tensors that are the same view of the same memory, anything else by value."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if a is b:
+        return True
+    views = a._base is not None and a._base is b._base and a.dtype is b.dtype
+    return views and a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+
+
+def _versions(parts: Sequence[Any]) -> list[int]:
+    return [version_of(t) for t in parts if isinstance(t, Tensor)]
 
 
 def keep_keys(allowed: Tensor | None, hidden: Sequence[Tensor], keys: int, *, guard: bool = True) -> Tensor:

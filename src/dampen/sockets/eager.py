@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from dampen._torch import saved_tensors_are_hooked
 from dampen.sockets.channels import tell_heads, tell_rows
-from dampen.sockets.eager_scores import fit, stages_of_scores, visible
+from dampen.sockets.eager_scores import fit, read_model_mask, stages_of_scores
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of
 from dampen.sockets.mixing import MOVES_AXES, moved_axes
@@ -49,6 +49,7 @@ _TO_SCORES = set(
 _TO_WEIGHTS = set(
     (_FORM + "dropout mul mul_ __mul__ __rmul__ __imul__ masked_fill masked_fill_ where nan_to_num").split()
 )
+_IN_PLACE = {name for name in _TO_SCORES if name.endswith("_") != name.endswith("__") or name.startswith("__i")}
 _JOINS = {"cat", "concat", "concatenate"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
@@ -203,6 +204,9 @@ class EagerAttention:
         allowed: set[str],
     ) -> Any:
         name, numel = name_of(func), way.tensor.numel()
+        if name in _IN_PLACE and args[0] is not way.tensor:
+            self._tell(f"its scores are written into another tensor by '{name}'")
+            return run(func, args, kwargs)
         out = run(func, args, kwargs)
         axes = moved_axes(name, way.axes, args, kwargs) if name in MOVES_AXES or not way.in_order else None
         if name in allowed | MOVES_AXES and isinstance(out, Tensor) and out.numel() == numel and axes != ():
@@ -291,7 +295,10 @@ class EagerAttention:
         call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
         call.head_size, call.scale, call.is_causal = q.shape[3], 1.0, False
         s = layout.fold(scores)
-        call.bias, call.mask = None, visible(s, set(product.scores.names()))
+        mask = read_model_mask(product, layout)
+        call.bias, call.mask, call.blind = None, None, None
+        if mask is not None:
+            call.mask, call.blind = mask.keep, mask.blind
         call.scores = s
         values = scores
         if outputs is None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dampen.masks import close_masks, open_masks
 from dampen.regularizer import Regularizer
 from dampen.sockets.blame import add_blame
 from dampen.sockets.determinism import deterministic
@@ -49,6 +50,8 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
         site.ledger.enter(self.training and site.enabled)
         frames = [(layer, open_frame(layer, in_block=False)) for layer in site.blockless if layer.enabled]
+        if not torch.compiler.is_compiling():
+            open_masks()
         try:
             return base(self, *args, **kwargs)
         except BaseException as error:  # an aborted forward leaves no penalty for the next one
@@ -57,6 +60,8 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             site.ledger.leave()
+            if not torch.compiler.is_compiling():
+                close_masks()
             for layer, frame in frames:
                 close_frame(layer, frame)
 
