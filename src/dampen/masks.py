@@ -34,9 +34,11 @@ def bernoulli(shape: Sequence[int], rate: Rate, device: torch.device | None = No
     call dithers the threshold, so that the marginal rate is exact and not rounded to a multiple of 2^-16."""
     draws, threshold = _draws(shape, rate, device)
     if isinstance(threshold, Tensor):
-        return draws < threshold
+        return _below(draws, threshold)
     # Comparing into bytes is vectorized on a CPU, comparing into bools is not: a third of the time
-    return torch.lt(draws, threshold, out=torch.empty(draws.shape, dtype=torch.uint8)).view(torch.bool)
+    out = torch.empty(draws.shape, dtype=torch.uint8)
+    out = out.fill_(1) if threshold == _ABOVE_ALL else torch.lt(draws, threshold, out=out)
+    return out.view(torch.bool)
 
 
 def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -44,8 +46,9 @@ def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: to
     scale = 1 / (1 - rate)
     draws, threshold = _draws(shape, rate, device)
     if isinstance(threshold, Tensor):
-        return (draws >= threshold) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
-    return torch.ge(draws, threshold, out=torch.empty(draws.shape, dtype=dtype)).mul_(scale)
+        return ~_below(draws, threshold) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
+    out = torch.empty(draws.shape, dtype=dtype)
+    return out.zero_() if threshold == _ABOVE_ALL else torch.ge(draws, threshold, out=out).mul_(scale)
 
 
 def few_kept(shape: Sequence[int], rate: Rate, device: torch.device | None = None, guard: bool = False) -> Tensor:
@@ -63,6 +66,7 @@ def few_kept(shape: Sequence[int], rate: Rate, device: torch.device | None = Non
 
 def _draws(shape: Sequence[int], rate: Rate, device: torch.device | None) -> tuple[Tensor, Tensor | int]:
     """Uniform 16-bit numbers, and the threshold below which a share `rate` of them lies: an int where that is cheap.
+    Above 1 - 2^-16 it may be `_ABOVE_ALL`, which no int16 holds.
 
     An int needs the dither as a Python number. Other devices would have to wait for it, and compiled graphs, fake
     tensors and `vmap` have none: there the threshold is a tensor.
@@ -76,8 +80,19 @@ def _draws(shape: Sequence[int], rate: Rate, device: torch.device | None) -> tup
     dither = torch.rand((), device=device)  # floor(t + u) is t in the mean, floor(t) would make 0.1 a rate of 0.09999
     if isinstance(rate, Tensor) or words.device.type != "cpu" or not has_numbers(words):
         threshold = torch.as_tensor((rate * 65536 + dither).floor() - 32768)
-        return draws, threshold.clamp(max=32767).to(torch.int16)
+        within = not isinstance(rate, Tensor) and rate <= 1 - 2**-16
+        return draws, threshold.to(torch.int16) if within else threshold
     return draws, int(rate * 65536 + dither.item()) - 32768
+
+
+_ABOVE_ALL = 2**15
+
+
+def _below(draws: Tensor, threshold: Tensor) -> Tensor:
+    """draws < threshold, for one of int16 or for any."""
+    if threshold.dtype is torch.int16:
+        return draws < threshold
+    return (draws < threshold.clamp(max=_ABOVE_ALL - 1).to(torch.int16)) | (threshold == _ABOVE_ALL)
 
 
 def drop(x: Tensor, rate: Rate) -> Tensor:

@@ -55,6 +55,7 @@ ROLES = ("q", "k", "v", "qkv", "kv", "out", "ffn_in", "ffn_out")
 
 
 _serials = itertools.count()
+_BELOW_1 = 1 - 2**-24  # the largest float32 below 1
 
 
 class UnsupportedModel(ValueError):
@@ -271,7 +272,8 @@ class Regularizer(nn.Module):
                 continue  # most schedules are constant: nothing to check, nothing to set
             what = f"{type(self).__name__}({name}=...) at depth {depth:.3g}, progress {progress:.3g}"
             self._numbers[name] = check_value(value, what, high)
-            getattr(self, name).fill_(value)
+            # a rate next to 1 must not become 1 in float32, which would scale by 1 / 0
+            getattr(self, name).fill_(min(value, _BELOW_1) if high == 1.0 else value)
             changed = True
         if changed:
             self.idle = self._is_idle()
