@@ -1,7 +1,7 @@
 """Rates above 1 - 2^-16: a 16-bit draw alone cannot tell them from 1, so the threshold is dithered.
 
-At 0.99999 one entry in 100,000 stays. Each path is drawn until about a hundred stay, and the count is held against the
-binomial; what a method keeps is scaled by 1 / (1 - rate), so that a wrong share would be a wrong mean 10^5 times over."""
+At 0.99999 one entry in 100,000 stays. Each path is drawn until about a hundred stay, and the
+count is held against the binomial."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_masks_in_graphs():
     torch.compiler.reset()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def native(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DAMPEN_CACHE", str(tmp_path_factory.mktemp("native")))
