@@ -158,6 +158,23 @@ def has_numbers(t: torch.Tensor) -> bool:
     return type(t) is torch.Tensor and not torch.compiler.is_compiling() and not in_functorch()
 
 
+def refuse_nested(t: torch.Tensor, who: str) -> None:
+    """Raise for a nested tensor, jagged or strided: its samples have no common shape to draw masks in, nor a mask that
+    says what is padding. `torch.nested`: torch 1.13 and newer."""
+    if t.is_nested:
+        raise RuntimeError(
+            f"{who} got a nested tensor (torch.nested, layout {t.layout}), which regularizers cannot take. Give "
+            "padded batches with a mask: x.to_padded_tensor(0.0) and its lengths. torch.nn.TransformerEncoder makes "
+            "nested tensors of padded batches in eval: set encoder.use_nested_tensor = False, or build it with "
+            "enable_nested_tensor=False."
+        )
+
+
+def is_empty(t: torch.Tensor) -> bool:
+    """Whether a tensor has no entries: a batch of no samples, or no tokens. A graph is of one size, which is not it."""
+    return not torch.compiler.is_compiling() and t.numel() == 0
+
+
 def shared_until_written(t: torch.Tensor) -> torch.Tensor:
     """A copy that takes no memory until one of the two is written to, in whatever way: `torch._lazy_clone`, torch 2.2
     and newer; where torch, the device, the kind of tensor or its memory has none of it, a copy at once."""

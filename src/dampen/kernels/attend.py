@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dampen._torch import is_empty, refuse_nested
 from dampen.kernels.kernel import Kernel, attention_weights, choose_kernel, run_kernel
 from dampen.masks import ModelMask, read_mask
 from dampen.regularizer import Call, Regularizer
@@ -55,8 +56,12 @@ def attend(
         raise ValueError(
             "attention: give attn_mask or is_causal=True, not both (as in F.scaled_dot_product_attention)."
         )
+    if regularizers:
+        refuse_nested(query, "attention")
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
     k, v = _fitting(q, k, v)
+    if is_empty(q) or is_empty(k):
+        regularizers = ()
     native = dropout_p == 0 and not need_weights and (mask is None or mask.dtype is torch.bool)
     kernel = choose_kernel(
         q, k, regularizers, need_weights, native and not (q.is_cuda and (is_causal or mask is not None))

@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from dampen._torch import is_empty
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value
 
@@ -78,7 +79,7 @@ def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None, symme
     else:
         each = (log_p.exp() * difference).sum(-1)
     if valid is None:
-        return each.mean()
+        return each.sum() if is_empty(each) else each.mean()
     return each.masked_fill(~valid, 0).sum() / valid.sum().clamp(min=1)
 
 
@@ -91,7 +92,7 @@ def squared_distance(first: Tensor, second: Tensor, valid: Tensor | None = None)
     """
     each = (first.float() - second.float()).square()
     if valid is None:
-        return each.mean()
+        return each.sum() if is_empty(each) else each.mean()
     if valid.shape != each.shape[: valid.ndim]:
         raise ValueError(
             f"valid has shape {tuple(valid.shape)}, but the predictions to compare have {tuple(each.shape)}. "

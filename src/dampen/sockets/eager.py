@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from dampen._torch import saved_tensors_are_hooked
 from dampen.sockets.channels import tell_heads, tell_rows
+from dampen.sockets.containers import with_tensors
 from dampen.sockets.eager_scores import fit, read_model_mask, stages_of_scores
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of
@@ -343,9 +344,9 @@ class EagerAttention:
 
     def put_weights(self, out: Any) -> Any:
         """A module's output with the attention weights, where it gives them out, as the stages left them."""
-        if not self.weights or not isinstance(out, tuple):
+        if not self.weights or isinstance(out, Tensor):
             return out
-        return tuple(next((new for old, new in self.weights if old is x), x) for x in out)
+        return with_tensors(out, lambda t: next((new for old, new in self.weights if old is t), t))
 
     def _heads(self, o: Tensor, equation: Equation, layout: Any) -> Tensor:
         ordered = equation.outputs_last(o)
