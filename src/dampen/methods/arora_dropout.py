@@ -36,6 +36,7 @@ class AroraDropout(Regularizer):
     """
 
     stochastic = False
+    only_penalizes = True
     needs_valid = True
     reads_adapters = True
     multiplies = True

@@ -31,6 +31,7 @@ class AttentionEntropy(Regularizer):
     """
 
     stochastic = False
+    only_penalizes = True
     needs_valid = True
     weight: Tensor
 

@@ -91,6 +91,7 @@ class ExplicitDropout(Regularizer):
     """
 
     stochastic = False
+    only_penalizes = True
     needs_valid = True
     multiplies = True
     rate: Tensor

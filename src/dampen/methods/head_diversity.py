@@ -28,6 +28,7 @@ class HeadDiversity(Regularizer):
     """
 
     stochastic = False
+    only_penalizes = True
     needs_valid = True
     weight: Tensor
 

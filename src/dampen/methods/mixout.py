@@ -137,6 +137,7 @@ class ExplicitMixout(FromStart):
     """
 
     stochastic = False
+    only_penalizes = True
     needs_valid = True
     rate: Tensor
     weight: Tensor

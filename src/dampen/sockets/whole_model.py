@@ -16,6 +16,7 @@ from dampen._torch import is_empty, refuse_nested
 from dampen.masks import close_masks, open_masks
 from dampen.regularizer import Regularizer
 from dampen.sockets.blame import add_blame
+from dampen.sockets.containers import tensors_in
 from dampen.sockets.determinism import deterministic
 from dampen.sockets.frame import close_frame, open_frame
 from dampen.sockets.state import ModelSite
@@ -49,7 +50,8 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         for r in site.own:
             if "inputs" in r.stages and site.acts(r, self.training):
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
-        site.ledger.enter(self.training and site.enabled)
+        trained = not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
+        site.ledger.enter(self.training and site.enabled, trained)
         frames = [(layer, open_frame(layer, in_block=False)) for layer in site.blockless if layer.enabled]
         if not torch.compiler.is_compiling():
             open_masks()
