@@ -49,7 +49,9 @@ def has_forward_hooks(module: torch.nn.Module, before: bool = True, after: bool 
     return (before and bool(module._forward_pre_hooks)) or (after and bool(module._forward_hooks))
 
 
-def convolve(module: torch.nn.Conv1d | torch.nn.Conv2d, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def convolve(
+    module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
     """The convolution of a module, padded as it pads, with another weight and no bias: `_conv_forward`, which takes the
     bias as an argument in torch 1.8 and newer; without it convolutions have no penalty."""
     out: torch.Tensor = module._conv_forward(x, weight, None)
