@@ -343,6 +343,15 @@ class Regularizer(nn.Module):
         gradient."""
         return self.input_has_gradient or any(p.requires_grad for m in self.neighbors for p in m.parameters())
 
+    def saved(self) -> dict[str, Tensor]:
+        """What the handle's state_dict keeps of a clone, by name: the learned values."""
+        return dict(self.named_parameters())
+
+    def restore(self, name: str, value: Tensor) -> None:
+        """Take back one of them."""
+        with torch.no_grad():
+            self.get_parameter(name).copy_(value)
+
     def take_penalties(self) -> dict[str, Tensor]:
         """The penalties made since they were last taken, by name; the slots are empty afterwards.
 

@@ -14,9 +14,9 @@ from transformers.utils import ModelOutput
 
 import dampen
 from dampen.checking.attached import telling, with_companion
+from dampen.containers import first_of, tensors_in, with_first, with_tensors
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
-from dampen.sockets.containers import first_of, tensors_in, with_first, with_tensors
 
 
 class Named(NamedTuple):

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dampen._torch import is_empty, refuse_nested
+from dampen.containers import first_of, with_tensors
 from dampen.kernels.attend import attend
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
 from dampen.sockets.channels import start_following, tell_heads, tell_rows
-from dampen.sockets.containers import first_of, with_tensors
 from dampen.sockets.eager import EagerAttention
 from dampen.sockets.equations import PRODUCTS
 from dampen.sockets.frame import Frame, close_frame, frame_of, open_frame

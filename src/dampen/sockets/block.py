@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import is_empty, pytree, refuse_nested
+from dampen.containers import first_of, with_first
 from dampen.regularizer import BLOCK_STAGES, LINEAR_STAGES, Regularizer
-from dampen.sockets.containers import first_of, with_first
 from dampen.sockets.frame import Frame, close_frame, open_frame
 from dampen.sockets.residual import ResidualSocket
 from dampen.sockets.state import BlockSite

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.sockets.containers import tensors_in, with_tensors
+from dampen.containers import tensors_in, with_tensors
 
 
 class CarrierSite:

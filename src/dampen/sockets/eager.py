@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import saved_tensors_are_hooked
+from dampen.containers import with_tensors
 from dampen.sockets.channels import tell_heads, tell_rows
-from dampen.sockets.containers import with_tensors
 from dampen.sockets.eager_scores import fit, read_model_mask, stages_of_scores
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of

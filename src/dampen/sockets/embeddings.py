@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from dampen._torch import is_empty, refuse_nested
+from dampen.containers import first_of, with_first
 from dampen.regularizer import Regularizer, UnsupportedModel
-from dampen.sockets.containers import first_of, with_first
 from dampen.sockets.state import ModelSite
 
 _NOT_TOKENS = re.compile(r"pos|type|segment|relative|time|norm|rotary", re.IGNORECASE)

@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from dampen._torch import version_of
 from dampen.calls import BranchCall
+from dampen.containers import first_of, tensors_in
 from dampen.regularizer import Regularizer
-from dampen.sockets.containers import first_of, tensors_in
 from dampen.sockets.memory import ADDITIONS, Entry, Found, Memory, attends, remember, role_of
 from dampen.sockets.origins import CLEAN, MAPS, Origins, leaves
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dampen._torch import in_functorch, no_torch_function, saved_tensors_are_hooked, version_of
 from dampen.calls import BranchCall
-from dampen.sockets.containers import first_of
+from dampen.containers import first_of
 
 if TYPE_CHECKING:
     from dampen.regularizer import Regularizer

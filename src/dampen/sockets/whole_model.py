@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from dampen._torch import is_empty, refuse_nested
+from dampen.containers import tensors_in
 from dampen.masks import close_masks, open_masks
 from dampen.regularizer import Regularizer
 from dampen.sockets.blame import add_blame
-from dampen.sockets.containers import tensors_in
 from dampen.sockets.determinism import deterministic
 from dampen.sockets.frame import close_frame, open_frame
 from dampen.sockets.state import ModelSite
