@@ -76,11 +76,12 @@ def _sharded_over(parameter: nn.Parameter | None, whole: torch.Size) -> Any:
     """The processes that hold a parameter together between forwards; None where each holds all of it."""
     if parameter is None:
         return None
-    if hasattr(parameter, "ds_id"):  # DeepSpeed's ZeRO-3
-        return parameter.ds_process_group
-    mesh = getattr(parameter, "device_mesh", None)
+    held: Any = parameter
+    if hasattr(held, "ds_id"):  # DeepSpeed's ZeRO-3
+        return held.ds_process_group
+    mesh = getattr(held, "device_mesh", None)
     if mesh is not None:  # FSDP2: the last axis of its mesh is the one that shards
-        shards = [axis for axis, placed in enumerate(parameter.placements) if placed.is_shard()]  # type: ignore[attr-defined]
+        shards = [axis for axis, placed in enumerate(held.placements) if placed.is_shard()]
         return mesh.get_group(shards[-1]) if shards else None
     if parameter.ndim == 1 and len(whole) > 1:  # FSDP1: a piece of its flat parameter
         return torch.distributed.group.WORLD
