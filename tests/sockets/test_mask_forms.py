@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dampen
+from dampen import masks
 from dampen.checking import masked
 from dampen.checking.attached import telling
 from dampen.checking.contracts import check_forms
@@ -20,6 +21,7 @@ from dampen.kernels import kernel
 from dampen.native import library
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
+from dampen.sockets import eager_scores
 
 FAMILIES = {
     "hides keys": "drop_key",
@@ -233,3 +235,22 @@ def test_compiled_graphs_read_masks_without_a_break(path):
         found.append((out.detach(), reg.penalty().detach()))
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("path", masked.PATHS)
+def test_a_mask_is_read_once_for_all_layers(path, monkeypatch):
+    """Both blocks get the same mask; a mask that was written to between two forwards is read again."""
+    reads, real = [], masks.hides
+    for module in (masks, eager_scores):
+        monkeypatch.setattr(module, "hides", lambda mask: reads.append(mask) or real(mask))
+    model = masked.build(path, torch.float32)
+    dampen.regularize(model, [dampen.DropKey(0.4), dampen.ExplicitDropout(value=1.0)], strict=False)
+    mask = masked.forms_of(torch.ones(7, 7).tril().bool()[None, None], torch.float32)["-1e9"]
+    mask = mask.expand(3, masked.HEADS, 7, 7).contiguous()  # as nn.MultiheadAttention takes it
+    for forward in range(3):
+        model(masked.ids(), mask)
+        # nn.MultiheadAttention's mask is folded anew by each block of this model, without a copy
+        assert len(reads) == forward + 1
+    mask[..., 0] += 0.5
+    model(masked.ids(), mask)
+    assert len(reads) == 4
