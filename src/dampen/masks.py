@@ -217,6 +217,8 @@ class MaskMemory:
 
     def find(self, parts: Sequence[Any]) -> Any:
         """What was kept for the same tensors, unchanged, and other parts that are equal; else None."""
+        if not _counted(parts):
+            return None
         for known, versions, value in self.entries:
             if len(known) == len(parts) and all(map(_same, known, parts)) and versions == _versions(parts):
                 return value
@@ -224,7 +226,8 @@ class MaskMemory:
 
     def keep(self, parts: Sequence[Any], value: Any) -> None:
         """Keep what was read of a mask; of many different ones (a bias per layer) only the last few."""
-        self.entries = [*self.entries[1 - MASKS_KEPT :], (list(parts), _versions(parts), value)]
+        if _counted(parts):
+            self.entries = [*self.entries[1 - MASKS_KEPT :], (list(parts), _versions(parts), value)]
 
 
 MASKS_KEPT = 4
@@ -270,6 +273,11 @@ def _same(a: Any, b: Any) -> bool:
         return True
     views = a._base is not None and a._base is b._base and a.dtype is b.dtype
     return views and a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+
+
+def _counted(parts: Sequence[Any]) -> bool:
+    """Whether torch counts how often the tensors are written to: not those made under inference mode."""
+    return not any(isinstance(t, Tensor) and t.is_inference() for t in parts)
 
 
 def _versions(parts: Sequence[Any]) -> list[int]:

@@ -87,7 +87,7 @@ class Regularizer(nn.Module):
     per_sample: bool = False
     """True where all that a method does is each sample's own: no draw is shared by a batch, and no penalty is made. A
     step of two passes may then run as one batch that holds every sample twice."""
-    only_penalizes: ClassVar[bool] = False
+    only_reads: bool = False
     """True for methods that read and change nothing: where no penalty would be kept (under `no_grad`, outside of
     `reg.loss`) they are left out."""
     needs_valid: ClassVar[bool] = False

@@ -238,6 +238,21 @@ def test_compiled_graphs_read_masks_without_a_break(path):
 
 
 @pytest.mark.parametrize("path", masked.PATHS)
+def test_masks_made_under_inference_mode(path):
+    """Torch does not count how often they are written to, so nothing is remembered of them; nor is anything there."""
+    with torch.inference_mode():
+        mask = masked.forms_of(torch.ones(7, 7).tril().bool()[None, None], torch.float32)["-1e9"]
+    model = masked.build(path, torch.float32)
+    dampen.regularize(model, dampen.DropKey(0.4))
+    with torch.no_grad():
+        torch.manual_seed(0)
+        first = model(masked.ids(), mask)
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        assert torch.equal(model(masked.ids(), mask), first)
+
+
+@pytest.mark.parametrize("path", masked.PATHS)
 def test_a_mask_is_read_once_for_all_layers(path, monkeypatch):
     """Both blocks get the same mask; a mask that was written to between two forwards is read again."""
     reads, real = [], masks.hides

@@ -36,7 +36,7 @@ class AroraDropout(Regularizer):
     """
 
     stochastic = False
-    only_penalizes = True
+    only_reads = True
     needs_valid = True
     reads_adapters = True
     multiplies = True

@@ -32,7 +32,7 @@ class AttentionEntropy(Regularizer):
     """
 
     stochastic = False
-    only_penalizes = True
+    only_reads = True
     needs_valid = True
     weight: Tensor
 

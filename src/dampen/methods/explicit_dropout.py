@@ -91,7 +91,7 @@ class ExplicitDropout(Regularizer):
     """
 
     stochastic = False
-    only_penalizes = True
+    only_reads = True
     needs_valid = True
     multiplies = True
     rate: Tensor

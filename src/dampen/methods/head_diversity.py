@@ -29,7 +29,7 @@ class HeadDiversity(Regularizer):
     """
 
     stochastic = False
-    only_penalizes = True
+    only_reads = True
     needs_valid = True
     weight: Tensor
 

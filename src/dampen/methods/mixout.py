@@ -157,7 +157,7 @@ class ExplicitMixout(FromStart):
     """
 
     stochastic = False
-    only_penalizes = True
+    only_reads = True
     needs_valid = True
     rate: Tensor
     weight: Tensor

@@ -47,7 +47,7 @@ class Layer:
         found = []
         for r in self.clones:
             acts = training or r.in_eval or (self.sampling and r.stochastic)
-            if r.only_penalizes and not compiling and r.ledger is not None and r.ledger.keeps_nothing():
+            if r.only_reads and not compiling and r.ledger is not None and r.ledger.keeps_nothing():
                 continue
             if acts and not r.asleep and not (r.idle_forever if compiling else r.idle):
                 found.append(r)
