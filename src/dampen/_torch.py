@@ -49,7 +49,9 @@ def has_forward_hooks(module: torch.nn.Module, before: bool = True, after: bool 
     return (before and bool(module._forward_pre_hooks)) or (after and bool(module._forward_hooks))
 
 
-def convolve(module: torch.nn.Conv1d | torch.nn.Conv2d, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def convolve(
+    module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
     """The convolution of a module, padded as it pads, with another weight and no bias: `_conv_forward`, which takes the
     bias as an argument in torch 1.8 and newer; without it convolutions have no penalty."""
     out: torch.Tensor = module._conv_forward(x, weight, None)
@@ -153,6 +155,23 @@ def has_parameters(module: torch.nn.Module) -> bool:
 def has_numbers(t: torch.Tensor) -> bool:
     """Whether Python may look at a tensor's values: not while tracing, for fake tensors or inside `vmap`."""
     return type(t) is torch.Tensor and not torch.compiler.is_compiling() and not in_functorch()
+
+
+def refuse_nested(t: torch.Tensor, who: str) -> None:
+    """Raise for a nested tensor, jagged or strided: its samples have no common shape to draw masks in, nor a mask that
+    says what is padding. `torch.nested`: torch 1.13 and newer."""
+    if t.is_nested:
+        raise RuntimeError(
+            f"{who} got a nested tensor (torch.nested, layout {t.layout}), which regularizers cannot take. Give "
+            "padded batches with a mask: x.to_padded_tensor(0.0) and its lengths. torch.nn.TransformerEncoder makes "
+            "nested tensors of padded batches in eval: set encoder.use_nested_tensor = False, or build it with "
+            "enable_nested_tensor=False."
+        )
+
+
+def is_empty(t: torch.Tensor) -> bool:
+    """Whether a tensor has no entries: a batch of no samples, or no tokens. A graph is of one size, which is not it."""
+    return not torch.compiler.is_compiling() and t.numel() == 0
 
 
 def shared_until_written(t: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,8 @@ def regularize(
     carry: bool | float = False,
 ) -> Regularization:
     """Put regularizers into `model`, in place, one clone per layer. Parameters, state_dict keys and eval mode stay as
-    they were.
+    they were. Learned rates (`learn=`) alone are parameters that the model gains: they are in `model.parameters()`, so
+    that optimizers and DDP see them, and not in its state_dict; `reg.state_dict()` has them.
 
     Args:
         model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
@@ -259,10 +260,9 @@ class Regularization:
         return [p for r in self.clones for p in r.parameters() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the schedules and the learnable values. The model's own state_dict has nothing of them."""
-        learnt = {
-            f"{i}.{name}": p.detach().clone() for i, r in enumerate(self.clones) for name, p in r.named_parameters()
-        }
+        """The position of the schedules, the learned values, and the weights that Mixout started from. The model's own
+        state_dict has nothing of them. Where weights are sharded, call it in every process."""
+        learnt = {f"{i}.{name}": p.detach().clone() for i, r in enumerate(self.clones) for name, p in r.saved().items()}
         state = {"progress": self._progress, "parameters": learnt, "methods": [r.name for r in self.methods]}
         return state | ({} if self.passes == 1 else {"never_doubled": self.prefix.doubled.why})
 
@@ -278,12 +278,12 @@ class Regularization:
                 f"the state is of the methods {list(state['methods'])}, but this model carries "
                 f"{[r.name for r in self.methods]}. Regularize with the same methods before loading."
             )
-        own = {f"{i}.{name}": p for i, r in enumerate(self.clones) for name, p in r.named_parameters()}
+        own = {f"{i}.{name}": (r, name) for i, r in enumerate(self.clones) for name in r.saved()}
         if set(own) != set(state["parameters"]):
             raise ValueError(f"learnable values differ: expected {sorted(own)}, got {sorted(state['parameters'])}.")
-        with torch.no_grad():
-            for name, value in state["parameters"].items():
-                own[name].copy_(value)
+        for key, value in state["parameters"].items():
+            r, name = own[key]
+            r.restore(name, value)
         self.prefix.doubled.go_on(state)
         self.progress(state["progress"])
 

@@ -55,6 +55,7 @@ ROLES = ("q", "k", "v", "qkv", "kv", "out", "ffn_in", "ffn_out")
 
 
 _serials = itertools.count()
+_BELOW_1 = 1 - 2**-24  # the largest float32 below 1
 
 
 class UnsupportedModel(ValueError):
@@ -285,7 +286,8 @@ class Regularizer(nn.Module):
                 continue  # most schedules are constant: nothing to check, nothing to set
             what = f"{type(self).__name__}({name}=...) at depth {depth:.3g}, progress {progress:.3g}"
             self._numbers[name] = check_value(value, what, high)
-            getattr(self, name).fill_(value)
+            # a rate next to 1 must not become 1 in float32, which would scale by 1 / 0
+            getattr(self, name).fill_(min(value, _BELOW_1) if high == 1.0 else value)
             changed = True
         if changed:
             self.idle = self._is_idle()
@@ -351,6 +353,15 @@ class Regularizer(nn.Module):
         """Whether the clone's layer, or anything before it, is being trained; a frozen backbone is fine without
         gradient."""
         return self.input_has_gradient or any(p.requires_grad for m in self.neighbors for p in m.parameters())
+
+    def saved(self) -> dict[str, Tensor]:
+        """What the handle's state_dict keeps of a clone, by name: the learned values."""
+        return dict(self.named_parameters())
+
+    def restore(self, name: str, value: Tensor) -> None:
+        """Take back one of them."""
+        with torch.no_grad():
+            self.get_parameter(name).copy_(value)
 
     def take_penalties(self) -> dict[str, Tensor]:
         """The penalties made since they were last taken, by name; the slots are empty afterwards.

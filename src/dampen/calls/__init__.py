@@ -84,6 +84,7 @@ class Call:
     is_causal: bool = False  # the flag was given; no mask tensor stands for it
     mask: Tensor | None = None  # the model's own bool mask (B or 1, H or 1, N or 1, M), True may be seen
     bias: Tensor | None = None  # the model's own score bias (relative positions), hidden places 0
+    blind: Tensor | None = None  # bool (..., N or 1, 1): queries from which a number hides every key; see `ModelMask`
     scores: Tensor | None = None  # the final scores (B, H, N, M), where they are there before keys are hidden
     scale: float = 1.0
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # B, H, N, M
@@ -125,9 +126,10 @@ class Call:
     @property
     def valid_keys(self) -> Tensor | None:
         """(B or 1, M) bool: the keys that some query of some head may see; None when the model gave no mask."""
-        if self.seen is not None:
+        if self.seen is not None or self.mask is None:
             return self.seen
-        return None if self.mask is None else self.mask.flatten(1, 2).any(1)
+        mask = self.mask if self.blind is None else self.mask & ~self.blind
+        return mask.flatten(1, 2).any(1)
 
     def projection(self, role: str) -> LinearCall:
         """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias and output, fused

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dampen._torch import is_empty, refuse_nested
 from dampen.kernels.kernel import Kernel, attention_weights, choose_kernel, run_kernel
-from dampen.masks import visible
+from dampen.masks import ModelMask, read_mask
 from dampen.regularizer import ATTENTION_STAGES, Call, Regularizer, check_only_reads, in_order
 
 
@@ -56,8 +57,12 @@ def attend(
         raise ValueError(
             "attention: give attn_mask or is_causal=True, not both (as in F.scaled_dot_product_attention)."
         )
+    if regularizers:
+        refuse_nested(query, "attention")
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
     k, v = _fitting(q, k, v)
+    if is_empty(q) or is_empty(k):
+        regularizers = ()
     native = dropout_p == 0 and not need_weights and (mask is None or mask.dtype is torch.bool)
     native = native and not (q.is_cuda and (is_causal or mask is not None))
     reading = reads_apart(regularizers, dropout_p)
@@ -68,8 +73,9 @@ def attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return out, None, kernel
+    known = None if mask is None else read_mask(mask)
     call = _fill(
-        Call() if call is None else call, q, k, mask, is_causal, scale, any(r.needs_valid for r in regularizers)
+        Call() if call is None else call, q, k, known, is_causal, scale, any(r.needs_valid for r in regularizers)
     )
     call.value_size = v.shape[3]
     at_operands = [r for r in regularizers if "qkv" in r.stages]
@@ -137,15 +143,15 @@ def _fitting(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fill(
-    call: Call, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, need_valid: bool
+    call: Call, q: Tensor, k: Tensor, mask: ModelMask | None, is_causal: bool, scale: float | None, need_valid: bool
 ) -> Call:
     """Write into the call what is known once q and k are."""
     call.shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     call.kv_heads, call.head_size, call.device = k.shape[1], q.shape[3], q.device
     call.scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call.is_causal, call.mask, call.bias = is_causal, visible(mask), None
-    if mask is not None and call.mask is not None and mask.dtype != torch.bool:
-        call.bias = mask.masked_fill(~call.mask, 0.0)  # hidden places hold no number that could spread
+    call.is_causal, call.mask, call.bias, call.blind = is_causal, None, None, None
+    if mask is not None:
+        call.mask, call.bias, call.blind = mask.keep, mask.bias, mask.blind
     if need_valid:
         call.seen = call.valid_keys
         call.valid = call.valid if call.cross else call.seen

@@ -265,4 +265,4 @@ def _chunk(call: Call, rows: slice) -> Call:
     def cut(t: Tensor | None) -> Tensor | None:
         return t if t is None or t.shape[-2] == 1 else t[..., rows, :]
 
-    return dataclasses.replace(call, rows=rows, mask=cut(call.mask), bias=cut(call.bias))
+    return dataclasses.replace(call, rows=rows, mask=cut(call.mask), bias=cut(call.bias), blind=cut(call.blind))

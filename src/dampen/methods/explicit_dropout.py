@@ -93,7 +93,6 @@ class ExplicitDropout(Regularizer):
     """
 
     stochastic = False
-    only_reads = True
     needs_valid = True
     multiplies = True
     rate: Tensor

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dampen._torch import is_empty, refuse_nested
+from dampen.containers import first_of, with_tensors
 from dampen.kernels.attend import attend
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
 from dampen.sockets.channels import start_following, tell_heads, tell_rows
@@ -159,6 +161,9 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         layer = site.layer
         frame = frame_of(layer)
         active = [r for r in layer.active(self) if sees_attention(r)]
+        if active and (first := first_of((args, kwargs))) is not None:
+            refuse_nested(first, f"{type(self).__name__} at '{site.name}'")
+            active = [] if is_empty(first) else active
         if frame is not None:
             if not active:
                 return in_attention(self, frame, base, self, *args, **kwargs)
@@ -222,17 +227,10 @@ def with_jacobian(measuring: Sequence[Regularizer], run: Callable[..., Any], *ar
         r.measuring = True
     try:
         with torch.enable_grad():
-            return detached(run(*args))
+            return with_tensors(run(*args), Tensor.detach)
     finally:
         for r in measuring:
             r.measuring = False
-
-
-def detached(out: Any) -> Any:
-    """What an attention gives, without its graph."""
-    if isinstance(out, Tensor):
-        return out.detach()
-    return type(out)(map(detached, out)) if type(out) in (tuple, list) else out
 
 
 def switch_on(module: Any, site: AttentionSite) -> bool:

@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import saved_tensors_are_hooked
+from dampen.containers import with_tensors
 from dampen.kernels.attend import reads_apart, run_heads
 from dampen.regularizer import check_only_reads
 from dampen.sockets.channels import tell_heads, tell_rows
-from dampen.sockets.eager_scores import fit, stages_of_scores, visible
+from dampen.sockets.eager_scores import fit, read_model_mask, stages_of_scores
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of
 from dampen.sockets.mixing import MOVES_AXES, moved_axes
@@ -53,6 +54,7 @@ _TO_WEIGHTS = set(
 )
 _KEEPS_SUMS = set((_FORM + "permute transpose swapaxes movedim dropout").split())
 """After these the rows of the weights sum to what they summed to."""
+_IN_PLACE = {name for name in _TO_SCORES if name.endswith("_") != name.endswith("__") or name.startswith("__i")}
 _JOINS = {"cat", "concat", "concatenate"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
@@ -209,6 +211,9 @@ class EagerAttention:
         allowed: set[str],
     ) -> Any:
         name, numel = name_of(func), way.tensor.numel()
+        if name in _IN_PLACE and args[0] is not way.tensor:
+            self._tell(f"its scores are written into another tensor by '{name}'")
+            return run(func, args, kwargs)
         out = run(func, args, kwargs)
         axes = moved_axes(name, way.axes, args, kwargs) if name in MOVES_AXES or not way.in_order else None
         if name in allowed | MOVES_AXES and isinstance(out, Tensor) and out.numel() == numel and axes != ():
@@ -310,7 +315,10 @@ class EagerAttention:
         call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
         call.head_size, call.scale, call.is_causal = q.shape[3], 1.0, False
         s = layout.fold(scores)
-        call.bias, call.mask = None, visible(s, set(product.scores.names()))
+        mask = read_model_mask(product, layout)
+        call.bias, call.mask, call.blind = None, None, None
+        if mask is not None:
+            call.mask, call.blind = mask.keep, mask.blind
         call.scores = s
         values, new_q, new_k = scores, q, k
         if outputs is None:
@@ -391,9 +399,9 @@ class EagerAttention:
 
     def put_weights(self, out: Any) -> Any:
         """A module's output with the attention weights, where it gives them out, as the stages left them."""
-        if not self.weights or not isinstance(out, tuple):
+        if not self.weights or isinstance(out, Tensor):
             return out
-        return tuple(next((new for old, new in self.weights if old is x), x) for x in out)
+        return with_tensors(out, lambda t: next((new for old, new in self.weights if old is t), t))
 
     def _heads(self, o: Tensor, equation: Equation, product: Product, regularizers: Sequence[Regularizer]) -> Tensor:
         layout: Any = product.layout

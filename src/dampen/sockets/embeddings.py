@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dampen._torch import is_empty, refuse_nested
+from dampen.containers import first_of, with_first
 from dampen.regularizer import Regularizer, UnsupportedModel, in_order
 from dampen.sockets.state import ModelSite
 
@@ -63,11 +65,19 @@ def embedding_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         active = [r for r in site.clones if site.model.acts(r, self.training)]
         if not active:
             return out
-        x = out[0] if isinstance(out, tuple) else out
+        x = first_of(out)
+        if x is None:
+            raise RuntimeError(
+                f"{type(self).__name__} returned a {type(out).__name__} in which no embeddings were found, so "
+                f"{type(active[0]).__name__} cannot act on them. Return a tensor, or a tuple, a dict or a dataclass."
+            )
+        refuse_nested(x, f"{type(active[0]).__name__} at the input embedding")
+        if is_empty(x):
+            return out
         valid = fit_mask(None if site.masks is None else site.masks.mask, x)
         for r in active:
             x = r.embeddings(x, valid)
-        return (x, *out[1:]) if isinstance(out, tuple) else x
+        return with_first(out, x)
 
     return forward
 

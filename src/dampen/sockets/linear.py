@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dampen._torch import is_empty, refuse_nested
 from dampen.regularizer import LinearCall, Regularizer, check_only_reads
 from dampen.sockets.adapters import read_adapter
 from dampen.sockets.frame import Frame, frame_of
@@ -25,8 +26,14 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         site: LinearSite = self._dampen_linear
         layer = site.layer
         active = layer.active(self)
-        if not active or (input.numel() == 0 and not torch.compiler.is_compiling()):
-            return base(self, input)  # type: ignore[no-any-return]  # also an expert, or a modality, without tokens
+        if active:
+            refuse_nested(input, f"the linear layer '{site.role}' at '{layer.site.name}'")
+        if active and is_empty(input):  # an expert, a modality or a batch without tokens
+            if (frame := frame_of(layer)) is not None:
+                frame.hits += 1
+            active = []
+        if not active:
+            return base(self, input)  # type: ignore[no-any-return]
         kind = site.kind or kind_of(self)
         if kind == "convolution":
             return _convolve(base, self, site, active, input)

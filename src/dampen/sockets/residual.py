@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from dampen._torch import version_of
 from dampen.calls import BranchCall
+from dampen.containers import first_of, tensors_in
 from dampen.regularizer import Regularizer
 from dampen.sockets.memory import ADDITIONS, Entry, Found, Memory, attends, remember, role_of
 from dampen.sockets.origins import CLEAN, MAPS, Origins, leaves
@@ -212,8 +213,8 @@ class ResidualSocket(TorchFunctionMode):
     def _left(self, out: Any) -> None:
         labels = self._label(True)
         self.frame.attended += 1
-        for value in leaves((out,), {}):
-            if isinstance(value, Tensor) and not (self.origins.of(value) == CLEAN and labels <= self.covered):
+        for value in tensors_in(out):
+            if not (self.origins.of(value) == CLEAN and labels <= self.covered):
                 place = self.origins.place(value)
                 self.origins.put(value, labels, "leave", [] if place is None else [place])
 
@@ -277,8 +278,7 @@ class ResidualSocket(TorchFunctionMode):
 
     def check(self, block: nn.Module, expected: int, out: Any) -> None:
         """Raise where a sublayer that ran was not added, or the block gives out something else than the stream."""
-        values = [out] if isinstance(out, Tensor) else leaves((out,), {})
-        first = next((v for v in values if isinstance(v, Tensor)), None)
+        first = first_of(out)
         if self.memory is not None:
             if len(self.log) == len(self.memory.functions) and first is self._made(self.memory.result):
                 self.layer.residual_same += 1

@@ -48,6 +48,8 @@ class Layer:
         found = []
         for r in self.ordered:
             acts = training or r.in_eval or (self.sampling and r.stochastic)
+            if r.only_reads and not compiling and r.ledger is not None and r.ledger.keeps_nothing():
+                continue
             if acts and not r.asleep and not (r.idle_forever if compiling else r.idle):
                 found.append(r)
         if found and "_is_replica" in module.__dict__:

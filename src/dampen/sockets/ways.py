@@ -39,6 +39,23 @@ class Way:
         out: Tensor = self.func(*args, **kwargs)
         return out
 
+    def parts(self) -> list[Any]:
+        """What the way is made of, all but the tensors on it."""
+        if self.source is None:
+            return [self.func]
+        return [*self.source.parts(), self.func, *(None if x is self.source.tensor else x for x in self._given())]
+
+    def shifts_rows(self) -> bool:
+        """Whether one number per row is added to the scores on the way here, such as its largest, subtracted."""
+        if self.source is None:
+            return False
+        narrow = any(isinstance(x, Tensor) and x.ndim > 0 and x.shape[-1] == 1 for x in self._given())
+        return (narrow and self.tensor.shape[-1] > 1) or self.source.shifts_rows()
+
+    def _given(self) -> list[Any]:
+        given = [*self.args, *self.kwargs.values()]
+        return [x for a in given for x in (a if isinstance(a, list | tuple) else [a])]
+
     def drops(self, since: Way) -> bool:
         """Whether the model's own dropout is at work between `since` and here."""
         if self is since or self.source is None:
