@@ -57,7 +57,7 @@ def test_generate_in_train_mode(name, model):
         made = net.generate(IDS, num_beams=beams, **settings)
         assert made.shape[0] == 2
     assert reg._taken() == {}
-    if type(method).only_reads:
+    if method.only_reads and method.passes == 1:  # two passes have a companion that draws
         reg.remove()
         torch.manual_seed(1)
         assert torch.equal(made, net.generate(IDS, num_beams=2, **settings))
