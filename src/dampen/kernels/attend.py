@@ -58,14 +58,14 @@ def attend(
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
     k, v = _fitting(q, k, v)
     native = dropout_p == 0 and not need_weights and (mask is None or mask.dtype is torch.bool)
-    kernel = choose_kernel(
-        q, k, regularizers, need_weights, native and not (q.is_cuda and (is_causal or mask is not None))
-    )
-    if not regularizers and kernel.name == "fused":
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return out, None, kernel
+    native = native and not (q.is_cuda and (is_causal or mask is not None))
+    if not regularizers:
+        kernel = choose_kernel(q, k, regularizers, need_weights, native)
+        if kernel.name == "fused":
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return out, None, kernel
     call = _fill(
         Call() if call is None else call, q, k, mask, is_causal, scale, any(r.needs_valid for r in regularizers)
     )
@@ -73,6 +73,8 @@ def attend(
     for r in regularizers:
         if "qkv" in r.stages:
             q, k, v = r.qkv(q, k, v, call)
+    if regularizers:  # by what the kernel is given in the end
+        kernel = choose_kernel(q, k, regularizers, need_weights, native, v, call.mask)
     weights = None
     if need_weights:
         o, weights = attention_weights(q, k, v, dropout_p, regularizers, call)

@@ -6,9 +6,10 @@ namespace {
 
 constexpr int FEW = 8;  // largest scores that are found by insertion
 
-// exp(x) for x <= 0 to 2 ulp (Cephes); 0 below -87, so also at -inf
+// exp(x) for x <= 0 to 2 ulp (Cephes); 0 below -87, so also at -inf, and NaN for NaN. What becomes an integer lies between
+// -87 and 88 whatever x is.
 inline float exponential(float x) {
-  const float z = x < -87.0f ? -87.0f : x;
+  const float above = x > -87.0f ? x : -87.0f, z = above < 88.0f ? above : 88.0f;
   const float n = std::floor(z * 1.44269504088896341f + 0.5f);
   float r = z - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -22,11 +23,11 @@ inline float exponential(float x) {
   const std::int32_t bits = ((std::int32_t)n + 127) << 23;
   float power;
   std::memcpy(&power, &bits, 4);
-  return x < -87.0f ? 0.0f : p * power;
+  return x < -87.0f ? 0.0f : x != x ? x : p * power;
 }
 
 inline Eight exponential(Eight x) {
-  const Eight z = x < -87.0f ? Eight{} - 87.0f : x;
+  const Eight above = x > -87.0f ? x : Eight{} - 87.0f, z = above < 88.0f ? above : Eight{} + 88.0f;
   const EightInts whole = __builtin_convertvector(z * 1.44269504088896341f - 0.5f, EightInts);  // z <= 0: to the nearest
   const Eight n = __builtin_convertvector(whole, Eight);
   Eight r = z - n * 0.693359375f;
@@ -38,7 +39,17 @@ inline Eight exponential(Eight x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   const EightInts power = (whole + 127) << 23;
-  return x < -87.0f ? Eight{} : p * (Eight)power;
+  return x < -87.0f ? Eight{} : x != x ? x : p * (Eight)power;
+}
+
+// Of a row in which no score was found above -inf: whether one of them is NaN, which is then the row's largest
+bool any_nan(const float* s, int m, float& largest) {
+  for (int j = 0; j < m; j++)
+    if (s[j] != s[j]) {
+      largest = s[j];
+      return true;
+    }
+  return false;
 }
 
 // -inf from place m to the end of a row, in one piece: single numbers would not be at hand when the row is read again
