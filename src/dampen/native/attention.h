@@ -130,6 +130,19 @@ const char* bad_mask(const Problem& p) {
   return bad_strided(p.mask, {p.B, p.H, p.N, p.M}, {p.smask[0], p.smask[1], p.smask[2], p.smask[3]}, p.room_mask);
 }
 
+// With strides that fit where an axis has one entry: torch allows any there, and sgemm asks for rows that do not overlap.
+Problem fitting(const Problem& given) {
+  Problem p = given;
+  auto fit = [&](i64* s, i64 heads, i64 tokens, i64 size) {
+    if (p.B == 1) s[0] = 0;
+    if (heads == 1) s[1] = 0;
+    if (tokens == 1) s[2] = size;
+  };
+  fit(p.sq, p.H, p.N, p.D), fit(p.sdq, p.H, p.N, p.D), fit(p.so, p.H, p.N, p.E), fit(p.sgo, p.H, p.N, p.E);
+  fit(p.sk, p.G, p.M, p.D), fit(p.sdk, p.G, p.M, p.D), fit(p.sv, p.G, p.M, p.E), fit(p.sdv, p.G, p.M, p.E);
+  return p;
+}
+
 // What forward, backward and `dampen_kept` share
 const char* bad_problem(const Problem& p) {
   for (i64 size : {p.B, p.H, p.G, p.N, p.M, p.D, p.E})
@@ -167,7 +180,7 @@ extern "C" {
 // Every entry gives null, or says in words which of its arguments it refuses; then nothing was read or written.
 
 const char* dampen_attention(const Problem* problem) {
-  const Problem& p = *problem;
+  const Problem p = fitting(*problem);
   if (auto bad = bad_problem(p)) return bad;
   if (auto bad = bad_output(p)) return bad;
   const int bq = forward_rows(p), M = (int)p.M, D = (int)p.D, E = (int)p.E;
@@ -226,7 +239,7 @@ const char* dampen_attention(const Problem* problem) {
 
 // kept (B, H, N, M) <- 1 where `dampen_attention` lets a query see a key, with the thresholds that it left in `top`
 const char* dampen_kept(const Problem* problem, u8* kept, i64 room_kept) {
-  const Problem& p = *problem;
+  const Problem p = fitting(*problem);
   if (auto bad = bad_problem(p)) return bad;
   if (auto bad = bad_strided(kept, {p.B, p.H, p.N, p.M}, {p.H * p.N * p.M, p.N * p.M, p.M, 1}, room_kept)) return bad;
   const int M = (int)p.M;
@@ -249,7 +262,7 @@ const char* dampen_kept(const Problem* problem, u8* kept, i64 room_kept) {
 }
 
 const char* dampen_attention_backward(const Problem* problem) {
-  const Problem& p = *problem;
+  const Problem p = fitting(*problem);
   if (auto bad = bad_problem(p)) return bad;
   if (auto bad = bad_output(p)) return bad;
   if (auto bad = bad_gradients(p)) return bad;

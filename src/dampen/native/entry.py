@@ -1,14 +1,14 @@
 """The one place where tensors become pointers: what is asked of them first, and the calls of the C functions.
 
 Nothing else in dampen hands an address to C. `unreadable` says why a kernel may not see a tensor, and its caller then
-stays on torch. What was let in is laid out as the kernels read it (`rows_of`, `strides_of`), its address goes out with
-the room behind it, and the C functions check sizes, strides and room once more (`checks.h`).
+stays on torch. What was let in is laid out as the kernels read it (`rows_of`), its address goes out with the room behind
+it, and the C functions check sizes, strides and room once more (`checks.h`).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,11 +47,12 @@ def unreadable(t: Tensor, dtype: torch.dtype = torch.float32) -> str:
         return ""
     if type(t) not in _PLAIN:
         return f"a {type(t).__name__}"
-    if t.is_neg() or t.is_conj():
+    if t.is_neg():
         return "a view that changes signs"
-    if t.untyped_storage().nbytes() == 0 and t.numel():
+    address = t.data_ptr()
+    if not address and t.numel():
         return "without memory (freed, or sharded away)"
-    return "not aligned in memory" if t.data_ptr() % t.itemsize else ""
+    return "not aligned in memory" if address % dtype.itemsize else ""
 
 
 def transformed() -> str:
@@ -63,13 +64,14 @@ def transformed() -> str:
     return "in forward-mode differentiation" if in_forward_mode() else ""
 
 
-def require(dtype: torch.dtype = torch.float32, **tensors: Tensor | None) -> None:
+def require(tensors: Iterable[Tensor | None], dtype: torch.dtype = torch.float32) -> None:
     """`NativeError` for the first tensor that is unreadable."""
-    for name, t in tensors.items():
+    for t in tensors:
         if t is not None and (why := unreadable(t, dtype)):
             raise NativeError(
-                f"dampen's native kernels were given {name} as {why}. They read plain {dtype} tensors on the CPU; "
-                "everything else runs on torch (DAMPEN_NATIVE=0 switches the kernels off)."
+                f"dampen's native kernels were given a tensor of shape {tuple(t.shape)} that is {why}. They read plain "
+                f"{str(dtype).removeprefix('torch.')} tensors on the CPU; everything else runs on torch "
+                "(DAMPEN_NATIVE=0 switches the kernels off)."
             )
 
 
@@ -85,18 +87,12 @@ def settled(t: Tensor) -> Tensor:
 def rows_of(t: Tensor) -> Tensor:
     """(B, H, N, D) with rows that BLAS can read: numbers side by side, rows that do not overlap.
 
-    An axis of one entry has whatever stride it has, here and in `contiguous`; `strides_of` says one that fits."""
+    An axis of one entry has whatever stride it has, here and in `contiguous`; C puts one there that fits (`fitting`)."""
     tokens, size = t.shape[2:]
     one, row = t.stride()[2:]
     if (row == 1 or size == 1) and (tokens == 1 or size <= one <= _LONGEST_ROW):
         return t
     return t.clone(memory_format=torch.contiguous_format)
-
-
-def strides_of(t: Tensor) -> tuple[int, int, int]:
-    """The strides of (B, H, N, D) but the last; where an axis has one entry, those that it would have in rows."""
-    (batch, heads, tokens, size), (s0, s1, s2, _) = t.shape, t.stride()
-    return s0 if batch > 1 else 0, s1 if heads > 1 else 0, s2 if tokens > 1 else size
 
 
 def _at(t: Tensor | None) -> tuple[int, int]:
@@ -139,20 +135,31 @@ def _problem(
     top: Tensor,
     o: Tensor | None = None,
     lse: Tensor | None = None,
-    grads: Sequence[Tensor] = (),
+    grads: Sequence[Tensor | None] = (None, None, None, None),
 ) -> bytes:
     """`struct Problem`. `grads`: that of the output, and those of q, k and v to be written."""
     (b, h, n, d), (_, g, m, _) = q.shape, k.shape
-    go, *to = grads or (None, None, None, None)
-    pointers, rooms = zip(*(_at(t) for t in (q, k, v, go, keep, o, lse, top, *to)), strict=True)
-    strides = [s for t in (q, k, v, o, go, *to) for s in (_NO_STRIDES if t is None else strides_of(t))]
+    pointers, strides, rooms = [], [], []
+    for t in (q, k, v, o, *grads):
+        if t is None:
+            pointers.append(0)
+            strides += _NO_STRIDES
+            rooms.append(0)
+            continue
+        pointers.append(t.data_ptr())
+        strides += t.stride()[:3]
+        rooms.append(t.untyped_storage().nbytes() // 4 - t.storage_offset())
+    (q_at, k_at, v_at, o_at, *to), (*rooms_in, room_o, room_go, room_dq, room_dk, room_dv) = pointers, rooms
+    keep_at, room_keep = _at(keep)
+    lse_at, room_lse = _at(lse)
+    top_at, room_top = _at(top)
     return _PROBLEM.pack(
         *(b, h, g, n, m, d, d if v is None else v.shape[3], torch.get_num_threads(), settings.mode, settings.causal),
         *(settings.num, settings.den, settings.scale, settings.rate, settings.seed),
-        *pointers,
+        *(q_at, k_at, v_at, to[0], keep_at, o_at, lse_at, top_at, *to[1:]),
         *strides,
         *((0, 0, 0, 0) if keep is None else keep.stride()),
-        *rooms,
+        *(*rooms_in, room_go, room_keep, room_o, room_lse, room_top, room_dq, room_dk, room_dv),
     )
 
 
@@ -160,8 +167,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, o: Tensor, lse: Tensor, top: Tensor, settings: Settings
 ) -> None:
     """Write attention into o, the logarithms of its sums into lse and thresholds into top."""
-    require(q=q, k=k, v=v)
-    require(torch.bool, mask=keep)
+    require((q, k, v))
+    require((keep,), torch.bool)
     _check(library().dampen_attention(_problem(settings, q, k, v, keep, top, o, lse)))
 
 
@@ -177,15 +184,15 @@ def attend_backward(
     settings: Settings,
 ) -> None:
     """Write the gradients of q, k and v into the last three of `grads`, from that of o, the first."""
-    require(q=q, k=k, v=v, grad=grads[0], output=o, lse=lse, top=top)
-    require(torch.bool, mask=keep)
+    require((q, k, v, grads[0], o, lse, top))
+    require((keep,), torch.bool)
     _check(library().dampen_attention_backward(_problem(settings, q, k, v, keep, top, o, lse, grads)))
 
 
 def kept_keys(q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: Settings) -> Tensor:
     """Which keys attention shows each query under a seed: bool (B, H, N, M)."""
-    require(q=q, k=k, top=top)
-    require(torch.bool, mask=keep)
+    require((q, k, top))
+    require((keep,), torch.bool)
     kept = torch.empty(*q.shape[:3], k.shape[2], dtype=torch.uint8, device="cpu")
     _check(library().dampen_kept(_problem(settings, q, k, None, keep, top), *_at(kept)))
     return kept.view(torch.bool)
@@ -193,7 +200,7 @@ def kept_keys(q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: 
 
 def dropped(x: Tensor, seed: int, rate: float) -> Tensor:
     """Inverted dropout of a contiguous tensor."""
-    require(x=x)
+    require((x,))
     x = x.contiguous()
     y = torch.empty_like(x)
     _check(library().dampen_dropout(*_at(x), *_at(y), x.numel(), rate, seed, torch.get_num_threads()))
@@ -252,7 +259,7 @@ class Tapped(NamedTuple):
     to_bias: Place | None = None
 
     def packed(self) -> bytes:
-        require(output=self.y, through=self.through, bias=None if self.bias is None else self.bias.of)
+        require((self.y, self.through, None if self.bias is None else self.bias.of))
         at = (_at(self.y), _placed(self.bias), _at(self.through), _at(self.out), _at(self.total))
         pointers, rooms = zip(*at, _placed(self.sums), _placed(self.to_bias), strict=True)
         strides = (*self.strides, *self.through_strides, *self.out_strides)
