@@ -87,10 +87,10 @@ int few_largest(const Problem& p) {
 }
 
 // Hide keys of a whole row: what the model hides, then what is drawn. False where the row was rescued: then one key is
-// left, with a finite score. `top`: where hard masking keeps its threshold, which may be `known` already. `largest`: of
-// the scores that are left.
+// left, with a finite score. `top`: where hard masking keeps its threshold, which may be `known` already; `settle` where
+// the scores came out of sgemm. `largest`: of the scores that are left.
 bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, int width, const u16* draw, float* top, bool known,
-          float& largest) {
+          bool settle, float& largest) {
   const int M = (int)p.M, seen = show(p, b, h, i, 0, M, s);
   if (!p.mode || !seen) {
     largest = seen ? largest_of(s, width) : -INF;
@@ -101,6 +101,7 @@ bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, int width, c
     const i64 k = p.share_den ? (seen * p.share_num + p.share_den - 1) / p.share_den : std::min<i64>(p.share_num, seen);
     *top = top_threshold(s, M, (int)k);
   }
+  if (p.mode == 2 && settle) *top = in_a_gap(s, M, *top);
   largest = drop(draw, thr, p.mode == 2 ? *top : -INF, width, s);
   if (largest > -INF || any_nan(s, M, largest)) return true;
   s[rescued(p, b, h, i)] = largest = 0;
@@ -217,7 +218,7 @@ const char* dampen_attention(const Problem* problem) {
         close_row(s, M, ld);
         const u16* draw = drawn ? drawn + (size_t)i * M : p.mode ? draws(p.seed, KEYS, bh, (u64)(i0 + i) * M, M, room) : nullptr;
         float largest;
-        const bool usual = hide(p, thr, b, h, i0 + i, s, ld, draw, top ? top + i : nullptr, few > 0, largest);
+        const bool usual = hide(p, thr, b, h, i0 + i, s, ld, draw, top ? top + i : nullptr, few > 0, !is_small, largest);
         if (largest == -INF) {  // the model shows this query nothing: zeros, as SDPA gives
           std::memset(s, 0, sizeof(float) * ld);
           p.lse[row] = INF;
@@ -255,7 +256,7 @@ const char* dampen_kept(const Problem* problem, u8* kept, i64 room_kept) {
     }
     const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i * M, M, room) : nullptr;
     float largest;
-    hide(p, thr, b, h, i, s.data(), M, draw, p.top ? p.top + row : nullptr, true, largest);
+    hide(p, thr, b, h, i, s.data(), M, draw, p.top ? p.top + row : nullptr, true, false, largest);
     for (int j = 0; j < M; j++) kept[row * M + j] = s[j] != -INF;
   }
   return nullptr;
