@@ -323,7 +323,9 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
     fit = dtype is v_dtype is torch.float32 and not set(chosen) & READ_ON_TORCH and bool(methods)
     if (kernel == "native") != fit and not empty:
         raise Wrong(f"the kernel that ran is {kernel}, of {chosen}, {dtype}")
-    if poisoned and kernel != "native":
+    if kernel != "native" and (poisoned or "overlapping tokens" in chosen):
+        # torch's fused kernel hands overlapping rows to a product of matrices that refuses them, and gives garbage
+        counts.runs["attention: torch's own, not compared"] += 1
         return
     counts.runs[f"attention: {kernel}"] += 1
     for name in chosen:
@@ -342,7 +344,8 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
         weights = run(like_v)[0].detach()
         # a row of NaN does not tell its mask, and needs none to be NaN
         kept = torch.where(weights.isnan().any(-1, keepdim=True), allowed, weights != 0)
-        _check_mask(kept, allowed, method, wide[0] @ _repeated(wide, heads // groups)[1].mT, counts)
+        own = Counts() if poisoned else counts  # rows of NaN would count as rows that lost nothing
+        _check_mask(kept, allowed, method, wide[0] @ _repeated(wide, heads // groups)[1].mT, own)
     loose = TOLERANCE[dtype if TOLERANCE[dtype] > TOLERANCE[v_dtype] else v_dtype]
     again = kernel == "native" and draw.random() < 0.1
     expected = _reference(wide, kept, scale, heads // groups, again)

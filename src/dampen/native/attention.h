@@ -243,16 +243,23 @@ const char* dampen_kept(const Problem* problem, u8* kept, i64 room_kept) {
   const Problem p = fitting(*problem);
   if (auto bad = bad_problem(p)) return bad;
   if (auto bad = bad_strided(kept, {p.B, p.H, p.N, p.M}, {p.H * p.N * p.M, p.N * p.M, p.M, 1}, room_kept)) return bad;
-  const int M = (int)p.M;
+  const int M = (int)p.M, D = (int)p.D;
   const u32 thr = threshold(p.rate, p.seed);
-  std::vector<float> s((size_t)M);
+  const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
+  const int ld = is_small ? (M + 7) / 8 * 8 : M;
+  std::vector<float> s((size_t)ld), turned(is_small ? (size_t)ld * D : 0);
   std::vector<u16> room;
   for (i64 row = 0; row < p.B * p.H * p.N; row++) {
     const i64 bh = row / p.N, b = bh / p.H, h = bh % p.H, g = h * p.G / p.H, i = row % p.N;
-    const float* q = at(p.q, p.sq, b, h, i);
+    const float *q = at(p.q, p.sq, b, h, i), *k = at(p.k, p.sk, b, g, 0);
+    if (p.mode == 2 && is_small) {  // as `dampen_attention` makes them, to the bit: ties stay ties
+      if (!i) turn(M, D, k, p.sk[2], turned.data(), ld);
+      small(1, ld, D, (float)p.scale, q, p.sq[2], 1, turned.data(), ld, false, s.data(), ld);
+    }
     for (int j = 0; j < M; j++) {
-      const float score = p.mode == 2 ? (float)p.scale * dot(q, at(p.k, p.sk, b, g, j), (int)p.D) : 0;
-      s[j] = score > -INF ? score : -std::numeric_limits<float>::max();  // -inf says hidden
+      if (p.mode != 2) s[j] = 0;
+      else if (!is_small) s[j] = (float)p.scale * dot(q, k + j * p.sk[2], D);
+      s[j] = s[j] > -INF ? s[j] : ALL;  // -inf says hidden
     }
     const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i * M, M, room) : nullptr;
     float largest;
