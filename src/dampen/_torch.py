@@ -149,8 +149,8 @@ def in_forward_mode() -> bool:
 
 
 def watched_by_a_mode() -> bool:
-    """Whether a `TorchDispatchMode` sees every kernel now, as FlopCounterMode does (`torch._C._len_torch_dispatch_stack`,
-    torch 2.1 and newer)."""
+    """Whether a `TorchDispatchMode` sees every kernel now, as FlopCounterMode does:
+    `torch._C._len_torch_dispatch_stack`, torch 2.1 and newer."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 

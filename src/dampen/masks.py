@@ -35,7 +35,9 @@ def bernoulli(shape: Sequence[int], rate: Rate, device: torch.device | None = No
     if isinstance(threshold, Tensor):
         return draws < threshold
     # Comparing into bytes is vectorized on a CPU, comparing into bools is not: a third of the time
-    return torch.lt(draws, threshold, out=torch.empty(draws.shape, dtype=torch.uint8, device=draws.device)).view(torch.bool)
+    return torch.lt(draws, threshold, out=torch.empty(draws.shape, dtype=torch.uint8, device=draws.device)).view(
+        torch.bool
+    )
 
 
 def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

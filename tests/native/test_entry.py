@@ -254,7 +254,7 @@ def test_no_address_leaves_python_elsewhere():
     assert ctypes.sizeof(ctypes.c_void_p) == 8
 
 
-# --- what is differentiated again, counted or transformed --------------------------------------------------------------
+# --- what is differentiated again, counted or transformed -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [DropKey(0.4), HardMasking(0.3, top=3), HardMasking(0.3)], ids=str)

@@ -5,7 +5,6 @@ import torch
 
 from dampen.formulas.explicit import tap as taps
 
-
 pytestmark = pytest.mark.usefixtures("built")
 
 

@@ -1,8 +1,9 @@
 """The one place where tensors become pointers: what is asked of them first, and the calls of the C functions.
 
-Nothing else in dampen hands an address to C. `unreadable` says why a kernel may not see a tensor, and its caller then
-stays on torch. What was let in is laid out as the kernels read it (`rows_of`), its address goes out with the room behind
-it, and the C functions check sizes, strides and room once more (`checks.h`).
+Nothing else in dampen hands an address to C. `unreadable` says why a kernel may not see a tensor,
+and its caller then stays on torch. What was let in is laid out as the kernels read it (`rows_of`),
+its address goes out with the room behind it, and the C functions check sizes, strides and room once
+more (`checks.h`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 from dampen._torch import in_forward_mode, in_functorch
 from dampen.native.library import library
 
-# The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack bytes is several times
-# quicker than to fill a ctypes structure, and these calls are made in every layer.
+# The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack bytes
+# is several times quicker than to fill a ctypes structure, and these calls are made in every layer.
 _PROBLEM = struct.Struct("12q2dQ11Q28q11q")
 _TAPPED = struct.Struct("4q7Q9q7qd")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -87,7 +88,8 @@ def settled(t: Tensor) -> Tensor:
 def rows_of(t: Tensor) -> Tensor:
     """(B, H, N, D) with rows that BLAS can read: numbers side by side, rows that do not overlap.
 
-    An axis of one entry has whatever stride it has, here and in `contiguous`; C puts one there that fits (`fitting`)."""
+    An axis of one entry has whatever stride it has, here and after `contiguous`; C puts one there
+    that fits (`fitting`)."""
     tokens, size = t.shape[2:]
     one, row = t.stride()[2:]
     if (row == 1 or size == 1) and (tokens == 1 or size <= one <= _LONGEST_ROW):

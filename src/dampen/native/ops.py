@@ -95,9 +95,7 @@ def _empty_like_heads(t: Tensor, size: int) -> Tensor:
     return t.new_empty(t.shape[0], t.shape[2], t.shape[1], size).transpose(1, 2)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     o, lse = _empty_like_heads(q, v.shape[3]), q.new_empty(q.shape[:3])
     top = q.new_empty(q.shape[:3] if settings.mode == 2 else (0,))
@@ -119,9 +117,7 @@ def _backward(
     return dq, dk, dv
 
 
-def _again(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _again(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by torch, as functions that can be differentiated again, from the keys that the kernel kept."""
     with torch.enable_grad():
         # views, so that one tensor that is q, k and v at once gets the gradient of each apart
@@ -259,6 +255,8 @@ def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: A
 
 
 @register_flop_formula(torch.ops.dampen.attention_backward)
-def _attention_backward_flops(grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+def _attention_backward_flops(
+    grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any
+) -> int:
     """The scores again, the gradients of the weights and of v, and those of q and k."""
     return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
