@@ -56,7 +56,8 @@ Make = Callable[[random.Random, tuple[int, int, int, int], torch.dtype], Tensor]
 
 
 def _normal(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, dtype=torch.float32, device="cpu").to(dtype)
+    t = torch.randn(shape, dtype=torch.float32, device="cpu").to(dtype)
+    return t.masked_fill_(t == 0, 1.0)  # a zero does not tell whether it was dropped
 
 
 def _permuted(*order: int) -> Make:

@@ -115,6 +115,22 @@ def test_a_default_device_of_another_kind():
         assert torch.equal(a, e)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_sequences_on_torch_with_another_default_device(monkeypatch, causal):
+    """The blocks of queries, which run where the kernels are switched off, write where their queries are."""
+    monkeypatch.setattr(dampen.kernels.kernel, "LONG", 64)
+    q, k, v = (torch.randn(1, 2, 70, 8, requires_grad=True) for _ in range(3))
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with library.torch_only("a test"), torch.device(device):
+            o, _, kernel = attend(q, k, v, None, 0.0, causal, None, False, [DropKey(0.3)], None)
+            found.append((o, *torch.autograd.grad(o.sin().sum(), (q, k, v))))
+        assert kernel.chunked
+    for a, e in zip(*found, strict=True):
+        assert torch.equal(a, e)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_values_of_another_dtype(dtype):
     """They were once read as float32, past their end. Torch's kernels decide what may be mixed."""
@@ -323,6 +339,21 @@ def test_forward_mode_runs_on_torch():
     step = 1e-3
     ends = [run(q + sign * step, k, v)[0] for sign in (1, -1)]
     torch.testing.assert_close(tangent, (ends[0] - ends[1]) / (2 * step), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.:DeprecationWarning")
+def test_a_trace_holds_no_numbers_of_its_example():
+    """What a kernel writes is a constant to `torch.jit.trace`: dropout would hide the same for ever, in silence. By
+    torch's own operations the trace fails."""
+    found = []
+
+    def run_traced(x):
+        found.append(entry.transformed())
+        return dampen.masks.drop(x, 0.5)
+
+    with pytest.raises(RuntimeError):
+        torch.jit.trace(run_traced, (torch.ones(1000),), check_trace=False)
+    assert found == ["inside torch.jit.trace"]
 
 
 def test_flops_are_counted():

@@ -73,8 +73,12 @@ def test_a_key_too_many_is_found(built, monkeypatch):
     right = built.attend
 
     def more(*given):
-        right(*given[:-1], given[-1]._replace(rate=given[-1].rate * 1.2 if given[-1].rate < 0.6 else given[-1].rate))
+        settings = given[-1]
+        rate = settings.rate * (1.2 if settings.rate < 0.6 else 1.0)
+        right(*given[:-1], settings._replace(rate=rate))
 
+    monkeypatch.setattr(native_fuzz, "KINDS", (native_fuzz.attention_case,))
+    assert abs(native_fuzz.run(60).z()) < 5
     monkeypatch.setattr(built, "attend", more)
     assert native_fuzz.run(60).z() > 5
 

@@ -204,7 +204,7 @@ def _added_mask(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call:
         return call.bias.to(q.dtype).masked_fill(~keep, float("-inf"))
     if call.mask is None and not call.is_causal and _adds(q):
         return (~keep).view(torch.uint8).to(q.dtype).mul_(HIDE)  # bytes: see `_fused`
-    return torch.zeros((), dtype=q.dtype).masked_fill(~keep, float("-inf"))
+    return q.new_zeros(()).masked_fill(~keep, float("-inf"))
 
 
 def _unfit_for_native(

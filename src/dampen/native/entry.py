@@ -62,6 +62,8 @@ def transformed() -> str:
         return ""
     if in_functorch():
         return "inside torch.func"
+    if torch.jit.is_tracing():
+        return "inside torch.jit.trace"
     return "in forward-mode differentiation" if in_forward_mode() else ""
 
 
@@ -102,7 +104,7 @@ def _at(t: Tensor | None) -> tuple[int, int]:
     if t is None:
         return 0, 0
     size = t.itemsize
-    return t.data_ptr(), t.untyped_storage().nbytes() // size - t.storage_offset()
+    return t.data_ptr(), int(t.untyped_storage().nbytes() // size - t.storage_offset())
 
 
 # --- the calls --------------------------------------------------------------------------------------------------------
@@ -141,7 +143,9 @@ def _problem(
 ) -> bytes:
     """`struct Problem`. `grads`: that of the output, and those of q, k and v to be written."""
     (b, h, n, d), (_, g, m, _) = q.shape, k.shape
-    pointers, strides, rooms = [], [], []
+    pointers: list[int] = []
+    strides: list[int] = []
+    rooms: list[int] = []
     for t in (q, k, v, o, *grads):
         if t is None:
             pointers.append(0)
@@ -150,7 +154,7 @@ def _problem(
             continue
         pointers.append(t.data_ptr())
         strides += t.stride()[:3]
-        rooms.append(t.untyped_storage().nbytes() // 4 - t.storage_offset())
+        rooms.append(int(t.untyped_storage().nbytes() // 4 - t.storage_offset()))
     (q_at, k_at, v_at, o_at, *to), (*rooms_in, room_o, room_go, room_dq, room_dk, room_dv) = pointers, rooms
     keep_at, room_keep = _at(keep)
     lse_at, room_lse = _at(lse)

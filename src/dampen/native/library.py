@@ -264,7 +264,7 @@ def _look() -> None:
     _library = loaded
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _look_while_tracing() -> bool:
     """`_look`, run by the tracer itself: what it finds holds for the whole process."""
     _look()
