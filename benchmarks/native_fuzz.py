@@ -1,16 +1,18 @@
 """Random calls of the native kernels against float64: shapes, layouts, dtypes, masks, default dtype and device.
 
-    python -m benchmarks.native_fuzz [--cases 2000] [--first 0] [--guarded] [--sanitize] [--json FILE]
+    python -m benchmarks.native_fuzz [--cases 2000] [--first 0] [--guarded] [--sanitize]
+                                     [--json FILE]
 
-A case is a function of its number: `--first 1234 --cases 1` runs one again. `--guarded` puts what the kernels read at
-the end of its memory, with a page without access behind it: a read past the end ends the process. `--sanitize` builds
-the kernels with AddressSanitizer and UndefinedBehaviorSanitizer in a cache of their own and runs under them.
+A case is a function of its number: `--first 1234 --cases 1` runs one again. `--guarded` puts what
+the kernels read at the end of its memory, with a page without access behind it: a read past the end
+ends the process. `--sanitize` builds the kernels with AddressSanitizer and
+UndefinedBehaviorSanitizer in a cache of their own and runs under them.
 
-Attention is compared with `F.scaled_dot_product_attention` in float64, forward and backward, with the mask that was
-drawn: the same call under the same seed, on values that are the unit vectors, gives the weights, and a weight of 0 is a
-hidden key. That mask must lie in the model's, leave every query a key, and hide as many keys as the rate says. Dropout
-and the penalties' taps are compared with their formulas. What the kernels must not read has to run on torch, and give
-the same numbers.
+Attention is compared with `F.scaled_dot_product_attention` in float64, forward and backward, with
+the mask that was drawn: the same call under the same seed, on values that are the unit vectors,
+gives the weights, and a weight of 0 is a hidden key. That mask must lie in the model's, leave every
+query a key, and hide as many keys as the rate says. Dropout and the penalties' taps are compared
+with their formulas. What the kernels must not read has to run on torch, and give the same numbers.
 """
 
 from __future__ import annotations
