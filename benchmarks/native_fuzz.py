@@ -401,7 +401,8 @@ def _check_mask(kept: Tensor, allowed: Tensor, method: Regularizer | None, score
     if isinstance(method, HardMasking):
         seen = scores.detach().masked_fill(~allowed, float("-inf"))
         least = seen.masked_fill(~gone, float("inf")).amin(-1)  # of the scores that were dropped
-        larger = (seen > least.unsqueeze(-1) + 1e-4).sum(-1)
+        tie = 1e-4 + 1e-5 * scores.detach().abs().amax()  # scores closer than rounding can be
+        larger = (seen > least.unsqueeze(-1) + tie).sum(-1)
         visible = allowed.sum(-1)
         top = method.top
         most = (visible * top).ceil() if isinstance(top, float) and top <= 1 else visible.clamp(max=int(top))
