@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,8 +35,9 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def version_of(t: torch.Tensor) -> int:
-    """How often a tensor was changed in place: `Tensor._version`, torch 0.4 and newer."""
-    return t._version
+    """How often a tensor was changed in place: `Tensor._version`, torch 0.4 and newer; 0 for one of `inference_mode`,
+    where nobody counts and no backward asks."""
+    return 0 if t.is_inference() else t._version
 
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
@@ -132,6 +134,18 @@ def in_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_forward_mode() -> bool:
+    """Whether derivatives are taken forward, by dual numbers (`torch.autograd.forward_ad._current_level`, torch 1.8 and
+    newer)."""
+    return forward_ad._current_level >= 0
+
+
+def watched_by_a_mode() -> bool:
+    """Whether a `TorchDispatchMode` sees every kernel now, as FlopCounterMode does:
+    `torch._C._len_torch_dispatch_stack`, torch 2.1 and newer."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its half in Python, which looks for functorch and for `setup_context` on every call: for
     one that has none, where `in_functorch` was asked before. `torch._C._FunctionBase`, torch 0.4 and newer."""
@@ -172,6 +186,11 @@ def refuse_nested(t: torch.Tensor, who: str) -> None:
 def is_empty(t: torch.Tensor) -> bool:
     """Whether a tensor has no entries: a batch of no samples, or no tokens. A graph is of one size, which is not it."""
     return not torch.compiler.is_compiling() and t.numel() == 0
+
+
+def addresses_known() -> bool:
+    """Whether Python may ask where tensors lie: not while tracing, nor inside `torch.func`, where they are wrapped."""
+    return not torch.compiler.is_compiling() and not in_functorch()
 
 
 def shared_until_written(t: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dampen.calls import later
 from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.kernels.kernel import use_tuned_table
+from dampen.native.library import use_native_kernels
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value, as_schedule, check_progress, per_layer
 from dampen.sockets.attach import attach, check_model
@@ -71,6 +72,7 @@ def regularize(
     chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
     check_model(model)
     use_tuned_table()
+    use_native_kernels()
     layers, clones, prefix = attach(model, chosen, sites, attention, projections, depth)
     reg = Regularization(model, chosen, layers, clones, prefix, strict)
     if carry is not False:

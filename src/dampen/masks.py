@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dampen._torch import has_numbers, version_of
+from dampen.native.entry import transformed, unreadable
 from dampen.native.library import available as native_available
 
 _WORD = 2**63
@@ -36,7 +37,7 @@ def bernoulli(shape: Sequence[int], rate: Rate, device: torch.device | None = No
     if isinstance(threshold, Tensor):
         return _below(draws, threshold)
     # Comparing into bytes is vectorized on a CPU, comparing into bools is not: a third of the time
-    out = torch.empty(draws.shape, dtype=torch.uint8)
+    out = torch.empty(draws.shape, dtype=torch.uint8, device=draws.device)
     out = out.fill_(1) if threshold == _ABOVE_ALL else torch.lt(draws, threshold, out=out)
     return out.view(torch.bool)
 
@@ -47,7 +48,7 @@ def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: to
     draws, threshold = _draws(shape, rate, device)
     if isinstance(threshold, Tensor):
         return ~_below(draws, threshold) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
-    out = torch.empty(draws.shape, dtype=dtype)
+    out = torch.empty(draws.shape, dtype=dtype, device=draws.device)
     return out.zero_() if threshold == _ABOVE_ALL else torch.ge(draws, threshold, out=out).mul_(scale)
 
 
@@ -100,18 +101,13 @@ def drop(x: Tensor, rate: Rate) -> Tensor:
 
     One product with a factor of 0 or 1 / (1 - rate), kept until the backward pass as in `F.dropout`: on a CPU half the
     time of `masked_fill` and a product. In 16 bits that factor would be rounded; see `zero_and_rescale`."""
-    if x.dtype is torch.float32 and x.device.type == "cpu" and native_available() and _fits_native(x):
+    if native_available() and not (unreadable(x) or transformed()):
         from dampen.native.ops import dropout  # only where it was built
 
         return dropout(x, rate)
     if x.dtype.itemsize == 2:
         return zero_and_rescale(x, bernoulli(x.shape, rate, x.device), rate)
     return x * keep_factor(x.shape, rate, x.dtype, x.device)
-
-
-def _fits_native(x: Tensor) -> bool:
-    """Whether a native kernel may see this tensor: a plain one, or one in a graph, where an operator stands for it."""
-    return torch.compiler.is_compiling() or isinstance(x, torch.nn.Parameter) or has_numbers(x)
 
 
 def zero_and_rescale(x: Tensor, dropped: Tensor, rate: Rate) -> Tensor:

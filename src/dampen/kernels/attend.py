@@ -67,12 +67,13 @@ def attend(
     native = native and not (q.is_cuda and (is_causal or mask is not None))
     reading = reads_apart(regularizers, dropout_p)
     inside = [r for r in regularizers if r not in reading]
-    kernel = choose_kernel(q, k, inside, need_weights, native)
-    if not regularizers and kernel.name == "fused":
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return out, None, kernel
+    if not regularizers:
+        kernel = choose_kernel(q, k, regularizers, need_weights, native)
+        if kernel.name == "fused":
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return out, None, kernel
     known = None if mask is None else read_mask(mask)
     call = _fill(
         Call() if call is None else call, q, k, known, is_causal, scale, any(r.needs_valid for r in regularizers)
@@ -82,11 +83,14 @@ def attend(
     for r in at_operands:
         if r.only_reads:
             q, k, v = r.qkv(q, k, v, call)
-    if reading:
-        kernel = _read(reading, q, k, v, call, kernel)
+    apart = _read(reading, q, k, v, call) if reading else ""
     for r in at_operands:
         if not r.only_reads:
             q, k, v = r.qkv(q, k, v, call)
+    if regularizers:  # by what the kernel is given in the end
+        kernel = choose_kernel(q, k, inside, need_weights, native, v, call.mask)
+    if apart:
+        kernel = kernel._replace(why=f"{kernel.why}; {apart}")
     weights = None
     if need_weights:
         o, weights = attention_weights(q, k, v, dropout_p, inside, call)
@@ -113,12 +117,12 @@ def _places(r: Regularizer) -> list[int]:
     return [i for i, stage in enumerate(ATTENTION_STAGES) if stage in r.stages]
 
 
-def _read(reading: Sequence[Regularizer], q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> Kernel:
-    """Run an attention for those who read it, as the model alone would compute it; what is said of the kernels."""
+def _read(reading: Sequence[Regularizer], q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+    """Run an attention for those who read it, as the model alone would compute it; returns the kernel in words."""
     own = choose_kernel(q, k, reading)
     run_heads(run_kernel(own, q, k, v, 0.0, reading, call), reading, call)
     names = ", ".join(r.name for r in reading)
-    return kernel._replace(why=f"{kernel.why}; {own.name} once more for {names}, without what changes it")
+    return f"{own.name} once more for {names}, without what changes it"
 
 
 def run_heads(o: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:

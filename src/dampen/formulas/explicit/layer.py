@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import addresses_known
 from dampen.calls.later import Penalty
 from dampen.formulas.explicit.linear import Term, map_penalty, only_weight, tap_linear
 from dampen.formulas.explicit.low_rank import merge
@@ -82,7 +83,7 @@ def read_map(call: Call, role: str, operand: Tensor | None, head_size: int, deta
     else:
         bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, head_size))
     heads = y.unflatten(-1, (-1, head_size)).transpose(1, 2)
-    if not detach and operand is not None and not torch.compiler.is_compiling():
+    if not detach and operand is not None and addresses_known():
         if _shows(operand, y, slice(0, y.shape[-1])):
             heads = operand
         elif _shows_otherwise(operand, y):
@@ -100,7 +101,7 @@ def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[
     x, y = linear.input, linear.output
     tokens = x.shape[0] if x.ndim == 2 else x.shape[1:-1].numel()
     valid = fit(call.valid if role == "q" else call.valid_keys, tokens, call)
-    apart = term.detach or linear.adapter is not None or torch.compiler.is_compiling()
+    apart = term.detach or linear.adapter is not None or not addresses_known()
     if not apart and y is not None and isinstance(rows, slice) and _shows(operand, y, rows):  # mostly: nothing is cut
         weights = token_rows(term.reduction, operand.shape[0], tokens, valid, wide_dtype(x))
         return tap_linear(operand, linear.bias, linear, weights, term, (rows.start, rows.stop - rows.start))
