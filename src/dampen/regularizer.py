@@ -100,6 +100,8 @@ class Regularizer(nn.Module):
     roles: frozenset[str] = frozenset()
     """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`. Every one by
     default where a linear stage is overridden."""
+    branch_roles: frozenset[str] = frozenset({"attention", "ffn", "mixer"})
+    """The residual branches that the method acts on, by `BranchCall.role`."""
     per_query: bool = True
     """False where `mask` is the same for all queries, so that long sequences need no chunks for its sake."""
     stages: frozenset[str] = frozenset()

@@ -48,12 +48,14 @@ class LinearCall:
     site: Site | None = None
     valid: Tensor | None = None  # (B, N) bool, False on padded tokens; None when nothing is padded
     output: Tensor | None = None  # known to `product` and to the attention call that collects its maps
+    tokens: int | Tensor | None = None  # of an expert: the valid tokens of the whole batch, of which it gets some
     adapter: LowRank | None = None  # LoRA beside the map, which weight and output do not contain
 
 
 @dataclass(eq=False)
 class BranchCall:
-    """One residual branch, about to be added to `residual`. `role` is "attention", "ffn", or "parallel" for both."""
+    """One residual branch, about to be added to `residual`. `role` is "attention", "ffn", "parallel" for both, or
+    "mixer" for what stands in the place of attention in a layer without one (Mamba)."""
 
     role: str
     residual: Tensor

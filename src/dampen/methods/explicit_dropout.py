@@ -227,6 +227,12 @@ class ExplicitDropout(Regularizer):
 
     def _branch(self, y: Tensor, call: LinearCall) -> Tensor:
         if "residual" in self.terms and call.role in BRANCHES:
+            if call.tokens is not None:
+                raise RuntimeError(
+                    f"ExplicitDropout(residual=...) reads a branch at its last linear layer, but at "
+                    f"'{call.site.name if call.site else call.role}' the branch is a sum of experts, weighted after "
+                    "it. Set residual=0, or leave the layer out with sites=."
+                )
             with no_autocast(y.device.type):
                 y, value = tap_branch(y, call, self._term("residual", y), self._swapped(call))
             self.penalize(value, "residual")

@@ -46,6 +46,7 @@ class SkipAblation(Regularizer):
                     f"SkipAblation({name}=...) is True to remove that skip or False to keep it, got {value!r}."
                 )
         self.removed = {"attention": attention, "ffn": ffn}
+        self.branch_roles = frozenset(role for role, removed in self.removed.items() if removed)
 
     def neutral(self) -> None:
         self.removed = dict.fromkeys(self.removed, False)
@@ -63,7 +64,7 @@ class SkipAblation(Regularizer):
                 "side by side: one skip goes around both, and to take it from one would lose the other. "
                 "Remove both (attention=True, ffn=True), or leave the block out with sites=."
             )
-        if self.removed["attention" if call.role == "parallel" else call.role]:
+        if self.removed.get("attention" if call.role == "parallel" else call.role):
             call.skip = False
         return b
 

@@ -142,6 +142,8 @@ def attention_done(site: AttentionSite, frame: Frame, call: Call, needs_valid: b
     """What an attention has told: padding, for the rest of its block, and the kernel that ran."""
     if not call.cross and needs_valid:
         frame.valid = call.valid
+        if site.layer.padding is not None and call.valid is not None:
+            site.layer.padding.report(call.valid)
         if frame.early and frame.valid is not None:
             raise RuntimeError(
                 f"The feed-forward of '{site.layer.site.name}' ({frame.early}) runs before its attention, whose mask "

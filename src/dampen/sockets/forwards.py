@@ -10,6 +10,7 @@ from dampen.sockets.block import block_forward
 from dampen.sockets.carrier import carrier_forward
 from dampen.sockets.embeddings import embedding_forward, mask_forward
 from dampen.sockets.entry import entry_forward
+from dampen.sockets.experts import eager_experts_forward, experts_forward
 from dampen.sockets.instance import instance_forward
 from dampen.sockets.library_backend import backend_forward, hidden_forward
 from dampen.sockets.linear import linear_forward
@@ -25,6 +26,8 @@ FORWARDS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "prefix": prefix_forward,
     "embedding": embedding_forward,
     "mask": mask_forward,
+    "experts": experts_forward,
+    "eager_experts": eager_experts_forward,
     "model": model_forward,
     "instance": instance_forward,
     "entry": entry_forward,

@@ -219,9 +219,10 @@ class ResidualSocket(TorchFunctionMode):
 
     def _label(self, whole: bool) -> frozenset[str]:
         """The name of the sublayer that is running."""
+        kind = "attention" if self.layer.attentions else "mixer"
         if self.frame.inside:
-            return frozenset([f"attention {self.frame.attended + 1}"])
-        return frozenset([f"{'attention beside' if whole else 'ffn'} {len(self.found)}"])
+            return frozenset([f"{kind} {self.frame.attended + 1}"])
+        return frozenset([f"{kind + ' beside' if whole else 'ffn'} {len(self.found)}"])
 
     def _see_batch(self, args: tuple[Any, ...]) -> None:
         """Attention's own layout (B, H, N, D) tells a block that works on (N, B, D)."""
@@ -284,7 +285,8 @@ class ResidualSocket(TorchFunctionMode):
                 self.layer.residual_same += 1
                 return
             self._follow()
-        attended = {f"attention {i + 1}" for i in range(self.frame.attended)}
+        kind = "attention" if self.layer.attentions else "mixer"
+        attended = {f"{kind} {i + 1}" for i in range(self.frame.attended)}
         missing = sorted(attended - self.covered)
         wants_ffn = expected > len(self.layer.attentions)
         if wants_ffn and not any(label.startswith("ffn") for label in self.covered):

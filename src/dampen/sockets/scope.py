@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,7 +13,8 @@ from dampen.sockets.source import adds
 
 NAME = re.compile(r"attention|attn", re.IGNORECASE)
 PROJECTIONS = {"q", "k", "v", "qkv", "kv"}
-LISTS = (nn.ModuleList, nn.Sequential)
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Containers: only a Sequential has a forward, and none of them is a block that adds its residual."""
 
 
 @dataclass
@@ -23,6 +24,7 @@ class LinearPlan:
     module: nn.Module
     role: str
     attention: str | None = None
+    expert: bool = False  # whether it is one expert's, of several
 
 
 def inside(inner: str, outer: str) -> bool:
@@ -39,7 +41,8 @@ def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -
         if NAME.search(type(module).__name__) and not _holds_feed_forward(module, ancestor, attentions):
             continue  # a wrapper that adds the output projection (BERT) or the norm (T5) is not yet the layer
         if _outside_attention(model, ancestor, attentions):
-            return _owner(model, parts, i)
+            element = ".".join(parts[: i + 1])
+            return element if _is_layer_of_list(model, ancestor, element, name) else _owner(model, parts, i)
     elements = [i for i in range(len(parts), 0, -1) if isinstance(model.get_submodule(".".join(parts[: i - 1])), LISTS)]
     for i in elements:  # no linear map beside it: the smallest element of a list that has other maps (convolutions)
         if _has_other_maps(model, ".".join(parts[:i]), attentions):
@@ -48,6 +51,51 @@ def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -
         return ".".join(parts[: elements[-1]])
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
     return "" if {"ffn_in", "ffn_out"} <= set(roles.values()) and len(parts) == 1 else name
+
+
+def _is_layer_of_list(model: nn.Module, holder: str, element: str, attention: str) -> bool:
+    """Whether an element of a list adds its residual itself, so that it is a layer although its neighbors hold all the
+    linear layers beside attention (experts kept as parameters, blocks of one sublayer each)."""
+    if not isinstance(model.get_submodule(holder), nn.ModuleList) or holder.rpartition(".")[2].isdigit():
+        return False
+    module = model.get_submodule(element)
+    owned = _owner(model, element.split("."), element.count(".")) != holder
+    return element != attention and not owned and not isinstance(module, LISTS) and adds(type(module))
+
+
+def group_sublayers(
+    model: nn.Module, scopes: Mapping[str, str], crossing: Callable[[str], bool]
+) -> tuple[dict[str, str], dict[str, tuple[str, list[str]]]]:
+    """Split scopes that are flat lists of sublayers, [attention, feed-forward, attention, feed-forward, ...]
+    (x-transformers), into layers: an attention, a cross-attention after it, and what follows up to the next attention.
+
+    Returns the scopes by attention, and for each layer made here the list and the names of its elements."""
+    grouped, made = dict(scopes), {}
+    for scope in dict.fromkeys(scopes.values()):
+        holder = model.get_submodule(scope)
+        if not isinstance(holder, LISTS):
+            continue
+        groups: list[tuple[list[str], list[str], bool]] = []  # elements, attentions, whether a feed-forward was met
+        for key in holder._modules:
+            element = f"{scope}.{key}" if scope else key
+            here = [n for n, s in scopes.items() if s == scope and (n == element or inside(n, element))]
+            feeds = not here and any(is_linear(m) for m in _modules_of(holder, key))
+            same = bool(groups) and any(crossing(a) == crossing(b) for a in here for b in groups[-1][1])
+            if not groups or (here and groups[-1][1] and (groups[-1][2] or same)):
+                groups.append(([], [], False))
+            elements, attentions, fed = groups[-1]
+            groups[-1] = ([*elements, element], attentions + here, fed or (feeds and bool(attentions)))
+        if len(groups) < 2:
+            continue
+        for elements, attentions, _ in groups:
+            made[elements[0]] = scope, elements
+            grouped |= dict.fromkeys(attentions, elements[0])
+    return grouped, made
+
+
+def _modules_of(holder: nn.Module, key: str) -> list[nn.Module]:
+    module = holder._modules[key]
+    return [] if module is None else list(module.modules())
 
 
 def refine_scopes(model: nn.Module, scopes: Mapping[str, str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
     from dampen.sockets.memory import Memory
+    from dampen.sockets.padding import Padding
 
 
 class Layer:
@@ -34,6 +35,9 @@ class Layer:
         self.sampling = False  # Monte-Carlo averaging: stochastic methods act in eval too
         self.frames: list[Frame] = []  # one per forward under way; see `frame.py`
         self.attentions: list[str] = []  # the names of its attention modules
+        self.tells_padding = True  # whether an attention here reports which tokens are padding
+        self.padding: Padding | None = None  # where one of the model's layers cannot
+        self.reached: dict[str, set[str]] = {}  # method -> the parts of the layer that it acts on
         self.kernels: dict[str, str] = {}  # attention name -> what ran last, and why; "" before it ran
 
     def active(self, module: nn.Module) -> list[Regularizer]:
@@ -59,7 +63,8 @@ class Layer:
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "frames": []})  # models pickled with 0.1 have none
+        fresh = {"tells_padding": True, "padding": None, "reached": {}}  # models pickled with 0.2 have none
+        self.__dict__.update({**fresh, **state, "frames": []})
 
 
 def raise_replica(where: str) -> None:
@@ -95,8 +100,11 @@ class LinearSite:
     adapter: nn.Module | None = None  # models pickled with 0.1 have none, nor a kind
     kind = ""
 
-    def __init__(self, layer: Layer, role: str, kind: str) -> None:
+    expert = False
+
+    def __init__(self, layer: Layer, role: str, kind: str, expert: bool = False) -> None:
         self.layer, self.role, self.kind = layer, role, kind  # kind: see `roles.kind_of`
+        self.expert = expert  # whether it is one expert's, of several
         self.adapter: nn.Module | None = None  # the LoRA layer around the map
 
 
@@ -113,6 +121,7 @@ class ModelSite:
 
     sampling = False  # models pickled with 0.1 have none
     doubled: DoubledBatch | None = None  # likewise
+    padding: Padding | None = None  # likewise
 
     def __init__(
         self,
@@ -130,6 +139,7 @@ class ModelSite:
         self.entry: EntrySite | None = None
         self.layers: list[Layer] = []
         self.doubled: DoubledBatch | None = None  # where a method compares two passes
+        self.padding: Padding | None = None  # where a layer cannot report its padding itself
         self.own_rates: list[OwnRate] = []  # of the model's own dropout, those that the handle has set
 
     @contextlib.contextmanager

@@ -48,6 +48,8 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             if "inputs" in r.stages and site.acts(r, self.training):
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
         site.ledger.enter(self.training and site.enabled)
+        if site.padding is not None:
+            site.padding.start()
         frames = [(layer, open_frame(layer, in_block=False)) for layer in site.blockless if layer.enabled]
         try:
             return base(self, *args, **kwargs)

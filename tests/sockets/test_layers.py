@@ -1,0 +1,229 @@
+"""Which module is a layer, which of its parts is what, and that a method acts where the handle lists it, nowhere else.
+
+What a method does is read from outside: by forward hooks on the model's own modules, not by what dampen found."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dampen
+from dampen import (
+    DropConnect,
+    DropKey,
+    DropPath,
+    ExplicitDropout,
+    FeedForwardDropout,
+    HiddenDropout,
+    LayerDrop,
+    ProjectionDropout,
+    SkipAblation,
+)
+from dampen.regularizer import Regularizer
+from tests.sockets.odd_layers import Alternating, D, Dictionary, Hybrid, HybridWithoutMask, Paired, Sparse
+from tests.sockets.odd_layers import Experts as ExpertModules
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it scripts its helpers
+    from x_transformers import Encoder
+
+X = torch.randn(3, 5, D, generator=torch.Generator().manual_seed(0))
+
+
+class NoBranch(Regularizer):
+    """Takes every branch away, so that a block without post-norm is the identity."""
+
+    stochastic = False
+
+    def branch(self, b, call):
+        return b * 0
+
+
+def changed_linears(model, *inputs):
+    """The linear layers whose output is not that of their input and weight, as hooks see both."""
+    changed, hooks = set(), []
+
+    def look(name):
+        def hook(module, args, out):
+            if not torch.allclose(F.linear(args[0], module.weight, module.bias), out, atol=1e-5):
+                changed.add(name)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_hook(look(name)))
+    model(*inputs)
+    for hook in hooks:
+        hook.remove()
+    return changed
+
+
+def named(model, *endings):
+    return {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and any(e in n for e in endings)}
+
+
+FEEDING = {
+    "alternating": (lambda: Alternating(), ("ff.",)),
+    "alternating, eager": (lambda: Alternating(flash=False), ("ff.",)),
+    "paired": (lambda: Paired(), ("ff.",)),
+    "x_transformers": (lambda: Encoder(dim=D, depth=2, heads=2), ("ff.",)),
+    "dictionary": (lambda: Dictionary(), ("linear0", "linear1")),
+    "hybrid": (lambda: Hybrid(), ("mlp.",)),
+}
+
+
+@pytest.mark.parametrize("name", FEEDING)
+@pytest.mark.parametrize("method", [FeedForwardDropout(0.5), DropConnect(0.5)], ids=["dropout", "connect"])
+def test_feed_forward_methods_change_feed_forward_layers_and_no_others(name, method):
+    build, endings = FEEDING[name]
+    torch.manual_seed(0)
+    model = build().train()
+    reg = dampen.regularize(model, method)
+    assert changed_linears(model, X) == named(model, *endings)
+    names = {id(m): n for n, m in model.named_modules()}
+    assert {names[id(m)] for c in reg.clones for m, role in c.linears if role in c.roles} == named(model, *endings)
+
+
+@pytest.mark.parametrize("name", FEEDING)
+def test_projection_methods_change_the_output_projection_alone(name):
+    torch.manual_seed(0)
+    model = FEEDING[name][0]().train()
+    dampen.regularize(model, ProjectionDropout(0.5))
+    assert changed_linears(model, X) == named(model, "to_out", "W_out")
+
+
+@pytest.mark.parametrize("name", FEEDING)
+def test_value_and_feed_forward_penalties_are_those_of_the_hooked_inputs(name):
+    build, endings = FEEDING[name]
+    torch.manual_seed(0)
+    model = build().train()
+    values, feeds = named(model, "to_v", "W_v"), named(model, *endings)
+    expected, hooks = {"value": 0.0, "feeds": 0.0}, []
+
+    def add(part):
+        def hook(module, args, out):
+            bare = F.linear(args[0], module.weight)
+            expected[part] += 0.5 * 0.2**2 * bare.square().sum().item() / bare[..., 0].numel()
+
+        return hook
+
+    for n in values | feeds:
+        hooks.append(model.get_submodule(n).register_forward_hook(add("value" if n in values else "feeds")))
+    model(X)
+    for hook in hooks:
+        hook.remove()
+    reg = dampen.regularize(model, ExplicitDropout(value=1.0, ffn=1.0))
+    model(X)
+    got = reg.penalties()
+    assert got["explicit_dropout.value"].item() == pytest.approx(expected["value"], rel=1e-4)
+    both = got["explicit_dropout.ffn1"] + got["explicit_dropout.ffn2"]
+    assert both.item() == pytest.approx(expected["feeds"], rel=1e-4)
+
+
+@pytest.mark.parametrize("build", [Dictionary, Paired, Alternating])
+@pytest.mark.parametrize(
+    "method", [DropPath(0.5), HiddenDropout(0.5), LayerDrop(0.5), SkipAblation(attention=True)], ids=lambda m: m.name
+)
+def test_a_method_of_blocks_acts_or_refuses_where_no_module_is_the_layer(build, method):
+    torch.manual_seed(0)
+    model = build().train()
+    plain = model(X)
+    refused = ""
+    try:
+        dampen.regularize(model, method)
+    except ValueError as error:
+        refused = str(error)
+    acts = any(not torch.allclose(model(X), plain) for _ in range(8))
+    assert acts != ("no module is the block" in refused)
+
+
+# --- hybrids --------------------------------------------------------------------------------------
+
+
+def test_methods_without_attention_act_in_every_layer_of_a_hybrid():
+    torch.manual_seed(0)
+    model = Hybrid().train()
+    reg = dampen.regularize(model, NoBranch())
+    assert torch.equal(model(X), X)
+    assert [layer.site.name for layer in reg.layers] == [f"layers.{i}" for i in range(5)]
+    reg.remove()
+    reg = dampen.regularize(model, LayerDrop(0.9999))
+    torch.manual_seed(0)
+    assert torch.equal(model(X), X)
+    assert "partial" not in str(reg)
+
+
+def test_partial_coverage_is_printed():
+    reg = dampen.regularize(Hybrid(), [DropKey(0.1), FeedForwardDropout(0.1), SkipAblation(attention=True)])
+    lines = str(reg).split("\n")
+    assert "  (partial)  DropKey: attention in 2 of 5 layers" in lines
+    assert "  (partial)  SkipAblation: blocks in 2 of 5 layers" in lines
+    assert not any("FeedForwardDropout:" in line for line in lines)
+
+
+def test_skip_ablation_takes_the_skip_of_attention_and_leaves_the_mixer_its_own():
+    torch.manual_seed(0)
+    model = Hybrid((0, 1)).train()
+    first, second = model.layers
+    x = first(X)
+    attended = second.self_attn(second.norm1(x))
+    expected = attended + second.mlp(second.norm2(attended))
+    dampen.regularize(model, SkipAblation(attention=True))
+    torch.testing.assert_close(model(X), expected)
+
+
+def test_sites_choose_layers_without_attention_too():
+    model = Hybrid()
+    reg = dampen.regularize(model, FeedForwardDropout(0.1), sites="layers.[01]")
+    assert [layer.site.name for layer in reg.layers] == ["layers.0", "layers.1"]
+    assert changed_linears(model.train(), X) == named(model, "layers.0.mlp", "layers.1.mlp")
+
+
+VALID = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("kinds", [(0, 0, 1), (1, 0)])
+@pytest.mark.parametrize("method", [ExplicitDropout(ffn=1.0), ExplicitDropout(ffn=1.0, form="inverted")])
+def test_padding_counts_nowhere_in_layers_without_attention(kinds, method):
+    """The recurrence is causal and padding stands at the end, so valid tokens do not see it."""
+    torch.manual_seed(0)
+    model = Hybrid(kinds).train()
+    reg = dampen.regularize(model, method)
+    values = []
+    for fill in (0.0, 7.0):
+        model(torch.where(VALID[..., None] > 0, X, torch.full_like(X, fill)), VALID)
+        values.append(reg.penalty().item())
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_padding_that_comes_too_late_is_an_error():
+    model = HybridWithoutMask((0, 1)).train()
+    reg = dampen.regularize(model, ExplicitDropout(ffn=1.0))
+    model(X, torch.ones(3, 5))
+    reg.penalty()
+    with pytest.raises(RuntimeError, match="'layers.0' has no attention that reports padding"):
+        model(X, VALID)
+
+
+def test_parts_add_up_where_layers_have_no_softmax():
+    torch.manual_seed(0)
+    model = Hybrid().train()
+
+    def penalty(**terms):
+        reg = dampen.regularize(model, ExplicitDropout(**terms))
+        model(X)
+        value = reg.penalty().item()
+        reg.remove()
+        return value
+
+    assert penalty(value=1.0, ffn=1.0) == pytest.approx(penalty(value=1.0) + penalty(ffn=1.0))
+
+
+def test_a_stack_of_blocks_beside_experts_is_not_one_layer():
+    """Where every linear layer beside attention is a parameter of experts, each block is a layer all the same."""
+    model = Sparse(lambda: ExpertModules(2))
+    reg = dampen.regularize(model, DropKey(0.1))
+    assert [layer.site.name for layer in reg.layers] == ["layers.0", "layers.1"]
