@@ -48,6 +48,7 @@ class LinearCall:
     site: Site | None = None
     valid: Tensor | None = None  # (B, N) bool, False on padded tokens; None when nothing is padded
     output: Tensor | None = None  # known to `product` and to the attention call that collects its maps
+    counted: list[Any] = field(default_factory=list)  # the penalties that were made of it; see `Call.is_first`
     tokens: int | Tensor | None = None  # of an expert: the valid tokens of the whole batch, of which it gets some
     adapter: LowRank | None = None  # LoRA beside the map, which weight and output do not contain
 
@@ -117,6 +118,19 @@ class Call:
         or not."""
         return _cut(*self.source(role), role)
 
+    def is_first(self, roles: str, key: Any) -> bool:
+        """Whether this is the first attention that penalizes the projections behind `roles` under `key`: a module may
+        attend several times with what its projections made once (DiffLlama, images of several sizes in one row)."""
+        sources = [self.source(role) for role in roles]
+        maps, rows = [linear for linear, _ in sources], [_rows_key(rows) for _, rows in sources]
+        counted = maps[0].counted
+        for other_key, other_maps, other_rows in counted:
+            same = all(a is b for a, b in zip(maps, other_maps, strict=True)) if other_key == key else False
+            if same and rows == other_rows:
+                return False
+        counted.append((key, maps, rows))
+        return True
+
     def source(self, role: str) -> tuple[LinearCall, slice | Tensor]:
         """The linear map behind "q", "k" or "v" as it ran, fused or not, and which of its rows make the role."""
         return find_source(self, role)
@@ -150,6 +164,11 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
     return whole, slice(start, start + rows[role])
+
+
+def _rows_key(rows: slice | Tensor) -> tuple[int, ...]:
+    """The rows of a map as something that can be compared, also in a graph."""
+    return (rows.start, rows.stop) if isinstance(rows, slice) else (len(rows),)
 
 
 def _cut(whole: LinearCall, rows: slice | Tensor, role: str) -> LinearCall:

@@ -246,10 +246,10 @@ class ExplicitDropout(Regularizer):
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Value, query, key, and the last two at once: the model's mask is known here."""
         with no_autocast(q.device.type):
-            if "value" in self.terms:
+            if "value" in self.terms and call.is_first("v", (self.serial, "value")):
                 v, value = tap_projection("v", v, call, self._term("value", v))
                 self.penalize(value, "value")
-            if self.pair_terms:
+            if self.pair_terms and call.is_first("qk", (self.serial, "pairs")):
                 self._pairs(q, k, call)
         return q, k, v
 

@@ -134,7 +134,24 @@ def _shows_otherwise(operand: Tensor, y: Tensor) -> bool:
     """Whether an operand is a view of other channels of y, or of the same in another order. One head of keys that all
     queries are shown (stride 0, multi-query attention) is none; nor is one that was cut from the graph."""
     same = operand.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    return same and operand.stride(1) != 0 and operand.requires_grad == y.requires_grad
+    some = same and _shows_some_tokens(operand, y)
+    return same and not some and operand.stride(1) != 0 and operand.requires_grad == y.requires_grad
+
+
+def _shows_some_tokens(operand: Tensor, y: Tensor) -> bool:
+    """Whether an operand (B, H, n, dh) is a view of y (B, N, out) with its heads in order, but of some tokens alone: one
+    of several images in a row."""
+    sample, token, channel = y.stride()
+    batch, heads, tokens, size = operand.shape
+    wanted = (sample, size * channel, token, channel)
+    start = operand.storage_offset() - y.storage_offset()
+    fits = batch == y.shape[0] and heads * size == y.shape[2] and tokens < y.shape[1]
+    return (
+        fits
+        and start >= 0
+        and start % token == 0
+        and all(n == 1 or a == b for n, a, b in zip(operand.shape, operand.stride(), wanted, strict=True))
+    )
 
 
 def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
