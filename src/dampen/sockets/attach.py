@@ -200,7 +200,7 @@ def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], rea
     found = {role for plan in plans for role in plan.roles}
     for method in methods:
         suitable = [plan for plan in plans if plan.reached(method)] or plans
-        if not any(plan.has_softmax or plan.pools for plan in suitable) and parts_of(method) == {"attention"}:
+        if "attention" in parts_of(method) and not any(plan.has_softmax for plan in plans):
             raise UnsupportedModel(
                 f"{type(method).__name__} finds nothing to act on: the attention of every layer chosen "
                 f"('{plans[0].name}') has no softmax over tokens (it is of channels, linear or deformable)."

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dampen.kernels.attend import attend
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
-from dampen.sockets.channels import start_following, tell_heads, tell_rows
+from dampen.sockets.channels import attends_over_channels, start_following, tell_heads, tell_rows
 from dampen.sockets.eager import EagerAttention
 from dampen.sockets.equations import PRODUCTS
 from dampen.sockets.frame import Frame, close_frame, frame_of, open_frame
@@ -31,7 +31,7 @@ class Socket(TorchFunctionMode):
     def __init__(self, site: AttentionSite, frame: Frame, regularizers: Sequence[Regularizer], call: Call) -> None:
         super().__init__()
         self.site, self.frame, self.regularizers, self.call, self.seen = site, frame, regularizers, call, False
-        self.eager = EagerAttention(cast(nn.Module, call.module), site, self._watch)
+        self.eager = EagerAttention(cast(nn.Module, call.module), site, self._watch, self._leave_out)
         start_following(site, call)
         self.eager.start(regularizers, call)
         self.run = call_torch if call.followed is None else self._followed
@@ -42,6 +42,9 @@ class Socket(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.seen = True
+            if self._is_over_channels(*args, **kwargs):
+                self._leave_out()
+                return func(*args, **kwargs)
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
         if func is F.linear and not self.frame.multiplying and not (args and self.eager.knows(args[0])):
             return self._linear(*args, **kwargs)
@@ -63,7 +66,7 @@ class Socket(TorchFunctionMode):
 
     def close(self) -> None:
         """No circle of references is left; see `close_frame`."""
-        self.run, self.eager.watch = call_torch, nobody
+        self.run, self.eager.watch, self.eager.leave_out = call_torch, nobody, nothing
 
     def _watch(self, call: Call, before: bool) -> None:
         """Before and after an attention that the module computes itself."""
@@ -85,6 +88,17 @@ class Socket(TorchFunctionMode):
         self.seen = True
         attention_done(self.site, self.frame, call, needs_valid, "eager (the model computes its scores itself)")
 
+    def _is_over_channels(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
+        followed = self.call.followed
+        companions = [None if followed is None else followed.of(t) for t in (query, key)]
+        return query.ndim > 2 and attends_over_channels(companions, query, self.call.given)
+
+    def _leave_out(self) -> None:
+        """An attention over channels: it runs as the model has it, now and in later forwards."""
+        self.seen = True
+        self.site.over_channels = True
+        leave_out(self.site)
+
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """F.linear called by the module itself with the weight of one of its maps (timm's EVA with a qkv bias)."""
         for module in self.site.linears:
@@ -100,6 +114,10 @@ class Socket(TorchFunctionMode):
 
 def nobody(call: Call, before: bool) -> None:
     """Who watches an attention after its forward."""
+
+
+def nothing() -> None:
+    """Who leaves an attention out after its forward."""
 
 
 def socket_attention(
@@ -153,6 +171,15 @@ def attention_done(site: AttentionSite, frame: Frame, call: Call, needs_valid: b
     site.layer.kernels[site.name] = kernel
 
 
+def leave_out(site: AttentionSite) -> None:
+    """Methods inside attention do not act in a layer whose attentions are all over channels."""
+    layer = site.layer
+    layer.kernels[site.name] = "left out (attends over channels, not over tokens)"
+    if all(layer.kernels.get(name, "").startswith("left out") for name in layer.attentions):
+        layer.tells_padding = False
+        layer.reached = {name: parts - {"attention"} for name, parts in layer.reached.items()}
+
+
 def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of an attention module with its socket open."""
 
@@ -160,7 +187,7 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         site: AttentionSite = self._dampen_attention
         layer = site.layer
         frame = frame_of(layer)
-        active = [r for r in layer.active(self) if sees_attention(r)]
+        active = [] if site.over_channels else [r for r in layer.active(self) if sees_attention(r)]
         if frame is not None:
             if not active:
                 return in_attention(self, frame, base, self, *args, **kwargs)

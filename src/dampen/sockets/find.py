@@ -30,9 +30,7 @@ from dampen.sockets.scope import (
 )
 from dampen.sockets.source import calls_socket, computes_attention
 
-_KEYLESS = re.compile(
-    r"channel|xca|crosscov|outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE
-)
+_KEYLESS = re.compile(r"outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(r"(mlp|ffn?|feed_?forward)\b", re.IGNORECASE)
 FEED_FORWARD = {"ffn_in", "ffn_out"}
 ROLES_OF_ATTENTION = set(ROLES) - FEED_FORWARD

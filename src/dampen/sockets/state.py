@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dampen.calls.ledger import Ledger
-from dampen.regularizer import Regularizer, Site
+from dampen.regularizer import ATTENTION_STAGES, Regularizer, Site
 from dampen.sockets.entry import EntrySite
 from dampen.sockets.frame import Frame
 from dampen.sockets.own_dropout import OwnRate, is_flipped
@@ -78,6 +78,8 @@ def raise_replica(where: str) -> None:
 
 class AttentionSite:
     """What is kept on an attention module."""
+
+    over_channels = False  # whether its scores were seen to be those of channels with channels
 
     def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
         self.layer, self.name, self.cross = layer, name, cross
@@ -154,6 +156,18 @@ class ModelSite:
         finally:
             for place, was in zip(places, before, strict=True):
                 setattr(place, name, was)
+
+    def check_reached(self) -> None:
+        """Raise where a method inside attention has met no attention over tokens in the whole model."""
+        clones = {c.name: c for layer in self.layers for c in layer.clones if c.stages & set(ATTENTION_STAGES)}
+        for name, clone in clones.items():
+            reached = [layer.reached[name] for layer in self.layers if name in layer.reached]
+            if reached and not any("attention" in parts for parts in reached):
+                raise RuntimeError(
+                    f"{clone} found no attention to act on: every attention of the layers chosen "
+                    f"('{self.layers[0].site.name}', ...) attends over channels, not over tokens. Leave the method "
+                    "out, or those of its terms that are about attention."
+                )
 
     def watch_entry(self, entry: EntrySite) -> None:
         """Have the first block look whether the model's forward is under way."""

@@ -52,7 +52,10 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             site.padding.start()
         frames = [(layer, open_frame(layer, in_block=False)) for layer in site.blockless if layer.enabled]
         try:
-            return base(self, *args, **kwargs)
+            out = base(self, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                site.check_reached()
+            return out
         except BaseException as error:  # an aborted forward leaves no penalty for the next one
             site.ledger.forget()
             add_blame(error)

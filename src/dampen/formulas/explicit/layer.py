@@ -139,8 +139,8 @@ def _shows_otherwise(operand: Tensor, y: Tensor) -> bool:
 
 
 def _shows_some_tokens(operand: Tensor, y: Tensor) -> bool:
-    """Whether an operand (B, H, n, dh) is a view of y (B, N, out) with its heads in order, but of some tokens alone: one
-    of several images in a row."""
+    """Whether an operand (B, H, n, dh) is a view of y (B, N, out) with its heads in order, but of some tokens alone:
+    one of several images in a row."""
     sample, token, channel = y.stride()
     batch, heads, tokens, size = operand.shape
     wanted = (sample, size * channel, token, channel)
