@@ -131,6 +131,7 @@ class Regularizer(nn.Module):
         self.serial = next(_serials)
         self.site: Site | None = None
         self._schedules: dict[str, tuple[Schedule, float]] = {}  # name -> (schedule, upper end of the range)
+        self._given = self._schedules  # as they were before the clone was placed
         self._numbers: dict[str, float] = {}  # the scheduled values as plain numbers, beside their tensors
         self._progress = 0.0
         self._penalties: dict[str, later.Penalty] = {}
@@ -259,7 +260,7 @@ class Regularizer(nn.Module):
 
     def neutral(self) -> None:
         """Make this clone do nothing: every rate and weight 0, always. Override where another value is the identity."""
-        self._schedules = {name: (constant(0.0), high) for name, (_, high) in self._schedules.items()}
+        self._given = self._schedules = {name: (constant(0.0), high) for name, (_, high) in self._schedules.items()}
         self.at(self._progress)
 
     def at(self, progress: float) -> None:
@@ -288,7 +289,9 @@ class Regularizer(nn.Module):
         return not any(self._numbers.values())
 
     def place(self, site: Site) -> None:
-        """Tell the clone where it lives; lists with one value per layer must match the number of layers."""
+        """Tell the clone where it lives; lists with one value per layer must match the number of layers. A clone may be
+        placed again, once it is known in which order the layers run."""
+        self._given = self._schedules = dict(self._schedules if self.site is None else self._given)
         for name, (schedule, high) in list(self._schedules.items()):
             if isinstance(schedule, per_layer) and len(schedule.values) != site.total:
                 raise ValueError(
@@ -297,6 +300,7 @@ class Regularizer(nn.Module):
                     "layer, one number for all, or a schedule such as linear(0.3, 0.0)."
                 )
             if isinstance(schedule, per_layer):  # counts all layers, whatever stack they are in
+                self._schedules = dict(self._schedules)
                 self._schedules[name] = (constant(schedule.values[site.index]), high)
         if (site.total if site.stack is None else site.stack[1]) == 1:
             self._schedules = {name: (as_only_layer(s), high) for name, (s, high) in self._schedules.items()}

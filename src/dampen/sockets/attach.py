@@ -32,11 +32,11 @@ from dampen.sockets.find import (
     is_cross,
     is_keyless,
     parts_of,
-    stack_of,
 )
 from dampen.sockets.instance import check_own_forward
 from dampen.sockets.library_backend import find_backend, models_of
 from dampen.sockets.library_eager import find_eager
+from dampen.sockets.order import Order, sites_of
 from dampen.sockets.padding import open_padding
 from dampen.sockets.roles import kind_of, weight_of
 from dampen.sockets.scope import LinearPlan
@@ -87,8 +87,8 @@ def attach(
     layered = [m for m in methods if m.stages - set(MODEL_STAGES)]
     whole = [m for m in methods if m.stages & set(MODEL_STAGES)]
     _check_plans(layered, plans, _readable_adapters(model))
-    sites_of = _sites(plans, depth)
-    layers = [_layer(layered, plan, site) for plan, site in zip(plans, sites_of, strict=True)]
+    sites_by_layer = sites_of([plan.name for plan in plans], depth)
+    layers = [_layer(layered, plan, site) for plan, site in zip(plans, sites_by_layer, strict=True)]
     own = [_clone(m, Site("")) for m in whole]
     clones = [c for layer in layers for c in layer.clones] + own
     _check_zeros(methods, clones, len(layers))
@@ -114,7 +114,7 @@ def attach(
         swap(block, "prefix", place)
     blockless = [layer for plan, layer in zip(plans, layers, strict=True) if plan.block is None]
     whole_model = ModelSite(clones, own, model_input(model), blockless)
-    whole_model.layers = layers
+    whole_model.layers, whole_model.order = layers, Order(layers, depth)
     whole_model.doubled = prefix.doubled if comparing else None
     for module, kind, state in open_embeddings(model, embeddings, embedded, whole_model):
         swap(module, kind, state)
@@ -227,18 +227,6 @@ def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], rea
                     f"attention '{next(iter(plan.attentions))}' no module is the block. "
                     "Put attention and feed-forward of one layer into one module."
                 )
-
-
-def _sites(plans: Sequence[LayerPlan], depth: str) -> list[Site]:
-    """Where each layer stands among all that were chosen, and in its own stack."""
-    if depth not in ("stack", "model"):
-        raise ValueError(f"depth must be 'stack' or 'model', got {depth!r}.")
-    stacks = [stack_of(plan.name) if depth == "stack" else "" for plan in plans]
-    several = len(set(stacks)) > 1
-    return [
-        Site(plan.name, i, len(plans), (stacks[:i].count(s), stacks.count(s)) if several else None)
-        for i, (plan, s) in enumerate(zip(plans, stacks, strict=True))
-    ]
 
 
 def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer:

@@ -357,7 +357,7 @@ class EagerAttention:
 
     def _is_over_channels(self, scores: Equation, outputs: Equation, call: Call) -> bool:
         """Whether the scores are those of channels with channels."""
-        q, k = scores.tokens_last()
+        q, _ = scores.tokens_last()
         leading = q.shape[:-2]
         if call.followed is None:
             return attends_over_channels([], q if q.ndim > 2 else q.unsqueeze(0), call.given)

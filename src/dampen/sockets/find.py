@@ -257,21 +257,6 @@ def _with_projections(name: str, modules: Mapping[str, nn.Module], attentions: s
     return name
 
 
-def stack_of(name: str) -> str:
-    """The stack that a layer belongs to: everything up to its encoder or decoder. One that is an element of a list is a
-    stage of the model (Nest), not a stack of its own.
-
-    >>> stack_of("vision_model.encoder.layers.3"), stack_of("decoder.block.0"), stack_of("blocks.0")
-    ('vision_model.encoder', 'decoder', '')
-    >>> stack_of("levels.1.transformer_encoder.0")
-    ''
-    """
-    parts = name.split(".")
-    first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
-    ends = [i for i, part in enumerate(parts[:first]) if "encoder" in part or "decoder" in part]
-    return ".".join(parts[: ends[0] + 1]) if ends else ""
-
-
 def is_keyless(module: nn.Module) -> bool:
     """Whether an attention has no softmax over keys that are tokens, by the name of its class: it attends over channels
     (DaViT, XCiT), is linear, samples points (deformable DETR), or has weights without keys (VOLO's outlook)."""

@@ -18,6 +18,7 @@ from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
     from dampen.sockets.memory import Memory
+    from dampen.sockets.order import Order
     from dampen.sockets.padding import Padding
 
 
@@ -26,6 +27,7 @@ class Layer:
 
     residual_memory: Memory | None = None  # what the last forward of the block did; see `residual.py`
     residual_same = 0  # forwards that were compared with it and were like it
+    order: Order | None = None  # who wants to know when the layer starts
     residual_changes = False  # whether a forward has ever departed from it
 
     def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
@@ -42,6 +44,8 @@ class Layer:
 
     def active(self, module: nn.Module) -> list[Regularizer]:
         """The clones at work in this forward of one of the layer's modules."""
+        if not torch.compiler.is_compiling() and self.order is not None:
+            self.order.saw(self)
         if not self.enabled:
             return []
         training = module.training and not is_flipped(module)
@@ -124,6 +128,7 @@ class ModelSite:
     sampling = False  # models pickled with 0.1 have none
     doubled: DoubledBatch | None = None  # likewise
     padding: Padding | None = None  # likewise
+    order: Order | None = None  # likewise
 
     def __init__(
         self,

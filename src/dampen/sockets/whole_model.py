@@ -47,6 +47,8 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         for r in site.own:
             if "inputs" in r.stages and site.acts(r, self.training):
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
+        if site.order is not None and not torch.compiler.is_compiling():
+            site.order.start()
         site.ledger.enter(self.training and site.enabled)
         if site.padding is not None:
             site.padding.start()
