@@ -90,6 +90,8 @@ class Regularizer(nn.Module):
     """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
     reads_adapters: bool = False
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
+    needs_module: ClassVar[bool] = False
+    """True where `LinearCall.module` is read: experts that are slices of one parameter have none."""
     takes_jacobian: bool = False
     """True where a penalty is a derivative of the attention: the attention is then run with gradients in a `reg.loss`
     under `no_grad` too, and what it gives is detached."""

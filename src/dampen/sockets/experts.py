@@ -126,6 +126,12 @@ def _routes(block: nn.Module, experts: str) -> bool:
 def check_experts(method: Regularizer, plans: Mapping[str, ExpertsPlan]) -> None:
     """Raise for a method on feed-forward layers where experts are parameters and no name tells which is which."""
     for plan in plans.values():
+        if plan.parameters and method.needs_module:
+            raise UnsupportedModel(
+                f"{type(method).__name__} keeps something for each linear layer, but the experts at '{plan.name}' are "
+                f"slices of parameters ({', '.join(plan.parameters)}). Leave the layer out with sites=, or its "
+                "feed-forward with targets='attention'."
+            )
         strange = [name for name, role in plan.parameters.items() if not role]
         if strange:
             raise UnsupportedModel(

@@ -153,6 +153,8 @@ class ResidualSocket(TorchFunctionMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Where the result of a call came from."""
         read, labels = [], CLEAN
+        name = getattr(func, "__name__", "")
+        out = args[0] if name == "__setitem__" else out  # experts that write their tokens into one tensor
         for value in leaves(args, kwargs):
             place = self.origins.place(value)
             if place is not None:
@@ -160,7 +162,7 @@ class ResidualSocket(TorchFunctionMode):
                 labels = labels | self.origins.labels[place]
                 self.read = self.read or value is self.last
         if read:
-            name, whole = getattr(func, "__name__", ""), attends(func)
+            whole = attends(func)
             if whole:
                 self._see_batch(args)
             if whole or (name in MAPS and not labels):
