@@ -27,7 +27,8 @@ from tests.sockets.odd_layers import Experts as ExpertModules
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it scripts its helpers
-    from x_transformers import Encoder
+    from vit_pytorch import SimpleViT, ViT
+    from x_transformers import Decoder, Encoder
 
 X = torch.randn(3, 5, D, generator=torch.Generator().manual_seed(0))
 
@@ -123,21 +124,183 @@ def test_value_and_feed_forward_penalties_are_those_of_the_hooked_inputs(name):
     assert both.item() == pytest.approx(expected["feeds"], rel=1e-4)
 
 
-@pytest.mark.parametrize("build", [Dictionary, Paired, Alternating])
-@pytest.mark.parametrize(
-    "method", [DropPath(0.5), HiddenDropout(0.5), LayerDrop(0.5), SkipAblation(attention=True)], ids=lambda m: m.name
-)
-def test_a_method_of_blocks_acts_or_refuses_where_no_module_is_the_layer(build, method):
+# --- layers that are no module: the model adds their residuals itself
+
+
+class Inline(nn.Module):
+    """An embedding with a residual of its own before the layers, more between them, a head after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = Paired(depth=3).layers
+        self.embed, self.position, self.between, self.head = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = x + self.position(x)
+        for attention, feed in self.layers:
+            x = x + attention(x)
+            x = x + feed(x)
+            x = x + self.between(x)
+        return self.head(x)
+
+    def without_branches(self, x):
+        x = self.embed(x)
+        x = x + self.position(x)
+        for _ in self.layers:
+            x = x + self.between(x)
+        return self.head(x)
+
+
+OWNED = {
+    "dictionary": lambda: Dictionary(3),
+    "paired": lambda: Paired(3),
+    "alternating": lambda: Alternating(3),
+    "alternating, eager": lambda: Alternating(3, flash=False),
+}
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_branches_of_layers_that_are_no_module_are_seen(name):
     torch.manual_seed(0)
+    model = OWNED[name]().train()
+    reg = dampen.regularize(model, NoBranch())
+    assert torch.equal(model(X), X)
+    reg.remove()
+    reg = dampen.regularize(model, NoBranch(), sites="!layers.0*")
+    out = model(X)
+    assert not torch.equal(out, X)
+    reg.remove()
+    assert not torch.equal(model(X), out)
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_skips_of_layers_that_are_no_module_are_taken_one_by_one(name):
+    torch.manual_seed(0)
+    model = OWNED[name]().train()
+    x = X
+    for layer in range(3):
+        if name == "dictionary":
+            parts = model.layers[layer]
+            x = parts["attention"](parts["norm0"](x))
+            x = parts["linear1"](F.relu(parts["linear0"](parts["norm1"](x))))
+        elif name == "paired":
+            attention, feed = model.layers[layer]
+            x = feed(attention(x))
+        else:
+            for norm, part in list(model.layers)[2 * layer : 2 * layer + 2]:
+                x = part(norm(x))
+    dampen.regularize(model, SkipAblation(attention=True, ffn=True))
+    torch.testing.assert_close(model(X), x)
+
+
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize("name", OWNED)
+def test_branches_know_their_role(name, attention):
+    """Without the attention (or feed-forward) branches the model is what its own modules make of the rest."""
+
+    class Without(Regularizer):
+        stochastic = False
+
+        def branch(self, b, call):
+            return b * 0 if (call.role == "attention") == attention else b
+
+    torch.manual_seed(0)
+    model = OWNED[name]().train()
+    x = X
+    for number in range(3):
+        if name == "dictionary":
+            parts = model.layers[number]
+            if attention:
+                x = x + parts["linear1"](F.relu(parts["linear0"](parts["norm1"](x))))
+            else:
+                x = x + parts["attention"](parts["norm0"](x))
+        elif name == "paired":
+            x = x + model.layers[number][int(attention)](x)
+        else:
+            norm, part = model.layers[2 * number + attention]
+            x = x + part(norm(x))
+    dampen.regularize(model, Without())
+    torch.testing.assert_close(model(X), x)
+
+
+def test_what_an_owner_computes_beside_its_layers_is_no_branch():
+    torch.manual_seed(0)
+    model = Inline().train()
+    expected = model.without_branches(X)
+    dampen.regularize(model, NoBranch())
+    torch.testing.assert_close(model(X), expected)
+
+
+def test_parts_that_run_outside_their_owner_are_an_error():
+    model = Paired().train()
+    dampen.regularize(model, DropPath(0.5))
+    with pytest.raises(RuntimeError, match="ran outside the forward of ''"):
+        model.layers[0][1](X)
+
+
+def test_a_branch_that_is_not_added_is_an_error():
+    class Gated(Paired):
+        def forward(self, x):
+            for attention, feed in self.layers:
+                x = x + attention(x)
+                x = x * feed(x)
+            return x
+
+    model = Gated().train()
+    dampen.regularize(model, DropPath(0.5))
+    with pytest.raises(RuntimeError, match="the feed-forward of 'layers.0'"):
+        model(X)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.7])
+def test_paths_of_owned_layers_are_dropped_at_their_rate_per_sample(rate):
+    torch.manual_seed(0)
+    model = Paired(depth=1).train()
+    reg = dampen.regularize(model, DropPath(rate))
+    x = X[:1].expand(2000, -1, -1)
+    feeds = []
+    model.layers[0][1].register_forward_pre_hook(lambda m, args: feeds.append(args[0]))
+    model(x)
+    kept = (feeds[0] != x).flatten(1).any(1).float().mean().item()
+    assert kept == pytest.approx(1 - rate, abs=4 * (rate * (1 - rate) / 2000) ** 0.5)
+    assert reg.layers[0].site.name == "layers.0"
+
+
+@pytest.mark.parametrize("build", [Dictionary, Paired, Alternating])
+def test_whole_layers_that_are_no_module_are_refused(build):
     model = build().train()
     plain = model(X)
-    refused = ""
-    try:
-        dampen.regularize(model, method)
-    except ValueError as error:
-        refused = str(error)
-    acts = any(not torch.allclose(model(X), plain) for _ in range(8))
-    assert acts != ("no module is the block" in refused)
+    with pytest.raises(ValueError, match="no module is the block"):
+        dampen.regularize(model, LayerDrop(0.5))
+    assert torch.equal(model(X), plain)
+
+
+@pytest.mark.parametrize("name", ["vit", "simple_vit", "encoder", "decoder"])
+@pytest.mark.parametrize(
+    "method", [DropPath(0.5), HiddenDropout(0.5), SkipAblation(attention=True)], ids=lambda m: m.name
+)
+def test_libraries_that_add_residuals_themselves(name, method):
+    torch.manual_seed(0)
+    sizes = {"image_size": 16, "patch_size": 8, "num_classes": 3, "dim": 16, "depth": 2, "heads": 2, "mlp_dim": 24}
+    build = {
+        "vit": lambda: ViT(**sizes),
+        "simple_vit": lambda: SimpleViT(**sizes),
+        "encoder": lambda: Encoder(dim=16, depth=2, heads=2),
+        "decoder": lambda: Decoder(dim=16, depth=2, heads=2, cross_attend=True),
+    }[name]
+    model = build().eval()
+    inputs = {"context": torch.randn(4, 6, 16)} if name == "decoder" else {}
+    x = torch.randn(4, 3, 16, 16) if "vit" in name else torch.randn(4, 5, 16)
+    plain = model(x, **inputs)
+    reg = dampen.regularize(model, method)
+    assert method.in_eval or torch.equal(model(x, **inputs), plain)
+    out = model.train()(x, **inputs)
+    out.square().mean().backward()
+    assert not torch.allclose(out, plain)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    reg.remove()
+    assert torch.equal(model.eval()(x, **inputs), plain)
 
 
 # --- hybrids --------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from dampen.sockets.instance import check_own_forward
 from dampen.sockets.library_backend import find_backend, models_of
 from dampen.sockets.library_eager import find_eager
 from dampen.sockets.order import Order, sites_of
+from dampen.sockets.owner import OwnerSite, PartSite, owner_of, parts_with_forward
 from dampen.sockets.padding import open_padding
 from dampen.sockets.roles import kind_of, weight_of
 from dampen.sockets.scope import LinearPlan
@@ -110,6 +111,7 @@ def attach(
         holder.add_module("dampen_regularizers", nn.ModuleList(here))
         for clone in here:
             clone.train(holder.training)
+    _open_owners(model, plans, layers)
     for block, place in blocks:
         swap(block, "prefix", place)
     blockless = [layer for plan, layer in zip(plans, layers, strict=True) if plan.block is None]
@@ -220,7 +222,8 @@ def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], rea
             if not plan.roles & FEED_FORWARD:  # nor a feed-forward in a layer that has none, if others have
                 roles |= FEED_FORWARD & found
             method.check_layer(roles, plan.name)
-            needed = sorted(method.stages & set(BLOCK_STAGES))
+            # of a layer that is no module, the branches can be seen, but not what goes in and comes out
+            needed = sorted(method.stages & (set(BLOCK_STAGES) - {"branch"} if plan.elements else set(BLOCK_STAGES)))
             if needed and plan.block is None:
                 raise ValueError(
                     f"{type(method).__name__} acts on whole blocks (stage {', '.join(needed)}), but around the "
@@ -323,3 +326,19 @@ def _open_experts(plan: LayerPlan, layer: Layer) -> None:
             if is_dispatched(owner):
                 swap(owner, "eager_experts", layer)
         swap(experts.router, "experts", ExpertsSite(layer, experts))
+
+
+def _open_owners(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[Layer]) -> None:
+    """Follow the modules that run layers which are no modules, where a method acts on their branches."""
+    owners: dict[str, OwnerSite] = {}
+    for plan, layer in zip(plans, layers, strict=True):
+        if not plan.elements or not any("branch" in c.stages for c in layer.clones):
+            continue
+        name = owner_of(model, plan.name)
+        if name not in owners:
+            owners[name] = OwnerSite(name)
+            swap(model.get_submodule(name), "owner", owners[name])
+        owners[name].layers.append((layer, "ffn_out" in plan.roles))
+        for element in plan.elements:
+            for part in parts_with_forward(model.get_submodule(element)):
+                swap(part, "part", PartSite(layer, name))

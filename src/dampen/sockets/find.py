@@ -47,6 +47,7 @@ class LayerPlan:
     linears: dict[str, LinearPlan] = field(default_factory=dict)
     branches: int = 0  # residual branches that the block should have: one per attention, one for the feed-forward
     experts: dict[str, ExpertsPlan] = field(default_factory=dict)  # its mixtures of experts, by the module that routes
+    elements: list[str] = field(default_factory=list)  # what it consists of, where no single module is the layer
     mixers: list[nn.Module] = field(default_factory=list)  # what stands in the place of attention (Mamba)
 
     @property
@@ -182,6 +183,7 @@ def _plan_layer(
     if group is not None:
         plan.linears = {n: p for n, p in plan.linears.items() if any(n == e or inside(n, e) for e in elements)}
     plan.experts = find_experts(model, elements, found, plan.linears)
+    plan.elements = elements if plan.block is None and isinstance(model.get_submodule(whole), LISTS) else []
     around = sum(n == e or inside(n, e) for n in found for e in elements)
     plan.branches = around + ("ffn_out" in plan.roles)
     return plan

@@ -15,6 +15,7 @@ from dampen.sockets.instance import instance_forward
 from dampen.sockets.library_backend import backend_forward, hidden_forward
 from dampen.sockets.linear import linear_forward
 from dampen.sockets.own_dropout import sampled_forward
+from dampen.sockets.owner import owner_forward, part_forward
 from dampen.sockets.whole_model import model_forward
 from dampen.two_pass.reuse import prefix_forward
 
@@ -28,6 +29,8 @@ FORWARDS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "mask": mask_forward,
     "experts": experts_forward,
     "eager_experts": eager_experts_forward,
+    "owner": owner_forward,
+    "part": part_forward,
     "model": model_forward,
     "instance": instance_forward,
     "entry": entry_forward,
