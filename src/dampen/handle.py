@@ -46,7 +46,8 @@ def regularize(
         model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
             computed by its own code; what cannot be told is refused.
         methods: one regularizer or several; each is cloned, the given objects are left alone.
-        sites: pattern(s) of dotted names of layers or attention modules, as in `"blocks.[0-3].*"`.
+        sites: pattern(s) of dotted names of layers or attention modules, as in `"blocks.[0-3].*"`; one that begins
+            with "!" leaves out what fits it, as in `"!blocks.0"`.
         attention: "self", "cross" or "all".
         projections: which linear map makes what, where names do not tell: role -> name inside the attention module.
         depth: "stack": an encoder and a decoder (or two towers) each have their own depth from 0 to 1 for schedules;

@@ -35,7 +35,7 @@ from dampen.calls.ledger import Ledger, name_of, slot
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
-from dampen.names import MATRIX_STAGES
+from dampen.names import MATRIX_STAGES, leave_out
 from dampen.names import MODEL_STAGES as MODEL_STAGES
 from dampen.names import STAGES as STAGES
 from dampen.names import snake_case as snake_case
@@ -319,8 +319,8 @@ class Regularizer(nn.Module):
         if self.roles and not self.roles & roles:
             raise ValueError(
                 f"{type(self).__name__} acts on the linear maps {', '.join(sorted(self.roles))}, "
-                f"but '{where}' has only {', '.join(sorted(roles)) or 'none'}. Leave the layer "
-                "out with sites=, or name the maps with projections=."
+                f"but '{where}' has only {', '.join(sorted(roles)) or 'none'}. Name the "
+                f"maps with projections=, or {leave_out(where)}."
             )
 
     @property

@@ -2,6 +2,7 @@
 
 What a method does is read from outside: by forward hooks on the model's own modules, not by what dampen found."""
 
+import re
 import warnings
 
 import pytest
@@ -22,7 +23,7 @@ from dampen import (
     SkipAblation,
 )
 from dampen.regularizer import Regularizer
-from tests.sockets.odd_layers import Alternating, D, Dictionary, Hybrid, HybridWithoutMask, Paired, Sparse
+from tests.sockets.odd_layers import Alternating, D, Dictionary, Hybrid, HybridWithoutMask, Paired, Softmax, Sparse
 from tests.sockets.odd_layers import Experts as ExpertModules
 
 with warnings.catch_warnings():
@@ -390,3 +391,129 @@ def test_a_stack_of_blocks_beside_experts_is_not_one_layer():
     model = Sparse(lambda: ExpertModules(2))
     reg = dampen.regularize(model, DropKey(0.1))
     assert [layer.site.name for layer in reg.layers] == ["layers.0", "layers.1"]
+
+
+# --- what a message says
+
+
+def test_sites_take_exclusions():
+    model = Hybrid()
+    reg = dampen.regularize(model, FeedForwardDropout(0.1), sites=["layers.*", "!layers.[13]"])
+    assert [layer.site.name for layer in reg.layers] == ["layers.0", "layers.2", "layers.4"]
+    reg.remove()
+    reg = dampen.regularize(model, DropKey(0.1), sites="!layers.2")
+    assert [layer.site.name for layer in reg.layers if layer.reached] == ["layers.4"]
+    reg.remove()
+    reg = dampen.regularize(model, DropKey(0.1), sites=["!layers.2.self_attn"])
+    assert reg.layers[-1].attentions == ["layers.4.self_attn"]
+    with pytest.raises(ValueError, match="no attention of Hybrid matches"):
+        dampen.regularize(Hybrid(), DropKey(0.1), sites=["layers.2", "!layers.*"])
+
+
+class Odd(nn.Module):
+    """Whose attention weights go somewhere else."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.mlp = OddAttention(), nn.Linear(D, D)
+
+    def forward(self, x):
+        return x + self.mlp(x + self.self_attn(x))
+
+
+class OddAttention(Softmax):
+    def forward(self, x, mask=None):
+        a = (self.W_q(x) @ self.W_k(x).mT).softmax(-1)
+        return self.W_out((a + a.flip(-1)) @ self.W_v(x))
+
+
+def test_an_error_writes_the_pattern_that_leaves_the_layer_out():
+    model = nn.Sequential(Odd(), *Hybrid((1,)).layers).train()
+    reg = dampen.regularize(model, DropKey(0.1))
+    with pytest.raises(RuntimeError) as error:
+        model(X)
+    pattern = re.search(r'sites="(!.*?)"', str(error.value))
+    assert pattern is not None
+    reg.remove()
+    reg = dampen.regularize(model, DropKey(0.1), sites=pattern[1])
+    model(X)
+    assert list(reg.kernels()) == ["1.self_attn"]
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.softmax(-1) * x
+
+
+class Gram(nn.Module):
+    def forward(self, x):
+        return x @ x.mT @ x
+
+
+class GateAttention(nn.Module):
+    def forward(self, x):
+        return x.sigmoid() * x
+
+
+def test_a_model_without_attention_is_told_what_was_looked_at():
+    model = nn.Sequential(nn.Linear(D, D), Mean(), Gram(), GateAttention())
+    with pytest.raises(ValueError, match="has no attention module") as error:
+        dampen.regularize(model, DropKey(0.1))
+    for line in (
+        "'1' (Mean) has a softmax, but no product of two tensors",
+        "'2' (Gram) multiplies two tensors, but has no softmax",
+        "'3' (GateAttention) is named like attention, but has no linear layers",
+    ):
+        assert line in str(error.value)
+    with pytest.raises(ValueError) as error:
+        dampen.regularize(nn.Linear(D, D), DropKey(0.1))
+    assert "Looked at" not in str(error.value)
+
+
+class Convolved(nn.Module):
+    """LeViT, CvT and NesT as vit-pytorch writes them: convolutions, and the softmax is a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fn = nn.GroupNorm(1, D), ConvolvedAttention()
+        self.ff = nn.Sequential(nn.Conv2d(D, 24, 1), nn.GELU(), nn.Conv2d(24, D, 1))
+
+    def forward(self, x):
+        x = x + self.fn(self.norm(x))
+        return x + self.ff(x)
+
+
+class ConvolvedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = 2
+        self.to_qkv, self.attend = nn.Conv2d(D, 3 * D, 1, bias=False), nn.Softmax(dim=-1)
+        self.to_out = nn.Sequential(nn.Conv2d(D, D, 1), nn.Dropout(0.0))
+
+    def forward(self, x):
+        q, k, v = (t.flatten(2).unflatten(1, (2, -1)).mT for t in self.to_qkv(x).chunk(3, 1))
+        o = torch.einsum("bhij,bhjd->bhid", self.attend(torch.einsum("bhid,bhjd->bhij", q, k) / 3), v)
+        return self.to_out(o.mT.flatten(1, 2).view_as(x))
+
+
+def test_attention_of_convolutions_with_a_softmax_module():
+    torch.manual_seed(0)
+    model = nn.Sequential(Convolved(), Convolved()).train()
+    x = torch.randn(2, D, 3, 4)
+    plain = model(x)
+    reg = dampen.regularize(model, [DropKey(0.5), DropPath(0.5)])
+    out = model(x)
+    assert not torch.allclose(out, plain)
+    assert set(reg.kernels()) == {"0.fn", "1.fn"}
+    reg.remove()
+    reg = dampen.regularize(model, ExplicitDropout(value=1.0))
+    model(x)
+    expected = 0.0
+    y = x
+    for block in model:
+        v = block.fn.to_qkv(block.norm(y)).chunk(3, 1)[2]
+        expected += 0.02 * v.square().sum().item() / 24
+        y = block(y)
+    reg.penalties()
+    model(x)
+    assert reg.penalty().item() == pytest.approx(expected, rel=1e-4)

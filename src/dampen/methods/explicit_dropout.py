@@ -37,6 +37,7 @@ from dampen.formulas.explicit.scores import (
     visible_diagonal,
     visible_pairs,
 )
+from dampen.names import leave_out
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 
@@ -231,7 +232,7 @@ class ExplicitDropout(Regularizer):
                 raise RuntimeError(
                     f"ExplicitDropout(residual=...) reads a branch at its last linear layer, but at "
                     f"'{call.site.name if call.site else call.role}' the branch is a sum of experts, weighted after "
-                    "it. Set residual=0, or leave the layer out with sites=."
+                    f"it. Set residual=0, or {leave_out(call.site.name if call.site else '')}."
                 )
             with no_autocast(y.device.type):
                 y, value = tap_branch(y, call, self._term("residual", y), self._swapped(call))

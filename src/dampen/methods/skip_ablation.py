@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from dampen.names import leave_out
 from dampen.regularizer import BranchCall, Regularizer
 
 
@@ -62,7 +63,7 @@ class SkipAblation(Regularizer):
             raise RuntimeError(
                 f"SkipAblation: '{call.site.name if call.site else ''}' adds attention and ffn in one sum, "
                 "side by side: one skip goes around both, and to take it from one would lose the other. "
-                "Remove both (attention=True, ffn=True), or leave the block out with sites=."
+                f"Remove both (attention=True, ffn=True), or {leave_out(call.site.name if call.site else '')}."
             )
         if self.removed.get("attention" if call.role == "parallel" else call.role):
             call.skip = False

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from dampen.names import leave_out
 from dampen.regularizer import (
     ATTENTION_STAGES,
     BLOCK_STAGES,
@@ -214,7 +215,7 @@ def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], rea
             )
         for plan in suitable:
             if "feed-forward" in parts_of(method):
-                check_experts(method, plan.experts)
+                check_experts(method, plan.experts, plan.name)
             known = {p.role for p in plan.linears.values() if p.role.startswith("lora_") and id(p.module) in readable}
             roles = plan.roles - known if method.reads_adapters else plan.roles
             if not plan.has_softmax:  # what only an attention has is not missed in a layer without one
@@ -263,7 +264,7 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
                 f"'{name}' ({type(linear.module).__name__}) keeps its weight as {weight.dtype} (a quantized load), "
                 "which is not the matrix that it multiplies with, and "
                 f"{', '.join(type(c).__name__ for c in layer.clones if linear.role in c.roles)} would read it as one. "
-                "Load the model without quantization, or leave the layer out with sites=."
+                f"Load the model without quantization, or {leave_out(plan.name)}."
             )
     looking = [c for c in layer.clones if c.stages & set(ATTENTION_STAGES)]
     for name, module in plan.attentions.items():
@@ -273,7 +274,7 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
             raise UnsupportedModel(
                 f"{type(looking[0]).__name__} acts inside softmax attention, but the code of {type(module).__name__} "
                 f"at '{name}' has no softmax and calls no attention of torch (is it linear attention?). "
-                "Leave the layer out with sites=."
+                f"If so, {leave_out(name)}."
             )
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dampen.kernels.attend import attend
+from dampen.names import leave_out
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
 from dampen.sockets.channels import attends_over_channels, start_following, tell_heads, tell_rows
 from dampen.sockets.eager import EagerAttention
@@ -82,7 +83,7 @@ class Socket(TorchFunctionMode):
                 raise RuntimeError(
                     f"{type(call.module).__name__} at '{self.site.name}' attends from {call.shape[2]} queries to "
                     f"{call.shape[3]} keys, so its mask of keys does not tell which of its tokens are padding. "
-                    "Leave the layer out with sites=, or take a method that has no penalties."
+                    f"Take a method without penalties, or {leave_out(self.site.name)}."
                 )
             return
         self.seen = True
@@ -97,7 +98,7 @@ class Socket(TorchFunctionMode):
         """An attention over channels: it runs as the model has it, now and in later forwards."""
         self.seen = True
         self.site.over_channels = True
-        leave_out(self.site)
+        pass_by(self.site)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """F.linear called by the module itself with the weight of one of its maps (timm's EVA with a qkv bias)."""
@@ -171,7 +172,7 @@ def attention_done(site: AttentionSite, frame: Frame, call: Call, needs_valid: b
     site.layer.kernels[site.name] = kernel
 
 
-def leave_out(site: AttentionSite) -> None:
+def pass_by(site: AttentionSite) -> None:
     """Methods inside attention do not act in a layer whose attentions are all over channels."""
     layer = site.layer
     layer.kernels[site.name] = "left out (attends over channels, not over tokens)"
@@ -320,5 +321,5 @@ def raise_without_socket(module: nn.Module, site: AttentionSite, why: str) -> No
         f"its regularizers (stages {', '.join(stages) or 'watching for padding'}) did nothing. "
         "Where the library can, give the model an SDPA back end (transformers: model.set_attn_implementation('sdpa')); "
         "in your own code call F.scaled_dot_product_attention or dampen.attention. "
-        "A layer that cannot (talking heads, linear attention) must be left out with sites=."
+        f"If that cannot be (talking heads, linear attention), {leave_out(site.name)}."
     )

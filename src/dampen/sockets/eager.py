@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import saved_tensors_are_hooked
+from dampen.names import leave_out
 from dampen.sockets.channels import attends_over_channels, tell_heads, tell_rows
 from dampen.sockets.eager_scores import fit, stages_of_scores, visible
 from dampen.sockets.equations import Equation, Flipped, product_equation
@@ -369,7 +370,7 @@ class EagerAttention:
     def _refuse(self, why: str) -> None:
         raise RuntimeError(
             f"{type(self.module).__name__} at '{self.where}' computes its attention itself, but {why}, so regularizers "
-            "cannot act inside it. Leave the layer out with sites=, or call F.scaled_dot_product_attention there."
+            f"cannot act inside it. Call F.scaled_dot_product_attention there, or {leave_out(self.where)}."
         )
 
 

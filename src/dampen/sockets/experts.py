@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dampen.names import leave_out
 from dampen.regularizer import LINEAR_STAGES, LinearCall, Regularizer, UnsupportedModel
 from dampen.sockets.frame import Frame, close_frame, frame_of, open_frame
 from dampen.sockets.linear import apply_linear, layer_valid
@@ -123,21 +124,21 @@ def _routes(block: nn.Module, experts: str) -> bool:
     return experts.count(".") == 0
 
 
-def check_experts(method: Regularizer, plans: Mapping[str, ExpertsPlan]) -> None:
+def check_experts(method: Regularizer, plans: Mapping[str, ExpertsPlan], layer: str) -> None:
     """Raise for a method on feed-forward layers where experts are parameters and no name tells which is which."""
     for plan in plans.values():
         if plan.parameters and method.needs_module:
             raise UnsupportedModel(
                 f"{type(method).__name__} keeps something for each linear layer, but the experts at '{plan.name}' are "
-                f"slices of parameters ({', '.join(plan.parameters)}). Leave the layer out with sites=, or its "
-                "feed-forward with targets='attention'."
+                f"slices of parameters ({', '.join(plan.parameters)}). Leave the feed-forward out with "
+                f"targets='attention', or {leave_out(layer)}."
             )
         strange = [name for name, role in plan.parameters.items() if not role]
         if strange:
             raise UnsupportedModel(
                 f"{type(method).__name__} acts on feed-forward layers, but the experts at '{plan.name}' are the "
                 f"parameters {', '.join(strange)}, and their names do not tell which layer of an expert each is. "
-                "Leave the layer out with sites=, or hold the experts as modules in an nn.ModuleList."
+                f"Hold the experts as modules in an nn.ModuleList, or {leave_out(layer)}."
             )
 
 
@@ -157,8 +158,8 @@ class ExpertsSite:
 class Routing:
     """One forward of a mixture of experts: how many tokens count, and which of them an expert has got."""
 
-    def __init__(self, name: str, tokens: int | Tensor) -> None:
-        self.name, self.tokens = name, tokens
+    def __init__(self, name: str, layer: str, tokens: int | Tensor) -> None:
+        self.name, self.layer, self.tokens = name, layer, tokens
         self.valid: Tensor | None = None  # of the tokens of the batch; None where none is padding
         self.known: list[tuple[Tensor, Tensor]] = []  # tensors made of them, and which of their rows are valid
 
@@ -174,8 +175,8 @@ class Routing:
         if mask is None:
             raise RuntimeError(
                 f"The experts at '{self.name}' get their tokens in a way that could not be followed, so which of them "
-                "are padding is not known and a penalty would count them. Give batches without padding, or leave the "
-                "layer out with sites=."
+                "are padding is not known and a penalty would count them. Give batches without padding, or "
+                f"{leave_out(self.layer)}."
             )
         return mask[..., 0]
 
@@ -271,7 +272,7 @@ class ExpertSocket(TorchFunctionMode):
             raise RuntimeError(
                 f"The experts at '{self.site.name}' ran without a product with a slice of {names}, so "
                 f"{', '.join(sorted({type(r).__name__ for r in self.active}))} did nothing there. Multiply by one "
-                "expert's weight, F.linear(x, self.weight[e]), or leave the layer out with sites=."
+                f"expert's weight, F.linear(x, self.weight[e]), or {leave_out(self.site.layer.site.name)}."
             )
 
 
@@ -306,7 +307,7 @@ def _run(
     kwargs: dict[str, Any],
 ) -> Any:
     x = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point())
-    routing = Routing(site.name, x.shape[:-1].numel())
+    routing = Routing(site.name, site.layer.site.name, x.shape[:-1].numel())
     valid = layer_valid(site.layer, frame, x, "ffn_in", active)
     if valid is not None:
         routing.valid = valid.expand(x.shape[:-1])

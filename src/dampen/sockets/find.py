@@ -28,7 +28,7 @@ from dampen.sockets.scope import (
     refine_scopes,
     scope_of,
 )
-from dampen.sockets.source import calls_socket, computes_attention
+from dampen.sockets.source import calls_socket, computes_attention, shows_parts
 
 _KEYLESS = re.compile(r"outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(r"(mlp|ffn?|feed_?forward)\b", re.IGNORECASE)
@@ -114,8 +114,8 @@ def find_layers(
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no attention module: nothing calls F.scaled_dot_product_attention and no "
-            "module is named like attention. Write the attention as a module that calls "
-            "F.scaled_dot_product_attention."
+            f"module is attention by its name or code.{describe_candidates(model)} Write the attention as a module "
+            "that calls F.scaled_dot_product_attention."
         )
     plans = _all_layers(model, found, projections)
     if whole_stacks and attention != "cross":
@@ -233,13 +233,32 @@ def find_attentions(model: nn.Module) -> dict[str, nn.Module]:
     certain -= {n for n in certain if any(inside(other, n) for other in certain)}
     certain = {_with_projections(n, modules, certain) for n in certain}
     named = {n for n, m in modules.items() if NAME.search(type(m).__name__) and not isinstance(m, LISTS)}
-    named = {n for n in named if any(is_linear(m) for m in modules[n].modules())}  # not a helper of one (CvT)
+    # not a helper of one (timm's CvT): it has linear layers, or computes attention of what convolutions make
+    named = {n for n in named if computes_attention(modules[n]) or any(is_linear(m) for m in modules[n].modules())}
     named -= {n for n in named if any(inside(other, n) for other in named | certain)}
     named -= {n for n in named if any(n == c or inside(n, c) for c in certain)}
     if not certain | named:  # maps of another kind (convolutions, quantized), or another name: the code tells
-        named = {n for n, m in modules.items() if not isinstance(m, LISTS) and computes_attention(type(m))}
+        named = {n for n, m in modules.items() if not isinstance(m, LISTS) and computes_attention(m)}
         named -= {n for n in named if any(inside(other, n) for other in named)}
     return {n: m for n, m in modules.items() if n in certain | named}
+
+
+def describe_candidates(model: nn.Module, most: int = 6) -> str:
+    """The modules that come closest to attention in a model without any, and why each is none."""
+    lines: list[str] = []
+    for name, module in model.named_modules():
+        softmax, product = (False, False) if isinstance(module, LISTS) else shows_parts(module)
+        called = bool(NAME.search(type(module).__name__))
+        if called:
+            why = "is named like attention, but has no linear layers, and its code no softmax of a product"
+        elif softmax:
+            why = "has a softmax, but no product of two tensors"
+        elif product:
+            why = "multiplies two tensors, but has no softmax"
+        if called or softmax or product:
+            lines.append(f"\n  '{name}' ({type(module).__name__}) {why}")
+    more = f"\n  and {len(lines) - most} more" if len(lines) > most else ""
+    return f" Looked at:{''.join(lines[:most])}{more}\n" if lines else ""
 
 
 def _with_projections(name: str, modules: Mapping[str, nn.Module], attentions: set[str]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from dampen.names import leave_out
 from dampen.regularizer import Regularizer
 from dampen.sockets.frame import Frame, close_frame, frame_of, open_frame
 from dampen.sockets.memory import Found, role_of
@@ -90,7 +91,7 @@ class OwnerSocket(ResidualSocket):
             raise RuntimeError(
                 f"{type(self.frame.block).__name__} at '{self.site.name}' runs its layers itself, and not every branch "
                 f"was seen to be added to the residual stream ({', '.join(missing)} not), so {names} cannot act on "
-                "its branches. Write them as x = x + branch(x), or leave the layers out with sites=."
+                f"its branches. Write them as x = x + branch(x), or {leave_out(self.site.layers[0][0].site.name)}."
             )
 
 
@@ -151,7 +152,7 @@ def part_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if any("branch" in r.stages for r in site.layer.active(self)):
             raise RuntimeError(
                 f"A part of the layer '{site.layer.site.name}' ran outside the forward of '{site.owner}', which holds "
-                "it, so its residual branches cannot be seen. Leave the layer out with sites=."
+                f"it, so its residual branches cannot be seen. Call that, or {leave_out(site.layer.site.name)}."
             )
         return base(self, *args, **kwargs)
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from dampen.names import leave_out
+
 if TYPE_CHECKING:
     from dampen.sockets.embeddings import MaskSite
     from dampen.sockets.state import Layer
@@ -36,8 +38,8 @@ class Padding:
         if before is not None and not torch.compiler.is_compiling() and not bool(valid.all()):
             raise RuntimeError(
                 f"The layer '{before}' has no attention that reports padding and ran before the first one that does, "
-                "so its penalty counted padded tokens. Call the model with attention_mask=, a 2-d mask, leave the "
-                "layer out with sites=, or give batches without padding."
+                "so its penalty counted padded tokens. Call the model with attention_mask=, a 2-d mask, give batches "
+                f"without padding, or {leave_out(before)}."
             )
         self.reported[_thread()] = valid
 

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from dampen._torch import version_of
 from dampen.calls import BranchCall
+from dampen.names import leave_out
 from dampen.regularizer import Regularizer
 from dampen.sockets.memory import ADDITIONS, Entry, Found, Memory, attends, remember, role_of
 from dampen.sockets.origins import CLEAN, MAPS, Origins, leaves
@@ -248,7 +249,7 @@ class ResidualSocket(TorchFunctionMode):
             raise RuntimeError(
                 f"The block at '{self.layer.site.name}' adds {self.found[-1]} and {role} to the same input, side by "
                 "side: one skip goes around both, and to take it from one would lose the other. "
-                "Leave the block out with sites=."
+                f"To go on, {leave_out(self.layer.site.name)}."
             )
         if call.skip:
             out = torch.add(residual, branch)
@@ -274,7 +275,7 @@ class ResidualSocket(TorchFunctionMode):
             raise RuntimeError(
                 f"The block at '{self.layer.site.name}' got {tuple(x.shape)} and adds a branch of shape "
                 f"{tuple(branch.shape)}, whose first axis is not its samples (windows?), so that methods that draw per "
-                "sample would draw for something else. Leave the block out with sites=."
+                f"sample would draw for something else. To go on, {leave_out(self.layer.site.name)}."
             )
         return None
 
@@ -306,7 +307,8 @@ class ResidualSocket(TorchFunctionMode):
         raise RuntimeError(
             f"{type(block).__name__} at '{self.layer.site.name}': found {len(self.found)} residual additions "
             f"({', '.join(self.found) or 'none'}), {why}, so {names} cannot act on its branches. "
-            "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or leave it out with sites=."
+            "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or "
+            f"{leave_out(self.layer.site.name)}."
         )
 
     def _remember(self, out: Tensor) -> None:

@@ -14,6 +14,7 @@ from dampen.formulas.explicit.linear import Term, map_penalty, only_weight, tap_
 from dampen.formulas.explicit.low_rank import merge
 from dampen.formulas.explicit.precision import wide, wide_dtype
 from dampen.formulas.explicit.reductions import RowWeights, token_rows
+from dampen.names import leave_out
 from dampen.regularizer import Call, UnsupportedModel
 
 _ASKED_FOR = {  # which term asks for a map, what that is, and what to do without it
@@ -227,7 +228,7 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
     if adapted is not None:
         raise UnsupportedModel(
             f"{who}: the map {adapted} at '{where}' is W + B A (LoRA), and the penalty would read W alone. Merge the "
-            "adapters into the weights, penalize other terms, or leave the layer out with sites=."
+            f"adapters into the weights, penalize other terms, or {leave_out(where)}."
         )
     names = ", ".join(sorted(found)) or "none"
     missing = next((role for role in branches if role not in found), None)
@@ -241,7 +242,7 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
         if role in wanted and role not in found:
             raise UnsupportedModel(
                 f"{who}({term}=...) penalizes {what}, but '{where}' has none (roles of its linear maps: {names}). "
-                f"{remedy}, or leave the layer out with sites=."
+                f"{remedy}, or {leave_out(where)}."
             )
     for role in "qkv":
         fused = "qkv" in found or (role != "q" and "kv" in found)
@@ -249,7 +250,7 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
             raise UnsupportedModel(
                 f"{who}: cannot tell which linear map makes {role} at '{where}' (roles found: {names}). "
                 "Say it: regularize(model, ..., projections={'q': 'name', 'k': 'name', 'v': 'name'}) or {'qkv': "
-                "'name'}, with names inside the attention module; or leave the layer out with sites=."
+                f"'name'}}, with names inside the attention module; or {leave_out(where)}."
             )
 
 
