@@ -122,8 +122,9 @@ class Call:
         """Whether this is the first attention that penalizes the projections behind `roles` under `key`: a module may
         attend several times with what its projections made once (DiffLlama, images of several sizes in one row)."""
         sources = [self.source(role) for role in roles]
-        maps, rows = [linear for linear, _ in sources], [_rows_key(rows) for _, rows in sources]
-        counted = maps[0].counted
+        first, rows = sources[0][0], [_rows_key(rows) for _, rows in sources]
+        maps = [None if linear is first else linear for linear, _ in sources]  # a circle of references would stay
+        counted = first.counted
         for other_key, other_maps, other_rows in counted:
             same = all(a is b for a, b in zip(maps, other_maps, strict=True)) if other_key == key else False
             if same and rows == other_rows:

@@ -107,7 +107,7 @@ def attach(
     for plan, layer in zip(plans, layers, strict=True):
         _open(plan, layer)
         # never a ModuleList or Sequential, which would count the newcomer
-        holder = next(iter(plan.attentions.values()), plan.block)
+        holder = next(m for m in (*plan.attentions.values(), plan.block) if m is not None)
         here = [*layer.clones, *own] if layer is layers[0] else layer.clones
         holder.add_module("dampen_regularizers", nn.ModuleList(here))
         for clone in here:

@@ -188,8 +188,10 @@ class Routing:
 
     def follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """A torch function has run: where it moved or scaled tokens, its outputs are known."""
-        if name in ("cat", "concat") and all(self.of(part) is not None for part in args[0]):
-            self.known.append((out, torch.cat([self.of(part) for part in args[0]], *args[1:], **kwargs)))
+        if name in ("cat", "concat"):
+            parts = [mask for part in args[0] if (mask := self.of(part)) is not None]
+            if len(parts) == len(args[0]):
+                self.known.append((out, torch.cat(parts, *args[1:], **kwargs)))
             return
         given = next((a for a in args if isinstance(a, Tensor) and self.of(a) is not None), None)
         mask = None if given is None else self.of(given)
@@ -254,10 +256,12 @@ class ExpertSocket(TorchFunctionMode):
     def _one(self, run: Any, role: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         self.met.add(role)
         if x.numel() == 0 and not torch.compiler.is_compiling():
-            return run(x, weight, bias)  # type: ignore[no-any-return]  # an expert without tokens
+            empty: Tensor = run(x, weight, bias)  # an expert without tokens
+            return empty
 
         def multiply(a: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            return run(a, w, b) if w is weight else F.linear(a, w, b)  # type: ignore[no-any-return]
+            made: Tensor = run(a, w, b) if w is weight else F.linear(a, w, b)
+            return made
 
         call = LinearCall(role, x, weight, bias, None, self.site.layer.site, self.routing.rows(x))
         call.tokens = self.routing.tokens

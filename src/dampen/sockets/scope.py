@@ -76,10 +76,10 @@ def group_sublayers(
         if not isinstance(holder, LISTS):
             continue
         groups: list[tuple[list[str], list[str], bool]] = []  # elements, attentions, whether a feed-forward was met
-        for key in holder._modules:
+        for key, module in holder.named_children():
             element = f"{scope}.{key}" if scope else key
             here = [n for n, s in scopes.items() if s == scope and (n == element or inside(n, element))]
-            feeds = not here and any(is_linear(m) for m in _modules_of(holder, key))
+            feeds = not here and any(is_linear(m) for m in module.modules())
             same = bool(groups) and any(crossing(a) == crossing(b) for a in here for b in groups[-1][1])
             if not groups or (here and groups[-1][1] and (groups[-1][2] or same)):
                 groups.append(([], [], False))
@@ -91,11 +91,6 @@ def group_sublayers(
             made[elements[0]] = scope, elements
             grouped |= dict.fromkeys(attentions, elements[0])
     return grouped, made
-
-
-def _modules_of(holder: nn.Module, key: str) -> list[nn.Module]:
-    module = holder._modules[key]
-    return [] if module is None else list(module.modules())
 
 
 def refine_scopes(model: nn.Module, scopes: Mapping[str, str]) -> dict[str, str]:

@@ -67,7 +67,8 @@ class Layer:
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        fresh = {"tells_padding": True, "padding": None, "reached": {}}  # models pickled with 0.2 have none
+        # models pickled with 0.2 have none
+        fresh: dict[str, Any] = {"tells_padding": True, "padding": None, "reached": {}}
         self.__dict__.update({**fresh, **state, "frames": []})
 
 
