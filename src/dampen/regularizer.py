@@ -114,6 +114,8 @@ class Regularizer(nn.Module):
     """Whether a method does nothing where all its scheduled values are 0, so that its stages need not run then. Taken
     to be False for a class with a `neutral` of its own that does not say otherwise."""
     _name: ClassVar[str] = "regularizer"
+    acts_here: bool = True
+    """False for a clone that has nothing to act on in its layer, as `prepare` may find; `print(reg)` counts it."""
     ledger: Ledger | None = None
     """What the clones of one model share about their penalties; None where a method is used without `regularize`."""
 

@@ -168,6 +168,21 @@ def test_copies_and_pickles_know_the_order():
     assert depths(reg)["blocks.2"] == 0.0
 
 
+def test_a_copy_made_while_the_order_is_watched():
+    model = Path(_backwards, blocks=3).train()
+    dampen.regularize(model, DropHead(linear(0.0, 0.3)))
+    for copied in (copy.deepcopy(model), copy.deepcopy(model.blocks), pickle.loads(pickle.dumps(model))):
+        layers = copied.blocks if isinstance(copied, Path) else copied
+        assert [c.rate.item() for layer in layers for c in layer.mixer.dampen_regularizers] == pytest.approx(
+            [0, 0.15, 0.3]
+        )
+    copied = copy.deepcopy(model)
+    copied(X)
+    copied(X)
+    assert copied.blocks[0].mixer.dampen_regularizers[0].rate.item() == pytest.approx(0.3)
+    assert model.blocks[0].mixer.dampen_regularizers[0].rate.item() == 0
+
+
 def _backwards(model):
     return reversed(model.blocks)
 
@@ -181,7 +196,7 @@ TOWERS = {
             "text.transformer.resblocks.0",
             "text_decoder.resblocks.0",
         ],
-        ["visual", "visual", "text", "text_decoder"],
+        ["visual", "visual", "text", "text"],
     ),
     "siglip": (
         ["vision_model.encoder.layers.0", "vision_model.head", "text_model.encoder.layers.0"],
@@ -191,6 +206,7 @@ TOWERS = {
         ["model.vision_tower.encoder.layers.0", "model.language_model.layers.0"],
         ["model.vision_tower", "model.language_model"],
     ),
+    "speech": (["text_encoder.layers.0", "text_decoder.layers.0"], ["text_encoder", "text_decoder"]),
     "t5": (["encoder.block.0", "decoder.block.0"], ["encoder", "decoder"]),
     "unet": (["down_blocks.0.attentions.0", "mid_block.attentions.0", "up_blocks.0.attentions.0"], ["", "", ""]),
     "nest": (["levels.0.transformer_encoder.0", "levels.1.transformer_encoder.0"], ["", ""]),

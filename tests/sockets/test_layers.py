@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import dampen
 from dampen import (
     DropConnect,
+    DropHead,
     DropKey,
     DropPath,
     ExplicitDropout,
@@ -391,6 +392,74 @@ def test_a_stack_of_blocks_beside_experts_is_not_one_layer():
     model = Sparse(lambda: ExpertModules(2))
     reg = dampen.regularize(model, DropKey(0.1))
     assert [layer.site.name for layer in reg.layers] == ["layers.0", "layers.1"]
+
+
+class OneHead(Softmax):
+    num_heads = 1
+
+    def forward(self, x, mask=None):
+        return self.W_out(
+            F.scaled_dot_product_attention(*(f(x)[:, None] for f in (self.W_q, self.W_k, self.W_v)))[:, 0]
+        )
+
+
+def test_a_layer_with_one_head_is_not_counted_for_drop_head():
+    model = Hybrid((1, 1))
+    model.layers[0].self_attn, model.layers[1].self_attn.num_heads = OneHead(), 2
+    reg = dampen.regularize(model.train(), DropHead(0.3))
+    model(X)
+    assert "(partial)  DropHead: attention in 1 of 2 layers" in str(reg)
+
+
+class Pooled(nn.Module):
+    """Layers, and a pooling by attention at the end, without a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = Hybrid((1, 1)).layers
+        self.attn_pool = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.query = nn.Parameter(torch.randn(1, 1, D))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.attn_pool(self.query.expand(len(x), -1, -1), x, x)[0]
+
+
+def test_a_pooling_without_residual_is_left_out_of_methods_on_branches():
+    torch.manual_seed(0)
+    model = Pooled().train()
+    reg = dampen.regularize(model, NoBranch())
+    torch.testing.assert_close(model(X), model.attn_pool(model.query.expand(3, -1, -1), X, X)[0])
+    assert "(partial)  NoBranch: blocks in 2 of 3 layers" in str(reg)
+
+
+class TwoStreams(nn.Module):
+    """Two feed-forwards in a list, one for each stream: no experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn = Softmax()
+        self.ffs = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D)) for _ in range(2))
+
+    def forward(self, streams):
+        return [x + ff(x + self.self_attn(x)) for x, ff in zip(streams, self.ffs, strict=True)]
+
+
+def test_feed_forwards_of_several_streams_are_no_experts():
+    torch.manual_seed(0)
+    model = TwoStreams().train()
+    streams, given = [X, X[:, :2]], []
+    hooks = [
+        m.register_forward_pre_hook(lambda m, a: given.append((m, a[0]))) for ff in model.ffs for m in (ff[0], ff[2])
+    ]
+    model(streams)
+    expected = sum(0.02 * F.linear(x, m.weight).square().sum(-1).mean().item() for m, x in given)
+    for hook in hooks:
+        hook.remove()
+    reg = dampen.regularize(nn.ModuleList([model])[0], ExplicitDropout(ffn=1.0))
+    model(streams)
+    assert reg.penalty().item() == pytest.approx(expected, rel=1e-4)
 
 
 # --- what a message says

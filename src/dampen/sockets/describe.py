@@ -40,7 +40,8 @@ def _coverage(reg: Regularization) -> list[str]:
     lines = []
     for m in {type(m).__name__: m for m in reg.methods}.values():
         for part in sorted(parts_of(m)):
-            reached = sum(part in layer.reached.get(m.name, ()) for layer in reg.layers)
+            acting = [layer for layer in reg.layers if all(c.acts_here for c in layer.clones if c.name == m.name)]
+            reached = sum(part in layer.reached.get(m.name, ()) for layer in acting)
             if m.stages != {"tokens"} and reached < len(reg.layers):
                 lines.append(f"  (partial)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers")
     return lines

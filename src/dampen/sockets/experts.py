@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dampen._torch import pytree
 from dampen.names import leave_out
 from dampen.regularizer import LINEAR_STAGES, LinearCall, Regularizer, UnsupportedModel
 from dampen.sockets.frame import Frame, close_frame, frame_of, open_frame
@@ -24,6 +25,7 @@ from dampen.sockets.linear import apply_linear, layer_valid
 from dampen.sockets.residual import call_torch
 from dampen.sockets.roles import FFN_IN, FFN_OUT, is_linear
 from dampen.sockets.scope import LISTS, LinearPlan, inside
+from dampen.sockets.source import names_any
 
 if TYPE_CHECKING:
     from dampen.sockets.state import Layer
@@ -40,6 +42,7 @@ _MOVES = set(
     "take_along_dim".split()
 )
 _MIXES = set("sort flip roll index_add scatter scatter_add cumsum argsort baddbmm bmm einsum".split())
+_ROUTES = {"topk", "argmax", "one_hot", "index_add_", "index_add", "index_select", "scatter", "scatter_", "nonzero"}
 _MATMULS = {"matmul", "__matmul__", "mm"}
 
 
@@ -64,7 +67,8 @@ def find_experts(
             name = prefix + local if local else element
             if any(name == a or inside(name, a) for a in attentions):
                 continue
-            if _is_list_of_experts(name, module):
+            around = model.get_submodule(name.rpartition(".")[0])
+            if _is_list_of_experts(name, module, around):
                 _plan_of(model, element, name, attentions, found)
                 for n, linear in linears.items():
                     linear.expert = linear.expert or inside(n, name)
@@ -75,14 +79,16 @@ def find_experts(
     return found
 
 
-def _is_list_of_experts(name: str, module: nn.Module) -> bool:
-    """Whether a module holds experts side by side: by its name, or because all its elements are of one class."""
+def _is_list_of_experts(name: str, module: nn.Module, around: nn.Module) -> bool:
+    """Whether a module holds experts side by side: by its name, or because all its elements are of one class and the
+    code around it picks tokens."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     elements = [m for m in module.children() if m is not None]
     multiply = all(not is_linear(m) and any(is_linear(i) for i in m.modules()) for m in elements)
     alike = len(elements) > 1 and len({type(m) for m in elements} - {nn.ModuleList, nn.ModuleDict}) == 1
-    return bool(elements) and multiply and (alike or "expert" in name.rpartition(".")[2].lower())
+    said = "expert" in name.rpartition(".")[2].lower()
+    return bool(elements) and multiply and (said or (alike and names_any(type(around), _ROUTES)))
 
 
 def _expert_parameters(name: str, module: nn.Module) -> dict[str, str]:
@@ -310,7 +316,14 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    x = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point())
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not given:
+        raise RuntimeError(
+            f"{type(self).__name__} at '{site.name}' routes tokens to experts, but was called without a tensor of "
+            f"floating-point numbers, so how many tokens there are is not known. Pass it one, or "
+            f"{leave_out(site.layer.site.name)}."
+        )
+    x = given[0]
     routing = Routing(site.name, site.layer.site.name, x.shape[:-1].numel())
     valid = layer_valid(site.layer, frame, x, "ffn_in", active)
     if valid is not None:

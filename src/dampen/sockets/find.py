@@ -54,7 +54,7 @@ class LayerPlan:
     def pools(self) -> bool:
         """Whether this is a head that pools tokens by attention: no residual goes around it."""
         modules = [*self.attentions.values(), *([] if self.block is None else [self.block])]
-        return any("pool" in type(m).__name__.lower() for m in modules)
+        return any("pool" in type(m).__name__.lower() for m in modules) or "pool" in self.name.lower()
 
     @property
     def has_softmax(self) -> bool:
@@ -67,9 +67,15 @@ class LayerPlan:
             "attention": self.has_softmax,
             "feed-forward": bool(method.roles & self.roles & FEED_FORWARD),
             "projections": bool(method.roles & self.roles - FEED_FORWARD),
-            "blocks": not self.pools and bool(method.branch_roles & self.branch_roles),
+            "blocks": self._has_blocks(method) and bool(method.branch_roles & self.branch_roles),
         }
         return {part for part in parts_of(method) if has[part]}
+
+    def _has_blocks(self, method: Regularizer) -> bool:
+        """Whether the layer has what the stages of blocks of a method need: a module, or branches that its owner adds.
+        A head that pools has no residual."""
+        whole = method.stages & set(BLOCK_STAGES) - {"branch"}
+        return not self.pools and (self.block is not None or bool(self.elements and not whole))
 
     @property
     def branch_roles(self) -> set[str]:

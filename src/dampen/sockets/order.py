@@ -12,6 +12,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from dampen.regularizer import Site
 
 if TYPE_CHECKING:
@@ -34,7 +36,14 @@ def towers_of(names: Sequence[str]) -> list[str]:
     sides: dict[str, set[str]] = {}
     for tower, side in found:
         sides.setdefault(tower, set()).update({side} - {tower})
-    return [side if len(sides[tower]) > 1 else tower for tower, side in found]
+    towers = [side if len(sides[tower]) > 1 else tower for tower, side in found]
+    return [_upper_half(tower, towers) for tower in towers]
+
+
+def _upper_half(tower: str, towers: Sequence[str]) -> str:
+    """A decoder that goes on where a tower of its name ends: "text" and "text_decoder" of CoCa are one path."""
+    lower = tower.removesuffix("_decoder")
+    return lower if lower in towers else tower
 
 
 def _tower_of(name: str) -> tuple[str, str]:
@@ -66,21 +75,28 @@ class Order:
 
     def __init__(self, layers: Sequence[Layer], depth: str) -> None:
         self.layers, self.depth = list(layers), depth
+        self.known = False  # whether a forward has run all of them
         self.ran: list[Layer] = []  # by the forward under way, in the order of their starts
         self.thread = threading.get_ident()
         self.start()
 
     def start(self) -> None:
         """A forward of the model starts: use what the one before it has shown, and watch this one."""
+        if self.known:
+            return
         if self.ran:
             self._settle()
+            self.known = len(self.ran) == len(self.layers)
         self.ran, self.thread = [], threading.get_ident()
+        self.around = {id(layer) for layer in self.layers if any(_holds(layer, other) for other in self.layers)}
         for layer in self.layers:
-            layer.order = self
+            layer.order = None if self.known else self
 
-    def saw(self, layer: Layer) -> None:
-        """A layer starts for the first time in this forward."""
-        if threading.get_ident() == self.thread:
+    def saw(self, layer: Layer, module: nn.Module) -> None:
+        """A module of a layer starts, for the first time in this forward. A layer around others (a model with a pooling
+        of its own) starts with its parts."""
+        starts = id(layer) not in self.around or "_dampen_block" not in vars(module)
+        if starts and threading.get_ident() == self.thread:
             layer.order = None
             self.ran.append(layer)
 
@@ -116,4 +132,9 @@ class Order:
             )
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "ran": []}
+        return {**self.__dict__, "ran": [], "around": set()}
+
+
+def _holds(layer: Layer, other: Layer) -> bool:
+    """Whether a layer is a module around another layer."""
+    return layer is not other and other.site.name.startswith(layer.site.name + "." if layer.site.name else "")

@@ -45,7 +45,7 @@ class Layer:
     def active(self, module: nn.Module) -> list[Regularizer]:
         """The clones at work in this forward of one of the layer's modules."""
         if not torch.compiler.is_compiling() and self.order is not None:
-            self.order.saw(self)
+            self.order.saw(self, module)
         if not self.enabled:
             return []
         training = module.training and not is_flipped(module)
