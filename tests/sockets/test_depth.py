@@ -176,6 +176,7 @@ def test_a_copy_made_while_the_order_is_watched():
         assert [c.rate.item() for layer in layers for c in layer.mixer.dampen_regularizers] == pytest.approx(
             [0, 0.15, 0.3]
         )
+    assert copy.deepcopy(model.blocks[0])._dampen_block.layer.order is None
     copied = copy.deepcopy(model)
     copied(X)
     copied(X)

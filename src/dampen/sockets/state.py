@@ -63,7 +63,14 @@ class Layer:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: one that is made during a forward or inside a with block is not inside it."""
-        fresh = {"frames": [], "enabled": True, "sampling": False, "residual_memory": None, "residual_same": 0}
+        fresh: dict[str, Any] = {
+            "frames": [],
+            "enabled": True,
+            "sampling": False,
+            "residual_memory": None,
+            "residual_same": 0,
+        }
+        fresh["order"] = None  # which knows all layers: a copy of one block would copy the model
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
