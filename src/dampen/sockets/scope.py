@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dampen.sockets.roles import attention_role, feed_forward_roles, is_adapter, is_convolution, is_linear
+from dampen.sockets.roles import (
+    attention_role,
+    feed_forward_roles,
+    is_adapter,
+    is_convolution,
+    is_linear,
+    weight_of,
+)
 from dampen.sockets.source import adds
 
 NAME = re.compile(r"attention|attn", re.IGNORECASE)
@@ -128,7 +135,15 @@ def _holds_feed_forward(module: nn.Module, name: str, attentions: Mapping[str, n
         for n, m in module.named_modules()
         if is_linear(m) and not any(f"{name}.{n}" == a or inside(f"{name}.{n}", a) for a in attentions)
     }
-    return {"ffn_in", "ffn_out"} <= set(feed_forward_roles(maps).values())
+    if {"ffn_in", "ffn_out"} <= set(feed_forward_roles(maps, by_shape=False).values()):
+        return True
+    roles = feed_forward_roles(maps)  # by shape: square maps are projections (DAB-DETR), whatever their order
+    widths = {tuple(weight_of(maps[n]).shape) for n, role in roles.items() if role == "ffn_in"}
+    return any(
+        role == "ffn_out" and a != b and (b, a) in widths
+        for n, role in roles.items()
+        for a, b in [weight_of(maps[n]).shape]
+    )
 
 
 def _has_other_maps(model: nn.Module, scope: str, attentions: Mapping[str, nn.Module]) -> bool:
@@ -189,6 +204,7 @@ def find_linears(
     prefix = scope + "." if scope else ""
     said = {local: role for role, local in (projections or {}).items()}
     outside = feed_forward_roles(_outside_attention(model, scope, attentions))
+    inner_modules = dict(model.get_submodule(scope).named_modules())
     for local, module in model.get_submodule(scope).named_modules():
         name = prefix + local
         home = next((a for a in attentions if a == "" or inside(name, a)), None)
@@ -207,8 +223,11 @@ def find_linears(
             plans[name] = LinearPlan(module, role, home)
         elif local in outside:
             plans[name] = LinearPlan(module, outside[local])
-        else:  # in a wrapper of an attention: its output projection
-            plans[name] = LinearPlan(module, "lora_out" if is_adapter(local) else "out")
+        else:  # in a wrapper of an attention: its output projection, where it has one map or the name says so
+            above = local.rpartition(".")[0]
+            alone = sum(n.rpartition(".")[0] == above and is_linear(m) for n, m in inner_modules.items()) == 1
+            role = "out" if alone or is_adapter(local) else attention_role(local.rpartition(".")[2], {})
+            plans[name] = LinearPlan(module, f"lora_{role}" if is_adapter(local) else role)
     return plans
 
 
