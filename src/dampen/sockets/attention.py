@@ -90,14 +90,17 @@ class Socket(TorchFunctionMode):
         attention_done(self.site, self.frame, call, needs_valid, "eager (the model computes its scores itself)")
 
     def _is_over_channels(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
+        """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
+        if self.site.over_channels or self.site.knows_tokens():
+            return self.site.over_channels
         followed = self.call.followed
         companions = [None if followed is None else followed.of(t) for t in (query, key)]
-        return query.ndim > 2 and attends_over_channels(companions, query, self.call.given)
+        found = query.ndim > 2 and attends_over_channels(companions, query, self.call.given)
+        return self.site.note_channels(found)
 
     def _leave_out(self) -> None:
         """An attention over channels: it runs as the model has it, now and in later forwards."""
         self.seen = True
-        self.site.over_channels = True
         pass_by(self.site)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -177,7 +180,7 @@ def pass_by(site: AttentionSite) -> None:
     layer = site.layer
     layer.kernels[site.name] = "left out (attends over channels, not over tokens)"
     if all(layer.kernels.get(name, "").startswith("left out") for name in layer.attentions):
-        layer.tells_padding = False
+        layer.tells_padding, layer.passed_by = False, True
         layer.reached = {name: parts - {"attention"} for name, parts in layer.reached.items()}
 
 

@@ -266,7 +266,7 @@ class EagerAttention:
         if not way.in_order or not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
             self._refuse("its attention weights are not multiplied with one value per key")
         call, a, values = self.call, way.tensor, equation.values
-        if not product.early and self._is_over_channels(product.equation, equation, call):
+        if not product.early and self._is_over_channels(product.equation, call):
             a = way.again(product.softmax.tensor, product.softmax)  # as the model has it
             self.done += 1
             self.leave_out()
@@ -356,16 +356,16 @@ class EagerAttention:
                 folded = r.heads(folded, self.call)
         return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
 
-    def _is_over_channels(self, scores: Equation, outputs: Equation, call: Call) -> bool:
-        """Whether the scores are those of channels with channels."""
+    def _is_over_channels(self, scores: Equation, call: Call) -> bool:
+        """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
+        if self.site.over_channels or self.site.knows_tokens():
+            return self.site.over_channels
         q, _ = scores.tokens_last()
-        leading = q.shape[:-2]
-        if call.followed is None:
-            return attends_over_channels([], q if q.ndim > 2 else q.unsqueeze(0), call.given)
-        found = [call.followed.of(t) for t in (scores.left, scores.right)]
+        found = [None if call.followed is None else call.followed.of(t) for t in (scores.left, scores.right)]
         like = scores.like(*found).tokens_last()
         companions = [None if t is None else c for t, c in zip(found, like, strict=True)]
-        return attends_over_channels(companions, q if leading else q.unsqueeze(0), call.given)
+        q = q if q.ndim > 2 else q.unsqueeze(0)
+        return self.site.note_channels(attends_over_channels(companions, q, call.given))
 
     def _refuse(self, why: str) -> None:
         raise RuntimeError(

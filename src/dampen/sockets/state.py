@@ -28,6 +28,7 @@ class Layer:
     residual_memory: Memory | None = None  # what the last forward of the block did; see `residual.py`
     residual_same = 0  # forwards that were compared with it and were like it
     order: Order | None = None  # who wants to know when the layer starts
+    passed_by = False  # whether its attention turned out to be over channels
     residual_changes = False  # whether a forward has ever departed from it
 
     def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
@@ -92,6 +93,7 @@ class AttentionSite:
     """What is kept on an attention module."""
 
     over_channels = False  # whether its scores were seen to be those of channels with channels
+    over_tokens = False  # whether they were seen not to be; no graph reads it, so that none depends on it
 
     def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
         self.layer, self.name, self.cross = layer, name, cross
@@ -101,6 +103,18 @@ class AttentionSite:
         self.cuts: dict[str, tuple[str, Any]] = {}  # q, k, v -> map and rows, where they are unusual
         self.path: tuple[int, list[str]] | None = None  # the way of eager scores in the forward before; see `eager.py`
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
+
+    def knows_tokens(self) -> bool:
+        """Whether an attention of the module was seen to be over tokens. A graph tells by its shapes every time."""
+        return not torch.compiler.is_compiling() and self.over_tokens
+
+    def note_channels(self, over_channels: bool) -> bool:
+        """Keep what the first attention has shown."""
+        if over_channels:
+            self.over_channels = True
+        elif not torch.compiler.is_compiling():
+            self.over_tokens = True
+        return over_channels
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
@@ -172,6 +186,8 @@ class ModelSite:
 
     def check_reached(self) -> None:
         """Raise where a method inside attention has met no attention over tokens in the whole model."""
+        if not any(layer.passed_by for layer in self.layers):
+            return
         clones = {c.name: c for layer in self.layers for c in layer.clones if c.stages & set(ATTENTION_STAGES)}
         for name, clone in clones.items():
             reached = [layer.reached[name] for layer in self.layers if name in layer.reached]
