@@ -566,9 +566,8 @@ def main() -> None:
     bad = len(counts.failed) + (abs(counts.z()) > 5)
     print(f"{options.cases} cases, {len(counts.failed)} wrong; hidden keys: z {counts.z():.2f}")
     if options.json:
-        from dampen.studies.files import write_json
-
         from dampen.kernels.timing import machine
+        from dampen.studies.files import write_json
 
         how = {"cases": options.cases, "guarded": options.guarded, "sanitized": options.sanitize}
         found: dict[str, Any] = {"wrong": counts.failed, "hidden_z": counts.z(), "runs": dict(counts.runs)}

@@ -48,11 +48,13 @@ def regularize(
         model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
             computed by its own code; what cannot be told is refused.
         methods: one regularizer or several; each is cloned, the given objects are left alone.
-        sites: pattern(s) of dotted names of layers or attention modules, as in `"blocks.[0-3].*"`.
+        sites: pattern(s) of dotted names of layers or attention modules, as in `"blocks.[0-3].*"`; one that begins
+            with "!" leaves out what fits it, as in `"!blocks.0"`.
         attention: "self", "cross" or "all".
         projections: which linear map makes what, where names do not tell: role -> name inside the attention module.
         depth: "stack": an encoder and a decoder (or two towers) each have their own depth from 0 to 1 for schedules;
-            "model": all layers count as one stack, in the order of the model.
+            "model": all layers count as one stack. Layers count in the order in which they run, which the first forward
+            shows (until then: in which the model lists them) or `example`.
         strict: raise where penalties were left out of the loss (a backward ran while they waited), or a two-pass
             method was (the model was trained outside `reg.loss`). False for those who mean it.
         example: what the model is called with (a tensor, a tuple of arguments, a dict of keywords). One forward then
@@ -84,6 +86,7 @@ def regularize(
     if example is not None:
         try:
             run_example(model, example)
+            reg._settle_order()
         except BaseException:
             reg.remove()
             raise
@@ -141,6 +144,7 @@ class Regularization:
         """Tell the schedules how far training is, in [0, 1]. Call it between steps."""
         self._alive()
         self._progress = check_progress(t)
+        self._settle_order()
         for r in self.clones:
             r.at(self._progress)
         for rate in self._model_site.own_rates:
@@ -365,6 +369,13 @@ class Regularization:
     def _alive(self) -> None:
         if "_dampen_model" not in vars(self.model):
             raise RuntimeError("this regularization was removed from its model. Call dampen.regularize again.")
+
+    def _settle_order(self) -> None:
+        """Put the layers in the order in which the last forward ran them."""
+        order = self._model_site.order
+        if order is not None:
+            order.settle()
+            self.layers = list(order.layers)
 
     def _acts(self, r: Regularizer) -> bool:
         return self._model_site.enabled and (self.model.training or r.in_eval)

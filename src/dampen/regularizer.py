@@ -35,7 +35,7 @@ from dampen.calls.ledger import Ledger, class_penalizes, name_of, slot
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
-from dampen.names import MATRIX_STAGES
+from dampen.names import MATRIX_STAGES, leave_out
 from dampen.names import MODEL_STAGES as MODEL_STAGES
 from dampen.names import STAGES as STAGES
 from dampen.names import snake_case as snake_case
@@ -91,6 +91,8 @@ class Regularizer(nn.Module):
     """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
     reads_adapters: bool = False
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
+    needs_module: ClassVar[bool] = False
+    """True where `LinearCall.module` is read: experts that are slices of one parameter have none."""
     takes_jacobian: bool = False
     """True where a penalty is a derivative of the attention: the attention is then run with gradients in a `reg.loss`
     under `no_grad` too, and what it gives is detached."""
@@ -101,6 +103,8 @@ class Regularizer(nn.Module):
     roles: frozenset[str] = frozenset()
     """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`. Every one by
     default where a linear stage is overridden."""
+    branch_roles: frozenset[str] = frozenset({"attention", "ffn", "mixer"})
+    """The residual branches that the method acts on, by `BranchCall.role`."""
     per_query: bool = True
     """False where `mask` is the same for all queries, so that long sequences need no chunks for its sake."""
     stages: frozenset[str] = frozenset()
@@ -123,6 +127,8 @@ class Regularizer(nn.Module):
     """Whether a method does nothing where all its scheduled values are 0, so that its stages need not run then. Taken
     to be False for a class with a `neutral` of its own that does not say otherwise."""
     _name: ClassVar[str] = "regularizer"
+    acts_here: bool = True
+    """False for a clone that has nothing to act on in its layer, as `prepare` may find; `print(reg)` counts it."""
     ledger: Ledger | None = None
     """What the clones of one model share about their penalties; None where a method is used without `regularize`."""
 
@@ -144,6 +150,7 @@ class Regularizer(nn.Module):
         self.serial = next(_serials)
         self.site: Site | None = None
         self._schedules: dict[str, tuple[Schedule, float]] = {}  # name -> (schedule, upper end of the range)
+        self._given = self._schedules  # as they were before the clone was placed
         self._numbers: dict[str, float] = {}  # the scheduled values as plain numbers, beside their tensors
         self._progress = 0.0
         self._penalties: dict[str, later.Penalty] = {}
@@ -272,7 +279,7 @@ class Regularizer(nn.Module):
 
     def neutral(self) -> None:
         """Make this clone do nothing: every rate and weight 0, always. Override where another value is the identity."""
-        self._schedules = {name: (constant(0.0), high) for name, (_, high) in self._schedules.items()}
+        self._given = self._schedules = {name: (constant(0.0), high) for name, (_, high) in self._schedules.items()}
         self.at(self._progress)
 
     def at(self, progress: float) -> None:
@@ -302,7 +309,9 @@ class Regularizer(nn.Module):
         return not any(self._numbers.values())
 
     def place(self, site: Site) -> None:
-        """Tell the clone where it lives; lists with one value per layer must match the number of layers."""
+        """Tell the clone where it lives; lists with one value per layer must match the number of layers. A clone may be
+        placed again, once it is known in which order the layers run."""
+        self._given = self._schedules = dict(self._schedules if self.site is None else self._given)
         for name, (schedule, high) in list(self._schedules.items()):
             if isinstance(schedule, per_layer) and len(schedule.values) != site.total:
                 raise ValueError(
@@ -311,6 +320,7 @@ class Regularizer(nn.Module):
                     "layer, one number for all, or a schedule such as linear(0.3, 0.0)."
                 )
             if isinstance(schedule, per_layer):  # counts all layers, whatever stack they are in
+                self._schedules = dict(self._schedules)
                 self._schedules[name] = (constant(schedule.values[site.index]), high)
         if (site.total if site.stack is None else site.stack[1]) == 1:
             self._schedules = {name: (as_only_layer(s), high) for name, (s, high) in self._schedules.items()}
@@ -327,8 +337,8 @@ class Regularizer(nn.Module):
         if self.roles and not self.roles & roles:
             raise ValueError(
                 f"{type(self).__name__} acts on the linear maps {', '.join(sorted(self.roles))}, "
-                f"but '{where}' has only {', '.join(sorted(roles)) or 'none'}. Leave the layer "
-                "out with sites=, or name the maps with projections=."
+                f"but '{where}' has only {', '.join(sorted(roles)) or 'none'}. Name the "
+                f"maps with projections=, or {leave_out(where)}."
             )
 
     @property

@@ -49,6 +49,8 @@ class LinearCall:
     site: Site | None = None
     valid: Tensor | None = None  # (B, N) bool, False on padded tokens; None when nothing is padded
     output: Tensor | None = None  # x W^T + b, known to `product` and in attention; None where x or W was changed
+    counted: list[Any] = field(default_factory=list)  # the penalties that were made of it; see `Call.is_first`
+    tokens: int | Tensor | None = None  # of an expert: the valid tokens of the whole batch, of which it gets some
     adapter: LowRank | None = None  # LoRA beside the map, which weight and output do not contain
 
     def clean_output(self) -> Tensor:
@@ -63,7 +65,8 @@ class LinearCall:
 
 @dataclass(eq=False)
 class BranchCall:
-    """One residual branch, about to be added to `residual`. `role` is "attention", "ffn", or "parallel" for both."""
+    """One residual branch, about to be added to `residual`. `role` is "attention", "ffn", "parallel" for both, or
+    "mixer" for what stands in the place of attention in a layer without one (Mamba)."""
 
     role: str
     residual: Tensor
@@ -136,6 +139,20 @@ class Call:
         or not."""
         return _cut(*self.source(role), role)
 
+    def is_first(self, roles: str, key: Any) -> bool:
+        """Whether this is the first attention that penalizes the projections behind `roles` under `key`: a module may
+        attend several times with what its projections made once (DiffLlama, images of several sizes in one row)."""
+        sources = [self.source(role) for role in roles]
+        first, rows = sources[0][0], [_rows_key(rows) for _, rows in sources]
+        maps = [None if linear is first else linear for linear, _ in sources]  # a circle of references would stay
+        counted = first.counted
+        for other_key, other_maps, other_rows in counted:
+            same = all(a is b for a, b in zip(maps, other_maps, strict=True)) if other_key == key else False
+            if same and rows == other_rows:
+                return False
+        counted.append((key, maps, rows))
+        return True
+
     def source(self, role: str) -> tuple[LinearCall, slice | Tensor]:
         """The linear map behind "q", "k" or "v" as it ran, fused or not, and which of its rows make the role."""
         return find_source(self, role)
@@ -169,6 +186,11 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
     return whole, slice(start, start + rows[role])
+
+
+def _rows_key(rows: slice | Tensor) -> tuple[int, ...]:
+    """The rows of a map as something that can be compared, also in a graph."""
+    return (rows.start, rows.stop) if isinstance(rows, slice) else (len(rows),)
 
 
 def _cut(whole: LinearCall, rows: slice | Tensor, role: str) -> LinearCall:

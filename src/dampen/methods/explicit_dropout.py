@@ -38,6 +38,7 @@ from dampen.formulas.explicit.scores import (
     visible_diagonal,
     visible_pairs,
 )
+from dampen.names import leave_out
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 
@@ -235,6 +236,12 @@ class ExplicitDropout(Regularizer):
 
     def _branch(self, y: Tensor, call: LinearCall) -> Tensor:
         if "residual" in self.terms and call.role in BRANCHES:
+            if call.tokens is not None:
+                raise RuntimeError(
+                    f"ExplicitDropout(residual=...) reads a branch at its last linear layer, but at "
+                    f"'{call.site.name if call.site else call.role}' the branch is a sum of experts, weighted after "
+                    f"it. Set residual=0, or {leave_out(call.site.name if call.site else '')}."
+                )
             with no_autocast(y.device.type):
                 y, value = tap_branch(y, call, self._term("residual", y), self._swapped(call))
             self.penalize(value, "residual")
@@ -248,10 +255,10 @@ class ExplicitDropout(Regularizer):
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Value, query, key, and the last two at once: the model's mask is known here."""
         with no_autocast(q.device.type):
-            if "value" in self.terms:
+            if "value" in self.terms and call.is_first("v", (self.serial, "value")):
                 v, value = tap_projection("v", v, call, self._term("value", v))
                 self.penalize(value, "value")
-            if self.pair_terms:
+            if self.pair_terms and call.is_first("qk", (self.serial, "pairs")):
                 self._pairs(q, k, call)
             if self.keeps_values:  # once for all chunks of queries
                 call.memory[self.serial] = self._values(call)

@@ -30,6 +30,8 @@ class FromStart(Regularizer):
     shares W's memory until W is written to: maps that are frozen, or not trained yet, cost nothing.
     """
 
+    needs_module = True
+
     def __init__(self, rate: Value, targets: str | Sequence[str]) -> None:
         super().__init__()
         self.starts: dict[str, StartWeight] = {}

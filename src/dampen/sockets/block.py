@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dampen._torch import is_empty, pytree, refuse_nested
 from dampen.containers import first_of, with_first
+from dampen.names import leave_out
 from dampen.regularizer import BLOCK_STAGES, LINEAR_STAGES, Regularizer
 from dampen.sockets.frame import Frame, close_frame, open_frame
 from dampen.sockets.residual import ResidualSocket
@@ -60,7 +61,7 @@ def run_block(
         raise RuntimeError(
             f"{type(self).__name__} at '{layer.site.name}' takes a {type(given).__name__} of tensors, not one, so "
             f"methods of whole blocks ({', '.join(sorted(stages))}) cannot act on it. "
-            "Leave the block out with sites=."
+            f"To go on, {leave_out(layer.site.name)}."
         )
     refuse_nested(x, f"{type(self).__name__} at '{layer.site.name}'")
     if is_empty(x):

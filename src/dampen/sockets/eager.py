@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from dampen._torch import saved_tensors_are_hooked
 from dampen.containers import with_tensors
 from dampen.kernels.attend import reads_apart, run_heads
+from dampen.names import leave_out
 from dampen.regularizer import check_only_reads
-from dampen.sockets.channels import tell_heads, tell_rows
+from dampen.sockets.channels import attends_over_channels, tell_heads, tell_rows
 from dampen.sockets.eager_scores import fit, read_model_mask, stages_of_scores
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of
@@ -63,8 +64,11 @@ _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__
 class EagerAttention:
     """Follows the tensors of one forward of an attention module."""
 
-    def __init__(self, module: nn.Module, site: AttentionSite, watch: Callable[..., None]) -> None:
+    def __init__(
+        self, module: nn.Module, site: AttentionSite, watch: Callable[..., None], leave_out: Callable[[], None]
+    ) -> None:
         self.module, self.site, self.where, self.watch = module, site, site.name, watch
+        self.leave_out = leave_out  # what to do where there is no attention over tokens
         self.ways: list[tuple[Way, Product]] = []
         self.ids: set[int] = set()  # of the tensors on a way, which `ways` keeps alive; compiled graphs know no ids
         self.call: Call  # that of this forward, as `start` sets it
@@ -273,6 +277,11 @@ class EagerAttention:
         if not way.in_order or not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
             self._refuse("its attention weights are not multiplied with one value per key")
         call, a, values = self.call, way.tensor, equation.values
+        if not product.early and self._is_over_channels(product.equation, call):
+            a = way.again(product.softmax.tensor, product.softmax)  # as the model has it
+            self.done += 1
+            self.leave_out()
+            return func(*(a if x is way.tensor else x for x in args), **kwargs)  # type: ignore[no-any-return]
         if product.early:
             call.value_size = equation.values_last().shape[-1]
         else:
@@ -310,7 +319,6 @@ class EagerAttention:
         told = tell_heads(self.site, call, companions, leading)
         layout = product.layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given, told)
         q, k = (layout.fold(t.reshape(*fit(t, leading), *t.shape[-2:])) for t in product.equation.tokens_last())
-        self._check_tokens(q, k, call)
         tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions])
         call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
         call.head_size, call.scale, call.is_causal = q.shape[3], 1.0, False
@@ -409,16 +417,21 @@ class EagerAttention:
         folded = run_heads(layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:])), regularizers, self.call)
         return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
 
-    def _check_tokens(self, q: Tensor, k: Tensor, call: Call) -> None:
-        """Refuse attention over channels (XCiT, DaViT), whose scores are those of channels with channels."""
-        name = type(self.module).__name__.lower()
-        if "xca" in name or "channel" in name or "crosscovariance" in name:
-            self._refuse("it attends over channels, not over tokens")
+    def _is_over_channels(self, scores: Equation, call: Call) -> bool:
+        """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
+        if self.site.over_channels or self.site.knows_tokens():
+            return self.site.over_channels
+        q, _ = scores.tokens_last()
+        found = [None if call.followed is None else call.followed.of(t) for t in (scores.left, scores.right)]
+        like = scores.like(*found).tokens_last()
+        companions = [None if t is None else c for t, c in zip(found, like, strict=True)]
+        q = q if q.ndim > 2 else q.unsqueeze(0)
+        return self.site.note_channels(attends_over_channels(companions, q, call.given))
 
     def _refuse(self, why: str) -> None:
         raise RuntimeError(
             f"{type(self.module).__name__} at '{self.where}' computes its attention itself, but {why}, so regularizers "
-            "cannot act inside it. Leave the layer out with sites=, or call F.scaled_dot_product_attention there."
+            f"cannot act inside it. Call F.scaled_dot_product_attention there, or {leave_out(self.where)}."
         )
 
 

@@ -103,16 +103,37 @@ def mask_owner(model: nn.Module, name: str) -> tuple[nn.Module, int] | None:
 def open_embeddings(
     model: nn.Module, embeddings: dict[str, nn.Module], clones: list[Regularizer], site: ModelSite
 ) -> list[tuple[nn.Module, str, object]]:
-    """What to swap: each embedding, and once each module that knows the mask."""
+    """What to swap: each embedding. Each module that knows the mask is watched from here on."""
     swaps: list[tuple[nn.Module, str, object]] = []
     known: dict[int, MaskSite] = {}
     for name, module in embeddings.items():
         found = mask_owner(model, name)
         if found is not None and id(found[0]) not in known:
-            known[id(found[0])] = MaskSite(found[1])
-            swaps.append((found[0], "mask", known[id(found[0])]))
+            known[id(found[0])] = _mask_site(*found)
         swaps.append((module, "embedding", EmbeddingSite(clones, site, known[id(found[0])] if found else None)))
     return swaps
+
+
+def mask_sites(model: nn.Module, name: str) -> list[MaskSite]:
+    """The modules around `name` whose forward takes `attention_mask`, watched, the innermost first."""
+    sites = []
+    while (found := mask_owner(model, name)) is not None:
+        sites.append(_mask_site(*found))
+        if found[0] is model:
+            break
+        name = next(n for n, m in model.named_modules() if m is found[0])
+    return sites
+
+
+def _mask_site(owner: nn.Module, position: int) -> MaskSite:
+    """What watches a module for its mask: one, whoever asks for it."""
+    from dampen.sockets.swap import swap  # which knows this module
+
+    site: MaskSite | None = vars(owner).get("_dampen_mask")
+    if site is None:
+        site = MaskSite(position)
+        swap(owner, "mask", site)
+    return site
 
 
 def find_embeddings(model: nn.Module) -> dict[str, nn.Module]:

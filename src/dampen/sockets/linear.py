@@ -14,7 +14,7 @@ from dampen.regularizer import LinearCall, Regularizer, check_only_reads
 from dampen.sockets.adapters import read_adapter
 from dampen.sockets.frame import Frame, frame_of
 from dampen.sockets.roles import kind_of, weight_of
-from dampen.sockets.state import LinearSite
+from dampen.sockets.state import Layer, LinearSite
 
 
 def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,14 +37,11 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         kind = site.kind or kind_of(self)
         if kind == "convolution":
             return _convolve(base, self, site, active, input)
-        weight, frame, valid = weight_of(self, kind), frame_of(layer), None
-        if frame is not None:
-            valid = frame.valid
-            if valid is not None:
-                valid = fit_valid(valid.t() if frame.sequence_first and frame.call is None else valid, input)
-            elif not frame.early and is_early(frame, site.role, active):
-                frame.early = site.role
+        weight, frame = weight_of(self, kind), frame_of(layer)
+        routing = frame.routing if frame is not None and site.expert else None
+        valid = layer_valid(layer, frame, input, site.role, active) if routing is None else routing.rows(input)
         call = LinearCall(site.role, input, weight, self.bias, self, layer.site, valid)
+        call.tokens = None if routing is None else routing.tokens
         if site.adapter is not None:
             call.adapter = read_adapter(site.adapter, layer.site.name)
 
@@ -56,7 +53,8 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 return cast(Tensor, y.unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
 
-        return apply_linear(frame, active, call, multiply, plain)
+        y = apply_linear(frame, active, call, multiply, plain)
+        return y if routing is None else routing.put(y, valid)
 
     return forward
 
@@ -81,6 +79,22 @@ def _convolve(
 
     call = LinearCall(site.role, tokens, weight, module.bias, module, site.layer.site)
     return cast(Tensor, apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places))
+
+
+def layer_valid(
+    layer: Layer, frame: Frame | None, input: Tensor, role: str, active: Sequence[Regularizer]
+) -> Tensor | None:
+    """Which tokens of a linear map's input are no padding, as far as the layer knows by now; None: all."""
+    if frame is None:
+        return None
+    valid = frame.valid
+    if not layer.tells_padding and layer.padding is not None and any(r.needs_valid for r in active):
+        valid = layer.padding.of(layer)
+    if valid is not None:
+        return fit_valid(valid.t() if frame.sequence_first and frame.call is None else valid, input)
+    if not frame.early and layer.tells_padding and is_early(frame, role, active):
+        frame.early = role
+    return None
 
 
 def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:

@@ -50,13 +50,20 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         for r in site.own:
             if "inputs" in r.stages and site.acts(r, self.training):
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
+        if site.order is not None and not torch.compiler.is_compiling():
+            site.order.start()
         trained = not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         site.ledger.enter(self.training and site.enabled, trained)
+        if site.padding is not None:
+            site.padding.start()
         frames = [(layer, open_frame(layer, in_block=False)) for layer in site.blockless if layer.enabled]
         if not torch.compiler.is_compiling():
             open_masks()
         try:
-            return base(self, *args, **kwargs)
+            out = base(self, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                site.check_reached()
+            return out
         except BaseException as error:  # an aborted forward leaves no penalty for the next one
             site.ledger.forget()
             add_blame(error)

@@ -15,6 +15,7 @@ from dampen.formulas.explicit.linear import Term, map_penalty, only_weight, tap_
 from dampen.formulas.explicit.low_rank import merge
 from dampen.formulas.explicit.precision import wide, wide_dtype
 from dampen.formulas.explicit.reductions import RowWeights, token_rows
+from dampen.names import leave_out
 from dampen.regularizer import Call, UnsupportedModel
 
 _ASKED_FOR = {  # which term asks for a map, what that is, and what to do without it
@@ -133,7 +134,24 @@ def _shows_otherwise(operand: Tensor, y: Tensor) -> bool:
     """Whether an operand is a view of other channels of y, or of the same in another order. One head of keys that all
     queries are shown (stride 0, multi-query attention) is none; nor is one that was cut from the graph."""
     same = operand.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    return same and operand.stride(1) != 0 and operand.requires_grad == y.requires_grad
+    some = same and _shows_some_tokens(operand, y)
+    return same and not some and operand.stride(1) != 0 and operand.requires_grad == y.requires_grad
+
+
+def _shows_some_tokens(operand: Tensor, y: Tensor) -> bool:
+    """Whether an operand (B, H, n, dh) is a view of y (B, N, out) with its heads in order, but of some tokens alone:
+    one of several images in a row."""
+    sample, token, channel = y.stride()
+    batch, heads, tokens, size = operand.shape
+    wanted = (sample, size * channel, token, channel)
+    start = operand.storage_offset() - y.storage_offset()
+    fits = batch == y.shape[0] and heads * size == y.shape[2] and tokens < y.shape[1]
+    return (
+        fits
+        and start >= 0
+        and start % token == 0
+        and all(n == 1 or a == b for n, a, b in zip(operand.shape, operand.stride(), wanted, strict=True))
+    )
 
 
 def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
@@ -209,7 +227,7 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
     if adapted is not None:
         raise UnsupportedModel(
             f"{who}: the map {adapted} at '{where}' is W + B A (LoRA), and the penalty would read W alone. Merge the "
-            "adapters into the weights, penalize other terms, or leave the layer out with sites=."
+            f"adapters into the weights, penalize other terms, or {leave_out(where)}."
         )
     names = ", ".join(sorted(found)) or "none"
     missing = next((role for role in branches if role not in found), None)
@@ -223,7 +241,7 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
         if role in wanted and role not in found:
             raise UnsupportedModel(
                 f"{who}({term}=...) penalizes {what}, but '{where}' has none (roles of its linear maps: {names}). "
-                f"{remedy}, or leave the layer out with sites=."
+                f"{remedy}, or {leave_out(where)}."
             )
     for role in "qkv":
         fused = "qkv" in found or (role != "q" and "kv" in found)
@@ -231,7 +249,7 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
             raise UnsupportedModel(
                 f"{who}: cannot tell which linear map makes {role} at '{where}' (roles found: {names}). "
                 "Say it: regularize(model, ..., projections={'q': 'name', 'k': 'name', 'v': 'name'}) or {'qkv': "
-                "'name'}, with names inside the attention module; or leave the layer out with sites=."
+                f"'name'}}, with names inside the attention module; or {leave_out(where)}."
             )
 
 
