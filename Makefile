@@ -52,13 +52,16 @@ test-data: install
 	else echo "$(DATA) is not there: no real data to test with"; fi
 
 # outside CI, hours: slow contracts on every model, the core without native kernels, real data, every model family,
-# what is said about reliability, other versions of what we stand on
+# what is said about reliability, the native kernels beside guarded memory and under sanitizers, other versions of what
+# we stand on
 full: lint native
 	DAMPEN_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 	DAMPEN_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadfile tests/checking tests/formulas tests/kernels tests/methods tests/sockets tests/two_pass
 	$(MAKE) --no-print-directory test-data
 	$(BIN)/python -m benchmarks.model_sweep
 	$(BIN)/python -m benchmarks.reliability
+	$(BIN)/python -m benchmarks.native_fuzz --cases 20000 --first 1000000 --guarded
+	$(BIN)/python -m benchmarks.native_fuzz --cases 100000 --first 2000000 --sanitize
 	$(MAKE) --no-print-directory newest lowest
 
 # a quiet machine, 12 minutes; goes on where it was interrupted, and renews the pages

@@ -5,7 +5,20 @@ import math
 import pytest
 import torch
 
-from dampen.masks import _hashed, bernoulli, causal_rows, dilate, drop, give_back_one, keep_keys, seed_rate, visible
+from dampen.masks import (
+    _hashed,
+    bernoulli,
+    causal_rows,
+    close_masks,
+    dilate,
+    drop,
+    give_back_one,
+    hides,
+    keep_keys,
+    open_masks,
+    read_mask,
+    seed_rate,
+)
 
 
 def within(count, total, p, sigmas=5.0):
@@ -119,10 +132,77 @@ def test_causal_rows_in_chunks():
     assert torch.equal(torch.cat([causal_rows(7, 7, slice(0, 3), None), causal_rows(7, 7, slice(3, 7), None)]), whole)
 
 
-def test_visible():
-    assert visible(None) is None
-    bias = torch.tensor([0.0, -3.0, float("-inf"), torch.finfo(torch.float32).min])
-    assert visible(bias).tolist() == [True, True, False, False]
+LOW = [-100.0, -1e4, -1e9, torch.finfo(torch.float16).min, torch.finfo(torch.float32).min, -math.inf]
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("top", [0.0, 7.5, -3.0])
+def test_every_form_of_a_hidden_key_hides(low, top):
+    keep, blind = hides(torch.tensor([[top, top - 5.0, low, top + low]]))
+    assert keep.tolist() == [[True, True, False, False]]
+    assert not blind.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_smallest_number_of_a_dtype_hides_and_a_row_of_it_stays(dtype):
+    low = torch.finfo(dtype).min
+    keep, blind = hides(torch.tensor([[0.0, low], [low, low], [1.0, 1.0]], dtype=dtype))
+    assert keep.tolist() == [[True, False], [True, True], [True, True]]
+    assert blind.flatten().tolist() == [False, True, False]
+
+
+def test_the_border_is_80_below_the_largest_of_a_row():
+    """Values that float32 holds exactly on both sides, wherever the largest of the row lies."""
+    for top in (0.0, 10.0, -200.0):
+        row = torch.tensor([[top, top - 79.9, top - 79.96875, top - 80.0, top - 80.1]])
+        assert hides(row)[0].tolist() == [[True, True, True, False, False]]
+
+
+def test_biases_stay_biases():
+    distance = torch.arange(12.0)
+    alibi = -0.5 * (distance - distance[:, None]).abs()
+    relative = 4 * torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    for bias in (alibi, relative):
+        read = read_mask(bias)
+        assert read.keep.all()
+        assert torch.equal(read.bias, bias)
+
+
+def test_a_row_of_minus_infinity_sees_nothing():
+    keep, blind = hides(torch.full((1, 3), -math.inf))
+    assert not keep.any()
+    assert blind.all()
+
+
+def test_a_mask_without_keys():
+    keep, blind = hides(torch.zeros(2, 3, 0))
+    assert (keep.shape, blind.shape) == ((2, 3, 0), (2, 3, 1))
+
+
+def test_a_mask_is_read_once_per_forward_and_again_when_it_changed():
+    """By the memory that it is a view of and how often that was written to; never across forwards, never by `.data`."""
+    mask = torch.zeros(1, 1, 4, 6)
+    mask[..., 4:] = -1e9
+    assert read_mask(mask) is not read_mask(mask)  # outside of a forward nothing is kept
+    open_masks()
+    try:
+        first = read_mask(mask)
+        assert read_mask(mask) is first
+        cut = read_mask(mask[..., :5])
+        assert read_mask(mask[..., :5]) is cut  # a new view of the same numbers, as transformers makes one per layer
+        assert cut.keep.shape == (1, 1, 4, 5)
+        mask[..., 0] = -1e9
+        assert read_mask(mask).keep[..., 0].any().item() is False
+        assert read_mask(mask.clone()) is not read_mask(mask)
+        learned = mask.clone().requires_grad_()
+        assert read_mask(learned) is not read_mask(learned)  # each layer's graph makes its own
+        open_masks()  # a model inside a model
+        inner = read_mask(mask)
+        close_masks()
+        assert read_mask(mask) is not inner
+    finally:
+        close_masks()
+    assert read_mask(mask) is not read_mask(mask)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

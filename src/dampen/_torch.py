@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,8 +35,9 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def version_of(t: torch.Tensor) -> int:
-    """How often a tensor was changed in place: `Tensor._version`, torch 0.4 and newer."""
-    return t._version
+    """How often a tensor was changed in place: `Tensor._version`, torch 0.4 and newer; 0 for one of `inference_mode`,
+    where nobody counts and no backward asks."""
+    return 0 if t.is_inference() else t._version
 
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
@@ -49,7 +51,9 @@ def has_forward_hooks(module: torch.nn.Module, before: bool = True, after: bool 
     return (before and bool(module._forward_pre_hooks)) or (after and bool(module._forward_hooks))
 
 
-def convolve(module: torch.nn.Conv1d | torch.nn.Conv2d, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def convolve(
+    module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
     """The convolution of a module, padded as it pads, with another weight and no bias: `_conv_forward`, which takes the
     bias as an argument in torch 1.8 and newer; without it convolutions have no penalty."""
     out: torch.Tensor = module._conv_forward(x, weight, None)
@@ -130,11 +134,30 @@ def in_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_forward_mode() -> bool:
+    """Whether derivatives are taken forward, by dual numbers (`torch.autograd.forward_ad._current_level`, torch 1.8 and
+    newer)."""
+    return forward_ad._current_level >= 0
+
+
+def watched_by_a_mode() -> bool:
+    """Whether a `TorchDispatchMode` sees every kernel now, as FlopCounterMode does:
+    `torch._C._len_torch_dispatch_stack`, torch 2.1 and newer."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its half in Python, which looks for functorch and for `setup_context` on every call: for
     one that has none, where `in_functorch` was asked before. `torch._C._FunctionBase`, torch 0.4 and newer."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
+
+
+def without_modes() -> AbstractContextManager[None]:
+    """Inside, no torch function mode sees what runs. torch 2.0 and newer; there is no other way to leave the modes that
+    stand around the caller."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
 
 
 def has_parameters(module: torch.nn.Module) -> bool:
@@ -146,6 +169,28 @@ def has_parameters(module: torch.nn.Module) -> bool:
 def has_numbers(t: torch.Tensor) -> bool:
     """Whether Python may look at a tensor's values: not while tracing, for fake tensors or inside `vmap`."""
     return type(t) is torch.Tensor and not torch.compiler.is_compiling() and not in_functorch()
+
+
+def refuse_nested(t: torch.Tensor, who: str) -> None:
+    """Raise for a nested tensor, jagged or strided: its samples have no common shape to draw masks in, nor a mask that
+    says what is padding. `torch.nested`: torch 1.13 and newer."""
+    if t.is_nested:
+        raise RuntimeError(
+            f"{who} got a nested tensor (torch.nested, layout {t.layout}), which regularizers cannot take. Give "
+            "padded batches with a mask: x.to_padded_tensor(0.0) and its lengths. torch.nn.TransformerEncoder makes "
+            "nested tensors of padded batches in eval: set encoder.use_nested_tensor = False, or build it with "
+            "enable_nested_tensor=False."
+        )
+
+
+def is_empty(t: torch.Tensor) -> bool:
+    """Whether a tensor has no entries: a batch of no samples, or no tokens. A graph is of one size, which is not it."""
+    return not torch.compiler.is_compiling() and t.numel() == 0
+
+
+def addresses_known() -> bool:
+    """Whether Python may ask where tensors lie: not while tracing, nor inside `torch.func`, where they are wrapped."""
+    return not torch.compiler.is_compiling() and not in_functorch()
 
 
 def shared_until_written(t: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dampen.calls import later
 from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.kernels.kernel import use_tuned_table
+from dampen.native.library import use_native_kernels
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value, as_schedule, check_progress, per_layer
 from dampen.sockets.attach import attach, check_model
@@ -40,17 +41,20 @@ def regularize(
     carry: bool | float = False,
 ) -> Regularization:
     """Put regularizers into `model`, in place, one clone per layer. Parameters, state_dict keys and eval mode stay as
-    they were.
+    they were. Learned rates (`learn=`) alone are parameters that the model gains: they are in `model.parameters()`, so
+    that optimizers and DDP see them, and not in its state_dict; `reg.state_dict()` has them.
 
     Args:
         model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
             computed by its own code; what cannot be told is refused.
         methods: one regularizer or several; each is cloned, the given objects are left alone.
-        sites: pattern(s) of dotted names of layers or attention modules, as in `"blocks.[0-3].*"`.
+        sites: pattern(s) of dotted names of layers or attention modules, as in `"blocks.[0-3].*"`; one that begins
+            with "!" leaves out what fits it, as in `"!blocks.0"`.
         attention: "self", "cross" or "all".
         projections: which linear map makes what, where names do not tell: role -> name inside the attention module.
         depth: "stack": an encoder and a decoder (or two towers) each have their own depth from 0 to 1 for schedules;
-            "model": all layers count as one stack, in the order of the model.
+            "model": all layers count as one stack. Layers count in the order in which they run, which the first forward
+            shows (until then: in which the model lists them) or `example`.
         strict: raise where penalties were left out of the loss (a backward ran while they waited), or a two-pass
             method was (the model was trained outside `reg.loss`). False for those who mean it.
         example: what the model is called with (a tensor, a tuple of arguments, a dict of keywords). One forward then
@@ -70,6 +74,7 @@ def regularize(
     chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
     check_model(model)
     use_tuned_table()
+    use_native_kernels()
     layers, clones, prefix = attach(model, chosen, sites, attention, projections, depth)
     reg = Regularization(model, chosen, layers, clones, prefix, strict)
     if carry is not False:
@@ -81,6 +86,7 @@ def regularize(
     if example is not None:
         try:
             run_example(model, example)
+            reg._settle_order()
         except BaseException:
             reg.remove()
             raise
@@ -138,6 +144,7 @@ class Regularization:
         """Tell the schedules how far training is, in [0, 1]. Call it between steps."""
         self._alive()
         self._progress = check_progress(t)
+        self._settle_order()
         for r in self.clones:
             r.at(self._progress)
         for rate in self._model_site.own_rates:
@@ -259,10 +266,9 @@ class Regularization:
         return [p for r in self.clones for p in r.parameters() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the schedules and the learnable values. The model's own state_dict has nothing of them."""
-        learnt = {
-            f"{i}.{name}": p.detach().clone() for i, r in enumerate(self.clones) for name, p in r.named_parameters()
-        }
+        """The position of the schedules, the learned values, and the weights that Mixout started from. The model's own
+        state_dict has nothing of them. Where weights are sharded, call it in every process."""
+        learnt = {f"{i}.{name}": p.detach().clone() for i, r in enumerate(self.clones) for name, p in r.saved().items()}
         state = {"progress": self._progress, "parameters": learnt, "methods": [r.name for r in self.methods]}
         return state | ({} if self.passes == 1 else {"never_doubled": self.prefix.doubled.why})
 
@@ -278,12 +284,12 @@ class Regularization:
                 f"the state is of the methods {list(state['methods'])}, but this model carries "
                 f"{[r.name for r in self.methods]}. Regularize with the same methods before loading."
             )
-        own = {f"{i}.{name}": p for i, r in enumerate(self.clones) for name, p in r.named_parameters()}
+        own = {f"{i}.{name}": (r, name) for i, r in enumerate(self.clones) for name in r.saved()}
         if set(own) != set(state["parameters"]):
             raise ValueError(f"learnable values differ: expected {sorted(own)}, got {sorted(state['parameters'])}.")
-        with torch.no_grad():
-            for name, value in state["parameters"].items():
-                own[name].copy_(value)
+        for key, value in state["parameters"].items():
+            r, name = own[key]
+            r.restore(name, value)
         self.prefix.doubled.go_on(state)
         self.progress(state["progress"])
 
@@ -363,6 +369,13 @@ class Regularization:
     def _alive(self) -> None:
         if "_dampen_model" not in vars(self.model):
             raise RuntimeError("this regularization was removed from its model. Call dampen.regularize again.")
+
+    def _settle_order(self) -> None:
+        """Put the layers in the order in which the last forward ran them."""
+        order = self._model_site.order
+        if order is not None:
+            order.settle()
+            self.layers = list(order.layers)
 
     def _acts(self, r: Regularizer) -> bool:
         return self._model_site.enabled and (self.model.training or r.in_eval)

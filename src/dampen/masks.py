@@ -5,13 +5,16 @@ checkpointing and would give wrong gradients with no error.
 """
 
 import math
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dampen._torch import has_numbers
+from dampen._torch import has_numbers, version_of
+from dampen.native.entry import transformed, unreadable
 from dampen.native.library import available as native_available
 
 _WORD = 2**63
@@ -32,9 +35,11 @@ def bernoulli(shape: Sequence[int], rate: Rate, device: torch.device | None = No
     call dithers the threshold, so that the marginal rate is exact and not rounded to a multiple of 2^-16."""
     draws, threshold = _draws(shape, rate, device)
     if isinstance(threshold, Tensor):
-        return draws < threshold
+        return _below(draws, threshold)
     # Comparing into bytes is vectorized on a CPU, comparing into bools is not: a third of the time
-    return torch.lt(draws, threshold, out=torch.empty(draws.shape, dtype=torch.uint8)).view(torch.bool)
+    out = torch.empty(draws.shape, dtype=torch.uint8, device=draws.device)
+    out = out.fill_(1) if threshold == _ABOVE_ALL else torch.lt(draws, threshold, out=out)
+    return out.view(torch.bool)
 
 
 def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -42,8 +47,9 @@ def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: to
     scale = 1 / (1 - rate)
     draws, threshold = _draws(shape, rate, device)
     if isinstance(threshold, Tensor):
-        return (draws >= threshold) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
-    return torch.ge(draws, threshold, out=torch.empty(draws.shape, dtype=dtype)).mul_(scale)
+        return ~_below(draws, threshold) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
+    out = torch.empty(draws.shape, dtype=dtype, device=draws.device)
+    return out.zero_() if threshold == _ABOVE_ALL else torch.ge(draws, threshold, out=out).mul_(scale)
 
 
 def few_kept(shape: Sequence[int], rate: Rate, device: torch.device | None = None, guard: bool = False) -> Tensor:
@@ -61,6 +67,7 @@ def few_kept(shape: Sequence[int], rate: Rate, device: torch.device | None = Non
 
 def _draws(shape: Sequence[int], rate: Rate, device: torch.device | None) -> tuple[Tensor, Tensor | int]:
     """Uniform 16-bit numbers, and the threshold below which a share `rate` of them lies: an int where that is cheap.
+    Above 1 - 2^-16 it may be `_ABOVE_ALL`, which no int16 holds.
 
     An int needs the dither as a Python number. Other devices would have to wait for it, and compiled graphs, fake
     tensors and `vmap` have none: there the threshold is a tensor.
@@ -74,8 +81,19 @@ def _draws(shape: Sequence[int], rate: Rate, device: torch.device | None) -> tup
     dither = torch.rand((), device=device)  # floor(t + u) is t in the mean, floor(t) would make 0.1 a rate of 0.09999
     if isinstance(rate, Tensor) or words.device.type != "cpu" or not has_numbers(words):
         threshold = torch.as_tensor((rate * 65536 + dither).floor() - 32768)
-        return draws, threshold.clamp(max=32767).to(torch.int16)
+        within = not isinstance(rate, Tensor) and rate <= 1 - 2**-16
+        return draws, threshold.to(torch.int16) if within else threshold
     return draws, int(rate * 65536 + dither.item()) - 32768
+
+
+_ABOVE_ALL = 2**15
+
+
+def _below(draws: Tensor, threshold: Tensor) -> Tensor:
+    """draws < threshold, for one of int16 or for any."""
+    if threshold.dtype is torch.int16:
+        return draws < threshold
+    return (draws < threshold.clamp(max=_ABOVE_ALL - 1).to(torch.int16)) | (threshold == _ABOVE_ALL)
 
 
 def drop(x: Tensor, rate: Rate) -> Tensor:
@@ -83,18 +101,13 @@ def drop(x: Tensor, rate: Rate) -> Tensor:
 
     One product with a factor of 0 or 1 / (1 - rate), kept until the backward pass as in `F.dropout`: on a CPU half the
     time of `masked_fill` and a product. In 16 bits that factor would be rounded; see `zero_and_rescale`."""
-    if x.dtype is torch.float32 and x.device.type == "cpu" and native_available() and _fits_native(x):
+    if native_available() and not (unreadable(x) or transformed()):
         from dampen.native.ops import dropout  # only where it was built
 
         return dropout(x, rate)
     if x.dtype.itemsize == 2:
         return zero_and_rescale(x, bernoulli(x.shape, rate, x.device), rate)
     return x * keep_factor(x.shape, rate, x.dtype, x.device)
-
-
-def _fits_native(x: Tensor) -> bool:
-    """Whether a native kernel may see this tensor: a plain one, or one in a graph, where an operator stands for it."""
-    return torch.compiler.is_compiling() or isinstance(x, torch.nn.Parameter) or has_numbers(x)
 
 
 def zero_and_rescale(x: Tensor, dropped: Tensor, rate: Rate) -> Tensor:
@@ -146,11 +159,125 @@ def causal_rows(queries: int, keys: int, rows: slice | None, device: torch.devic
     return torch.arange(keys, device=device) <= torch.arange(start, stop, device=device).unsqueeze(-1)
 
 
-def visible(mask: Tensor | None) -> Tensor | None:
-    """A model's mask, bool (True may be seen) or float (added to the scores), as bool. None: everything is visible."""
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    return mask > torch.finfo(mask.dtype).min / 2
+HIDDEN = 80.0
+"""A float mask hides a key where its value lies this far or further below the largest of its row: the key's weight is
+then below 2e-35. So -100, -1e4, -1e9, the smallest number of any dtype and -inf all hide, and biases (relative
+positions, ALiBi) stay biases. A row of one and the same number hides nothing: the softmax does not see it, unless it is
+-inf, of which SDPA makes zeros."""
+
+
+class ModelMask:
+    """A model's mask, read once: which keys each query sees, and what else it adds to the scores."""
+
+    def __init__(self, keep: Tensor, bias: Tensor | None = None, blind: Tensor | None = None) -> None:
+        self.keep = keep  # bool, True may be seen
+        self.bias = bias  # added to the scores, 0 at hidden keys; None for a bool mask
+        self.blind = blind  # (..., 1), rows that a number hides from everything: their query is padding, if anything
+
+
+def read_mask(mask: Tensor) -> ModelMask:
+    """The rule above for a mask (..., M), bool (True may be seen) or float (added to the scores). The last few float
+    masks of a model's forward are remembered, because all its layers get the same."""
+    if mask.dtype == torch.bool:
+        return ModelMask(mask)
+    memory = _memory_for(mask)
+    known = None if memory is None else memory.find([mask])
+    if known is None:
+        keep, blind = hides(mask)
+        known = ModelMask(keep, mask.masked_fill(~keep, 0.0), blind)  # hidden places hold no number that could spread
+        if memory is not None:
+            memory.keep([mask], known)
+    return known
+
+
+@torch.no_grad()
+def hides(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a float mask (..., M): the keys that are seen, and the rows (..., 1) in which no key is meant to be.
+
+    >>> keep, blind = hides(torch.tensor([[0.0, -79.9, -80.1], [-1e9, -1e9, -1e9]]))
+    >>> keep.tolist(), blind.flatten().tolist()
+    ([[True, True, False], [True, True, True]], [False, True])
+    """
+    if mask.shape[-1] == 0:
+        return torch.ones_like(mask, dtype=torch.bool), mask.new_zeros((*mask.shape[:-1], 1), dtype=torch.bool)
+    largest = mask.amax(-1, keepdim=True)
+    # the difference is compared, not the sum: the smallest number less 80 is the smallest number, and -inf + inf hides
+    return mask - largest > -HIDDEN, largest <= -HIDDEN
+
+
+class MaskMemory:
+    """What was read of the masks of one forward. A mask is known by its memory and by how often that was written to."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[list[Any], list[int], Any]] = []
+
+    def find(self, parts: Sequence[Any]) -> Any:
+        """What was kept for the same tensors, unchanged, and other parts that are equal; else None."""
+        if not _counted(parts):
+            return None
+        for known, versions, value in self.entries:
+            if len(known) == len(parts) and all(map(_same, known, parts)) and versions == _versions(parts):
+                return value
+        return None
+
+    def keep(self, parts: Sequence[Any], value: Any) -> None:
+        """Keep what was read of a mask; of many different ones (a bias per layer) only the last few."""
+        if _counted(parts):
+            self.entries = [*self.entries[1 - MASKS_KEPT :], (list(parts), _versions(parts), value)]
+
+
+MASKS_KEPT = 4
+"""Enough for an encoder-decoder, or for layers with and without a window in turn."""
+
+_memories: dict[int, list[MaskMemory]] = {}  # thread -> those of the forwards under way
+
+
+def open_masks() -> None:
+    """A model's forward starts; `close_masks` ends it, whatever happens."""
+    _memories.setdefault(threading.get_ident(), []).append(MaskMemory())
+
+
+def close_masks() -> None:
+    """What was read of the forward's masks is let go."""
+    thread = threading.get_ident()
+    _memories[thread].pop()
+    if not _memories[thread]:
+        del _memories[thread]
+
+
+def _memory_for(mask: Tensor) -> MaskMemory | None:
+    """Where this mask may be remembered: inside a model's forward, and not where the graph needs it anew (a
+    checkpoint's recompute would save other tensors than its forward)."""
+    if mask.requires_grad or not has_numbers(mask):
+        return None
+    return mask_memory()
+
+
+def mask_memory() -> MaskMemory | None:
+    """That of the innermost forward of this thread; None outside of one, in graphs and under inference mode."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return None
+    open_now = _memories.get(threading.get_ident())
+    return open_now[-1] if open_now else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two parts are one: tensors that are the same view of the same memory, anything else by value."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if a is b:
+        return True
+    views = a._base is not None and a._base is b._base and a.dtype is b.dtype
+    return views and a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+
+
+def _counted(parts: Sequence[Any]) -> bool:
+    """Whether torch counts how often the tensors are written to: not those made under inference mode."""
+    return not any(isinstance(t, Tensor) and t.is_inference() for t in parts)
+
+
+def _versions(parts: Sequence[Any]) -> list[int]:
+    return [version_of(t) for t in parts if isinstance(t, Tensor)]
 
 
 def keep_keys(allowed: Tensor | None, hidden: Sequence[Tensor], keys: int, *, guard: bool = True) -> Tensor:

@@ -28,6 +28,15 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
+def leave_out(name: str) -> str:
+    """How to go on without one layer or attention, for the end of an error. The model itself cannot be left out.
+
+    >>> leave_out("blocks.0")
+    'leave it out: sites="!blocks.0"'
+    """
+    return f'leave it out: sites="!{name}"' if name else "do without the method"
+
+
 def nearest(word: object, known: Iterable[str]) -> str:
     """'; did you mean X?', or else what is known.
 

@@ -25,17 +25,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import has_parameters, in_backward
+from dampen._torch import has_numbers, has_parameters, in_backward
 from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
 from dampen.calls import LinearCall as LinearCall
 from dampen.calls import Site as Site
 from dampen.calls import later
-from dampen.calls.ledger import Ledger, name_of, slot
+from dampen.calls.ledger import Ledger, class_penalizes, name_of, slot
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
-from dampen.names import MATRIX_STAGES
+from dampen.names import MATRIX_STAGES, leave_out
 from dampen.names import MODEL_STAGES as MODEL_STAGES
 from dampen.names import STAGES as STAGES
 from dampen.names import snake_case as snake_case
@@ -55,6 +55,7 @@ ROLES = ("q", "k", "v", "qkv", "kv", "out", "ffn_in", "ffn_out")
 
 
 _serials = itertools.count()
+_BELOW_1 = 1 - 2**-24  # the largest float32 below 1
 
 
 class UnsupportedModel(ValueError):
@@ -90,6 +91,8 @@ class Regularizer(nn.Module):
     """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
     reads_adapters: bool = False
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
+    needs_module: ClassVar[bool] = False
+    """True where `LinearCall.module` is read: experts that are slices of one parameter have none."""
     takes_jacobian: bool = False
     """True where a penalty is a derivative of the attention: the attention is then run with gradients in a `reg.loss`
     under `no_grad` too, and what it gives is detached."""
@@ -100,16 +103,32 @@ class Regularizer(nn.Module):
     roles: frozenset[str] = frozenset()
     """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`. Every one by
     default where a linear stage is overridden."""
+    branch_roles: frozenset[str] = frozenset({"attention", "ffn", "mixer"})
+    """The residual branches that the method acts on, by `BranchCall.role`."""
     per_query: bool = True
     """False where `mask` is the same for all queries, so that long sequences need no chunks for its sake."""
     stages: frozenset[str] = frozenset()
     """The stages at work. An instance may switch some off by assigning a smaller set."""
+    only_reads: bool = False
+    """True for a method that returns what it gets and only makes penalties. Such methods run first at every stage, on
+    operands that no other method has changed; where that takes one more attention or linear layer, it is computed for
+    them. By default: the method draws nothing, does not act in eval, and its code calls `penalize`."""
+    acts_first: ClassVar[bool] = False
+    """True for methods that replace or add numbers: they act before those that drop some. Otherwise methods act in the
+    order of their names, whatever the order in which they are given."""
+    reads_product: bool = True
+    """False for a method that only reads and does not look at the `y` of `product`: then no product is made for it
+    where another method has changed the operands."""
+    changed_maps: frozenset[str] = frozenset()
+    """The linear layers (their roles) that other methods of the same block change, known once a clone is placed."""
     example: ClassVar[dict[str, Any]] = {}
     """Arguments of a sensible instance, for methods that do nothing until they are told what to act on."""
     zero_is_identity: bool = True
     """Whether a method does nothing where all its scheduled values are 0, so that its stages need not run then. Taken
     to be False for a class with a `neutral` of its own that does not say otherwise."""
     _name: ClassVar[str] = "regularizer"
+    acts_here: bool = True
+    """False for a clone that has nothing to act on in its layer, as `prepare` may find; `print(reg)` counts it."""
     ledger: Ledger | None = None
     """What the clones of one model share about their penalties; None where a method is used without `regularize`."""
 
@@ -121,6 +140,8 @@ class Regularizer(nn.Module):
         cls.stages = frozenset(s for s in STAGES if getattr(cls, s) is not getattr(Regularizer, s))
         if "per_sample" not in vars(cls) and any(s in vars(cls) for s in STAGES):
             cls.per_sample = False  # what a method says of its own stages says nothing of those that replace them
+        if "only_reads" not in vars(cls):
+            cls.only_reads = not cls.stochastic and not cls.in_eval and class_penalizes(cls)
         if cls.stages & set(LINEAR_STAGES) and not cls.roles:
             cls.roles = frozenset(ROLES)
 
@@ -129,6 +150,7 @@ class Regularizer(nn.Module):
         self.serial = next(_serials)
         self.site: Site | None = None
         self._schedules: dict[str, tuple[Schedule, float]] = {}  # name -> (schedule, upper end of the range)
+        self._given = self._schedules  # as they were before the clone was placed
         self._numbers: dict[str, float] = {}  # the scheduled values as plain numbers, beside their tensors
         self._progress = 0.0
         self._penalties: dict[str, later.Penalty] = {}
@@ -257,7 +279,7 @@ class Regularizer(nn.Module):
 
     def neutral(self) -> None:
         """Make this clone do nothing: every rate and weight 0, always. Override where another value is the identity."""
-        self._schedules = {name: (constant(0.0), high) for name, (_, high) in self._schedules.items()}
+        self._given = self._schedules = {name: (constant(0.0), high) for name, (_, high) in self._schedules.items()}
         self.at(self._progress)
 
     def at(self, progress: float) -> None:
@@ -271,7 +293,8 @@ class Regularizer(nn.Module):
                 continue  # most schedules are constant: nothing to check, nothing to set
             what = f"{type(self).__name__}({name}=...) at depth {depth:.3g}, progress {progress:.3g}"
             self._numbers[name] = check_value(value, what, high)
-            getattr(self, name).fill_(value)
+            # a rate next to 1 must not become 1 in float32, which would scale by 1 / 0
+            getattr(self, name).fill_(min(value, _BELOW_1) if high == 1.0 else value)
             changed = True
         if changed:
             self.idle = self._is_idle()
@@ -286,7 +309,9 @@ class Regularizer(nn.Module):
         return not any(self._numbers.values())
 
     def place(self, site: Site) -> None:
-        """Tell the clone where it lives; lists with one value per layer must match the number of layers."""
+        """Tell the clone where it lives; lists with one value per layer must match the number of layers. A clone may be
+        placed again, once it is known in which order the layers run."""
+        self._given = self._schedules = dict(self._schedules if self.site is None else self._given)
         for name, (schedule, high) in list(self._schedules.items()):
             if isinstance(schedule, per_layer) and len(schedule.values) != site.total:
                 raise ValueError(
@@ -295,6 +320,7 @@ class Regularizer(nn.Module):
                     "layer, one number for all, or a schedule such as linear(0.3, 0.0)."
                 )
             if isinstance(schedule, per_layer):  # counts all layers, whatever stack they are in
+                self._schedules = dict(self._schedules)
                 self._schedules[name] = (constant(schedule.values[site.index]), high)
         if (site.total if site.stack is None else site.stack[1]) == 1:
             self._schedules = {name: (as_only_layer(s), high) for name, (s, high) in self._schedules.items()}
@@ -311,8 +337,8 @@ class Regularizer(nn.Module):
         if self.roles and not self.roles & roles:
             raise ValueError(
                 f"{type(self).__name__} acts on the linear maps {', '.join(sorted(self.roles))}, "
-                f"but '{where}' has only {', '.join(sorted(roles)) or 'none'}. Leave the layer "
-                "out with sites=, or name the maps with projections=."
+                f"but '{where}' has only {', '.join(sorted(roles)) or 'none'}. Name the "
+                f"maps with projections=, or {leave_out(where)}."
             )
 
     @property
@@ -337,6 +363,15 @@ class Regularizer(nn.Module):
         """Whether the clone's layer, or anything before it, is being trained; a frozen backbone is fine without
         gradient."""
         return self.input_has_gradient or any(p.requires_grad for m in self.neighbors for p in m.parameters())
+
+    def saved(self) -> dict[str, Tensor]:
+        """What the handle's state_dict keeps of a clone, by name: the learned values."""
+        return dict(self.named_parameters())
+
+    def restore(self, name: str, value: Tensor) -> None:
+        """Take back one of them."""
+        with torch.no_grad():
+            self.get_parameter(name).copy_(value)
 
     def take_penalties(self) -> dict[str, Tensor]:
         """The penalties made since they were last taken, by name; the slots are empty afterwards.
@@ -382,6 +417,28 @@ class Regularizer(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name).item():.3g}" for name in self._schedules)
+
+
+def in_order(regularizers: Iterable[Regularizer]) -> list[Regularizer]:
+    """The order in which methods act, whatever the order in which they are given: those that only read, those that
+    replace or add numbers, those that drop some; among these by name, and two of one class by what they print."""
+    given = list(regularizers)
+    names = [r.name for r in given]
+    # what a method prints tells two of one class apart; a graph may not depend on the numbers in it
+    several = {} if torch.compiler.is_compiling() else {r: repr(r) for r in given if names.count(r.name) > 1}
+    return sorted(given, key=lambda r: (not r.only_reads, not r.acts_first, r.name, several.get(r, "")))
+
+
+def check_only_reads(r: Regularizer, stage: str, given: Tensor, returned: Tensor) -> Tensor:
+    """What a stage returned; raise where a method that says that it only reads has changed it."""
+    looked_at = r.only_reads and returned is not given and has_numbers(given) and has_numbers(returned)
+    if looked_at and (returned.data_ptr() != given.data_ptr() or returned.shape != given.shape):
+        raise RuntimeError(
+            f"{type(r).__name__}.{stage} returned another tensor than it got, but a method that makes penalties and "
+            "draws nothing only reads (only_reads is True). Return the tensor as it is, or set only_reads = False in "
+            "the class if it is meant to change it."
+        )
+    return returned
 
 
 def needs_matrix(regularizers: Iterable[Regularizer]) -> bool:

@@ -70,6 +70,109 @@ def test_dropout_before_the_convolution():
     assert error < 0.01 * value
 
 
+OTHERS = {
+    "3d": (lambda: nn.Conv3d(2, 3, 2, padding=(0, 1, 0)), (2, 2, 1, 3)),
+    "3d, grouped, dilated, strided": (
+        lambda: nn.Conv3d(2, 4, (1, 2, 2), stride=(1, 2, 1), dilation=(1, 1, 2), padding=1, groups=2), (2, 1, 2, 3),
+    ),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(2, 3, 3), (2, 5)),
+    "transposed 1d, grouped, dilated, strided, padded": (
+        lambda: nn.ConvTranspose1d(4, 6, 3, stride=3, padding=1, output_padding=2, groups=2, dilation=2), (4, 3),
+    ),
+    "transposed 2d": (lambda: nn.ConvTranspose2d(2, 3, (2, 3), stride=(2, 1), padding=(1, 0), bias=False), (2, 2, 3)),
+    "transposed 2d, depthwise": (lambda: nn.ConvTranspose2d(3, 3, 2, stride=2, groups=3), (3, 2, 2)),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(2, 2, 2, stride=(1, 2, 1), output_padding=(0, 1, 0)), (2, 1, 2, 3)),
+}  # fmt: skip
+
+
+def dense(conv, shape, **kwargs):
+    """The matrix (outputs, inputs) of a convolution, column by column, and its output positions."""
+    with torch.no_grad():
+        at_zero = conv(torch.zeros(1, *shape, dtype=torch.float64), **kwargs)
+    count = torch.Size(shape).numel()
+    columns = conv(torch.eye(count, dtype=torch.float64).view(count, *shape), **kwargs) - at_zero
+    return columns.flatten(1).T, at_zero[0, 0].numel()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_three_axes_and_transposed_ones(name, form):
+    """Against every mask of the whole input, through the dense matrix: overlapping patches share their masks there, and
+    each output has the expectation of its own."""
+    torch.manual_seed(0)
+    make, shape = OTHERS[name]
+    conv, x = make().double(), torch.randn(2, *shape, dtype=torch.float64, requires_grad=True)
+    matrix, positions = dense(conv, shape)
+
+    def one(sample):
+        if form == "paper":
+            return slow.trace_linear(sample[None], matrix, RATE)
+        return slow.enumerate_linear(sample, matrix, RATE, form == "inverted")
+
+    total = sum(one(sample.flatten()) for sample in x)
+    for reduction, given in itertools.product(REDUCTIONS, [True, False]):
+        divisor = {"sum": 1, "mean": 2 * positions, "token_mean": positions, "author": positions / 2}[reduction]
+        output = conv(x) if given else None
+        value = convolution_penalty(x, conv, RATE, form=form, reduction=reduction, output=output)
+        torch.testing.assert_close(value, total / divisor, rtol=1e-10, atol=0)
+        grads = torch.autograd.grad(value, [x, conv.weight])
+        expected_grads = torch.autograd.grad(total / divisor, [x, conv.weight], retain_graph=True)
+        for a, b in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
+def test_the_size_that_a_transposed_convolution_was_asked_for():
+    torch.manual_seed(0)
+    conv = nn.ConvTranspose1d(2, 3, 3, stride=3).double()
+    x = torch.randn(1, 2, 3, dtype=torch.float64)
+    matrix, positions = dense(conv, (2, 3), output_size=[11])
+    assert positions == 11
+    value = convolution_penalty(x, conv, RATE, form="exact", output=conv(x, output_size=[11]))
+    expected_value = slow.enumerate_linear(x.flatten(), matrix, RATE, False) / positions
+    torch.testing.assert_close(value, expected_value, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_kind_is_found_in_a_model(name):
+    make, shape = OTHERS[name]
+    net = nn.Sequential(make().double())
+    handle = regularize_convolutions(net, weight=2.0, rate=RATE, form="exact")
+    x = torch.randn(2, *shape, dtype=torch.float64)
+    net(x)
+    torch.testing.assert_close(handle.penalty(), 2 * convolution_penalty(x, net[0], RATE, form="exact"))
+
+
+def test_forwards_add_up_until_they_are_taken():
+    """As `regularize` does: both of a siamese step count, those in eval, under no_grad and of an empty batch do not."""
+    net, x, y = model(), torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
+    handle = regularize_convolutions(net, weight=1.0)
+    parts = []
+    for t in (x, y):
+        net(t)
+        parts.append(handle.penalty())
+    net(x)
+    net(y)
+    with torch.no_grad():
+        net(x)
+    net.eval()(x)
+    net.train()(x[:0])
+    torch.testing.assert_close(handle.penalty(), parts[0] + parts[1])
+    assert handle.penalty().item() == 0
+
+
+def test_a_penalty_that_was_left_out_of_the_loss_is_reported():
+    net, x = model(), torch.randn(2, 3, 8, 8)
+    handle = regularize_convolutions(net, weight=1.0)
+    net(x).sum().backward()
+    with pytest.raises(RuntimeError, match="a backward pass ran through the model while its penalties"):
+        net(x)
+    handle.remove()
+    handle = regularize_convolutions(net, weight=1.0, strict=False)
+    net(x).sum().backward()
+    net(x).sum().backward()
+    assert handle.penalty().item() > 0
+
+
 def test_an_image_without_a_batch():
     conv, x = build("2d")
     one = convolution_penalty(x[0], conv, RATE, form="exact", output=conv(x[0]))
@@ -108,11 +211,13 @@ def test_the_hook_keeps_the_contracts_of_penalties():
     assert handle.penalty().item() == 0
     handle.progress(1.0)
     net(x)
-    net(x)  # a forward whose penalty nobody read does not count
     once = handle.penalty()
     assert once.item() > 0
-    checkpoint(net, x, use_reentrant=False).sum().backward(retain_graph=True)  # recompute adds nothing
-    torch.testing.assert_close(handle.penalty(), once)
+    out = checkpoint(net, x, use_reentrant=False)
+    again = handle.penalty()
+    (out.sum() + again).backward()
+    torch.testing.assert_close(again, once)
+    assert handle.penalty().item() == 0  # the recompute adds nothing
     twin_net, twin = copy.deepcopy((net, handle))
     twin_net(x)
     torch.testing.assert_close(twin.penalty(), once)
@@ -149,7 +254,7 @@ def test_bad_input(arguments, text):
 
 
 def test_not_a_convolution():
-    with pytest.raises(TypeError, match="takes an nn.Conv1d or nn.Conv2d, got Linear"):
+    with pytest.raises(TypeError, match="takes nn.Conv1d, nn.Conv2d, nn.Conv3d or a transposed one, got Linear"):
         convolution_penalty(torch.randn(2, 3), nn.Linear(3, 3), 0.1)
     with pytest.raises(ValueError, match="progress is the fraction of training"):
         regularize_convolutions(model()).progress(2.0)

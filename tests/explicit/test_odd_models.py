@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dampen
-from dampen import ExplicitDropout, regularize
+from dampen import AroraDropout, ExplicitDropout, regularize
 from tests.explicit.toy import Case
 
 
@@ -142,3 +142,57 @@ def test_a_shared_mask_with_detached_inputs():
     reg = dampen.regularize(layer, ExplicitDropout(**setting))
     layer(**inputs)
     assert reg.penalty() > 0
+
+
+class Twice(nn.Module):
+    """One projection, several attentions: the difference of two (DiffLlama), or one per image (Qwen-VL)."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        if self.how == "difference":
+            halves = [torch.cat([h, h], dim=1) for h in v.chunk(2, dim=1)]
+            first, second = (F.scaled_dot_product_attention(q, k, h) for h in halves)
+            o = first - 0.3 * second
+        else:
+            parts = zip(*(t.split([2, 4], dim=2) for t in (q, k, v)), strict=True)
+            o = torch.cat([F.scaled_dot_product_attention(*part) for part in parts], dim=2)
+        return self.o_proj(o.transpose(1, 2).flatten(-2))
+
+
+class TwiceBlock(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.self_attn = Twice(how)
+        self.mlp = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))
+
+    def forward(self, x):
+        x = x + self.self_attn(x)
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("how", ["difference", "images"])
+@pytest.mark.parametrize("form", ["paper", "exact", "inverted"])
+def test_a_projection_that_several_attentions_read_is_penalized_once(how, form):
+    torch.manual_seed(0)
+    model = nn.Sequential(TwiceBlock(how)).train()
+    x = torch.randn(3, 6, 16)
+    maps = model[0].self_attn
+    per_head = [f(x) - f.bias for f in (maps.q_proj, maps.k_proj, maps.v_proj)]
+    q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in per_head)
+    weight, p = maps.v_proj.weight, 0.2
+    power = (x.square().sum((0, 1)) * weight.square().sum(0)).sum()
+    factors = {"paper": (p * p, 0), "exact": (p * p, p * (1 - p)), "inverted": (0, p / (1 - p))}[form]
+    value = 0.5 * (factors[0] * v.square().sum() + factors[1] * power) / 18
+    reg = dampen.regularize(model, [ExplicitDropout(value=1.0, query=1.0, form=form), AroraDropout(value=1.0, key=1.0)])
+    model(x)
+    got = reg.penalties()
+    assert got["explicit_dropout.value"].item() == pytest.approx(value.item(), rel=1e-4)
+    assert got["arora_dropout.value"].item() == pytest.approx((p / (1 - p) * power / 18).item(), rel=1e-4)
+    if form == "paper":
+        scores = (q @ k.transpose(-2, -1)).square().sum()
+        assert got["explicit_dropout.query"].item() == pytest.approx((0.5 * p * p * scores / (3 * 36)).item(), rel=1e-4)

@@ -86,13 +86,11 @@ def fsdp1(model, reg):
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     wrap = functools.partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu"))
-    full = {} if reg is None else {n: p.numel() for c in reg.clones for n, p in c.named_parameters()}
     sharded = wrap(model, auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}))
-    sizes = {n: (p.numel(), full[n]) for c in (reg.clones if reg else []) for n, p in c.named_parameters()}
     losses = train(sharded, reg, stepper(torch.optim.SGD(trained(sharded), lr=0.1)))
     with FullyShardedDataParallel.summon_full_params(sharded):
         clean = {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in sharded.named_parameters()}
-    return losses, {n: p for n, p in clean.items() if "dampen_" not in n}, sizes
+    return losses, {n: p for n, p in clean.items() if "dampen_" not in n}, held_here(reg)
 
 
 def fsdp2(model, reg):
@@ -101,11 +99,14 @@ def fsdp2(model, reg):
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    sizes = {}
-    if reg is not None:  # U is sharded as W is
-        sizes = {n: (p.to_local().numel(), p.numel()) for c in reg.clones for n, p in c.named_parameters()}
     losses = train(model, reg, stepper(torch.optim.SGD(trained(model), lr=0.1)))
-    return losses, {n: p.full_tensor() for n, p in model.state_dict().items()}, sizes
+    return losses, {n: p.full_tensor() for n, p in model.state_dict().items()}, held_here(reg)
+
+
+def held_here(reg):
+    """Of each starting weight: how many numbers this process keeps, and how many it has."""
+    starts = [] if reg is None else [s for c in reg.clones for s in getattr(c, "starts", {}).items()]
+    return {n: (s.value.numel(), s.shape.numel()) for n, s in starts}
 
 
 def reads_weights(reg):
@@ -135,13 +136,10 @@ def zero(stage, leaves=True):
 
         losses = train(engine, reg, step)
         names = {n: p for n, p in model.named_parameters() if "dampen_" not in n}
-        sizes = {}
-        if reg is not None and stage == 3:
-            sizes = {n: (p.ds_tensor.numel(), p.ds_numel) for c in reg.clones for n, p in c.named_parameters()}
         with deepspeed.zero.GatheredParameters(list(names.values()), enabled=stage == 3):
             weights = {n: p.detach().clone() for n, p in names.items()}
         engine.destroy()
-        return losses, weights, sizes
+        return losses, weights, held_here(reg)
 
     return run
 

@@ -77,7 +77,7 @@ def test_only_the_chosen_maps_are_kept_and_the_handle_saves_them():
     model = vit()
     keys = list(model.state_dict())
     reg = regularize(model, Mixout(0.7, targets="ffn"))
-    start = {n: p.clone() for n, p in reg.clones[0].named_parameters()}
+    start = {n: p.clone() for n, p in reg.clones[0].saved().items()}
     assert sorted(p.shape for p in start.values()) == [(16, 16), (16, 16)]
     assert list(model.state_dict()) == keys
     assert reg.parameters() == []  # nothing to learn
@@ -86,7 +86,7 @@ def test_only_the_chosen_maps_are_kept_and_the_handle_saves_them():
     other = vit(seed=3)  # resumed in a process that started from other weights
     again = regularize(other, Mixout(0.7, targets="ffn"))
     again.load_state_dict(state)
-    for name, value in again.clones[0].named_parameters():
+    for name, value in again.clones[0].saved().items():
         assert torch.equal(value, start[name])
 
 
@@ -95,13 +95,14 @@ def test_optimizer_and_copies_leave_the_start_alone():
 
     model = vit()
     reg = regularize(model, Mixout(0.5))
-    before = [p.clone() for c in reg.clones for p in c.parameters()]
+    before = [p.clone() for c in reg.clones for p in c.saved().values()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     for _ in range(2):
         model(X).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(before, [p for c in reg.clones for p in c.parameters()], strict=True))
+    after = [p for c in reg.clones for p in c.saved().values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     twin = copy.deepcopy(reg)
     move(twin.model)
     torch.manual_seed(0)
@@ -119,7 +120,7 @@ def test_the_start_shares_memory_until_the_weight_moves(move_by):
     reg = regularize(model, Mixout(0.5, targets="ffn"))
     model(X).square().sum().backward()
     maps = [m for block in model.blocks for m in (block.mlp.fc1, block.mlp.fc2)]
-    starts = [p for c in reg.clones for p in c.parameters()]
+    starts = [p for c in reg.clones for p in c.saved().values()]
     assert all(is_shared(t) for t in [*starts, *(m.weight for m in maps)])  # a forward and a backward only read
     if move_by == "optimizer":
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
@@ -177,6 +178,52 @@ def test_refuses_what_has_no_start():
         model = dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=1, heads=2, mlp=16)
     with pytest.raises(UnsupportedModel, match="Load the pre-trained weights first"):
         regularize(model, Mixout())
+
+
+METHODS = {"mixout": lambda: Mixout(0.5), "explicit_mixout": lambda: ExplicitMixout(1.0, rate=0.5)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_lists_of_the_model_stay_as_they_were(name):
+    """Counts, weight decay groups, noise or scaling over all parameters, and an EMA by zip must not see U."""
+    plain, model = vit(), vit()
+    reg = regularize(model, METHODS[name]())
+    kept = sum(start.numel() for c in reg.clones for start in c.saved().values())
+    assert kept == sum(m.weight.numel() for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear))
+    assert [(n, p.shape) for n, p in model.named_parameters()] == [(n, p.shape) for n, p in plain.named_parameters()]
+    large = [n for n, b in model.named_buffers() if b.numel() > 1]
+    assert large == [n for n, b in plain.named_buffers() if b.numel() > 1]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    with torch.no_grad():
+        for average, p in zip(plain.parameters(), model.parameters(), strict=True):
+            average.lerp_(p, 0.1)
+        for p in model.parameters():
+            p.mul_(1.1)
+    if name == "explicit_mixout":
+        model(X)
+        assert reg.penalty() > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_start_moves_with_the_model(name):
+    model = vit()
+    reg = regularize(model, METHODS[name]())
+    move(model)
+    model.double()
+    assert {s.dtype for c in reg.clones for s in c.saved().values()} == {torch.float64}
+    reg.loss(lambda: model(X.double()), lambda out: out.square().sum())[0].backward()
+    model.to("meta")
+    assert {s.device.type for c in reg.clones for s in c.saved().values()} == {"meta"}
+
+
+def test_a_state_of_another_shape_is_refused():
+    reg, other = (
+        regularize(vit(), Mixout(0.5)),
+        dampen.models.ViT(image_size=8, patch_size=4, width=32, depth=2, heads=2),
+    )
+    state = regularize(other, Mixout(0.5)).state_dict()
+    with pytest.raises(ValueError, match="a starting weight of the shape"):
+        reg.load_state_dict(state)
 
 
 # --- the closed form

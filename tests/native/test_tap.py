@@ -4,15 +4,8 @@ import pytest
 import torch
 
 from dampen.formulas.explicit import tap as taps
-from dampen.native import library
 
-
-@pytest.fixture(autouse=True)
-def built():
-    try:
-        library.build()
-    except library.BuildError as error:
-        pytest.skip(f"no native kernels here: {error}")
+pytestmark = pytest.mark.usefixtures("built")
 
 
 def made(layout):

@@ -407,15 +407,83 @@ def test_gated_weights_of_timm_are_refused():
         model(IMAGES)
 
 
-def test_attention_over_channels_is_refused():
-    class ChannelAttention(Odd):
-        def forward(self, x):
-            q, k, v = (t.unflatten(-1, (H, D)).permute(0, 2, 3, 1) for t in self.qkv(x).chunk(3, -1))
-            return ((q @ k.mT).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(-2)
+class OverChannels(nn.Module):
+    """Restormer, XCiT: scores of channels with channels, by convolutions or linear layers, in eager code or not."""
 
-    model = nn.Sequential(ChannelAttention("")).train()
-    with pytest.raises(ValueError, match="has no softmax over tokens"):
-        dampen.regularize(model, DropKey(0.2))
+    def __init__(self, kind, tokens=False):
+        super().__init__()
+        self.kind, self.tokens, self.num_heads = kind, tokens, H
+        self.qkv = nn.Conv2d(H * D, 3 * H * D, 1) if "image" in kind else nn.Linear(H * D, 3 * H * D)
+        self.temperature = nn.Parameter(torch.ones(H, 1, 1))
+
+    def forward(self, x):
+        rows = self.qkv(x).flatten(2) if "image" in self.kind else self.qkv(x).mT  # (B, 3 H D, N)
+        q, k, v = (t.unflatten(1, (H, D)) for t in rows.chunk(3, 1))  # (B, H, D, N)
+        if self.tokens:
+            q, k, v = q.mT, k.mT, v.mT
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        if "fused" in self.kind:
+            o = F.scaled_dot_product_attention(q, k, v)
+        else:
+            o = (q @ k.transpose(-2, -1) * self.temperature).softmax(-1) @ v
+        o = (o.mT if self.tokens else o).flatten(1, 2)
+        return o.view_as(x) if "image" in self.kind else o.mT
+
+
+class ChannelAttention(OverChannels):
+    """The name tells nothing: this one attends over tokens."""
+
+
+class SeenKeys(DropKey):
+    """Notes how many keys a query has."""
+
+    def mask(self, q, k, call):
+        self.seen = k.shape[2]
+        return super().mask(q, k, call)
+
+
+OVER = ["image", "image fused", "sequence", "sequence fused"]
+SQUARE = D * D  # tokens; and with D of them, tokens and channels are equally many
+
+
+@pytest.mark.parametrize("tokens", [SQUARE, D])
+@pytest.mark.parametrize("kind", OVER)
+def test_attention_over_channels_is_told_by_what_is_multiplied(kind, tokens):
+    sizes = (H * D, D, tokens // D) if "image" in kind else (tokens, H * D)
+    x = torch.randn(B, *sizes)
+    stack = Stack(OverChannels(kind), ChannelAttention(kind, tokens=True)).train()
+    reg = dampen.regularize(stack, SeenKeys(0.5))
+    stack(x)
+    assert "attends over channels" in reg.kernels()["first"]
+    seen = {layer.site.name: getattr(layer.clones[0], "seen", None) for layer in reg.layers}
+    assert seen == {"first": None, "second": tokens}
+    assert "(partial)  SeenKeys: attention in 1 of 2 layers" in str(reg)
+    torch.manual_seed(0)
+    first = stack.first(x)
+    torch.manual_seed(1)
+    assert torch.equal(stack.first(x), first)
+
+
+class Stack(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return x + self.second(x + self.first(x))
+
+
+@pytest.mark.parametrize("kind", OVER)
+def test_a_model_that_attends_over_channels_alone_is_refused(kind):
+    x = torch.randn(B, H * D, D, D) if "image" in kind else torch.randn(B, SQUARE, H * D)
+    model = nn.Sequential(OverChannels(kind)).train()
+    dampen.regularize(model, DropKey(0.5))
+    with pytest.raises(RuntimeError, match="attends over channels, not over tokens"):
+        model(x)
+    compiled = nn.Sequential(OverChannels(kind)).train()
+    reg = dampen.regularize(compiled, SeenKeys(0.5))
+    torch.compile(compiled, backend="eager")(x)
+    assert getattr(reg.clones[0], "seen", None) is None
 
 
 def test_blur_acts_in_eager_code():

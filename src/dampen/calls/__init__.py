@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from dampen.masks import causal_rows
+from dampen.masks import any_in_row, causal_rows
 
 if TYPE_CHECKING:
     from dampen.formulas.explicit.low_rank import LowRank
@@ -47,13 +48,25 @@ class LinearCall:
     module: nn.Module | None = None
     site: Site | None = None
     valid: Tensor | None = None  # (B, N) bool, False on padded tokens; None when nothing is padded
-    output: Tensor | None = None  # known to `product` and to the attention call that collects its maps
+    output: Tensor | None = None  # x W^T + b, known to `product` and in attention; None where x or W was changed
+    counted: list[Any] = field(default_factory=list)  # the penalties that were made of it; see `Call.is_first`
+    tokens: int | Tensor | None = None  # of an expert: the valid tokens of the whole batch, of which it gets some
     adapter: LowRank | None = None  # LoRA beside the map, which weight and output do not contain
+
+    def clean_output(self) -> Tensor:
+        """x W^T + b of the input and the weight above, which no method has changed; made where it was not. It is not
+        kept: a checkpoint would not make it again, and miss it."""
+        if self.output is not None:
+            return self.output
+        both = torch.promote_types(self.input.dtype, self.weight.dtype)  # they differ where autocast is left
+        bias = None if self.bias is None else self.bias.to(both)
+        return functional.linear(self.input.to(both), self.weight.to(both), bias)
 
 
 @dataclass(eq=False)
 class BranchCall:
-    """One residual branch, about to be added to `residual`. `role` is "attention", "ffn", or "parallel" for both."""
+    """One residual branch, about to be added to `residual`. `role` is "attention", "ffn", "parallel" for both, or
+    "mixer" for what stands in the place of attention in a layer without one (Mamba)."""
 
     role: str
     residual: Tensor
@@ -74,6 +87,7 @@ class Call:
     is_causal: bool = False  # the flag was given; no mask tensor stands for it
     mask: Tensor | None = None  # the model's own bool mask (B or 1, H or 1, N or 1, M), True may be seen
     bias: Tensor | None = None  # the model's own score bias (relative positions), hidden places 0
+    blind: Tensor | None = None  # bool (..., N or 1, 1): queries from which a number hides every key; see `ModelMask`
     scores: Tensor | None = None  # the final scores (B, H, N, M), where they are there before keys are hidden
     scale: float = 1.0
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # B, H, N, M
@@ -87,6 +101,7 @@ class Call:
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
     cuts: dict[str, tuple[str, Any]] = field(default_factory=dict)  # q, k, v: which map, and its rows, where it is seen
     followed: Any = None  # from which channels the operands come; see `sockets/channels.py`
+    weights: Tensor | None = None  # A in `heads`, where the model computes it itself and its rows may not sum to 1
     memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
 
     @property
@@ -104,16 +119,39 @@ class Call:
         return self.mask
 
     @property
+    def row_sums(self) -> Tensor | None:
+        """What the rows of A sum to, broadcastable to (B, H, N, 1), for `heads`: 0 for a query without keys, less than
+        1 beside attention sinks. None: every row sums to 1."""
+        if self.weights is not None:
+            return self.weights.sum(-1, keepdim=True)
+        return None if self.is_causal or self.mask is None else any_in_row(self.mask)
+
+    @property
     def valid_keys(self) -> Tensor | None:
         """(B or 1, M) bool: the keys that some query of some head may see; None when the model gave no mask."""
-        if self.seen is not None:
+        if self.seen is not None or self.mask is None:
             return self.seen
-        return None if self.mask is None else self.mask.flatten(1, 2).any(1)
+        mask = self.mask if self.blind is None else self.mask & ~self.blind
+        return mask.flatten(1, 2).any(1)
 
     def projection(self, role: str) -> LinearCall:
         """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias and output, fused
         or not."""
         return _cut(*self.source(role), role)
+
+    def is_first(self, roles: str, key: Any) -> bool:
+        """Whether this is the first attention that penalizes the projections behind `roles` under `key`: a module may
+        attend several times with what its projections made once (DiffLlama, images of several sizes in one row)."""
+        sources = [self.source(role) for role in roles]
+        first, rows = sources[0][0], [_rows_key(rows) for _, rows in sources]
+        maps = [None if linear is first else linear for linear, _ in sources]  # a circle of references would stay
+        counted = first.counted
+        for other_key, other_maps, other_rows in counted:
+            same = all(a is b for a, b in zip(maps, other_maps, strict=True)) if other_key == key else False
+            if same and rows == other_rows:
+                return False
+        counted.append((key, maps, rows))
+        return True
 
     def source(self, role: str) -> tuple[LinearCall, slice | Tensor]:
         """The linear map behind "q", "k" or "v" as it ran, fused or not, and which of its rows make the role."""
@@ -148,6 +186,11 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
     return whole, slice(start, start + rows[role])
+
+
+def _rows_key(rows: slice | Tensor) -> tuple[int, ...]:
+    """The rows of a map as something that can be compared, also in a graph."""
+    return (rows.start, rows.stop) if isinstance(rows, slice) else (len(rows),)
 
 
 def _cut(whole: LinearCall, rows: slice | Tensor, role: str) -> LinearCall:

@@ -63,10 +63,16 @@ class Ledger:
             self.watch(clone)
         return True
 
-    def enter(self, training: bool) -> None:
-        """The model's own forward starts; `leave` ends it, whatever happens."""
+    def keeps_nothing(self) -> bool:
+        """Whether no penalty of the model's forward under way would be kept: it has no gradients (`generate`), and
+        `reg.loss` did not ask for it."""
+        return not torch.is_grad_enabled() and not self.gradients and self.is_inside() and not self.asked()
+
+    def enter(self, training: bool, input_has_gradient: bool = False) -> None:
+        """The model's own forward starts; `leave` ends it, whatever happens. An input with a gradient
+        under `no_grad` is a reentrant checkpoint's around the whole model."""
         self._start(training)
-        self.gradients = torch.is_grad_enabled()
+        self.gradients = torch.is_grad_enabled() or input_has_gradient
         self.inside.append(owner())
 
     def leave(self) -> None:
@@ -229,7 +235,12 @@ def owner_of(key: str) -> str:
 
 def makes_penalties(clone: Regularizer) -> bool:
     """Whether the code of a method mentions `penalize`."""
-    functions = (f for cls in type(clone).__mro__ if not _is_base(cls) for f in vars(cls).values())
+    return class_penalizes(type(clone))
+
+
+def class_penalizes(method: type) -> bool:
+    """Whether the code of a class mentions `penalize`."""
+    functions = (f for cls in method.__mro__ if not _is_base(cls) for f in vars(cls).values())
     return any("penalize" in getattr(getattr(f, "__code__", None), "co_names", ()) for f in functions)
 
 

@@ -14,12 +14,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dampen.checking.attached import telling
-from dampen.checking.contracts import CONTRACTS, ONCE, ContractBroken
+from dampen.checking.contracts import CONTRACTS, ONCE
+from dampen.checking.outcomes import ContractBroken
+from dampen.checking.pairs import PAIR_CONTRACTS
 from dampen.checking.subjects import SUBJECTS, Subject
 from dampen.regularizer import Regularizer, UnsupportedModel
 from dampen.sockets.blame import blame
 
-__all__ = ["CONTRACTS", "SUBJECTS", "ContractBroken", "Outcome", "Subject", "check_contract", "check_regularizer"]
+__all__ = [
+    "CONTRACTS",
+    "SUBJECTS",
+    "ContractBroken",
+    "Outcome",
+    "Subject",
+    "check_contract",
+    "check_pair",
+    "check_regularizer",
+]
 
 
 @dataclass(frozen=True)
@@ -71,11 +82,41 @@ def check_contract(make: Callable[[], Regularizer], contract: str, subject: str)
     for kind, name, known in (("contract", contract, CONTRACTS), ("subject", subject, SUBJECTS)):
         if name not in known:
             raise ValueError(f"there is no {kind} {name!r}. Known: {', '.join(known)}.")
+    return _outcome(contract, subject, lambda: CONTRACTS[contract](telling(make), SUBJECTS[subject]))
+
+
+def check_pair(
+    first: Callable[[], Regularizer], second: Callable[[], Regularizer], subject: str = "vit"
+) -> list[Outcome]:
+    """The contracts of two methods side by side: their order does not matter (order), and each
+    penalty and its gradients are what they are alone on the same layer inputs (beside).
+
+    Args:
+        first: the class, or anything that makes a fresh regularizer without arguments.
+        second: the same.
+        subject: a name among `SUBJECTS`.
+
+    >>> import dampen
+    >>> [str(o) for o in check_pair(dampen.DropHead, dampen.HeadDiversity)]
+    ['order on vit: kept', 'beside on vit: kept']
+    """
+    if subject not in SUBJECTS:
+        raise ValueError(f"there is no subject {subject!r}. Known: {', '.join(SUBJECTS)}.")
+
+    def outcome(name: str) -> Outcome:
+        check = PAIR_CONTRACTS[name]
+        return _outcome(name, subject, lambda: check(telling(first), telling(second), SUBJECTS[subject]))
+
+    return [outcome(name) for name in PAIR_CONTRACTS]
+
+
+def _outcome(contract: str, subject: str, check: Callable[[], None]) -> Outcome:
+    """Run one check; whatever it raises breaks the contract."""
     missing = SUBJECTS[subject].missing()
     if missing:
         return Outcome(contract, subject, "skipped", f"{missing} is not installed")
     try:
-        CONTRACTS[contract](telling(make), SUBJECTS[subject])
+        check()
     except UnsupportedModel as refusal:
         return Outcome(contract, subject, "refused", str(refusal))
     except ContractBroken as error:

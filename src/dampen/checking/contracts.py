@@ -4,45 +4,22 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager
+from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager, version_of
+from dampen.checking import masked
 from dampen.checking.attached import Attached, Make, plain_logits, telling, with_companion
+from dampen.checking.outcomes import require, same, same_gradients
+from dampen.checking.pairs import beside, order
 from dampen.checking.subjects import SHALLOW, Subject
 from dampen.handle import regularize
-from dampen.regularizer import STAGES, Regularizer, needs_matrix
+from dampen.regularizer import STAGES, Regularizer, UnsupportedModel, needs_matrix
 from dampen.schedules import always_zero
-
-
-class ContractBroken(AssertionError):
-    """A regularizer does not keep what every regularizer promises."""
-
-
-def require(condition: bool | Tensor, message: str) -> None:
-    if not condition:
-        raise ContractBroken(message)
-
-
-def same(a: Tensor, b: Tensor, message: str, tolerance: float | None = 0.0) -> None:
-    """Equal to the bit (tolerance 0), or close."""
-    require(a.shape == b.shape, f"{message}: shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    if tolerance == 0.0:
-        require(torch.equal(a, b), f"{message}: they differ by up to {_gap(a, b):.3g}")
-    else:
-        require(
-            torch.allclose(a, b, rtol=tolerance or 0, atol=tolerance or 0), f"{message}: off by up to {_gap(a, b):.3g}"
-        )
-
-
-def same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolerance: float = 1e-5) -> None:
-    require(a.keys() == b.keys(), f"{message}: gradients of {sorted(a.keys() ^ b.keys())} exist only once")
-    for name in a:
-        same(a[name], b[name], f"{message}: gradient of {name}", tolerance)
 
 
 def eval_exact(make: Make, subject: Subject) -> None:
@@ -196,6 +173,59 @@ def check_leak(trial: Attached) -> None:
             same(moved[name], terms[name], f"the term {name} after changing padded tokens", 1e-6)
 
 
+def mask_forms(make: Make, subject: Subject) -> None:
+    """16. A key hidden by a bool mask, -inf, -1e9, -1e4, -100 or the smallest number is hidden: the same results in
+    SDPA, in the model's own softmax and in nn.MultiheadAttention, and nothing of it seen. On a language model of its
+    own, whatever the subject; a method that refuses text keeps it."""
+    try:
+        check_forms([make])
+    except UnsupportedModel:
+        return
+
+
+def check_forms(makes: Sequence[Make], brief: bool = False) -> None:
+    """In float64, where all forms take one path, the draws are the same; in float32 a native kernel may run too.
+    `brief`: three forms of the mask that is both causal and padded."""
+    scenes = {name: scene for name, scene in masked.scenes().items() if not brief or name == "causal and padded"}
+    for path in masked.PATHS:
+        for scene, (seen, change, kept, padded) in scenes.items():
+            where = f"{path}, {scene}"
+            expected = None
+            for form, mask in masked.forms_of(seen, torch.float64, brief).items():
+                found = _masked_step(makes, path, masked.ids(), mask, kept)
+                expected = found if expected is None else expected
+                same(found[0][kept], expected[0][kept], f"{where}: outputs, {form} and bool", 1e-9)
+                _same_terms(found[1], expected[1], f"{where}: {form} and bool", 1e-9)
+            for form, mask in masked.forms_of(seen, torch.float32, brief).items():
+                before = _masked_step(makes, path, masked.ids(), mask, kept, torch.float32)
+                after = _masked_step(makes, path, change(masked.ids()), mask, kept, torch.float32)
+                same(after[0][kept], before[0][kept], f"{where}: outputs after changing what {form} hides", 1e-6)
+                if padded:
+                    _same_terms(after[1], before[1], f"{where}: after changing what {form} hides", 1e-6)
+
+
+def _masked_step(
+    makes: Sequence[Make], path: str, ids: Tensor, mask: Tensor, valid: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model = masked.build(path, dtype)
+    reg = regularize(model, with_companion([make() for make in makes]), strict=False)
+    torch.manual_seed(2)
+    seen: list[Tensor] = []
+
+    def forward() -> Tensor:
+        seen.append(model(ids, mask))
+        return seen[-1]
+
+    _, terms = reg.loss(forward, lambda out: out.square().mean(), valid=valid)
+    return seen[0].detach(), {name: value.detach() for name, value in terms.items() if name != "task"}
+
+
+def _same_terms(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolerance: float) -> None:
+    require(a.keys() == b.keys(), f"{message}: the terms {sorted(a.keys() ^ b.keys())} exist only once")
+    for name in a:
+        same(a[name], b[name], f"{message}: the term {name}", tolerance)
+
+
 def remove(make: Make, subject: Subject) -> None:
     """11. remove() gives the model back exactly: classes, attributes, modules, results."""
     plain, trial = subject.model(), Attached(make, subject)
@@ -287,7 +317,10 @@ def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
     original = getattr(clone, stage)
 
     def watched(*args: Any) -> Any:
+        versions = [version_of(a) for a in args if isinstance(a, torch.Tensor)]
         out = original(*args)
+        written = versions != [version_of(a) for a in args if isinstance(a, torch.Tensor)]
+        require(not written, f"{stage} writes into a tensor that it got, which others read: return a new one")
         taken, given = (args[1:2], (out,)) if stage == "block" else (args, out if isinstance(out, tuple) else (out,))
         for before, after in zip(taken, given, strict=False):
             require(after.dtype == before.dtype, f"{stage}: {before.dtype} became {after.dtype}")
@@ -300,18 +333,14 @@ def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
     return watched
 
 
-def _gap(a: Tensor, b: Tensor) -> float:
-    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
-
-
 CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
     f.__name__: f
     for f in (
         eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled, compiled_inductor,
-        checkpointed, seeded, no_leak, remove, documented, kernel, exported, exported_onnx,
+        checkpointed, seeded, no_leak, remove, documented, kernel, exported, exported_onnx, order, beside, mask_forms,
     )
 }  # fmt: skip
 """By name; number 13 (two processes equal one) needs a launcher and lives in `dampen.checking.distributed`."""
 
-ONCE = frozenset({"compiled_inductor", "documented", "exported_onnx"})
+ONCE = frozenset({"compiled_inductor", "documented", "exported_onnx", "order", "beside", "mask_forms"})
 """Contracts that are run on the first subject only, because they take long or do not depend on the model."""

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dampen.checking.attached import Attached, Make, telling
-from dampen.checking.contracts import ContractBroken, require, same
+from dampen.checking.outcomes import ContractBroken, require, same
 from dampen.checking.subjects import IMAGE, SUBJECTS
 
 Check = Callable[[Make, int], None]

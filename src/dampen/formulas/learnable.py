@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen.formulas.explicit.precision import wide
 from dampen.regularizer import Regularizer
 
 _HEADS = ("num_heads", "heads", "num_attention_heads", "n_heads", "nhead", "n_head")
@@ -96,11 +97,11 @@ def soft_top(s: Tensor, keep: Tensor | None, share: Tensor, temperature: float) 
 def rate_divergence(prior: Tensor, log_odds: Tensor) -> Tensor:
     """KL(Bernoulli(prior) || Bernoulli(p)), averaged over heads: 0 at p = prior, infinite at p = 0 and 1."""
     prior = prior.clamp(1e-3, 1 - 1e-3)
-    log_p, log_q = nn.functional.logsigmoid(log_odds.float()), nn.functional.logsigmoid(-log_odds.float())
+    log_p, log_q = nn.functional.logsigmoid(wide(log_odds)), nn.functional.logsigmoid(-wide(log_odds))
     return (prior * (prior.log() - log_p) + (1 - prior) * ((1 - prior).log() - log_q)).mean()
 
 
 def scale_divergence(prior: Tensor, log_scale: Tensor) -> Tensor:
     """KL between exponential laws of means `prior` and s, log(s / prior) + prior / s - 1, averaged over heads."""
-    ratio = prior.clamp(min=1e-3).log() - log_scale.float()
+    ratio = prior.clamp(min=1e-3).log() - wide(log_scale)
     return (ratio.exp() - 1 - ratio).mean()

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dampen._torch import is_empty, refuse_nested
 from dampen.kernels.kernel import Kernel, attention_weights, choose_kernel, run_kernel
-from dampen.masks import visible
-from dampen.regularizer import Call, Regularizer
+from dampen.masks import ModelMask, read_mask
+from dampen.regularizer import ATTENTION_STAGES, Call, Regularizer, check_only_reads, in_order
 
 
 def attention(
@@ -25,7 +26,7 @@ def attention(
     regularizers: Sequence[Regularizer] = (),
     call: Call | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v, with every stage of `regularizers` open.
+    """softmax(q k^T * scale + mask) v, with every stage of `regularizers` open, in whatever order they are given.
 
     Takes the arguments of `F.scaled_dot_product_attention`, broadcasting and all. Without regularizers the result is
     the same; with them, the fused kernel runs unless one of them needs the matrix of scores.
@@ -34,7 +35,8 @@ def attention(
     >>> q = k = v = torch.randn(2, 4, 5, 8)
     >>> dampen.attention(q, k, v, regularizers=[dampen.DropKey(0.2)]).shape
     torch.Size([2, 4, 5, 8])"""
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, regularizers, call)[0]
+    ordered = in_order(regularizers)
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ordered, call)[0]
 
 
 def attend(
@@ -50,38 +52,85 @@ def attend(
     call: Call | None,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Kernel | None]:
-    """As `attention`; also the weights (when asked for) and the kernel that ran."""
+    """As `attention`, of methods in their order; also the weights (when asked for) and the kernel that ran."""
     if is_causal and attn_mask is not None:
         raise ValueError(
             "attention: give attn_mask or is_causal=True, not both (as in F.scaled_dot_product_attention)."
         )
+    if regularizers:
+        refuse_nested(query, "attention")
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
     k, v = _fitting(q, k, v)
+    if is_empty(q) or is_empty(k):
+        regularizers = ()
     native = dropout_p == 0 and not need_weights and (mask is None or mask.dtype is torch.bool)
-    kernel = choose_kernel(
-        q, k, regularizers, need_weights, native and not (q.is_cuda and (is_causal or mask is not None))
-    )
-    if not regularizers and kernel.name == "fused":
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return out, None, kernel
+    native = native and not (q.is_cuda and (is_causal or mask is not None))
+    reading = reads_apart(regularizers, dropout_p)
+    inside = [r for r in regularizers if r not in reading]
+    if not regularizers:
+        kernel = choose_kernel(q, k, regularizers, need_weights, native)
+        if kernel.name == "fused":
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return out, None, kernel
+    known = None if mask is None else read_mask(mask)
     call = _fill(
-        Call() if call is None else call, q, k, mask, is_causal, scale, any(r.needs_valid for r in regularizers)
+        Call() if call is None else call, q, k, known, is_causal, scale, any(r.needs_valid for r in regularizers)
     )
     call.value_size = v.shape[3]
-    for r in regularizers:
-        if "qkv" in r.stages:
+    at_operands = [r for r in regularizers if "qkv" in r.stages]
+    for r in at_operands:
+        if r.only_reads:
             q, k, v = r.qkv(q, k, v, call)
+    apart = _read(reading, q, k, v, call) if reading else ""
+    for r in at_operands:
+        if not r.only_reads:
+            q, k, v = r.qkv(q, k, v, call)
+    if regularizers:  # by what the kernel is given in the end
+        kernel = choose_kernel(q, k, inside, need_weights, native, v, call.mask)
+    if apart:
+        kernel = kernel._replace(why=f"{kernel.why}; {apart}")
     weights = None
     if need_weights:
-        o, weights = attention_weights(q, k, v, dropout_p, regularizers, call)
+        o, weights = attention_weights(q, k, v, dropout_p, inside, call)
     else:
-        o = run_kernel(kernel, q, k, v, dropout_p, regularizers, call)
+        o = run_kernel(kernel, q, k, v, dropout_p, inside, call)
+    o = run_heads(o, inside, call)
+    return (o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])), weights, kernel
+
+
+def reads_apart(regularizers: Sequence[Regularizer], dropout: float | bool = 0.0) -> list[Regularizer]:
+    """The methods that read weights or outputs of an attention which other methods, or the model's own dropout, change
+    first: they are given one without them. Mostly none."""
+    reading = [r for r in regularizers if r.only_reads and not r.stages.isdisjoint(ATTENTION_STAGES[1:])]
+    if not reading or (len(reading) == len(regularizers) and not dropout):
+        return []
+    changed = [i for r in regularizers if not r.only_reads for i in _places(r)]
+    first = min([*changed, ATTENTION_STAGES.index("probs")] if dropout else changed, default=len(ATTENTION_STAGES))
+    late = any(i > first for r in reading for i in _places(r))
+    return reading if late else []
+
+
+def _places(r: Regularizer) -> list[int]:
+    """The stages of an attention at which a method is, by their order."""
+    return [i for i, stage in enumerate(ATTENTION_STAGES) if stage in r.stages]
+
+
+def _read(reading: Sequence[Regularizer], q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+    """Run an attention for those who read it, as the model alone would compute it; returns the kernel in words."""
+    own = choose_kernel(q, k, reading)
+    run_heads(run_kernel(own, q, k, v, 0.0, reading, call), reading, call)
+    names = ", ".join(r.name for r in reading)
+    return f"{own.name} once more for {names}, without what changes it"
+
+
+def run_heads(o: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
+    """The stage heads."""
     for r in regularizers:
         if "heads" in r.stages:
-            o = r.heads(o, call)
-    return (o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])), weights, kernel
+            o = check_only_reads(r, "heads", o, r.heads(o, call))
+    return o
 
 
 def _fitting(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,15 +147,15 @@ def _fitting(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fill(
-    call: Call, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, need_valid: bool
+    call: Call, q: Tensor, k: Tensor, mask: ModelMask | None, is_causal: bool, scale: float | None, need_valid: bool
 ) -> Call:
     """Write into the call what is known once q and k are."""
     call.shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     call.kv_heads, call.head_size, call.device = k.shape[1], q.shape[3], q.device
     call.scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call.is_causal, call.mask, call.bias = is_causal, visible(mask), None
-    if mask is not None and call.mask is not None and mask.dtype != torch.bool:
-        call.bias = mask.masked_fill(~call.mask, 0.0)  # hidden places hold no number that could spread
+    call.is_causal, call.mask, call.bias, call.blind = is_causal, None, None, None
+    if mask is not None:
+        call.mask, call.bias, call.blind = mask.keep, mask.bias, mask.blind
     if need_valid:
         call.seen = call.valid_keys
         call.valid = call.valid if call.cross else call.seen

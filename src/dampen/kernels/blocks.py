@@ -58,7 +58,7 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Tensor:
         ctx.scale, ctx.mask, ctx.state = scale, mask, torch.get_rng_state()
-        o = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype).transpose(1, 2)
+        o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         sums = []
         for rows in _rows(q, k):
             part = q[:, :, rows]

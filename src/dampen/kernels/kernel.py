@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dampen._torch import half_in_hardware, has_numbers
+from dampen._torch import half_in_hardware
 from dampen.kernels.blocks import attention_by_blocks, fits_blocks
 from dampen.kernels.flex import attend_flex, fits_flex
 from dampen.masks import keep_keys, may_empty
+from dampen.native.entry import transformed, unreadable
 from dampen.native.library import available as native_available
-from dampen.regularizer import Call, Regularizer, needs_matrix
+from dampen.regularizer import Call, Regularizer, check_only_reads, needs_matrix
 
 PLAIN_BELOW: dict[tuple[str, torch.dtype, bool], int] = {
     ("cpu", torch.float32, False): 48,
@@ -75,9 +76,16 @@ class Kernel(NamedTuple):
 
 
 def choose_kernel(
-    q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], matrix: bool = False, native: bool = False
+    q: Tensor,
+    k: Tensor,
+    regularizers: Sequence[Regularizer],
+    matrix: bool = False,
+    native: bool = False,
+    v: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Kernel:
-    """The kernel for this device, dtype, length and set of stages; `native` where a native one could run."""
+    """The kernel for this device, dtype, length and set of stages; `native` where a native one could run, on these
+    values (by default like the keys) and the model's mask."""
     if not torch.compiler.is_compiling():  # no file is read inside a graph; `regularize` has looked before
         use_tuned_table()
     keys = k.shape[-2]
@@ -86,10 +94,14 @@ def choose_kernel(
     if matrix or needs_matrix(regularizers):
         names = [r.name for r in regularizers if needs_matrix([r])] or ["the caller"]
         return Kernel("plain", static and keys >= LONG and not matrix, f"{', '.join(names)} needs the matrix of scores")
-    if native and _fits_native(q, k, regularizers):
-        hides = any("mask" in r.stages for r in regularizers)
-        why = "keys are hidden inside the kernel" if hides else "short rows"
-        return Kernel("native", False, f"{why}, and nothing of N x M is kept")
+    unfit = None
+    if native and regularizers and native_available() and q.is_cpu:
+        unfit = _unfit_for_native(q, k, k if v is None else v, mask, regularizers)
+        if unfit == "":
+            hides = any("mask" in r.stages for r in regularizers)
+            why = "keys are hidden inside the kernel" if hides else "short rows"
+            return Kernel("native", False, f"{why}, and nothing of N x M is kept")
+    instead = f"; not native: {unfit}" if unfit else ""
     if fits_flex(q, k, regularizers, asked=native):
         return Kernel("flex", False, "DAMPEN_FLEX=1: keys are hidden inside FlexAttention")
     device = q.device.type
@@ -98,10 +110,9 @@ def choose_kernel(
     limit = PLAIN_BELOW.get((device, dtype, _HALF_IN_HARDWARE), 0)
     if static and keys < limit:
         kind = str(dtype).removeprefix("torch.")
-        return Kernel("plain", chunked, f"faster than fused in {kind} on this {device} below {limit} keys")
-    return Kernel(
-        "fused", chunked, "a mask keeps the fused kernel" if by_row else "no stage needs the matrix of scores"
-    )
+        return Kernel("plain", chunked, f"faster than fused in {kind} on this {device} below {limit} keys{instead}")
+    why = "a mask keeps the fused kernel" if by_row else "no stage needs the matrix of scores"
+    return Kernel("fused", chunked, why + instead)
 
 
 def run_kernel(
@@ -158,7 +169,7 @@ def attention_weights(
         a = a * call.mask.any(-1, keepdim=True)
     for r in regularizers:
         if "probs" in r.stages:
-            a = r.probs(a, call)
+            a = check_only_reads(r, "probs", a, r.probs(a, call))
     a = F.dropout(a, dropout_p) if dropout_p else a
     return a.to(v.dtype) @ v, a
 
@@ -193,29 +204,37 @@ def _added_mask(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call:
         return call.bias.to(q.dtype).masked_fill(~keep, float("-inf"))
     if call.mask is None and not call.is_causal and _adds(q):
         return (~keep).view(torch.uint8).to(q.dtype).mul_(HIDE)  # bytes: see `_fused`
-    return torch.zeros((), dtype=q.dtype).masked_fill(~keep, float("-inf"))
+    return q.new_zeros(()).masked_fill(~keep, float("-inf"))
 
 
-def _fits_native(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]) -> bool:
-    """Whether dampen's own kernel is built and can do what is asked: at most one method that hides keys, float32, on a
-    CPU."""
-    if not (
-        q.dtype is k.dtype is torch.float32
-        and native_available()
-        and q.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
-    ):
-        return False
+def _unfit_for_native(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, regularizers: Sequence[Regularizer]
+) -> str | None:
+    """Why dampen's own kernel cannot do what is asked, in a few words; "" where it can, and None where another is
+    simply faster. It does at most one method that hides keys, in float32, on a CPU."""
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast"
+    if why := transformed():
+        return why
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if why := unreadable(t):
+            return f"{name} is {why}"
+    if mask is not None and (why := unreadable(mask, torch.bool)):
+        return f"the mask is {why}"
     compiling, keys, size = torch.compiler.is_compiling(), k.shape[2], q.shape[3]
-    if not (isinstance(keys, int) and isinstance(size, int) and (compiling or has_numbers(q))):
-        return False
+    if not (isinstance(keys, int) and isinstance(size, int)):
+        return "a length that changes inside a graph"
+    if size == 0:
+        return "vectors without numbers"
     hiding = [r for r in regularizers if "mask" in r.stages]
-    if len(hiding) > 1 or any(r.takes_jacobian for r in regularizers):  # the kernel can be differentiated once
-        return False
+    if len(hiding) > 1:
+        return f"{' and '.join(r.name for r in hiding)} both hide keys"
+    if any(r.takes_jacobian for r in regularizers):  # the kernel itself can be differentiated once
+        return "the attention is differentiated twice"
     if hiding:
-        return hiding[0].native_hiding(keys) is not None
+        return "" if hiding[0].native_hiding(keys) is not None else f"{hiding[0].name} hides keys together"
     short = keys <= NATIVE_UP_TO and size <= NATIVE_UP_TO
-    return short and not compiling and bool(regularizers)  # a graph has its own ways with torch's attention
+    return "" if short and not compiling else None  # a graph has its own ways with torch's attention
 
 
 def _native(q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
@@ -265,4 +284,4 @@ def _chunk(call: Call, rows: slice) -> Call:
     def cut(t: Tensor | None) -> Tensor | None:
         return t if t is None or t.shape[-2] == 1 else t[..., rows, :]
 
-    return dataclasses.replace(call, rows=rows, mask=cut(call.mask), bias=cut(call.bias))
+    return dataclasses.replace(call, rows=rows, mask=cut(call.mask), bias=cut(call.bias), blind=cut(call.blind))

@@ -39,6 +39,7 @@ class AroraDropout(Regularizer):
     needs_valid = True
     reads_adapters = True
     multiplies = True
+    reads_product = False
     rate: Tensor
     swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not asked yet
 
@@ -94,7 +95,9 @@ class AroraDropout(Regularizer):
         """The projections: the model's mask is known here."""
         with no_autocast(q.device.type):
             for term, role, operand in (("query", "q", q), ("key", "k", k), ("value", "v", v)):
-                if term in self.terms:  # the form has no part that is read off the operand, so it passes as it is
+                if term in self.terms and call.is_first(
+                    role, (self.serial, term)
+                ):  # the form has no part that is read off the operand, so it passes as it is
                     self.penalize(tap_projection(role, operand, call, self._term(term, operand))[1], term)
         return q, k, v
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from dampen.formulas.explicit.precision import as_wide, wide
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
@@ -19,7 +20,8 @@ class AttentionEntropy(Regularizer):
     that the model lets the query see.
 
     The paper bounds the entropy by reparametrizing the weights; this is the direct penalty, zero for attention that is
-    spread enough. Needs the matrix of weights. Padded queries do not count.
+    spread enough. Needs the matrix of weights, as they are before other methods and the model's own dropout act on
+    them. Padded queries do not count.
 
     Args:
         weight: factor of the penalty.
@@ -43,17 +45,18 @@ class AttentionEntropy(Regularizer):
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
         # clamped to the smallest number, because the gradient of a log a at 0 is not finite
-        entropy = torch.special.entr(a.float().clamp(min=torch.finfo(torch.float32).tiny)).sum(-1)  # (B, H, N)
+        entropy = torch.special.entr(wide(a).clamp(min=torch.finfo(torch.float32).tiny)).sum(-1)  # (B, H, N)
         keep = call.keep
-        seen = entropy.new_tensor(a.shape[-1]) if keep is None else keep.sum(-1).clamp(min=1)
+        seen = entropy.new_tensor(a.shape[-1]) if keep is None else keep.sum(-1).clamp(min=1).to(entropy.dtype)
         missing = (self.floor * seen.log() - entropy).relu()
+        weight = as_wide(self.current("weight"), missing)
         batch, heads, queries = call.shape[:3]  # all of them: a chunk of queries adds its part of the mean
         if call.valid is None:
-            self.penalize(self.weight * missing.sum() / (batch * heads * queries))
+            self.penalize(weight * missing.sum() / (batch * heads * queries))
         else:
             valid = call.valid if call.rows is None else call.valid[:, call.rows]
             total = (call.valid.sum() * (heads * batch // call.valid.shape[0])).clamp(min=1)
-            self.penalize(self.weight * missing.masked_fill(~valid.unsqueeze(1), 0).sum() / total)
+            self.penalize(weight * missing.masked_fill(~valid.unsqueeze(1), 0).sum() / total)
         return a
 
     def extra_repr(self) -> str:

@@ -22,6 +22,7 @@ from dampen.formulas.blur import (
     on_line,
     seen_together,
 )
+from dampen.formulas.explicit.precision import as_wide
 from dampen.formulas.grid import check_grid, model_grid
 from dampen.formulas.learnable import count_heads, device_of, per_head, scale_divergence, spread
 from dampen.regularizer import Call, Regularizer
@@ -64,6 +65,7 @@ class BlurredAttention(Regularizer):
     BlurredAttention(sigma=1, width=5)
     """
 
+    acts_first = True
     sigma: Tensor
     prior_weight: Tensor
 
@@ -140,7 +142,8 @@ class BlurredAttention(Regularizer):
             return self.sigma
         if self.log_sigma is None:
             raise RuntimeError("BlurredAttention(learn=True) has no parameter yet. Attach it, or say heads=.")
-        self.penalize(self.prior_weight * scale_divergence(self.sigma, self.log_sigma), "prior")
+        value = scale_divergence(self.sigma, self.log_sigma)
+        self.penalize(as_wide(self.current("prior_weight"), value) * value, "prior")
         return per_head(self.log_sigma, heads, "BlurredAttention", grouped=True).exp()
 
     @property

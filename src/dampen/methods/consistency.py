@@ -6,6 +6,8 @@ import math
 
 from torch import Tensor
 
+from dampen._torch import is_empty
+from dampen.formulas.explicit.precision import as_wide, wide
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value
 
@@ -46,14 +48,15 @@ class Consistency(Regularizer):
 
     def outputs(self, outputs: list[Tensor], valid: Tensor | None = None) -> None:
         first, second = (o.movedim(self.axis, -1) for o in outputs)
-        self.penalize(self.weight * divergence(first, second, valid, self.symmetric))
+        value = divergence(first, second, valid, self.symmetric)
+        self.penalize(as_wide(self.current("weight"), value) * value)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, symmetric={self.symmetric}"
 
 
 def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None, symmetric: bool = False) -> Tensor:
-    """KL(softmax(first) || softmax(second)) in float32, averaged over the predictions where `valid` is True.
+    """KL(softmax(first) || softmax(second)) in float32 or wider, averaged over the predictions where `valid` is True.
 
     >>> import torch
     >>> divergence(torch.zeros(3, 2), torch.zeros(3, 2)).item()
@@ -70,7 +73,7 @@ def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None, symme
             f"valid has shape {tuple(valid.shape)}, but the predictions to compare have {tuple(first.shape[:-1])}. "
             "Give one bool per prediction, False on padding."
         )
-    log_p, log_q = first.float().log_softmax(-1), second.float().log_softmax(-1)
+    log_p, log_q = wide(first).log_softmax(-1), wide(second).log_softmax(-1)
     impossible = (log_p == -math.inf) & (log_q == -math.inf)  # classes that a mask forbids in both passes
     difference = (log_p - log_q).masked_fill(impossible, 0.0)
     if symmetric:  # KL(P || Q) + KL(Q || P) = sum (P - Q) (log P - log Q)
@@ -78,20 +81,20 @@ def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None, symme
     else:
         each = (log_p.exp() * difference).sum(-1)
     if valid is None:
-        return each.mean()
+        return each.sum() if is_empty(each) else each.mean()
     return each.masked_fill(~valid, 0).sum() / valid.sum().clamp(min=1)
 
 
 def squared_distance(first: Tensor, second: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The mean squared difference of two predictions in float32, over the positions where `valid` is True.
+    """The mean squared difference of two predictions in float32 or wider, over the positions where `valid` is True.
 
     >>> import torch
     >>> squared_distance(torch.zeros(3, 1), torch.full((3, 1), 2.0)).item()
     4.0
     """
-    each = (first.float() - second.float()).square()
+    each = (wide(first) - wide(second)).square()
     if valid is None:
-        return each.mean()
+        return each.sum() if is_empty(each) else each.mean()
     if valid.shape != each.shape[: valid.ndim]:
         raise ValueError(
             f"valid has shape {tuple(valid.shape)}, but the predictions to compare have {tuple(each.shape)}. "

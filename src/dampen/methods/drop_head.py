@@ -42,6 +42,7 @@ class DropHead(Regularizer):
     def prepare(self, model: nn.Module) -> None:
         """Hierarchical models begin with one head, of which one always stays; a model of such layers is refused."""
         self.single = any(heads_of(m) == 1 for m in self.neighbors)
+        self.acts_here = not self.single
         if self.single and all(heads_of(m) == 1 for m in find_attentions(model).values()):
             raise UnsupportedModel(
                 f"DropHead always leaves one head, and every attention of {type(model).__name__} has one, so it would "

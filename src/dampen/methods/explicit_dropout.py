@@ -14,6 +14,7 @@ from dampen.formulas.explicit.diagonal import diagonal_weights, shared_mask_exce
 from dampen.formulas.explicit.forms import check_form, combine, is_off, single
 from dampen.formulas.explicit.joint_mask import check_joint, joint_variance, with_gradient
 from dampen.formulas.explicit.layer import (
+    HeadMap,
     as_one_head,
     check_roles,
     check_shared,
@@ -37,6 +38,7 @@ from dampen.formulas.explicit.scores import (
     visible_diagonal,
     visible_pairs,
 )
+from dampen.names import leave_out
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 
@@ -62,7 +64,8 @@ class ExplicitDropout(Regularizer):
     Departures: the paper's B keeps only the squared bias of dropout, `form="exact"` is the true expectation and
     `form="inverted"` that of `nn.Dropout` (docs/exactness.md); `query_key` masks queries and keys at once, for which
     the paper has no expression; a mean instead of the authors' sum (`author_weight` converts); biases, rotary, norm
-    and scale are not in Q, K and V; padded tokens count nowhere.
+    and scale are not in Q, K and V; padded tokens count nowhere. Beside other methods each term reads what none of them
+    has changed in its layer, and A before the model's own dropout.
 
     Args:
         query, key, value, attended_value, query_key, ffn: the lambdas; a number, a schedule or one value per layer.
@@ -153,16 +156,20 @@ class ExplicitDropout(Regularizer):
         """Open only the stages and read only the maps that the terms at work need."""
         self.pair_terms = self.terms & set(PAIR_TERMS)
         attends = "attended_value" in self.terms
-        # A detached input leaves Wv alone, which the attention output cannot tell from A: take A itself
-        self.reads_weights = attends and (self.form != "paper" or self.detach_inputs)
-        self.reads_output = attends and self.form != "inverted" and not self.detach_inputs
+        # A detached input leaves Wv alone, and values that another method changes are not X Wv: the attention output
+        # cannot tell A from these, so take A itself
+        self.keeps_values = attends and not self.changed_maps.isdisjoint(("v", "qkv", "kv"))
+        self.from_weights = self.detach_inputs or self.keeps_values
+        self.reads_weights = attends and (self.form != "paper" or self.from_weights)
+        self.reads_output = attends and self.form != "inverted" and not self.from_weights
+        self.reads_product = "residual" in self.terms
         joint = "joint" in self.terms
         self.stochastic = joint  # type: ignore[misc]  # random signs
         self.takes_jacobian = joint
         stages = {
             # all off: present, sees nothing
             "product": bool(self.terms & {"ffn1", "ffn2", "output", "residual"}) or not self.terms,
-            "qkv": "value" in self.terms or bool(self.pair_terms),
+            "qkv": "value" in self.terms or bool(self.pair_terms) or self.keeps_values,
             "operands": joint,
             "probs": self.reads_weights or joint,  # the plain kernel, which can be differentiated twice
             "heads": self.reads_output or joint,
@@ -197,6 +204,8 @@ class ExplicitDropout(Regularizer):
 
     def prepare(self, model: nn.Module) -> None:
         self.swapped = sequence_first(self.neighbors)
+        if self.changed_maps & {"v", "qkv", "kv"}:
+            self._switch()
 
     def check_layer(self, roles: set[str], where: str) -> None:
         alone = [r for r in BRANCHES if "residual" in self.terms and _LAYER[r] not in self.terms]
@@ -227,6 +236,12 @@ class ExplicitDropout(Regularizer):
 
     def _branch(self, y: Tensor, call: LinearCall) -> Tensor:
         if "residual" in self.terms and call.role in BRANCHES:
+            if call.tokens is not None:
+                raise RuntimeError(
+                    f"ExplicitDropout(residual=...) reads a branch at its last linear layer, but at "
+                    f"'{call.site.name if call.site else call.role}' the branch is a sum of experts, weighted after "
+                    f"it. Set residual=0, or {leave_out(call.site.name if call.site else '')}."
+                )
             with no_autocast(y.device.type):
                 y, value = tap_branch(y, call, self._term("residual", y), self._swapped(call))
             self.penalize(value, "residual")
@@ -240,19 +255,24 @@ class ExplicitDropout(Regularizer):
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Value, query, key, and the last two at once: the model's mask is known here."""
         with no_autocast(q.device.type):
-            if "value" in self.terms:
+            if "value" in self.terms and call.is_first("v", (self.serial, "value")):
                 v, value = tap_projection("v", v, call, self._term("value", v))
                 self.penalize(value, "value")
-            if self.pair_terms:
+            if self.pair_terms and call.is_first("qk", (self.serial, "pairs")):
                 self._pairs(q, k, call)
+            if self.keeps_values:  # once for all chunks of queries
+                call.memory[self.serial] = self._values(call)
         return q, k, v
+
+    def _values(self, call: Call) -> HeadMap:
+        return read_map(call, "v", None, call.value_size, self.detach_inputs)
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
         """Attended value: the parts that need the attention weights. `a` may hold some of the queries only."""
         if not self.reads_weights:
             return a
         with no_autocast(a.device.type):
-            v = read_map(call, "v", None, call.value_size, self.detach_inputs)
+            v = call.memory[self.serial] if self.keeps_values else self._values(call)
             if v.x.shape[1] != a.shape[-1]:
                 raise_extra_keys(call, v.x.shape[1], a.shape[-1])
             rows, factors = (
@@ -262,7 +282,7 @@ class ExplicitDropout(Regularizer):
             weights = rows.weights if rows.weights is None or call.rows is None else rows.weights[:, call.rows]
             a_used = a.detach() if self.detach_inputs else a
             b = variance = None
-            if factors.bias is not None and self.detach_inputs:
+            if factors.bias is not None and self.from_weights:
                 b = attended_bias_from_weights(a_used, v, weights)
             if factors.variance is not None:
                 variance = attended_variance(a_used, v, weights, self.attended)
@@ -285,7 +305,7 @@ class ExplicitDropout(Regularizer):
             linear = call.projection("v")
             bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, o.shape[-1]))
             rows = query_rows(call, self.reduction, wide_dtype(o))
-            b = attended_bias(o, bias, rows.weights)
+            b = attended_bias(o, bias, rows.weights, None if bias is None else call.row_sums)
             self._penalize(
                 "attended_value", combine(single(self.form, as_wide(self.current("rate"), o)), b, None) * rows.factor
             )

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from dampen.formulas.explicit.precision import as_wide
 from dampen.formulas.learnable import (
     count_heads,
     device_of,
@@ -116,7 +117,8 @@ class HardMasking(Regularizer):
         """Only to add the divergence once per attention, however many chunks `logits` sees."""
         priors = {"rate": self.rate, "top": torch.full_like(self.rate, self.top)}
         terms = [rate_divergence(priors[name], odds) for name, odds in self.log_odds.items()]
-        self.penalize(self.prior_weight * torch.stack(terms).sum(), "prior")
+        value = torch.stack(terms).sum()
+        self.penalize(as_wide(self.current("prior_weight"), value) * value, "prior")
         return q, k, v
 
     zero_is_identity = True

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from dampen.formulas.explicit.precision import as_wide, wide
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
@@ -17,7 +18,9 @@ class HeadDiversity(Regularizer):
 
     weight * mean over tokens and pairs of heads h < g of cos(o_h, o_g)^2.
 
-    Works on the heads' outputs, so the fused kernel stays. Padded tokens do not count.
+    Works on the heads' outputs, so the fused kernel stays. Beside methods that act on the attention, and beside the
+    model's own attention dropout, it reads an attention without them, which is computed once more. Padded tokens do not
+    count.
 
     Args:
         weight: factor of the penalty.
@@ -36,12 +39,13 @@ class HeadDiversity(Regularizer):
         self.scheduled("weight", weight, high=math.inf)
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
-        self.penalize(self.weight * squared_cosine(o, call.valid))
+        value = squared_cosine(o, call.valid)
+        self.penalize(as_wide(self.current("weight"), value) * value)
         return o
 
 
 def squared_cosine(o: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The mean of cos(o_h, o_g)^2 over pairs of heads and (valid) tokens of o (B, H, N, D), in float32.
+    """The mean of cos(o_h, o_g)^2 over pairs of heads and (valid) tokens of o (B, H, N, D), in float32 or wider.
 
     With G = O O^T of one token's outputs O (H, D), cos_hg = G_hg / sqrt(G_hh G_gg): the outputs themselves are touched
     by one product only, and everything else is H x H.
@@ -53,7 +57,7 @@ def squared_cosine(o: Tensor, valid: Tensor | None = None) -> Tensor:
     if heads < 2:
         raise ValueError("HeadDiversity compares heads, but this attention has only one. Leave it out with sites=.")
     with torch.autocast(o.device.type, enabled=False):
-        rows = o.transpose(1, 2).float()  # (B, N, H, D)
+        rows = wide(o.transpose(1, 2))  # (B, N, H, D)
         gram = rows @ rows.mT
         shrink = gram.diagonal(dim1=-2, dim2=-1).clamp(min=1e-24).rsqrt()  # a head of zeros has cosine 0
         cosine = gram * shrink.unsqueeze(-1) * shrink.unsqueeze(-2)

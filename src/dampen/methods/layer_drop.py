@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.masks import few_kept
+from dampen.names import leave_out
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value
 from dampen.sockets.find import find_layers
@@ -39,9 +40,10 @@ class LayerDrop(Regularizer):
 
     def block(self, x: Tensor, y: Tensor) -> Tensor:
         if x.shape != y.shape:
+            name = self.site.name if self.site else ""
             raise ValueError(
-                f"LayerDrop: the layer '{self.site.name if self.site else ''}' turns {tuple(x.shape)} into "
-                f"{tuple(y.shape)}, so it cannot be skipped. Leave it out with sites=."
+                f"LayerDrop: the layer '{name}' turns {tuple(x.shape)} into {tuple(y.shape)}, so it cannot be skipped. "
+                f"To go on, {leave_out(name)}."
             )
         dropped = few_kept((), self.current("rate"), y.device) == 0
         return torch.where(dropped, x.to(y.dtype), y)

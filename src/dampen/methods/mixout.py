@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from dampen._torch import shared_until_written
 from dampen.calls import check_whole
 from dampen.formulas.explicit.layer import fit, sequence_first
 from dampen.formulas.explicit.linear import Term, map_penalty
@@ -18,6 +17,7 @@ from dampen.methods.drop_connect import GROUPS, check_targets
 from dampen.regularizer import Call, LinearCall, Regularizer, UnsupportedModel
 from dampen.schedules import Value
 from dampen.sockets.roles import weight_of
+from dampen.start_weights import StartWeight
 
 PROJECTIONS = frozenset({"q", "k", "v", "qkv", "kv"})
 
@@ -25,13 +25,16 @@ PROJECTIONS = frozenset({"q", "k", "v", "qkv", "kv"})
 class FromStart(Regularizer):
     """What both methods share: the weights U that the chosen maps had when the method was attached.
 
-    U is kept as parameters that need no gradient, beside the layer's own: so FSDP shards it with W, the optimizer
-    leaves it alone, the model's state_dict has nothing of it and the handle's has. It shares W's memory until W is
-    written to: maps that are frozen, or not trained yet, cost nothing.
+    U is in no list of the model: its parameters, buffers and state_dict stay what they were, and the handle's state
+    has it. It goes along with `model.to()`, and where W is sharded it is too, from the next `reg.progress` on. It
+    shares W's memory until W is written to: maps that are frozen, or not trained yet, cost nothing.
     """
+
+    needs_module = True
 
     def __init__(self, rate: Value, targets: str | Sequence[str]) -> None:
         super().__init__()
+        self.starts: dict[str, StartWeight] = {}
         self.scheduled("rate", rate)
         self.roles = check_targets(targets, type(self).__name__)
 
@@ -48,14 +51,15 @@ class FromStart(Regularizer):
     def prepare(self, model: nn.Module) -> None:
         for i, (module, role) in enumerate(self.linears):
             if role in self.roles:
-                self._keep(f"start_{i}", weight_of(module), role)
+                self._keep(f"start_{i}", weight_of(module), role, module, "weight")
         for i, module in enumerate(self.neighbors):
             if isinstance(module, nn.MultiheadAttention):
                 for role, weight in zip("qkv", _in_projections(module), strict=True):
                     if role in self.roles:
-                        self._keep(f"start_{role}_{i}", weight, role)
+                        whose = "in_proj_weight" if module.in_proj_weight is not None else f"{role}_proj_weight"
+                        self._keep(f"start_{role}_{i}", weight, role, module, whose)
 
-    def _keep(self, name: str, weight: Tensor, role: str) -> None:
+    def _keep(self, name: str, weight: Tensor, role: str, module: nn.Module, parameter: str) -> None:
         taken_apart = hasattr(weight, "ds_id")  # by deepspeed.zero.Init
         if weight.is_meta or taken_apart or not weight.is_floating_point():
             state = "has no values yet (meta)" if weight.is_meta else f"is stored as {weight.dtype}"
@@ -65,19 +69,37 @@ class FromStart(Regularizer):
                 f"'{self.site.name if self.site else ''}' {state}. Load the pre-trained weights first, in a floating "
                 "dtype, and regularize then."
             )
-        self.register_parameter(name, nn.Parameter(shared_until_written(weight), requires_grad=False))
+        self.starts[name] = StartWeight(weight, module, parameter)
+
+    def at(self, progress: float) -> None:
+        super().at(progress)
+        for start in self.starts.values():
+            start.follow()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FromStart:
+        super()._apply(fn, recurse)
+        for start in self.starts.values():
+            start.value = fn(start.value)
+        return self
+
+    def saved(self) -> dict[str, Tensor]:
+        return {**super().saved(), **{name: start.whole() for name, start in self.starts.items()}}
+
+    def restore(self, name: str, value: Tensor) -> None:
+        if name in self.starts:
+            self.starts[name].set(value)
+        else:
+            super().restore(name, value)
 
     def distance(self, call: LinearCall) -> Tensor:
         """W - U of the map that a call is about."""
         check_whole(call)
         for i, (module, _) in enumerate(self.linears):
             if module is call.module:
-                start: Tensor = getattr(self, f"start_{i}")
-                return call.weight - start
+                return call.weight - self.starts[f"start_{i}"].like(call.weight)
         for i, module in enumerate(self.neighbors):
             if module is call.module:
-                start = getattr(self, f"start_{call.role}_{i}")
-                return call.weight - start
+                return call.weight - self.starts[f"start_{call.role}_{i}"].like(call.weight)
         raise RuntimeError(
             f"{type(self).__name__} has no starting weight of the map {call.role}: attach it with dampen.regularize."
         )
@@ -107,6 +129,7 @@ class Mixout(FromStart):
     Mixout(rate=0.7, targets=attention)
     """
 
+    acts_first = True
     rate: Tensor
 
     def __init__(self, rate: Value = 0.7, targets: str | Sequence[str] = "all") -> None:
@@ -138,6 +161,7 @@ class ExplicitMixout(FromStart):
 
     stochastic = False
     needs_valid = True
+    reads_product = False
     rate: Tensor
     weight: Tensor
 

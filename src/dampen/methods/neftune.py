@@ -31,6 +31,7 @@ class NEFTune(Regularizer):
     """
 
     per_sample = True
+    acts_first = True
     alpha: Tensor
 
     def __init__(self, alpha: Value = 5.0) -> None:
@@ -48,7 +49,7 @@ class NEFTune(Regularizer):
     def embeddings(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         noise = torch.rand(x.shape, device=x.device) * 2 - 1
         if valid is None:
-            count = torch.full((), x[0].numel(), device=x.device)  # windows and maps too: (B, H, W, D)
+            count = torch.full((), max(1, x.shape[1:].numel()), device=x.device)  # windows and maps too: (B, H, W, D)
         else:
             count = (valid.sum(1) * x.shape[-1]).clamp(min=1)[:, None, None]
             noise = noise * valid.unsqueeze(-1)

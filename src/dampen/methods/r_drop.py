@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from dampen.formulas.explicit.precision import as_wide
 from dampen.methods.consistency import divergence, squared_distance
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value
@@ -50,9 +51,10 @@ class RDrop(Regularizer):
     def outputs(self, outputs: list[Tensor], valid: Tensor | None = None) -> None:
         first, second = outputs
         if self.distance == "mse":
-            self.penalize(self.weight * squared_distance(first, second, valid))
+            value = squared_distance(first, second, valid)
         else:
-            self.penalize(self.weight * divergence(first, second, valid, symmetric=True))
+            value = divergence(first, second, valid, symmetric=True)
+        self.penalize(as_wide(self.current("weight"), value) * value)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", distance=mse" if self.distance == "mse" else "")

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from dampen.names import leave_out
 from dampen.regularizer import BranchCall, Regularizer
 
 
@@ -46,6 +47,7 @@ class SkipAblation(Regularizer):
                     f"SkipAblation({name}=...) is True to remove that skip or False to keep it, got {value!r}."
                 )
         self.removed = {"attention": attention, "ffn": ffn}
+        self.branch_roles = frozenset(role for role, removed in self.removed.items() if removed)
 
     def neutral(self) -> None:
         self.removed = dict.fromkeys(self.removed, False)
@@ -61,9 +63,9 @@ class SkipAblation(Regularizer):
             raise RuntimeError(
                 f"SkipAblation: '{call.site.name if call.site else ''}' adds attention and ffn in one sum, "
                 "side by side: one skip goes around both, and to take it from one would lose the other. "
-                "Remove both (attention=True, ffn=True), or leave the block out with sites=."
+                f"Remove both (attention=True, ffn=True), or {leave_out(call.site.name if call.site else '')}."
             )
-        if self.removed["attention" if call.role == "parallel" else call.role]:
+        if self.removed.get("attention" if call.role == "parallel" else call.role):
             call.skip = False
         return b
 

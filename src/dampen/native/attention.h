@@ -2,6 +2,7 @@
 //
 // Letters: B batch, H heads, G key heads, N queries, M keys, D channels of a query, E channels of a value.
 #pragma once
+#include "checks.h"
 #include "random.h"
 #include "scores.h"
 
@@ -15,6 +16,8 @@ struct Problem {
   const u8* mask;  // True may be seen; null: all
   float *o, *lse, *top, *dq, *dk, *dv;
   i64 sq[3], sk[3], sv[3], so[3], sgo[3], sdq[3], sdk[3], sdv[3], smask[4];
+  // how many numbers lie between a pointer and the end of its memory, in the order of the pointers
+  i64 room_q, room_k, room_v, room_go, room_mask, room_o, room_lse, room_top, room_dq, room_dk, room_dv;
 };
 }
 
@@ -84,21 +87,23 @@ int few_largest(const Problem& p) {
 }
 
 // Hide keys of a whole row: what the model hides, then what is drawn. False where the row was rescued: then one key is
-// left, with a finite score. `top`: where hard masking keeps its threshold, which may be `known` already. `largest`: of
-// the scores that are left.
+// left, with a finite score. `top`: where hard masking keeps its threshold, which may be `known` already; `settle` where
+// the scores came out of sgemm. `largest`: of the scores that are left.
 bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, int width, const u16* draw, float* top, bool known,
-          float& largest) {
+          bool settle, float& largest) {
   const int M = (int)p.M, seen = show(p, b, h, i, 0, M, s);
   if (!p.mode || !seen) {
     largest = seen ? largest_of(s, width) : -INF;
+    if (seen && largest == -INF) any_nan(s, M, largest);
     return true;
   }
   if (p.mode == 2 && !known) {
     const i64 k = p.share_den ? (seen * p.share_num + p.share_den - 1) / p.share_den : std::min<i64>(p.share_num, seen);
     *top = top_threshold(s, M, (int)k);
   }
+  if (p.mode == 2 && settle) *top = in_a_gap(s, M, *top);
   largest = drop(draw, thr, p.mode == 2 ? *top : -INF, width, s);
-  if (largest > -INF) return true;
+  if (largest > -INF || any_nan(s, M, largest)) return true;
   s[rescued(p, b, h, i)] = largest = 0;
   return false;
 }
@@ -113,12 +118,72 @@ int forward_rows(const Problem& p) { return even(p.N, std::clamp<i64>(FORWARD / 
 int backward_rows(const Problem& p) { return even(p.N, p.M <= SMALL ? 128 : ROWS); }
 int backward_keys(const Problem& p) { return p.M <= KEYS_WHOLE ? (int)p.M : KEYS_PART; }
 
+// --- what every entry asks before it reads anything -----------------------------------------------------------------
+
+// (B, heads, tokens, size) with rows that sgemm can read
+const char* bad_heads(const Problem& p, const float* t, const i64* s, i64 heads, i64 tokens, i64 size, i64 room) {
+  if (s[2] < size || s[2] > LARGEST) return "rows overlap, or are more than 2^31 numbers apart";
+  return bad_strided(t, {p.B, heads, tokens, size}, {s[0], s[1], s[2], 1}, room);
+}
+
+const char* bad_mask(const Problem& p) {
+  if (!p.mask) return nullptr;
+  return bad_strided(p.mask, {p.B, p.H, p.N, p.M}, {p.smask[0], p.smask[1], p.smask[2], p.smask[3]}, p.room_mask);
+}
+
+// With strides that fit where an axis has one entry: torch allows any there, and sgemm asks for rows that do not overlap.
+Problem fitting(const Problem& given) {
+  Problem p = given;
+  auto fit = [&](i64* s, i64 heads, i64 tokens, i64 size) {
+    if (p.B == 1) s[0] = 0;
+    if (heads == 1) s[1] = 0;
+    if (tokens == 1) s[2] = size;
+  };
+  fit(p.sq, p.H, p.N, p.D), fit(p.sdq, p.H, p.N, p.D), fit(p.so, p.H, p.N, p.E), fit(p.sgo, p.H, p.N, p.E);
+  fit(p.sk, p.G, p.M, p.D), fit(p.sdk, p.G, p.M, p.D), fit(p.sv, p.G, p.M, p.E), fit(p.sdv, p.G, p.M, p.E);
+  return p;
+}
+
+// What forward, backward and `dampen_kept` share
+const char* bad_problem(const Problem& p) {
+  for (i64 size : {p.B, p.H, p.G, p.N, p.M, p.D, p.E})
+    if (size < 1 || size > LARGEST) return "a size below 1 or above 2^31";
+  if (p.H % p.G) return "heads of queries that are no multiple of those of keys";
+  if (p.threads < 1 || p.threads > 4096) return "a number of threads outside 1 to 4096";
+  if (p.mode < 0 || p.mode > 2) return "an unknown mode";
+  if (p.mode == 2 && (p.share_num < 0 || p.share_num > LARGEST || p.share_den < 0 || p.share_den > LARGEST))
+    return "a share of largest scores that is none";
+  if (bad_rate(p.rate)) return bad_rate(p.rate);
+  if (auto bad = bad_heads(p, p.q, p.sq, p.H, p.N, p.D, p.room_q)) return bad;
+  if (auto bad = bad_heads(p, p.k, p.sk, p.G, p.M, p.D, p.room_k)) return bad;
+  if (p.mode == 2)
+    if (auto bad = bad_strided(p.top, {p.B, p.H, p.N}, {p.H * p.N, p.N, 1}, p.room_top)) return bad;
+  return bad_mask(p);
+}
+
+const char* bad_output(const Problem& p) {
+  if (auto bad = bad_heads(p, p.v, p.sv, p.G, p.M, p.E, p.room_v)) return bad;
+  if (auto bad = bad_heads(p, p.o, p.so, p.H, p.N, p.E, p.room_o)) return bad;
+  return bad_strided(p.lse, {p.B, p.H, p.N}, {p.H * p.N, p.N, 1}, p.room_lse);
+}
+
+const char* bad_gradients(const Problem& p) {
+  if (auto bad = bad_heads(p, p.go, p.sgo, p.H, p.N, p.E, p.room_go)) return bad;
+  if (auto bad = bad_heads(p, p.dq, p.sdq, p.H, p.N, p.D, p.room_dq)) return bad;
+  if (auto bad = bad_heads(p, p.dk, p.sdk, p.G, p.M, p.D, p.room_dk)) return bad;
+  return bad_heads(p, p.dv, p.sdv, p.G, p.M, p.E, p.room_dv);
+}
+
 }  // namespace
 
 extern "C" {
 
-void dampen_attention(const Problem* problem) {
-  const Problem& p = *problem;
+// Every entry gives null, or says in words which of its arguments it refuses; then nothing was read or written.
+
+const char* dampen_attention(const Problem* problem) {
+  const Problem p = fitting(*problem);
+  if (auto bad = bad_problem(p)) return bad;
+  if (auto bad = bad_output(p)) return bad;
   const int bq = forward_rows(p), M = (int)p.M, D = (int)p.D, E = (int)p.E;
   const i64 blocks = bq ? (p.N + bq - 1) / bq : 0, tasks = p.B * p.H * blocks;
   const u32 thr = threshold(p.rate, p.seed);
@@ -153,7 +218,7 @@ void dampen_attention(const Problem* problem) {
         close_row(s, M, ld);
         const u16* draw = drawn ? drawn + (size_t)i * M : p.mode ? draws(p.seed, KEYS, bh, (u64)(i0 + i) * M, M, room) : nullptr;
         float largest;
-        const bool usual = hide(p, thr, b, h, i0 + i, s, ld, draw, top ? top + i : nullptr, few > 0, largest);
+        const bool usual = hide(p, thr, b, h, i0 + i, s, ld, draw, top ? top + i : nullptr, few > 0, !is_small, largest);
         if (largest == -INF) {  // the model shows this query nothing: zeros, as SDPA gives
           std::memset(s, 0, sizeof(float) * ld);
           p.lse[row] = INF;
@@ -170,10 +235,45 @@ void dampen_attention(const Problem* problem) {
         for (int e = 0; e < E; e++) out[i * p.so[2] + e] *= inverse[i];
     }
   }
+  return nullptr;
 }
 
-void dampen_attention_backward(const Problem* problem) {
-  const Problem& p = *problem;
+// kept (B, H, N, M) <- 1 where `dampen_attention` lets a query see a key, with the thresholds that it left in `top`
+const char* dampen_kept(const Problem* problem, u8* kept, i64 room_kept) {
+  const Problem p = fitting(*problem);
+  if (auto bad = bad_problem(p)) return bad;
+  if (auto bad = bad_strided(kept, {p.B, p.H, p.N, p.M}, {p.H * p.N * p.M, p.N * p.M, p.M, 1}, room_kept)) return bad;
+  const int M = (int)p.M, D = (int)p.D;
+  const u32 thr = threshold(p.rate, p.seed);
+  const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
+  const int ld = is_small ? (M + 7) / 8 * 8 : M;
+  std::vector<float> s((size_t)ld), turned(is_small ? (size_t)ld * D : 0);
+  std::vector<u16> room;
+  for (i64 row = 0; row < p.B * p.H * p.N; row++) {
+    const i64 bh = row / p.N, b = bh / p.H, h = bh % p.H, g = h * p.G / p.H, i = row % p.N;
+    const float *q = at(p.q, p.sq, b, h, i), *k = at(p.k, p.sk, b, g, 0);
+    if (p.mode == 2 && is_small) {  // as `dampen_attention` makes them, to the bit: ties stay ties
+      if (!i) turn(M, D, k, p.sk[2], turned.data(), ld);
+      small(1, ld, D, (float)p.scale, q, p.sq[2], 1, turned.data(), ld, false, s.data(), ld);
+    }
+    for (int j = 0; j < M; j++) {
+      if (p.mode != 2) s[j] = 0;
+      else if (!is_small) s[j] = (float)p.scale * dot(q, k + j * p.sk[2], D);
+      s[j] = s[j] > -INF ? s[j] : ALL;  // -inf says hidden
+    }
+    const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i * M, M, room) : nullptr;
+    float largest;
+    hide(p, thr, b, h, i, s.data(), M, draw, p.top ? p.top + row : nullptr, true, false, largest);
+    for (int j = 0; j < M; j++) kept[row * M + j] = s[j] != -INF;
+  }
+  return nullptr;
+}
+
+const char* dampen_attention_backward(const Problem* problem) {
+  const Problem p = fitting(*problem);
+  if (auto bad = bad_problem(p)) return bad;
+  if (auto bad = bad_output(p)) return bad;
+  if (auto bad = bad_gradients(p)) return bad;
   const int bq = backward_rows(p), bk = backward_keys(p), D = (int)p.D, E = (int)p.E, shared = (int)(p.H / p.G);
   const u32 thr = threshold(p.rate, p.seed);
   const i64 tasks = p.B * p.G;  // heads that share a key add to its gradient one after the other
@@ -247,5 +347,6 @@ void dampen_attention_backward(const Problem* problem) {
         }
     }
   }
+  return nullptr;
 }
 }

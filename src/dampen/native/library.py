@@ -2,6 +2,9 @@
 
 `kernels.cpp` and the headers beside it include none of torch: they take raw pointers and are called through ctypes. So
 they compile in seconds with any C++ compiler, and the matrix products are those of the library that torch brings.
+
+A library is tried in a process of its own before it is kept, written whole or not at all, and ends with a checksum that
+is looked at before it is loaded: a file that was cut, or whose blocks are zeros, would end the process that calls it.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ import ctypes
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +24,38 @@ from pathlib import Path
 
 import torch
 
-from dampen.native.machine import cache_folder, machine_key
+from dampen.native.machine import cache_folder, instruction_sets
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+)
+COMPILE_WITHIN = 600.0  # seconds
+MARK = b"\ndampen native kernels, sha256 "  # ends a library, with the checksum of all before it
+
+# Loads a library as `_look` does, without torch, and compares the first draws under seed 0 with Random123's vector. A
+# compiler may write what loads and then dies of an instruction that this processor has not.
+_TRIAL = """
+import ctypes, sys
+kernels = ctypes.CDLL(sys.argv[1])
+kernels.dampen_start.restype = kernels.dampen_draws.restype = ctypes.c_char_p
+lacks = kernels.dampen_start(None)
+if lacks:
+    sys.exit(lacks.decode())
+i64, u64 = ctypes.c_int64, ctypes.c_uint64
+draws = (ctypes.c_uint16 * 128)()
+refused = kernels.dampen_draws(draws, i64(128), i64(128), u64(0), i64(0), u64(0))
+known = [0xE8D5, 0x6627, 0xC58D, 0xE169, 0xAC4C, 0xBC57, 0xDBD8, 0x9B00]
+if refused or [draws[16 * i] for i in range(8)] != known:
+    sys.exit("it draws wrong random numbers")
+"""
 
 _library: ctypes.CDLL | None = None
 _why_not = ""  # why there is none, once that is known
@@ -39,43 +72,129 @@ def sources() -> list[Path]:
 
 
 def library_path() -> Path:
-    """Where the compiled kernels of this source, processor and torch are kept."""
-    key = json.dumps([machine_key(), _flags(), *(path.read_text() for path in sources())], sort_keys=True)
+    """Where the compiled kernels of this source, torch, compiler's flags and processor's instructions are kept.
+
+    -march=native uses what the processor offers, so that is in the key: its model's name says little about it, least of
+    all in a virtual machine. What the compiler made of it, the library itself compares with the processor when it is
+    loaded (`dampen_start`)."""
+    key = json.dumps([torch.__version__, instruction_sets(), _flags(), *(path.read_text() for path in sources())])
     return cache_folder() / f"native-{hashlib.sha256(key.encode()).hexdigest()[:12]}.so"
 
 
 def build(again: bool = False) -> Path:
     """Compile the kernels unless they are there, and use them from now on; `BuildError` in one line if that fails."""
     path = library_path()
-    if again or not path.exists():
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-        if compiler is None:
-            raise BuildError(
-                "no C++ compiler was found (g++, clang++, or what CXX names). Install one and build again."
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            command = [compiler, *_flags(), str(SOURCE), "-o", str(made)]
-            try:
-                result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-            except OSError as error:
-                raise BuildError(f"{compiler} could not be run: {error}.") from error
-            if result.returncode != 0:
-                said = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-300:])
-                raise BuildError(f"{Path(compiler).name} failed: {said.strip()}")
-            os.replace(made, path)  # there whole, or not at all: other processes may be looking
+    try:
+        if again or not path.exists() or damage(path):
+            _compile(path)
+    except OSError as error:
+        raise BuildError(f"the cache folder {path.parent} cannot be used ({_plainly(error)}).") from error
     reset()
-    if not available():
+    if not available() and os.environ.get("DAMPEN_NATIVE", "1") != "0":
         raise BuildError(status())
     return path
 
 
+def _compile(path: Path) -> None:
+    """Compile into a folder beside `path`, try what came out, and put it there whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        _run_compiler([*_compiler(), *_flags(), str(SOURCE), "-o", str(made)])
+        if not made.is_file() or not made.stat().st_size:
+            raise BuildError(f"{_compiler()[0]} ended without an error and wrote nothing.")
+        _try_out(made)
+        with open(made, "r+b") as file:
+            content = file.read()
+            file.write(MARK + hashlib.sha256(content).hexdigest().encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)  # there whole, or not at all: other processes may be looking
+        _sync_folder(path.parent)
+
+
+def _compiler() -> list[str]:
+    """The compiler and its first arguments: $CXX, which may be "ccache g++", or what is found."""
+    said = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(said)
+    except ValueError as error:
+        raise BuildError(f"CXX={said!r} is no command ({error}).") from error
+    found = command or [name for name in (shutil.which("g++"), shutil.which("clang++")) if name][:1]
+    if not found:
+        raise BuildError("no C++ compiler was found (g++, clang++, or what CXX names). Install one and build again.")
+    return found
+
+
+def _run_compiler(command: list[str]) -> None:
+    name = Path(command[0]).name
+    try:
+        result = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_WITHIN)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{name} was not done after {COMPILE_WITHIN:g} s.") from error
+    except OSError as error:
+        raise BuildError(f"{name} could not be run ({_plainly(error)}).") from error
+    if result.returncode < 0:
+        raise BuildError(f"{name} was ended by signal {-result.returncode}.")
+    if result.returncode:
+        lines = _readable(result.stderr).strip().splitlines() or [f"exit code {result.returncode}, and no word"]
+        raise BuildError(f"{name} failed: {next((line for line in lines if 'error' in line), lines[-1]).strip()[:300]}")
+
+
+def _try_out(made: Path) -> None:
+    """Load the library and draw numbers with it, in a process of its own."""
+    command = [sys.executable, "-S", "-c", _TRIAL, str(made)]
+    try:
+        result = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError("what was compiled does not come to an end when it is tried.") from error
+    if result.returncode:
+        lines = _readable(result.stderr).strip().splitlines()
+        why = f"signal {-result.returncode}" if result.returncode < 0 else lines[-1] if lines else "no word"
+        raise BuildError(f"what was compiled does not work ({why[:300]}).")
+
+
+def _readable(text: bytes) -> str:
+    """What a compiler said, in letters that any terminal can print."""
+    return text.decode("utf-8", "replace").encode("ascii", "backslashreplace").decode()
+
+
+def _plainly(error: OSError) -> str:
+    return _readable((error.strerror or str(error)).encode("utf-8", "replace"))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the folder's new entry written too, where folders can be opened."""
+    if os.name == "nt":
+        return
+    at = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(at)
+    finally:
+        os.close(at)
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a library that was kept, "" if it is as it was written."""
+    content = path.read_bytes()
+    body, mark, checksum = content.rpartition(MARK)
+    if not mark:
+        return "its end is missing"
+    return "" if hashlib.sha256(body).hexdigest().encode() == checksum else "its checksum differs"
+
+
 def available() -> bool:
-    """Whether the kernels are there and switched on. The file is looked for once, and never inside a graph."""
-    if not _looked and not torch.compiler.is_compiling():
-        _look()
+    """Whether the kernels are there and switched on. The file is looked for once, at the latest when a graph is traced:
+    a process that compiles first draws what one draws that ran eagerly first."""
+    if not _looked:
+        _look_while_tracing() if torch.compiler.is_compiling() else _look()
     return _library is not None
+
+
+def use_native_kernels() -> None:
+    """Decide now, before any graph is traced, whether the kernels run, and declare their operators."""
+    if available():
+        from dampen.native import ops  # noqa: F401 - torch knows the operators from here on
 
 
 def path() -> str:
@@ -126,18 +245,43 @@ def _look() -> None:
         _why_not = "DAMPEN_NATIVE=0"
         return
     folder = cache_folder()
-    if not folder.is_dir() or not any(folder.glob("native-*.so")) or not (path := library_path()).exists():
-        _why_not = "not built for this processor and torch (dampen doctor --build)"
-        return
     try:
+        if not folder.is_dir() or not any(folder.glob("native-*.so")) or not (path := library_path()).exists():
+            _why_not = "not built for this processor and torch (dampen doctor --build)"
+            return
+        if (wrong := damage(path)) and (failed := _build_anew(path, wrong)):
+            _why_not = failed
+            return
         gemm = _torch_gemm()
         loaded = ctypes.CDLL(str(path))
-        loaded.dampen_start(gemm)
         _declare(loaded)
+        if lacks := loaded.dampen_start(gemm):
+            _why_not = f"{path.name} was built for another processor ({lacks.decode()})"
+            return
     except (OSError, AttributeError) as error:
-        _why_not = f"{path.name} does not load ({error})"
+        _why_not = f"the kernels in {folder} do not load ({_readable(str(error).encode('utf-8', 'replace'))})"
         return
     _library = loaded
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _look_while_tracing() -> bool:
+    """`_look`, run by the tracer itself: what it finds holds for the whole process."""
+    _look()
+    return _library is not None
+
+
+def _build_anew(path: Path, wrong: str) -> str:
+    """Build what was damaged again, and say so. Why that failed, or ""."""
+    about = f"dampen: the native kernels in {path} are damaged ({wrong})"
+    try:
+        _compile(path)
+    except (BuildError, OSError) as error:
+        failed = f"{path.name} is damaged ({wrong}) and could not be built again: {error}"
+        print(f"{about} and could not be built again, so torch's kernels run: {error}", file=sys.stderr)
+        return failed
+    print(f"{about}; they were built again.", file=sys.stderr)
+    return ""
 
 
 def _torch_gemm() -> ctypes.c_void_p:
@@ -151,16 +295,19 @@ def _torch_gemm() -> ctypes.c_void_p:
 
 def _declare(loaded: ctypes.CDLL) -> None:
     i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
+    memory = [pointer, i64]  # an address, and the room from there on
     arguments = {
+        "dampen_start": [pointer],
         "dampen_attention": [pointer],
         "dampen_attention_backward": [pointer],
+        "dampen_kept": [pointer, *memory],
         "dampen_taps": [pointer, i64],
         "dampen_taps_backward": [pointer, i64],
-        "dampen_dropout": [pointer, pointer, i64, f64, u64, i64],
-        "dampen_factors": [pointer, i64, f64, u64],
-        "dampen_mask": [pointer, i64, i64, i64, f64, u64],
-        "dampen_draws": [pointer, i64, u64, i64, u64],
+        "dampen_dropout": [*memory, *memory, i64, f64, u64, i64],
+        "dampen_factors": [*memory, i64, f64, u64],
+        "dampen_mask": [*memory, i64, i64, i64, f64, u64],
+        "dampen_draws": [*memory, i64, u64, i64, u64],
     }
     for name, types in arguments.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype = types, ctypes.c_char_p  # null, or what is refused

@@ -2,24 +2,36 @@
 
 Random numbers are Philox's, a function of a seed and of a place. The seed is drawn from torch's global generator in the
 forward, so a checkpoint's recompute draws it again, and the backward makes every mask anew instead of keeping it. In
-eager mode an `autograd.Function` is called directly; in a graph the same code stands behind `torch.library` operators.
+eager mode an `autograd.Function` is called directly; in a graph, and where a dispatch mode watches
+(to count FLOPs, for one), the same code stands behind `torch.library` operators. A backward that is
+itself to be differentiated runs on torch, with the mask that the kernel drew.
 """
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
-from dampen.native.library import library
+from dampen._torch import watched_by_a_mode
+from dampen.native.entry import (
+    Settings,
+    attend,
+    attend_backward,
+    draws,
+    dropped,
+    factors,
+    hidden_keys,
+    kept_keys,
+    rows_of,
+    settled,
+    unreadable,
+)
 
-# `struct Problem` of attention.h, field by field: to pack bytes is several times quicker than to fill a ctypes
-# structure, and these calls are made in every layer
-_PROBLEM = struct.Struct("12q2dQ11Q28q")
-_NO_STRIDES = (0, 0, 0)
+__all__ = ["FACTORS_UP_TO", "Hiding", "attention", "draws", "dropout", "hidden_keys"]
 
 
 class Hiding(NamedTuple):
@@ -40,19 +52,24 @@ def attention(
     """
     mode, (num, den) = (0, (0, 0)) if hiding is None else (1, (0, 0)) if hiding.top is None else (2, hiding.top)
     keep = None if keep is None else keep.expand(*q.shape[:3], k.shape[2])
-    if torch.compiler.is_compiling():
-        seed = torch.randint(2**63 - 1, ()) if hiding else torch.zeros((), dtype=torch.int64)
-        rate = torch.as_tensor(hiding.rate if hiding else 0.0, dtype=torch.float32)
+    if torch.compiler.is_compiling() or watched_by_a_mode():
+        seed = _drawn() if hiding else torch.zeros((), dtype=torch.int64, device="cpu")
+        rate = torch.as_tensor(hiding.rate if hiding else 0.0, dtype=torch.float32, device="cpu")
         out: Tensor = torch.ops.dampen.attention(q, k, v, keep, seed, rate, causal, scale, mode, num, den)[0]
         return out
     number, share = (_seed(), float(hiding.rate)) if hiding else (0, 0.0)
-    eager: Tensor = _Attention.apply(q, k, v, keep, number, share, causal, scale, mode, num, den)
+    settings = Settings(number, share, causal, scale, mode, num, den)
+    eager: Tensor = _Attention.apply(q, k, v, keep, settings)
     return eager
 
 
-def _seed() -> int:
+def _drawn() -> Tensor:
     """From torch's global generator, as every draw: a checkpoint's recompute draws it again."""
-    seed: int = torch.randint(2**63 - 1, ()).item()  # type: ignore[assignment]
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+
+
+def _seed() -> int:
+    seed: int = _drawn().item()  # type: ignore[assignment]
     return seed
 
 
@@ -64,115 +81,85 @@ at most. That takes half the time of two Python functions around a kernel, which
 def dropout(x: Tensor, rate: float | Tensor) -> Tensor:
     """Inverted dropout of a float32 tensor."""
     if torch.compiler.is_compiling():
-        seed = torch.randint(2**63 - 1, ())
-        out: Tensor = torch.ops.dampen.dropout(x, seed, torch.as_tensor(rate, dtype=torch.float32))
+        share = torch.as_tensor(rate, dtype=torch.float32, device="cpu")
+        out: Tensor = torch.ops.dampen.dropout(x, _drawn(), share)
         return out
-    size = x.numel()
-    if size <= FACTORS_UP_TO:
-        factors = torch.empty(x.shape)
-        library().dampen_factors(factors.data_ptr(), size, float(rate), _seed())
-        return x * factors
+    if x.numel() <= FACTORS_UP_TO:
+        return x * factors(x.shape, _seed(), float(rate))
     eager: Tensor = _Dropout.apply(x, _seed(), float(rate))
     return eager
 
 
-def hidden_keys(slabs: int, queries: int, keys: int, rate: float, seed: int) -> Tensor:
-    """Which keys `attention` hides under a seed where the model shows all: bool (slabs, queries, keys), True hides."""
-    out = torch.empty(slabs, queries, keys, dtype=torch.uint8)
-    library().dampen_mask(out.data_ptr(), slabs, queries, keys, rate, seed)
-    return out.view(torch.bool)
-
-
-def draws(count: int, seed: int, stream: int = 0, slab: int = 0) -> Tensor:
-    """The first 16-bit draws of a slab, as int16: for tests of their quality."""
-    out = torch.empty(count, dtype=torch.int16)
-    library().dampen_draws(out.data_ptr(), count, seed, stream, slab)
-    return out
-
-
-def _rows(t: Tensor) -> Tensor:
-    """A tensor whose rows BLAS can read: numbers side by side, rows that do not overlap."""
-    return t if t.stride(3) == 1 and t.stride(2) >= t.shape[3] else t.contiguous()
-
-
 def _empty_like_heads(t: Tensor, size: int) -> Tensor:
     """(B, H, N, size) in the layout (B, N, H, size), in which heads are merged without a copy."""
-    return torch.empty(t.shape[0], t.shape[2], t.shape[1], size).transpose(1, 2)
+    return t.new_empty(t.shape[0], t.shape[2], t.shape[1], size).transpose(1, 2)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, seed: int, rate: float, causal: bool, scale: float, mode: int,
-    num: int, den: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    o, lse = _empty_like_heads(q, v.shape[3]), torch.empty(q.shape[:3])
-    top = torch.empty(q.shape[:3]) if mode == 2 else torch.empty(0)
-    (b, h, n, d), (_, g, m, e) = q.shape, v.shape
-    if not (o.numel() and m):
+def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = rows_of(q), rows_of(k), rows_of(v)
+    o, lse = _empty_like_heads(q, v.shape[3]), q.new_empty(q.shape[:3])
+    top = q.new_empty(q.shape[:3] if settings.mode == 2 else (0,))
+    if not (o.numel() and k.numel()):
         return o.zero_(), lse, top
-    problem = _PROBLEM.pack(
-        *(b, h, g, n, m, d, e, torch.get_num_threads(), mode, causal, num, den, scale, rate, seed),
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0 if keep is None else keep.data_ptr()),
-        *(o.data_ptr(), lse.data_ptr(), top.data_ptr(), 0, 0, 0),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *_NO_STRIDES, *_NO_STRIDES),
-        *(*_NO_STRIDES, *_NO_STRIDES, *((0, 0, 0, 0) if keep is None else keep.stride())),
-    )
-    library().dampen_attention(problem)
+    attend(q, k, v, keep, o, lse, top, settings)
     return o, lse, top
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor, keep: Tensor | None,
-    seed: int, rate: float, causal: bool, scale: float, mode: int, num: int, den: int,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, grad, o = _rows(q), _rows(k), _rows(v), _rows(grad), _rows(o)
-    (b, h, n, d), (_, g, m, e) = q.shape, v.shape
-    dq, dk, dv = _empty_like_heads(q, d), _empty_like_heads(k, d), _empty_like_heads(v, e)
-    if not (o.numel() and m):
+    q, k, v, grad, o = rows_of(q), rows_of(k), rows_of(v), rows_of(settled(grad)), rows_of(o)
+    dq, dk, dv = _empty_like_heads(q, q.shape[3]), _empty_like_heads(k, k.shape[3]), _empty_like_heads(v, v.shape[3])
+    if not (o.numel() and k.numel()):
         return dq.zero_(), dk.zero_(), dv.zero_()
-    problem = _PROBLEM.pack(
-        *(b, h, g, n, m, d, e, torch.get_num_threads(), mode, causal, num, den, scale, rate, seed),
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), grad.data_ptr(), 0 if keep is None else keep.data_ptr()),
-        *(o.data_ptr(), lse.data_ptr(), top.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *grad.stride()[:3], *dq.stride()[:3]),
-        *(*dk.stride()[:3], *dv.stride()[:3], *((0, 0, 0, 0) if keep is None else keep.stride())),
-    )
-    library().dampen_attention_backward(problem)
+    attend_backward(q, k, v, keep, o, lse, top, (grad, dq, dk, dv), settings)
+    return dq, dk, dv
+
+
+def _again(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by torch, as functions that can be differentiated again, from the keys that the kernel kept."""
+    with torch.enable_grad():
+        # views, so that one tensor that is q, k and v at once gets the gradient of each apart
+        q, k, v = (t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (q, k, v))
+        many = q.shape[1] // k.shape[1]
+        keys, values = (t.repeat_interleave(many, 1) for t in (k, v)) if many > 1 else (k, v)
+        some = kept.any(-1, keepdim=True)  # a query that the model shows nothing gets zeros
+        s = (q @ keys.mT * scale).masked_fill(~kept, float("-inf")).masked_fill(~some, 0.0)
+        out = (s.softmax(-1) * some) @ values
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad, create_graph=torch.is_grad_enabled())
     return dq, dk, dv
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *settings: Any) -> Tensor:
-        o, lse, top = _forward(q, k, v, keep, *settings)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: Settings) -> Tensor:
+        o, lse, top = _forward(q, k, v, keep, settings)
         ctx.save_for_backward(q, k, v, o, lse, top, keep)
         ctx.settings = settings
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, top, keep = ctx.saved_tensors
-        return (*_backward(grad, q, k, v, o, lse, top, keep, *ctx.settings), *[None] * 8)
+        if torch.is_grad_enabled() or unreadable(settled(grad) if type(grad) is Tensor else grad):
+            kept = kept_keys(rows_of(q.detach()), rows_of(k.detach()), keep, top, ctx.settings)
+            return (*_again(grad, q, k, v, kept, ctx.settings.scale), None, None)
+        return (*_backward(grad, q, k, v, o, lse, top, keep, ctx.settings), None, None)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: int, rate: float) -> Tensor:
         ctx.seed, ctx.rate = seed, rate
-        return _dropout(x, seed, rate)
+        return dropped(x, seed, rate)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _dropout(grad, ctx.seed, ctx.rate), None, None
-
-
-def _dropout(x: Tensor, seed: int, rate: float) -> Tensor:
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    library().dampen_dropout(x.data_ptr(), y.data_ptr(), x.numel(), rate, seed, torch.get_num_threads())
-    return y
+        if unreadable(grad):
+            return grad * factors(grad.shape, ctx.seed, ctx.rate), None, None
+        again: Tensor = _Dropout.apply(grad, ctx.seed, ctx.rate)  # linear: its backward is itself
+        return again, None, None
 
 
 # --- the same as operators that a graph may hold ----------------------------------------------------------------------
@@ -183,7 +170,8 @@ def _attention_op(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, seed: Tensor, rate: Tensor, causal: bool, scale: float,
     mode: int, num: int, den: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _forward(q, k, v, keep, int(seed.item()), rate.item(), causal, scale, mode, num, den)
+    settings = Settings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
+    return _forward(settled(q), settled(k), settled(v), keep, settings)
 
 
 @torch.library.custom_op("dampen::attention_backward", mutates_args=())
@@ -191,13 +179,23 @@ def _attention_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor, keep: Tensor | None,
     seed: Tensor, rate: Tensor, causal: bool, scale: float, mode: int, num: int, den: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    number = int(seed.item())
-    return _backward(grad, q, k, v, o, lse, top, keep, number, rate.item(), causal, scale, mode, num, den)
+    settings = Settings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
+    q, k, v = settled(q), settled(k), settled(v)
+    return _backward(grad, q, k, v, o, lse, top, keep, settings)
+
+
+@torch.library.custom_op("dampen::kept_keys", mutates_args=())
+def _kept_keys_op(
+    q: Tensor, k: Tensor, top: Tensor, keep: Tensor | None, seed: Tensor, rate: Tensor, causal: bool, scale: float,
+    mode: int, num: int, den: int,
+) -> Tensor:  # fmt: skip
+    settings = Settings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
+    return kept_keys(rows_of(settled(q)), rows_of(settled(k)), keep, top, settings)
 
 
 @torch.library.custom_op("dampen::dropout", mutates_args=())
 def _dropout_op(x: Tensor, seed: Tensor, rate: Tensor) -> Tensor:
-    return _dropout(x, int(seed.item()), rate.item())
+    return dropped(settled(x), int(seed.item()), rate.item())
 
 
 @_attention_op.register_fake
@@ -209,6 +207,11 @@ def _(q, k, v, keep, seed, rate, causal, scale, mode, num, den):  # type: ignore
 @_attention_backward_op.register_fake
 def _(grad, q, k, v, o, lse, top, keep, seed, rate, causal, scale, mode, num, den):  # type: ignore[no-untyped-def]
     return tuple(t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in (q, k, v))
+
+
+@_kept_keys_op.register_fake
+def _(q, k, top, keep, seed, rate, causal, scale, mode, num, den):  # type: ignore[no-untyped-def]
+    return q.new_empty(*q.shape[:3], k.shape[2], dtype=torch.bool)
 
 
 @_dropout_op.register_fake
@@ -223,6 +226,9 @@ def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _attention_gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     q, k, v, o, lse, top, keep, seed, rate = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        kept = torch.ops.dampen.kept_keys(q.detach(), k.detach(), top, keep, seed, rate, *ctx.rest)
+        return (*_again(grad, q, k, v, kept, ctx.rest[1]), *[None] * 8)
     back = torch.ops.dampen.attention_backward(grad, q, k, v, o, lse, top, keep, seed, rate, *ctx.rest)
     return (*back, *[None] * 8)
 
@@ -237,3 +243,20 @@ def _dropout_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 _attention_op.register_autograd(_attention_gradient, setup_context=_keep_attention)
 _dropout_op.register_autograd(_dropout_gradient, setup_context=_keep_dropout)
+
+
+# --- what they cost, for torch's FlopCounterMode ----------------------------------------------------------------------
+
+
+@register_flop_formula(torch.ops.dampen.attention)
+def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """q k^T and the weights times v, as torch counts its own attention."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.dampen.attention_backward)
+def _attention_backward_flops(
+    grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """The scores again, the gradients of the weights and of v, and those of q and k."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])

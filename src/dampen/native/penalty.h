@@ -1,6 +1,6 @@
 // The penalty of linear maps: sums of squares of their outputs, and the gradients that these send back.
 #pragma once
-#include "vectors.h"
+#include "checks.h"
 
 extern "C" {
 
@@ -10,11 +10,36 @@ struct Tapped {
   const float *y, *bias, *through;  // through: null where nothing passes
   float *out, *total, *sums, *to_bias;
   i64 sy[3], st[3], so[3];
+  // how many numbers lie between a pointer and the end of its memory, in the order of the pointers
+  i64 room_y, room_bias, room_through, room_out, room_total, room_sums, room_to_bias;
   double scale;
 };
 }
 
 namespace {
+
+const char* bad_tapped(const Tapped& t, bool back) {
+  for (i64 size : {t.slabs, t.groups, t.rows, t.size})
+    if (size < 1) return "a size below 1";
+  auto bad = [&](const float* p, const i64* s, i64 room) {
+    return bad_strided(p, {t.slabs, t.groups, t.rows, t.size}, {s[0], s[1], s[2], 1}, room);
+  };
+  auto bad_row = [&](const float* p, i64 room) { return bad_strided(p, {t.groups, t.size}, {t.size, 1}, room); };
+  if (auto wrong = bad(t.y, t.sy, t.room_y)) return wrong;
+  if (t.bias)
+    if (auto wrong = bad_row(t.bias, t.room_bias)) return wrong;
+  if (!back) {
+    if (t.bias)
+      if (auto wrong = bad_row(t.sums, t.room_sums)) return wrong;
+    return bad_strided(t.total, {1}, {1}, t.room_total);
+  }
+  if (t.through)
+    if (auto wrong = bad(t.through, t.st, t.room_through)) return wrong;
+  if (auto wrong = bad(t.out, t.so, t.room_out)) return wrong;
+  if (!t.to_bias) return nullptr;
+  if (auto wrong = bad_row(t.sums, t.room_sums)) return wrong;
+  return bad_row(t.to_bias, t.room_to_bias);
+}
 
 // sum ||y - bias||^2; sums (groups, size) = sum (y - bias) where there is a bias
 double tap_one(const Tapped& t) {
@@ -22,7 +47,7 @@ double tap_one(const Tapped& t) {
   if (t.bias) std::memset(t.sums, 0, sizeof(float) * t.groups * t.size);
   for (i64 s = 0; s < t.slabs; s++)
     for (i64 g = 0; g < t.groups; g++) {
-      float* __restrict to = t.sums + g * t.size;
+      float* __restrict to = t.bias ? t.sums + g * t.size : nullptr;
       const float* __restrict bias = t.bias ? t.bias + g * t.size : nullptr;
       for (i64 i = 0; i < t.rows; i++) {
         const float* __restrict y = t.y + s * t.sy[0] + g * t.sy[1] + i * t.sy[2];
@@ -76,11 +101,17 @@ void tap_one_backward(const Tapped& t) {
 extern "C" {
 
 // Of each of `count` tensors: total[0] += scale sum ||y - bias||^2, and its sums
-void dampen_taps(const Tapped* tapped, i64 count) {
+const char* dampen_taps(const Tapped* tapped, i64 count) {
+  for (i64 n = 0; n < count; n++)
+    if (auto bad = bad_tapped(tapped[n], false)) return bad;
   for (i64 n = 0; n < count; n++) tapped[n].total[0] += (float)(tapped[n].scale * tap_one(tapped[n]));
+  return nullptr;
 }
 
-void dampen_taps_backward(const Tapped* tapped, i64 count) {
+const char* dampen_taps_backward(const Tapped* tapped, i64 count) {
+  for (i64 n = 0; n < count; n++)
+    if (auto bad = bad_tapped(tapped[n], true)) return bad;
   for (i64 n = 0; n < count; n++) tap_one_backward(tapped[n]);
+  return nullptr;
 }
 }

@@ -6,9 +6,10 @@ namespace {
 
 constexpr int FEW = 8;  // largest scores that are found by insertion
 
-// exp(x) for x <= 0 to 2 ulp (Cephes); 0 below -87, so also at -inf
+// exp(x) for x <= 0 to 2 ulp (Cephes); 0 below -87, so also at -inf, and NaN for NaN. What becomes an integer lies between
+// -87 and 88 whatever x is.
 inline float exponential(float x) {
-  const float z = x < -87.0f ? -87.0f : x;
+  const float above = x > -87.0f ? x : -87.0f, z = above < 88.0f ? above : 88.0f;
   const float n = std::floor(z * 1.44269504088896341f + 0.5f);
   float r = z - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -22,11 +23,11 @@ inline float exponential(float x) {
   const std::int32_t bits = ((std::int32_t)n + 127) << 23;
   float power;
   std::memcpy(&power, &bits, 4);
-  return x < -87.0f ? 0.0f : p * power;
+  return x < -87.0f ? 0.0f : x != x ? x : p * power;
 }
 
 inline Eight exponential(Eight x) {
-  const Eight z = x < -87.0f ? Eight{} - 87.0f : x;
+  const Eight above = x > -87.0f ? x : Eight{} - 87.0f, z = above < 88.0f ? above : Eight{} + 88.0f;
   const EightInts whole = __builtin_convertvector(z * 1.44269504088896341f - 0.5f, EightInts);  // z <= 0: to the nearest
   const Eight n = __builtin_convertvector(whole, Eight);
   Eight r = z - n * 0.693359375f;
@@ -38,7 +39,17 @@ inline Eight exponential(Eight x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   const EightInts power = (whole + 127) << 23;
-  return x < -87.0f ? Eight{} : p * (Eight)power;
+  return x < -87.0f ? Eight{} : x != x ? x : p * (Eight)power;
+}
+
+// Of a row in which no score was found above -inf: whether one of them is NaN, which is then the row's largest
+bool any_nan(const float* s, int m, float& largest) {
+  for (int j = 0; j < m; j++)
+    if (s[j] != s[j]) {
+      largest = s[j];
+      return true;
+    }
+  return false;
 }
 
 // -inf from place m to the end of a row, in one piece: single numbers would not be at hand when the row is read again
@@ -99,8 +110,9 @@ int count_from(const float* s, int M, float t) {
   return c;
 }
 
-// A threshold that the k largest of s reach, and with them whatever ties with the k-th. It lies between the k-th and the
-// next, so the rounding of scores that are computed again in the backward does not move a key across it.
+constexpr float ALL = -std::numeric_limits<float>::max();  // a threshold that every score reaches which is seen
+
+// A threshold that the k largest of s reach, and with them whatever ties with the k-th.
 float top_threshold(const float* s, int M, int k) {
   if (k > 0 && k <= FEW && M <= 256) {  // the k + 1 largest, falling, by insertion
     float best[FEW + 1];
@@ -113,9 +125,7 @@ float top_threshold(const float* s, int M, int k) {
       best[i] = x;
     }
     if (best[0] == -INF) return INF;
-    if (best[k] == -INF) return best[k - 1] > -INF ? best[k - 1] : *std::min_element(best, best + k, [](float a, float b) {
-      return (a > -INF ? a : INF) < (b > -INF ? b : INF);
-    });
+    if (best[k] == -INF) return ALL;
     const float middle = 0.5f * best[k - 1] + 0.5f * best[k];
     return middle > best[k] ? middle : best[k - 1];  // neighbors, or a tie
   }
@@ -128,7 +138,7 @@ float top_threshold(const float* s, int M, int k) {
   if (k <= 0 || high == -INF) return INF;
   int at_low = count_from(s, M, low), at_high = 0;
   high = std::nextafter(high, INF);
-  if (at_low <= k) return low;
+  if (at_low <= k) return ALL;
   for (int step = 0; step < 64; step++) {  // at_low > k > at_high always holds
     const float share = (at_low - k + 0.5f) / (float)(at_low - at_high);
     float t = step % 3 == 2 ? 0.5f * low + 0.5f * high : low + (high - low) * share;
@@ -140,6 +150,30 @@ float top_threshold(const float* s, int M, int k) {
     else high = t, at_high = c;
   }
   return low;
+}
+
+// A threshold in the middle of a gap that rounding does not cross. The sgemm of a library rounds otherwise when the scores
+// are computed again, in the backward: a score at the threshold, or next to it, could be on its other side there. Scores
+// closer to each other than rounding can be tie.
+float in_a_gap(const float* s, int M, float limit) {
+  if (limit == INF || limit == ALL) return limit;
+  float most = 0;
+#pragma omp simd reduction(max : most)
+  for (int j = 0; j < M; j++) most = std::max(most, s[j] > -INF ? std::fabs(s[j]) : 0.f);
+  const float near = 2e-6f * most;
+  for (int step = 0; step < 32; step++) {
+    float above = INF, below = -INF;
+#pragma omp simd reduction(min : above) reduction(max : below)
+    for (int j = 0; j < M; j++) {
+      above = s[j] >= limit && s[j] < above ? s[j] : above;
+      below = s[j] < limit && s[j] > below ? s[j] : below;
+    }
+    if (below == -INF) return ALL;
+    const float middle = 0.5f * above + 0.5f * below;
+    if (above - below > near && middle > below) return middle;
+    limit = below;
+  }
+  return limit;
 }
 
 // For each of up to 16 rows of M numbers, `ld` apart, a threshold as `top_threshold` gives it for the K largest; `turned`
@@ -160,7 +194,7 @@ void thresholds(const float* s, i64 ld, int M, int rows, float* turned, float* l
   }
   for (int l = 0; l < rows; l++) {
     const float kth = best[K - 1][l], next = best[K][l], middle = 0.5f * kth + 0.5f * next;
-    limit[l] = next == -INF ? -std::numeric_limits<float>::max() : middle > next ? middle : kth;
+    limit[l] = next == -INF ? ALL : middle > next ? middle : kth;
   }
 }
 using Thresholds = void (*)(const float*, i64, int, int, float*, float*);

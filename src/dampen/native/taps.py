@@ -4,30 +4,30 @@ One tensor at a time in the middle of a layer, or all tensors of a step at once:
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dampen.native.library import library
+from dampen.native.entry import Place, Tapped, spread_squares, sum_squares, unreadable
 
-# `struct Tapped` of penalty.h, field by field; see ops.py
-_TAPPED = struct.Struct("4q7Q9qd")
-_NO_STRIDES = (0, 0, 0)
+__all__ = ["Place", "Strided", "all_gradients", "all_sums", "fits_tap", "layout_of", "tap_gradient", "tap_sums"]
 
 
 def fits_tap(y: Tensor, bias: Tensor | None) -> bool:
     """Whether the functions below can read these: float32 on a CPU, the bias one row per group of heads or none."""
     return (
-        y.dtype is torch.float32
-        and y.device.type == "cpu"
+        not unreadable(y)
         and y.numel() > 0
-        and y.stride(-1) == 1
-        and (y.ndim == 4 or y.is_contiguous())
-        and (bias is None or (bias.dtype is torch.float32 and bias.is_contiguous() and _bias_fits(y, bias)))
+        and _in_rows(y)
+        and (bias is None or (not unreadable(bias) and bias.is_contiguous() and _bias_fits(y, bias)))
     )
+
+
+def _in_rows(t: Tensor) -> bool:
+    """Whether the numbers of a vector lie side by side, and vectors in order where they are not by heads."""
+    return t.ndim > 0 and t.stride(-1) == 1 and (t.ndim == 4 or t.is_contiguous())
 
 
 def _bias_fits(y: Tensor, bias: Tensor) -> bool:
@@ -38,19 +38,40 @@ def _bias_fits(y: Tensor, bias: Tensor) -> bool:
 
 def tap_sums(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """sum ||y_i - bias||^2 over the vectors y_i of y, and sum (y_i - bias), in the shape of the bias, in one pass."""
-    total, sums = torch.zeros(()), None if bias is None else torch.empty_like(bias)
-    library().dampen_taps(_tapped(y, _at(bias), None, None, 1.0, total=_at(total), sums=_at(sums)), 1)
+    total, sums = y.new_zeros(()), None if bias is None else torch.empty_like(bias)
+    shape = _shape(y)
+    sum_squares([Tapped(shape, y, _strides(y), 1.0, _place(bias), total, _place(sums))])
     return total, sums
+
+
+def fits_gradient(through: Tensor, y: Tensor) -> bool:
+    """Whether `tap_gradient` can read a gradient of y."""
+    return not unreadable(through) and through.shape == y.shape
 
 
 def tap_gradient(through: Tensor, y: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """through + scale (y - bias) in one pass."""
-    if through.stride(-1) != 1 or (through.ndim != 4 and not through.is_contiguous()):
+    if not _in_rows(through):
         through = through.contiguous()
     out = torch.empty_like(through)
-    if out.stride(-1) != 1:
+    if not _in_rows(out):
         out = torch.empty_like(through, memory_format=torch.contiguous_format)
-    library().dampen_taps_backward(_tapped(y, _at(bias), through, out, scale), 1)
+    shape = _shape(y, through, out)
+    spread_squares(
+        [
+            Tapped(
+                shape,
+                y,
+                _strides(y),
+                scale,
+                _place(bias),
+                through=through,
+                through_strides=_strides(through),
+                out=out,
+                out_strides=_strides(out),
+            )
+        ]
+    )
     return out
 
 
@@ -77,59 +98,59 @@ def layout_of(y: Tensor) -> Strided:
 def all_sums(
     ys: Sequence[Tensor],
     layouts: Sequence[Strided],
-    biases: Sequence[int],
+    biases: Sequence[Place | None],
     factors: Sequence[float],
     totals: Sequence[Tensor],
-    sums: Sequence[int],
+    sums: Sequence[Place | None],
 ) -> None:
-    """Of each y: totals += factor sum ||y_i - bias||^2, and its sums; biases and sums by their addresses, 0 for
-    none."""
-    packed = [
-        _TAPPED.pack(*at.shape, y.data_ptr(), b, 0, 0, t.data_ptr(), s, 0, *at.strides, 0, 0, 0, 0, 0, 0, f)
-        for y, at, b, f, t, s in zip(ys, layouts, biases, factors, totals, sums, strict=True)
-    ]
-    library().dampen_taps(b"".join(packed), len(packed))
+    """Of each y: totals += factor sum ||y_i - bias||^2, and its sums."""
+    sum_squares(
+        [
+            Tapped(at.shape, y, at.strides, factor, bias, total, to)
+            for y, at, bias, factor, total, to in zip(ys, layouts, biases, factors, totals, sums, strict=True)
+        ]
+    )
 
 
 def all_gradients(
     ys: Sequence[Tensor],
     layouts: Sequence[Strided],
-    biases: Sequence[int],
+    biases: Sequence[Place | None],
     scales: Sequence[float],
-    sums: Sequence[int],
-    to_biases: Sequence[int],
+    sums: Sequence[Place | None],
+    to_biases: Sequence[Place | None],
 ) -> list[Tensor]:
-    """scale (y - bias) of each y, and -scale sums where `to_biases` points."""
+    """scale (y - bias) of each y, and -scale sums where `to_biases` stands."""
     outs = [_empty_as(y) for y in ys]
-    packed = [
-        _TAPPED.pack(*at.shape, y.data_ptr(), b, 0, out.data_ptr(), 0, s, to, *at.strides, 0, 0, 0, *at.out, scale)
-        for y, at, out, b, scale, s, to in zip(ys, layouts, outs, biases, scales, sums, to_biases, strict=True)
-    ]
-    library().dampen_taps_backward(b"".join(packed), len(packed))
+    spread_squares(
+        [
+            Tapped(at.shape, y, at.strides, scale, bias, sums=s, out=out, out_strides=at.out, to_bias=to)
+            for y, at, out, bias, scale, s, to in zip(ys, layouts, outs, biases, scales, sums, to_biases, strict=True)
+        ]
+    )
     return outs
 
 
 def _empty_as(y: Tensor) -> Tensor:
     if y.ndim != 4:
-        return torch.empty(y.shape)
+        return y.new_empty(y.shape)
     b, h, n, size = y.shape
-    return torch.empty(b, n, h, size).transpose(1, 2)
+    return y.new_empty(b, n, h, size).transpose(1, 2)
 
 
-def _at(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+def _place(t: Tensor | None) -> Place | None:
+    return None if t is None else Place(t)
 
 
-def _strides(t: Tensor | None) -> tuple[int, ...]:
-    return _NO_STRIDES if t is None else t.stride()[:3] if t.ndim == 4 else (0, 0, t.shape[-1])
+def _strides(t: Tensor) -> tuple[int, ...]:
+    return t.stride()[:3] if t.ndim == 4 else (0, 0, t.shape[-1])
 
 
-def _tapped(
-    y: Tensor, bias: int, through: Tensor | None, out: Tensor | None, scale: float, *, total: int = 0, sums: int = 0
-) -> bytes:
+def _shape(y: Tensor, *others: Tensor) -> tuple[int, int, int, int]:
+    """Slabs, groups, rows and numbers of what lies like y."""
     size = y.shape[-1]
-    shape = tuple(y.shape) if y.ndim == 4 else (1, 1, y.numel() // size, size)
-    if y.ndim == 4 and all(t is None or t.stride(1) == size for t in (y, through, out)):
-        shape = (shape[0], 1, shape[2], shape[1] * size)  # heads side by side: one long row
-    pointers = (y.data_ptr(), bias, _at(through), _at(out), total, sums, 0)
-    return _TAPPED.pack(*shape, *pointers, *_strides(y), *_strides(through), *_strides(out), scale)
+    if y.ndim != 4:
+        return 1, 1, y.numel() // size, size
+    b, h, n, _ = y.shape
+    together = all(t.stride(1) == size for t in (y, *others))  # heads side by side: one long row
+    return (b, 1, n, h * size) if together else (b, h, n, size)

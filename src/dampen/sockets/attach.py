@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from dampen.names import leave_out
 from dampen.regularizer import (
     ATTENTION_STAGES,
     BLOCK_STAGES,
@@ -23,10 +24,22 @@ from dampen.schedules import always_zero
 from dampen.sockets.adapters import connect_adapters, is_lora
 from dampen.sockets.embeddings import find_embeddings, open_embeddings
 from dampen.sockets.entry import EntrySite
-from dampen.sockets.find import LayerPlan, find_layers, is_cross, is_keyless, stack_of
+from dampen.sockets.experts import ExpertsSite, check_experts, is_dispatched
+from dampen.sockets.find import (
+    FEED_FORWARD,
+    ROLES_OF_ATTENTION,
+    LayerPlan,
+    find_layers,
+    is_cross,
+    is_keyless,
+    parts_of,
+)
 from dampen.sockets.instance import check_own_forward
 from dampen.sockets.library_backend import find_backend, models_of
 from dampen.sockets.library_eager import find_eager
+from dampen.sockets.order import Order, sites_of
+from dampen.sockets.owner import OwnerSite, PartSite, owner_of, parts_with_forward
+from dampen.sockets.padding import open_padding
 from dampen.sockets.roles import kind_of, weight_of
 from dampen.sockets.scope import LinearPlan
 from dampen.sockets.source import calls_socket, shows_no_softmax
@@ -72,12 +85,12 @@ def attach(
     """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is
     wrong."""
     _check_methods(methods)
-    plans = find_layers(model, sites, attention, projections)
+    plans = find_layers(model, sites, attention, projections, whole_stacks=True)
     layered = [m for m in methods if m.stages - set(MODEL_STAGES)]
     whole = [m for m in methods if m.stages & set(MODEL_STAGES)]
     _check_plans(layered, plans, _readable_adapters(model))
-    sites_of = _sites(plans, depth)
-    layers = [_layer(layered, plan, site) for plan, site in zip(plans, sites_of, strict=True)]
+    sites_by_layer = sites_of([plan.name for plan in plans], depth)
+    layers = [_layer(layered, plan, site) for plan, site in zip(plans, sites_by_layer, strict=True)]
     own = [_clone(m, Site("")) for m in whole]
     clones = [c for layer in layers for c in layer.clones] + own
     _check_zeros(methods, clones, len(layers))
@@ -87,24 +100,24 @@ def attach(
     embeddings = find_embeddings(model) if embedded else {}
     _check_passes(methods, clones, model)
     comparing = any(m.passes > 1 for m in methods)
-    everywhere = find_layers(model, projections=projections) if comparing else []
+    everywhere = find_layers(model, projections=projections, whole_stacks=True) if comparing else []
     prefix, blocks = plan_prefix(everywhere, {layer.site.name: layer.clones for layer in layers}, own)
     for plan, layer in zip(plans, layers, strict=True):
         _check_modules(plan, layer)
     for plan, layer in zip(plans, layers, strict=True):
         _open(plan, layer)
-        holder = next(
-            iter(plan.attentions.values())
-        )  # never a ModuleList or Sequential, which would count the newcomer
+        # never a ModuleList or Sequential, which would count the newcomer
+        holder = next(m for m in (*plan.attentions.values(), plan.block) if m is not None)
         here = [*layer.clones, *own] if layer is layers[0] else layer.clones
         holder.add_module("dampen_regularizers", nn.ModuleList(here))
         for clone in here:
             clone.train(holder.training)
+    _open_owners(model, plans, layers)
     for block, place in blocks:
         swap(block, "prefix", place)
     blockless = [layer for plan, layer in zip(plans, layers, strict=True) if plan.block is None]
     whole_model = ModelSite(clones, own, model_input(model), blockless)
-    whole_model.layers = layers
+    whole_model.layers, whole_model.order = layers, Order(layers, depth)
     whole_model.doubled = prefix.doubled if comparing else None
     for module, kind, state in open_embeddings(model, embeddings, embedded, whole_model):
         swap(module, kind, state)
@@ -112,6 +125,7 @@ def attach(
         entry = EntrySite()
         whole_model.watch_entry(entry)
         swap(plans[0].block or next(iter(plans[0].attentions.values())), "entry", entry)
+    whole_model.padding = open_padding(model, layers)
     _switch_library(model, plans, layers)
     swap(model, "model", whole_model)
     connect_adapters(model)
@@ -186,19 +200,31 @@ def _readable_adapters(model: nn.Module) -> set[int]:
 
 
 def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], readable: set[int]) -> None:
+    found = {role for plan in plans for role in plan.roles}
     for method in methods:
-        suitable = [plan for plan in plans if plan.suits(method.stages)]
-        if not suitable:
-            pools = "only pools tokens, without a residual"
-            what = pools if plans[0].pools else "has no softmax over tokens (it is of channels, linear or deformable)"
+        suitable = [plan for plan in plans if plan.reached(method)] or plans
+        if "attention" in parts_of(method) and not any(plan.has_softmax for plan in plans):
             raise UnsupportedModel(
                 f"{type(method).__name__} finds nothing to act on: the attention of every layer chosen "
-                f"('{plans[0].name}') {what}."
+                f"('{plans[0].name}') has no softmax over tokens (it is of channels, linear or deformable)."
+            )
+        if parts_of(method) == {"blocks"} and all(plan.pools for plan in plans):
+            raise UnsupportedModel(
+                f"{type(method).__name__} finds nothing to act on: the attention of every layer chosen "
+                f"('{plans[0].name}') only pools tokens, without a residual."
             )
         for plan in suitable:
+            if "feed-forward" in parts_of(method):
+                check_experts(method, plan.experts, plan.name)
             known = {p.role for p in plan.linears.values() if p.role.startswith("lora_") and id(p.module) in readable}
-            method.check_layer(plan.roles - known if method.reads_adapters else plan.roles, plan.name)
-            needed = sorted(method.stages & set(BLOCK_STAGES))
+            roles = plan.roles - known if method.reads_adapters else plan.roles
+            if not plan.has_softmax:  # what only an attention has is not missed in a layer without one
+                roles |= ROLES_OF_ATTENTION & (found | {"q", "k", "v"})
+            if not plan.roles & FEED_FORWARD:  # nor a feed-forward in a layer that has none, if others have
+                roles |= FEED_FORWARD & found
+            method.check_layer(roles, plan.name)
+            # of a layer that is no module, the branches can be seen, but not what goes in and comes out
+            needed = sorted(method.stages & (set(BLOCK_STAGES) - {"branch"} if plan.elements else set(BLOCK_STAGES)))
             if needed and plan.block is None:
                 raise ValueError(
                     f"{type(method).__name__} acts on whole blocks (stage {', '.join(needed)}), but around the "
@@ -207,27 +233,20 @@ def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], rea
                 )
 
 
-def _sites(plans: Sequence[LayerPlan], depth: str) -> list[Site]:
-    """Where each layer stands among all that were chosen, and in its own stack."""
-    if depth not in ("stack", "model"):
-        raise ValueError(f"depth must be 'stack' or 'model', got {depth!r}.")
-    stacks = [stack_of(plan.name) if depth == "stack" else "" for plan in plans]
-    several = len(set(stacks)) > 1
-    return [
-        Site(plan.name, i, len(plans), (stacks[:i].count(s), stacks.count(s)) if several else None)
-        for i, (plan, s) in enumerate(zip(plans, stacks, strict=True))
-    ]
-
-
 def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer:
     index = site.index
     # what acts on the tokens sits in the first layer
-    chosen = [m for m in methods if (index == 0 or m.stages != {"tokens"}) and plan.suits(m.stages)]
+    chosen = [m for m in methods if (index == 0 or m.stages != {"tokens"}) and plan.reached(m)]
     layer = Layer(site, [_clone(m, site) for m in chosen])
     layer.attentions = list(plan.attentions)
+    layer.tells_padding = bool(plan.attentions) and plan.has_softmax
+    layer.reached = {m.name: plan.reached(m) for m in chosen}
+    around = [*plan.attentions.values(), *(linear.module for linear in plan.linears.values())]
     for clone in layer.clones:
-        clone.neighbors = [*plan.attentions.values(), *(linear.module for linear in plan.linears.values())]
+        clone.neighbors = around or [m for m in (plan.block,) if m is not None]
         clone.linears = [(linear.module, linear.role) for linear in plan.linears.values()]
+        others = [c for c in layer.clones if c is not clone and not c.only_reads and c.stages & set(LINEAR_STAGES)]
+        clone.changed_maps = frozenset(role for c in others for role in c.roles)
     return layer
 
 
@@ -247,7 +266,7 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
                 f"'{name}' ({type(linear.module).__name__}) keeps its weight as {weight.dtype} (a quantized load), "
                 "which is not the matrix that it multiplies with, and "
                 f"{', '.join(type(c).__name__ for c in layer.clones if linear.role in c.roles)} would read it as one. "
-                "Load the model without quantization, or leave the layer out with sites=."
+                f"Load the model without quantization, or {leave_out(plan.name)}."
             )
     looking = [c for c in layer.clones if c.stages & set(ATTENTION_STAGES)]
     for name, module in plan.attentions.items():
@@ -257,7 +276,7 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
             raise UnsupportedModel(
                 f"{type(looking[0]).__name__} acts inside softmax attention, but the code of {type(module).__name__} "
                 f"at '{name}' has no softmax and calls no attention of torch (is it linear attention?). "
-                "Leave the layer out with sites=."
+                f"If so, {leave_out(name)}."
             )
 
 
@@ -277,7 +296,7 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
     roles = {r for c in layer.clones for r in c.roles}
     linear_sites: dict[str, list[nn.Module]] = {name: [] for name in plan.attentions}
     for linear in _wanted_linears(plan, layer).values():
-        swap(linear.module, "linear", LinearSite(layer, linear.role, kind_of(linear.module)))
+        swap(linear.module, "linear", LinearSite(layer, linear.role, kind_of(linear.module), linear.expert))
         if linear.attention is not None:
             linear_sites[linear.attention].append(linear.module)
     torch_maps = any(isinstance(m, nn.MultiheadAttention) for m in plan.attentions.values())  # it inlines its maps
@@ -293,7 +312,36 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
     elif "branch" in stages:
         for module in plan.attentions.values():
             swap(module, "mark", layer)
+    for module in plan.mixers if "branch" in stages else ():
+        swap(module, "mark", layer)
+    if stages & set(LINEAR_STAGES) and roles & FEED_FORWARD:
+        _open_experts(plan, layer)
     if plan.block is not None:
         wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(roles & plan.roles)
         first = layer.site.index == 0
         swap(plan.block, "block", BlockSite(layer, first, plan.branches, wants_linear, first_argument(plan.block)))
+
+
+def _open_experts(plan: LayerPlan, layer: Layer) -> None:
+    """Watch the modules of a layer that route tokens to experts, and have these run one by one."""
+    for experts in plan.experts.values():
+        for owner in experts.owners.values():
+            if is_dispatched(owner):
+                swap(owner, "eager_experts", layer)
+        swap(experts.router, "experts", ExpertsSite(layer, experts))
+
+
+def _open_owners(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[Layer]) -> None:
+    """Follow the modules that run layers which are no modules, where a method acts on their branches."""
+    owners: dict[str, OwnerSite] = {}
+    for plan, layer in zip(plans, layers, strict=True):
+        if not plan.elements or not any("branch" in c.stages for c in layer.clones):
+            continue
+        name = owner_of(model, plan.name)
+        if name not in owners:
+            owners[name] = OwnerSite(name)
+            swap(model.get_submodule(name), "owner", owners[name])
+        owners[name].layers.append((layer, "ffn_out" in plan.roles))
+        for element in plan.elements:
+            for part in parts_with_forward(model.get_submodule(element)):
+                swap(part, "part", PartSite(layer, name))

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dampen._torch import is_empty, refuse_nested
+from dampen.containers import first_of, with_tensors
 from dampen.kernels.attend import attend
+from dampen.names import leave_out
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
-from dampen.sockets.channels import start_following, tell_heads, tell_rows
+from dampen.sockets.channels import attends_over_channels, start_following, tell_heads, tell_rows
 from dampen.sockets.eager import EagerAttention
 from dampen.sockets.equations import PRODUCTS
 from dampen.sockets.frame import Frame, close_frame, frame_of, open_frame
@@ -31,7 +34,7 @@ class Socket(TorchFunctionMode):
     def __init__(self, site: AttentionSite, frame: Frame, regularizers: Sequence[Regularizer], call: Call) -> None:
         super().__init__()
         self.site, self.frame, self.regularizers, self.call, self.seen = site, frame, regularizers, call, False
-        self.eager = EagerAttention(cast(nn.Module, call.module), site, self._watch)
+        self.eager = EagerAttention(cast(nn.Module, call.module), site, self._watch, self._leave_out)
         start_following(site, call)
         self.eager.start(regularizers, call)
         self.run = call_torch if call.followed is None else self._followed
@@ -42,6 +45,9 @@ class Socket(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.seen = True
+            if self._is_over_channels(*args, **kwargs):
+                self._leave_out()
+                return func(*args, **kwargs)
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
         if func is F.linear and not self.frame.multiplying and not (args and self.eager.knows(args[0])):
             return self._linear(*args, **kwargs)
@@ -63,7 +69,7 @@ class Socket(TorchFunctionMode):
 
     def close(self) -> None:
         """No circle of references is left; see `close_frame`."""
-        self.run, self.eager.watch = call_torch, nobody
+        self.run, self.eager.watch, self.eager.leave_out = call_torch, nobody, nothing
 
     def _watch(self, call: Call, before: bool) -> None:
         """Before and after an attention that the module computes itself."""
@@ -79,11 +85,25 @@ class Socket(TorchFunctionMode):
                 raise RuntimeError(
                     f"{type(call.module).__name__} at '{self.site.name}' attends from {call.shape[2]} queries to "
                     f"{call.shape[3]} keys, so its mask of keys does not tell which of its tokens are padding. "
-                    "Leave the layer out with sites=, or take a method that has no penalties."
+                    f"Take a method without penalties, or {leave_out(self.site.name)}."
                 )
             return
         self.seen = True
         attention_done(self.site, self.frame, call, needs_valid, "eager (the model computes its scores itself)")
+
+    def _is_over_channels(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
+        """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
+        if self.site.over_channels or self.site.knows_tokens():
+            return self.site.over_channels
+        followed = self.call.followed
+        companions = [None if followed is None else followed.of(t) for t in (query, key)]
+        found = query.ndim > 2 and attends_over_channels(companions, query, self.call.given)
+        return self.site.note_channels(found)
+
+    def _leave_out(self) -> None:
+        """An attention over channels: it runs as the model has it, now and in later forwards."""
+        self.seen = True
+        pass_by(self.site)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """F.linear called by the module itself with the weight of one of its maps (timm's EVA with a qkv bias)."""
@@ -100,6 +120,10 @@ class Socket(TorchFunctionMode):
 
 def nobody(call: Call, before: bool) -> None:
     """Who watches an attention after its forward."""
+
+
+def nothing() -> None:
+    """Who leaves an attention out after its forward."""
 
 
 def socket_attention(
@@ -142,6 +166,8 @@ def attention_done(site: AttentionSite, frame: Frame, call: Call, needs_valid: b
     """What an attention has told: padding, for the rest of its block, and the kernel that ran."""
     if not call.cross and needs_valid:
         frame.valid = call.valid
+        if site.layer.padding is not None and call.valid is not None:
+            site.layer.padding.report(call.valid)
         if frame.early and frame.valid is not None:
             raise RuntimeError(
                 f"The feed-forward of '{site.layer.site.name}' ({frame.early}) runs before its attention, whose mask "
@@ -151,6 +177,15 @@ def attention_done(site: AttentionSite, frame: Frame, call: Call, needs_valid: b
     site.layer.kernels[site.name] = kernel
 
 
+def pass_by(site: AttentionSite) -> None:
+    """Methods inside attention do not act in a layer whose attentions are all over channels."""
+    layer = site.layer
+    layer.kernels[site.name] = "left out (attends over channels, not over tokens)"
+    if all(layer.kernels.get(name, "").startswith("left out") for name in layer.attentions):
+        layer.tells_padding, layer.passed_by = False, True
+        layer.reached = {name: parts - {"attention"} for name, parts in layer.reached.items()}
+
+
 def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of an attention module with its socket open."""
 
@@ -158,7 +193,10 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         site: AttentionSite = self._dampen_attention
         layer = site.layer
         frame = frame_of(layer)
-        active = [r for r in layer.active(self) if sees_attention(r)]
+        active = [] if site.over_channels else [r for r in layer.active(self) if sees_attention(r)]
+        if active and (first := first_of((args, kwargs))) is not None:
+            refuse_nested(first, f"{type(self).__name__} at '{site.name}'")
+            active = [] if is_empty(first) else active
         if frame is not None:
             if not active:
                 return in_attention(self, frame, base, self, *args, **kwargs)
@@ -222,17 +260,10 @@ def with_jacobian(measuring: Sequence[Regularizer], run: Callable[..., Any], *ar
         r.measuring = True
     try:
         with torch.enable_grad():
-            return detached(run(*args))
+            return with_tensors(run(*args), Tensor.detach)
     finally:
         for r in measuring:
             r.measuring = False
-
-
-def detached(out: Any) -> Any:
-    """What an attention gives, without its graph."""
-    if isinstance(out, Tensor):
-        return out.detach()
-    return type(out)(map(detached, out)) if type(out) in (tuple, list) else out
 
 
 def switch_on(module: Any, site: AttentionSite) -> bool:
@@ -291,5 +322,5 @@ def raise_without_socket(module: nn.Module, site: AttentionSite, why: str) -> No
         f"its regularizers (stages {', '.join(stages) or 'watching for padding'}) did nothing. "
         "Where the library can, give the model an SDPA back end (transformers: model.set_attn_implementation('sdpa')); "
         "in your own code call F.scaled_dot_product_attention or dampen.attention. "
-        "A layer that cannot (talking heads, linear attention) must be left out with sites=."
+        f"If that cannot be (talking heads, linear attention), {leave_out(site.name)}."
     )

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import pytree
+from dampen._torch import is_empty, pytree, refuse_nested
+from dampen.containers import first_of, with_first
+from dampen.names import leave_out
 from dampen.regularizer import BLOCK_STAGES, LINEAR_STAGES, Regularizer
 from dampen.sockets.frame import Frame, close_frame, open_frame
 from dampen.sockets.residual import ResidualSocket
@@ -47,20 +49,23 @@ def run_block(
     layer = site.layer
     frame.block = self
     given = args[0] if args else kwargs.get(site.input_name)
-    x = given if isinstance(given, Tensor) else first_tensor([*args, *kwargs.values()])
+    x = given if isinstance(given, Tensor) else first_of((args, kwargs))
+    if x is None:
+        raise RuntimeError(
+            f"{type(self).__name__} at '{layer.site.name}' got no tensor that could be found in its arguments "
+            f"({', '.join(type(a).__name__ for a in (*args, *kwargs.values())) or 'none'}). "
+            "Give it tensors, or tuples, dicts or dataclasses of them, or leave the block out with sites=."
+        )
     stages = {s for r in active for s in r.stages} & set(BLOCK_STAGES) if x is not given else set()
     if stages:
         raise RuntimeError(
             f"{type(self).__name__} at '{layer.site.name}' takes a {type(given).__name__} of tensors, not one, so "
             f"methods of whole blocks ({', '.join(sorted(stages))}) cannot act on it. "
-            "Leave the block out with sites=."
+            f"To go on, {leave_out(layer.site.name)}."
         )
-    if x.is_nested:
-        raise RuntimeError(
-            f"{type(self).__name__} at '{layer.site.name}' got a nested tensor, which torch.nn.TransformerEncoder "
-            "makes of padded batches in eval, and which regularizers cannot take. Set encoder.use_nested_tensor = "
-            "False, or build it with enable_nested_tensor=False."
-        )
+    refuse_nested(x, f"{type(self).__name__} at '{layer.site.name}'")
+    if is_empty(x):
+        return base(self, *args, **kwargs)
     for r in active if site.first else ():
         if "tokens" in r.stages:
             before, x = x, r.tokens(x)
@@ -101,16 +106,20 @@ def finish_block(self: Any, site: BlockSite, frame: Frame, active: Sequence[Regu
             "regularizers on its linear maps did nothing. Call the modules (self.fc1(x)) instead of using their "
             "weights."
         )
-    y = out[0] if isinstance(out, tuple) else out
-    for r in active:
-        if "block" in r.stages:
-            y = r.block(x, y)
-    return (y, *out[1:]) if isinstance(out, tuple) else y
-
-
-def first_tensor(values: Sequence[Any]) -> Tensor:
-    """The first tensor among a block's arguments, lists of them included (CrossViT)."""
-    return next(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    acting = [r for r in active if "block" in r.stages]
+    if not acting:
+        return out
+    y = first_of(out)
+    if y is None:
+        raise RuntimeError(
+            f"{type(self).__name__} at '{site.layer.site.name}' returned a {type(out).__name__} in which no tensor was "
+            f"found, so {type(acting[0]).__name__} cannot act on it. Return a tensor, or a tuple, a dict or a "
+            "dataclass of them, or leave the block out with sites=."
+        )
+    new = y
+    for r in acting:
+        new = r.block(x, new)
+    return with_first(out, new)
 
 
 def is_stream(value: Any, x: Tensor) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dampen.containers import tensors_in, with_tensors
+
 
 class CarrierSite:
     """What is kept on a model that carries its penalties: the handle, and the number that was given."""
@@ -69,7 +71,7 @@ def carry(output: Any, penalty: Tensor, scale: float | None, share: Tensor | flo
             "each backward should add, carry=1.0 (or 1 / accumulation steps); or add reg.penalty() to the loss."
         )
     riding = penalty * share
-    return _replace_loss(output, loss + (riding - riding.detach()).to(loss.dtype))  # adds 0, and its gradient
+    return _replace_loss(output, loss, loss + (riding - riding.detach()).to(loss.dtype))  # adds 0, and its gradient
 
 
 def share_of_step(kwargs: Mapping[str, Any], shifts: bool = False) -> Tensor | float:
@@ -88,34 +90,26 @@ def share_of_step(kwargs: Mapping[str, Any], shifts: bool = False) -> Tensor | f
 def _loss(output: Any) -> Tensor | None:
     if isinstance(output, Mapping):
         found = output.get("loss")
+    elif hasattr(output, "loss"):
+        found = output.loss
     else:
-        found = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", output)
+        found = output[0] if isinstance(output, tuple | list) and output else output
     return found if isinstance(found, Tensor) and found.ndim == 0 and found.requires_grad else None
 
 
-def _replace_loss(output: Any, loss: Tensor) -> Any:
-    if isinstance(output, Tensor):
-        return loss
-    if isinstance(output, tuple) and not hasattr(output, "loss"):
-        return (loss, *output[1:])
-    if isinstance(output, dict):  # transformers' ModelOutput keeps its attributes in step
-        output["loss"] = loss
-        return output
-    output.loss = loss
-    return output
+def _replace_loss(output: Any, before: Tensor, loss: Tensor) -> Any:
+    new = with_tensors(output, lambda t: loss if t is before else t)
+    if new is output:  # an object of the user's own
+        output.loss = loss
+    return new
 
 
-def _replace_first(output: Any, change: Any) -> Any:
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-        return (change(output[0]), *output[1:])
-    if isinstance(output, dict):
-        name = next((n for n, v in output.items() if isinstance(v, Tensor) and v.requires_grad), None)
-        if name is not None:
-            output[name] = change(output[name])
-            return output
-    raise RuntimeError(
-        f"regularize(..., carry=NUMBER) needs a tensor with gradient in the model's output, got "
-        f"{type(output).__name__}."
-    )
+def _replace_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    first = next((t for t in tensors_in(output) if t.requires_grad), None)
+    if first is None:
+        raise RuntimeError(
+            f"regularize(..., carry=NUMBER) needs a tensor with gradient in the model's output, got "
+            f"{type(output).__name__}."
+        )
+    new = change(first)
+    return with_tensors(output, lambda t: new if t is first else t)

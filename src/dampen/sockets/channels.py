@@ -88,6 +88,24 @@ def _many(out: Any) -> bool:
     return isinstance(out, list | tuple)
 
 
+def attends_over_channels(companions: Sequence[Tensor | None], q: Tensor, given: Sequence[int] | None) -> bool:
+    """Whether the rows of q (B, H, rows, columns) are channels and its columns tokens (Restormer, XCiT), so that the
+    scores are those of channels with channels. The companions of q and k tell; where they do not, as in a compiled
+    graph, the shapes do: columns as many as the tokens of what the module was given, rows times heads its channels."""
+    for companion in companions[:2]:
+        if companion is None:
+            continue
+        down, across = (bool((companion != companion.narrow(axis, 0, 1)).any()) for axis in (-2, -1))
+        if down != across:
+            return down
+    if given is None or len(given) not in (3, 4):
+        return False
+    rows, columns = q.shape[-2:]
+    layouts = [(given[1], given[2])] if len(given) == 3 else []
+    layouts += [(given[2] * given[3], given[1]), (given[1] * given[2], given[3])] if len(given) == 4 else []
+    return any(columns == n and rows != n and rows * q.shape[-3] == c for n, c in layouts)
+
+
 def head_axis(companion: Tensor) -> tuple[int | None, int] | None:
     """Which leading axis of an operand (..., tokens, channels) counts heads, and how many there are: fewer than the
     axis is long where they are merged with the batch in it. None as the axis where there is one head, or no other axis

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, needs_matrix
-from dampen.sockets.find import find_attentions
+from dampen.sockets.find import find_attentions, parts_of
 from dampen.sockets.own_dropout import describe_own
 
 if TYPE_CHECKING:
@@ -32,7 +32,19 @@ def describe(reg: Regularization) -> str:
     for layer in reg.layers:
         here = "; ".join(map(str, layer.clones)) or "-"
         lines.append(f"  {layer.site.name:<{width}}  {here}  [{'; '.join(_kernels(layer)) or 'attention untouched'}]")
-    return "\n".join([*lines, *_library(reg), *_unreached(reg), *_zeros(reg), *_own(reg)])
+    return "\n".join([*lines, *_coverage(reg), *_library(reg), *_unreached(reg), *_zeros(reg), *_own(reg)])
+
+
+def _coverage(reg: Regularization) -> list[str]:
+    """The methods that do not act in every layer: "FeedForwardDropout: feed-forward in 2 of 8 layers"."""
+    lines = []
+    for m in {type(m).__name__: m for m in reg.methods}.values():
+        for part in sorted(parts_of(m)):
+            acting = [layer for layer in reg.layers if all(c.acts_here for c in layer.clones if c.name == m.name)]
+            reached = sum(part in layer.reached.get(m.name, ()) for layer in acting)
+            if m.stages != {"tokens"} and reached < len(reg.layers):
+                lines.append(f"  (partial)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers")
+    return lines
 
 
 def _library(reg: Regularization) -> list[str]:

@@ -28,8 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import saved_tensors_are_hooked
-from dampen.sockets.channels import tell_heads, tell_rows
-from dampen.sockets.eager_scores import fit, stages_of_scores, visible
+from dampen.containers import with_tensors
+from dampen.kernels.attend import reads_apart, run_heads
+from dampen.names import leave_out
+from dampen.regularizer import check_only_reads
+from dampen.sockets.channels import attends_over_channels, tell_heads, tell_rows
+from dampen.sockets.eager_scores import fit, read_model_mask, stages_of_scores
 from dampen.sockets.equations import Equation, Flipped, product_equation
 from dampen.sockets.layout import layout_of
 from dampen.sockets.mixing import MOVES_AXES, moved_axes
@@ -49,6 +53,9 @@ _TO_SCORES = set(
 _TO_WEIGHTS = set(
     (_FORM + "dropout mul mul_ __mul__ __rmul__ __imul__ masked_fill masked_fill_ where nan_to_num").split()
 )
+_KEEPS_SUMS = set((_FORM + "permute transpose swapaxes movedim dropout").split())
+"""After these the rows of the weights sum to what they summed to."""
+_IN_PLACE = {name for name in _TO_SCORES if name.endswith("_") != name.endswith("__") or name.startswith("__i")}
 _JOINS = {"cat", "concat", "concatenate"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
@@ -57,13 +64,17 @@ _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__
 class EagerAttention:
     """Follows the tensors of one forward of an attention module."""
 
-    def __init__(self, module: nn.Module, site: AttentionSite, watch: Callable[..., None]) -> None:
+    def __init__(
+        self, module: nn.Module, site: AttentionSite, watch: Callable[..., None], leave_out: Callable[[], None]
+    ) -> None:
         self.module, self.site, self.where, self.watch = module, site, site.name, watch
+        self.leave_out = leave_out  # what to do where there is no attention over tokens
         self.ways: list[tuple[Way, Product]] = []
         self.ids: set[int] = set()  # of the tensors on a way, which `ways` keeps alive; compiled graphs know no ids
         self.call: Call  # that of this forward, as `start` sets it
         self.regularizers: Sequence[Regularizer] = ()  # those that are at work in it
         self.stages: set[str] = set()  # theirs
+        self.reading: list[Regularizer] = []  # those among them that need weights which no other has changed
         self.products = 0
         self.path: tuple[int, list[str]] | None = None  # the way of the forwards before, where this one may take it
         self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
@@ -76,6 +87,7 @@ class EagerAttention:
         tensors that its recompute saves, so both must go the same way: the long one."""
         self.regularizers, self.call = regularizers, call
         self.stages = {stage for r in regularizers for stage in r.stages}
+        self.reading = reads_apart(regularizers)
         if torch.compiler.is_compiling() or self.site.path is None or call.followed is not None:
             return
         if "qkv" not in self.stages and not saved_tensors_are_hooked():
@@ -203,6 +215,9 @@ class EagerAttention:
         allowed: set[str],
     ) -> Any:
         name, numel = name_of(func), way.tensor.numel()
+        if name in _IN_PLACE and args[0] is not way.tensor:
+            self._tell(f"its scores are written into another tensor by '{name}'")
+            return run(func, args, kwargs)
         out = run(func, args, kwargs)
         axes = moved_axes(name, way.axes, args, kwargs) if name in MOVES_AXES or not way.in_order else None
         if name in allowed | MOVES_AXES and isinstance(out, Tensor) and out.numel() == numel and axes != ():
@@ -262,15 +277,33 @@ class EagerAttention:
         if not way.in_order or not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
             self._refuse("its attention weights are not multiplied with one value per key")
         call, a, values = self.call, way.tensor, equation.values
+        if not product.early and self._is_over_channels(product.equation, call):
+            a = way.again(product.softmax.tensor, product.softmax)  # as the model has it
+            self.done += 1
+            self.leave_out()
+            return func(*(a if x is way.tensor else x for x in args), **kwargs)  # type: ignore[no-any-return]
         if product.early:
             call.value_size = equation.values_last().shape[-1]
         else:
             new, values = self._weigh(product, equation)
             a = way.again(new, product.softmax)
             self.weights.append((way.tensor, a))
-        o: Tensor = func(*(a if x is way.tensor else values if x is equation.values else x for x in args), **kwargs)
+
+        def multiply(a: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = func(*(a if x is way.tensor else v if x is equation.values else x for x in args), **kwargs)
+            return out
+
+        o = multiply(a, values)
+        readers = [r for r in self.regularizers if r.only_reads and not r.stages.isdisjoint(("probs", "heads"))]
+        if readers and product.clean is not None:  # weights and output as the model alone has them, without its dropout
+            clean, clean_o = a, o if any("heads" in r.stages for r in readers) else None
+            if product.clean is not product.used or way.drops(product.softmax):
+                clean = way.again(product.clean, product.softmax, dropout=False)
+                clean_o = None if clean_o is None else multiply(clean, equation.values)
+            self._read(readers, clean, clean_o, equation, way, product)
         if "heads" in self.stages:
-            o = self._heads(o, equation, product.layout)
+            acting = [r for r in self.regularizers if not r.only_reads]
+            o = self._heads(o, equation, product, acting)
         call.scores = None
         self.done += 1
         self.watch(call, before=False)
@@ -280,20 +313,22 @@ class EagerAttention:
         """The weights as the stages make them of the scores, and the values; those wait where none needs them yet."""
         if product.scores is None or product.softmax is None:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
-        call, regularizers, scores = self.call, self.regularizers, product.scores.tensor
+        call, scores = self.call, product.scores.tensor
         leading = scores.shape[:-2]
         companions = [None] * 3 if outputs is None else self._companions(product.equation, outputs, leading, call)
         told = tell_heads(self.site, call, companions, leading)
         layout = product.layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given, told)
         q, k = (layout.fold(t.reshape(*fit(t, leading), *t.shape[-2:])) for t in product.equation.tokens_last())
-        self._check_tokens(q, k, call)
         tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions])
         call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
         call.head_size, call.scale, call.is_causal = q.shape[3], 1.0, False
         s = layout.fold(scores)
-        call.bias, call.mask = None, visible(s, set(product.scores.names()))
+        mask = read_model_mask(product, layout)
+        call.bias, call.mask, call.blind = None, None, None
+        if mask is not None:
+            call.mask, call.blind = mask.keep, mask.blind
         call.scores = s
-        values = scores
+        values, new_q, new_k = scores, q, k
         if outputs is None:
             self.watch(call, before=True)
         else:
@@ -301,8 +336,8 @@ class EagerAttention:
             v = layout.fold(v.reshape(*fit(v, leading), *v.shape[-2:]))
             call.value_size, values = v.shape[3], outputs.values
             self.watch(call, before=True)
-            new_q, new_k, new_v = q, k, v
-            for r in regularizers:
+            new_v = v
+            for r in self.regularizers:
                 if "qkv" in r.stages:
                     new_q, new_k, new_v = r.qkv(new_q, new_k, new_v, call)
             if new_q is not q or new_k is not k:
@@ -310,16 +345,52 @@ class EagerAttention:
                 s = layout.fold(product.scores.again(start, product.start))
                 call.scores = s
             values = values if new_v is v else outputs.values_back(layout.unfold(new_v))
-            q, k = new_q, new_k
-        s = stages_of_scores(s, q, k, regularizers, call)
-        a = product.softmax.again(layout.unfold(s), product.scores)
-        if "probs" in self.stages:
+        inside = [r for r in self.regularizers if r not in self.reading]
+        a = self._softmax_again(product, s, new_q, new_k, inside)
+        product.clean = a
+        if self.reading:
+            product.clean = self._softmax_again(product, layout.fold(scores), q, k, self.reading)
+        acting = [r for r in inside if "probs" in r.stages and not r.only_reads]
+        if acting:
             folded = layout.fold(a)
-            for r in regularizers:
-                if "probs" in r.stages:
-                    folded = r.probs(folded, call)
+            for r in acting:
+                folded = r.probs(folded, call)
             a = layout.unfold(folded)
+        product.used = a
         return a, values
+
+    def _softmax_again(
+        self, product: Product, s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]
+    ) -> Tensor:
+        """The weights of some scores, with the stages mask and logits."""
+        layout: Any = product.layout
+        if product.scores is None or product.softmax is None:
+            raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
+        s = stages_of_scores(s, q, k, regularizers, self.call)
+        return product.softmax.again(layout.unfold(s), product.scores)
+
+    def _read(
+        self,
+        readers: Sequence[Regularizer],
+        a: Tensor,
+        o: Tensor | None,
+        equation: Equation,
+        way: Way,
+        product: Product,
+    ) -> None:
+        """The stages probs and heads of those who only read: the weights `a` that meet the values, and their output."""
+        layout: Any = product.layout
+        a = a.mT if product.turned is not None else a
+        weights = layout.fold(a.reshape(*layout.leading, *a.shape[-2:]))
+        for r in readers:
+            if "probs" in r.stages:
+                check_only_reads(r, "probs", weights, r.probs(weights, self.call))
+        odd = not _KEEPS_SUMS.issuperset(way.names(product.softmax))
+        if self.call.mask is not None or product.keys is not None or odd:
+            self.call.weights = weights
+        if o is not None:
+            self._heads(o, equation, product, readers)
+        self.call.weights = None
 
     def _companions(
         self, scores: Equation, outputs: Equation, leading: Sequence[int], call: Call
@@ -336,28 +407,31 @@ class EagerAttention:
 
     def put_weights(self, out: Any) -> Any:
         """A module's output with the attention weights, where it gives them out, as the stages left them."""
-        if not self.weights or not isinstance(out, tuple):
+        if not self.weights or isinstance(out, Tensor):
             return out
-        return tuple(next((new for old, new in self.weights if old is x), x) for x in out)
+        return with_tensors(out, lambda t: next((new for old, new in self.weights if old is t), t))
 
-    def _heads(self, o: Tensor, equation: Equation, layout: Any) -> Tensor:
+    def _heads(self, o: Tensor, equation: Equation, product: Product, regularizers: Sequence[Regularizer]) -> Tensor:
+        layout: Any = product.layout
         ordered = equation.outputs_last(o)
-        folded = layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:]))
-        for r in self.regularizers:
-            if "heads" in r.stages:
-                folded = r.heads(folded, self.call)
+        folded = run_heads(layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:])), regularizers, self.call)
         return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
 
-    def _check_tokens(self, q: Tensor, k: Tensor, call: Call) -> None:
-        """Refuse attention over channels (XCiT, DaViT), whose scores are those of channels with channels."""
-        name = type(self.module).__name__.lower()
-        if "xca" in name or "channel" in name or "crosscovariance" in name:
-            self._refuse("it attends over channels, not over tokens")
+    def _is_over_channels(self, scores: Equation, call: Call) -> bool:
+        """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
+        if self.site.over_channels or self.site.knows_tokens():
+            return self.site.over_channels
+        q, _ = scores.tokens_last()
+        found = [None if call.followed is None else call.followed.of(t) for t in (scores.left, scores.right)]
+        like = scores.like(*found).tokens_last()
+        companions = [None if t is None else c for t, c in zip(found, like, strict=True)]
+        q = q if q.ndim > 2 else q.unsqueeze(0)
+        return self.site.note_channels(attends_over_channels(companions, q, call.given))
 
     def _refuse(self, why: str) -> None:
         raise RuntimeError(
             f"{type(self.module).__name__} at '{self.where}' computes its attention itself, but {why}, so regularizers "
-            "cannot act inside it. Leave the layer out with sites=, or call F.scaled_dot_product_attention there."
+            f"cannot act inside it. Call F.scaled_dot_product_attention there, or {leave_out(self.where)}."
         )
 
 

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dampen.masks import keep_keys
+from dampen.masks import ModelMask, hides, keep_keys, mask_memory
+from dampen.sockets.ways import name_of
 
 if TYPE_CHECKING:
     from dampen.regularizer import Call, Regularizer
+    from dampen.sockets.layout import Layout
+    from dampen.sockets.ways import Product, Way
 
 _MASKS = set("add add_ __add__ __radd__ __iadd__ masked_fill masked_fill_ where max maximum sub __sub__".split())
-HIDDEN = 1000.0
-"""A score so far below its row's largest is a mask: its weight is zero in every dtype, so -1e4 and -1e9 hide too."""
 
 
 def stages_of_scores(s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
-    """mask and logits: the scores with hidden keys at -inf. What the model hides stays as the model has it."""
+    """mask and logits: the scores with hidden keys at -inf, those that the model hides too."""
     hidden = [h for r in regularizers if "mask" in r.stages and (h := r.mask(q, k, call)) is not None]
     if any("logits" in r.stages for r in regularizers):
         raw = s if call.mask is None else s.masked_fill(~call.mask, 0.0)
@@ -29,20 +30,39 @@ def stages_of_scores(s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Reg
         s = raw if call.mask is None else torch.where(call.mask, raw, s)
     if not hidden:
         return s
-    dropped = ~keep_keys(call.mask, hidden, s.shape[-1])
-    return s.masked_fill(dropped if call.mask is None else dropped & call.mask, float("-inf"))
+    return s.masked_fill(~keep_keys(call.mask, hidden, s.shape[-1]), float("-inf"))
 
 
-def visible(s: Tensor, way: set[str]) -> Tensor | None:
-    """Which keys the model lets each query see, from its final scores; None: all, as its functions say or as it turns
-    out."""
-    if not way & _MASKS:
+def read_model_mask(product: Product, layout: Layout) -> ModelMask | None:
+    """Which keys the model lets each query see, by the rule of `dampen.masks` for what it adds to its scores (B, H, N,
+    M); None: all. Layers that add the same tensors read them once per forward."""
+    if product.scores is None or not set(product.scores.names()) & _MASKS:
         return None
-    low = s.detach()
-    seen = (low > torch.finfo(s.dtype).min / 2) & (low > low.amax(-1, keepdim=True) - HIDDEN)
-    if not torch.compiler.is_compiling() and bool(seen.all()):
-        return None
-    return seen
+    memory, parts = mask_memory(), []
+    if memory is not None:
+        parts = [product.start.tensor.shape, product.start.tensor.dtype, layout.leading, *product.scores.parts()]
+        known = memory.find(parts)
+        if known is not None:
+            return known[0]  # type: ignore[no-any-return]
+    with torch.no_grad():
+        added = product.scores.again(_nothing(product.start), product.start)
+        keep, low = hides(layout.fold(added))
+    blind = None if product.scores.shifts_rows() else low  # what is subtracted from a row does not hide it
+    found: ModelMask | None = ModelMask(keep, None, blind)
+    if not torch.compiler.is_compiling() and bool(keep.all()) and (blind is None or not bool(blind.any())):
+        found = None
+    if memory is not None:
+        memory.keep(parts, (found,))
+    return found
+
+
+def _nothing(start: Way) -> Tensor:
+    """The product of queries and keys that are 0."""
+    made = start.tensor.detach()
+    if name_of(start.func) != "baddbmm":
+        return torch.zeros_like(made)
+    added: Tensor = start.args[0] if start.args else start.kwargs["input"]
+    return torch.zeros_like(made).add_(added.detach(), alpha=start.kwargs.get("beta", 1))
 
 
 def fit(t: Tensor, leading: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dampen.regularizer import Regularizer, UnsupportedModel
+from dampen._torch import is_empty, refuse_nested
+from dampen.containers import first_of, with_first
+from dampen.regularizer import Regularizer, UnsupportedModel, in_order
 from dampen.sockets.state import ModelSite
 
 _NOT_TOKENS = re.compile(r"pos|type|segment|relative|time|norm|rotary", re.IGNORECASE)
@@ -37,7 +39,7 @@ class EmbeddingSite:
     """What is kept on an embedding: the clones that act on its output, the model's site, and who knows the mask."""
 
     def __init__(self, clones: list[Regularizer], model: ModelSite, masks: MaskSite | None) -> None:
-        self.clones, self.model, self.masks = clones, model, masks
+        self.clones, self.model, self.masks = in_order(clones), model, masks
 
 
 def mask_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,11 +65,19 @@ def embedding_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         active = [r for r in site.clones if site.model.acts(r, self.training)]
         if not active:
             return out
-        x = out[0] if isinstance(out, tuple) else out
+        x = first_of(out)
+        if x is None:
+            raise RuntimeError(
+                f"{type(self).__name__} returned a {type(out).__name__} in which no embeddings were found, so "
+                f"{type(active[0]).__name__} cannot act on them. Return a tensor, or a tuple, a dict or a dataclass."
+            )
+        refuse_nested(x, f"{type(active[0]).__name__} at the input embedding")
+        if is_empty(x):
+            return out
         valid = fit_mask(None if site.masks is None else site.masks.mask, x)
         for r in active:
             x = r.embeddings(x, valid)
-        return (x, *out[1:]) if isinstance(out, tuple) else x
+        return with_first(out, x)
 
     return forward
 
@@ -93,16 +103,37 @@ def mask_owner(model: nn.Module, name: str) -> tuple[nn.Module, int] | None:
 def open_embeddings(
     model: nn.Module, embeddings: dict[str, nn.Module], clones: list[Regularizer], site: ModelSite
 ) -> list[tuple[nn.Module, str, object]]:
-    """What to swap: each embedding, and once each module that knows the mask."""
+    """What to swap: each embedding. Each module that knows the mask is watched from here on."""
     swaps: list[tuple[nn.Module, str, object]] = []
     known: dict[int, MaskSite] = {}
     for name, module in embeddings.items():
         found = mask_owner(model, name)
         if found is not None and id(found[0]) not in known:
-            known[id(found[0])] = MaskSite(found[1])
-            swaps.append((found[0], "mask", known[id(found[0])]))
+            known[id(found[0])] = _mask_site(*found)
         swaps.append((module, "embedding", EmbeddingSite(clones, site, known[id(found[0])] if found else None)))
     return swaps
+
+
+def mask_sites(model: nn.Module, name: str) -> list[MaskSite]:
+    """The modules around `name` whose forward takes `attention_mask`, watched, the innermost first."""
+    sites = []
+    while (found := mask_owner(model, name)) is not None:
+        sites.append(_mask_site(*found))
+        if found[0] is model:
+            break
+        name = next(n for n, m in model.named_modules() if m is found[0])
+    return sites
+
+
+def _mask_site(owner: nn.Module, position: int) -> MaskSite:
+    """What watches a module for its mask: one, whoever asks for it."""
+    from dampen.sockets.swap import swap  # which knows this module
+
+    site: MaskSite | None = vars(owner).get("_dampen_mask")
+    if site is None:
+        site = MaskSite(position)
+        swap(owner, "mask", site)
+    return site
 
 
 def find_embeddings(model: nn.Module) -> dict[str, nn.Module]:

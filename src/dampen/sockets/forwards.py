@@ -10,10 +10,12 @@ from dampen.sockets.block import block_forward
 from dampen.sockets.carrier import carrier_forward
 from dampen.sockets.embeddings import embedding_forward, mask_forward
 from dampen.sockets.entry import entry_forward
+from dampen.sockets.experts import eager_experts_forward, experts_forward
 from dampen.sockets.instance import instance_forward
 from dampen.sockets.library_backend import backend_forward, hidden_forward
 from dampen.sockets.linear import linear_forward
 from dampen.sockets.own_dropout import sampled_forward
+from dampen.sockets.owner import owner_forward, part_forward
 from dampen.sockets.whole_model import model_forward
 from dampen.two_pass.reuse import prefix_forward
 
@@ -25,6 +27,10 @@ FORWARDS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "prefix": prefix_forward,
     "embedding": embedding_forward,
     "mask": mask_forward,
+    "experts": experts_forward,
+    "eager_experts": eager_experts_forward,
+    "owner": owner_forward,
+    "part": part_forward,
     "model": model_forward,
     "instance": instance_forward,
     "entry": entry_forward,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from dampen.regularizer import Call
+    from dampen.sockets.experts import Routing
     from dampen.sockets.residual import ResidualSocket
     from dampen.sockets.state import Layer
     from dampen.sockets.stream import StreamSocket
@@ -41,6 +42,7 @@ class Frame:
         self.inside = 0  # attention modules of the block that are running
         self.attended = 0  # those that have run
         self.hits = 0  # linear maps seen since the block started
+        self.routing: Routing | None = None  # the mixture of experts that is running
         self.memory: dict[int, Any] = {}  # what a clone (by its serial number) keeps from branch to branch
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dampen.names import leave_out
+
 _HEADS = "num_heads heads n_heads num_attention_heads n_head nhead num_head nb_head num_attn_heads".split()
 
 
@@ -73,7 +75,7 @@ def layout_of(
     if size == 0 and given is not None and len(given) > 2:
         raise RuntimeError(
             f"{type(module).__name__} at '{where}' got {tuple(given)} and attends with two axes, so its queries and "
-            "keys are not the tokens of one sample (of a batch, its samples?). Leave the layer out with sites=."
+            f"keys are not the tokens of one sample (of a batch, its samples?). To go on, {leave_out(where)}."
         )
     if told is not None:
         return Layout(leading, *told)
@@ -97,5 +99,5 @@ def layout_of(
     raise RuntimeError(
         f"{type(module).__name__} at '{where}' attends with {size + 2} axes, (batch..., tokens, channels) = "
         f"{tuple(leading)} + two, and its number of heads ({'unknown' if heads is None else heads}) does not tell "
-        "which of them are the heads. Leave the layer out with sites=, or give the module an attribute num_heads."
+        f"which of them are the heads. Give the module an attribute num_heads, or {leave_out(where)}."
     )

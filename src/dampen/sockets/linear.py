@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.regularizer import LinearCall, Regularizer
+from dampen._torch import is_empty, refuse_nested
+from dampen.regularizer import LinearCall, Regularizer, check_only_reads
 from dampen.sockets.adapters import read_adapter
 from dampen.sockets.frame import Frame, frame_of
 from dampen.sockets.roles import kind_of, weight_of
-from dampen.sockets.state import LinearSite
+from dampen.sockets.state import Layer, LinearSite
 
 
 def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,19 +26,22 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         site: LinearSite = self._dampen_linear
         layer = site.layer
         active = layer.active(self)
-        if not active or (input.numel() == 0 and not torch.compiler.is_compiling()):
-            return base(self, input)  # type: ignore[no-any-return]  # also an expert, or a modality, without tokens
+        if active:
+            refuse_nested(input, f"the linear layer '{site.role}' at '{layer.site.name}'")
+        if active and is_empty(input):  # an expert, a modality or a batch without tokens
+            if (frame := frame_of(layer)) is not None:
+                frame.hits += 1
+            active = []
+        if not active:
+            return base(self, input)  # type: ignore[no-any-return]
         kind = site.kind or kind_of(self)
         if kind == "convolution":
             return _convolve(base, self, site, active, input)
-        weight, frame, valid = weight_of(self, kind), frame_of(layer), None
-        if frame is not None:
-            valid = frame.valid
-            if valid is not None:
-                valid = fit_valid(valid.t() if frame.sequence_first and frame.call is None else valid, input)
-            elif not frame.early and is_early(frame, site.role, active):
-                frame.early = site.role
+        weight, frame = weight_of(self, kind), frame_of(layer)
+        routing = frame.routing if frame is not None and site.expert else None
+        valid = layer_valid(layer, frame, input, site.role, active) if routing is None else routing.rows(input)
         call = LinearCall(site.role, input, weight, self.bias, self, layer.site, valid)
+        call.tokens = None if routing is None else routing.tokens
         if site.adapter is not None:
             call.adapter = read_adapter(site.adapter, layer.site.name)
 
@@ -49,7 +53,8 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 return cast(Tensor, y.unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
 
-        return apply_linear(frame, active, call, multiply, plain)
+        y = apply_linear(frame, active, call, multiply, plain)
+        return y if routing is None else routing.put(y, valid)
 
     return forward
 
@@ -74,6 +79,22 @@ def _convolve(
 
     call = LinearCall(site.role, tokens, weight, module.bias, module, site.layer.site)
     return cast(Tensor, apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places))
+
+
+def layer_valid(
+    layer: Layer, frame: Frame | None, input: Tensor, role: str, active: Sequence[Regularizer]
+) -> Tensor | None:
+    """Which tokens of a linear map's input are no padding, as far as the layer knows by now; None: all."""
+    if frame is None:
+        return None
+    valid = frame.valid
+    if not layer.tells_padding and layer.padding is not None and any(r.needs_valid for r in active):
+        valid = layer.padding.of(layer)
+    if valid is not None:
+        return fit_valid(valid.t() if frame.sequence_first and frame.call is None else valid, input)
+    if not frame.early and layer.tells_padding and is_early(frame, role, active):
+        frame.early = role
+    return None
 
 
 def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:
@@ -101,34 +122,51 @@ def apply_linear(
     """operands -> x W^T + b -> product, and the call kept for the attention under way.
 
     `plain` where `multiply` is `F.linear` and no more, for which a method may have a function of its own."""
-    x, weight = call.input, call.weight
-    for r in regularizers:
-        if "operands" in r.stages and call.role in r.roles:
-            x, weight = r.operands(x, weight, call)
-    plain = plain and x is call.input and weight is call.weight
-    done = None  # who has multiplied
     if frame is not None:
-        frame.multiplying = True
+        frame.multiplying = True  # what happens here is no other map of the attention, whatever weight it reads
     try:
-        y = None
-        for r in regularizers if plain else ():
-            if r.multiplies and call.role in r.roles and (y := r.multiply(call)) is not None:
-                done = r
-                break
-        if y is None:
-            y = multiply(x, weight, call.bias)
+        y = _product(regularizers, call, multiply, plain)
     finally:
         if frame is not None:
             frame.multiplying = False
-    call.output = y
-    followed = None if frame is None or frame.call is None else frame.call.followed
-    for r in regularizers:
-        if r is not done and "product" in r.stages and call.role in r.roles:
-            y = r.product(y, call)
     if frame is not None:
         frame.hits += 1
         if frame.call is not None:
             frame.call.maps[call.role] = call
-            if followed is not None:
-                followed.start(y, -1, call)
+            if frame.call.followed is not None:
+                frame.call.followed.start(y, -1, call)
+    return y
+
+
+def _product(
+    regularizers: Sequence[Regularizer],
+    call: LinearCall,
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    plain: bool,
+) -> Tensor:
+    """The product with its stages. Methods that only read come first and are shown what no method has changed."""
+    at_work = [r for r in regularizers if call.role in r.roles]
+    x, weight = call.input, call.weight
+    for r in at_work:
+        if "operands" in r.stages:
+            x, weight = r.operands(x, weight, call)
+    changed = x is not call.input or weight is not call.weight
+    y = done = None  # who has multiplied
+    for r in at_work if plain and not changed else ():
+        if r.multiplies and (y := r.multiply(call)) is not None:
+            done = r
+            break
+    if y is None:
+        y = multiply(x, weight, call.bias)
+    call.output = None if changed else y
+    for r in at_work:
+        if r is done or "product" not in r.stages:
+            continue
+        if changed and r.only_reads:
+            if r.reads_product and call.output is None:
+                call.output = multiply(call.input, call.weight, call.bias)
+            seen = y if call.output is None else call.output
+            check_only_reads(r, "product", seen, r.product(seen, call))
+        else:
+            y = check_only_reads(r, "product", y, r.product(y, call))
     return y

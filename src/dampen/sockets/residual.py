@@ -31,6 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from dampen._torch import version_of
 from dampen.calls import BranchCall
+from dampen.containers import first_of, tensors_in
+from dampen.names import leave_out
 from dampen.regularizer import Regularizer
 from dampen.sockets.memory import ADDITIONS, Entry, Found, Memory, attends, remember, role_of
 from dampen.sockets.origins import CLEAN, MAPS, Origins, leaves
@@ -153,6 +155,8 @@ class ResidualSocket(TorchFunctionMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Where the result of a call came from."""
         read, labels = [], CLEAN
+        name = getattr(func, "__name__", "")
+        out = args[0] if name == "__setitem__" else out  # experts that write their tokens into one tensor
         for value in leaves(args, kwargs):
             place = self.origins.place(value)
             if place is not None:
@@ -160,7 +164,7 @@ class ResidualSocket(TorchFunctionMode):
                 labels = labels | self.origins.labels[place]
                 self.read = self.read or value is self.last
         if read:
-            name, whole = getattr(func, "__name__", ""), attends(func)
+            whole = attends(func)
             if whole:
                 self._see_batch(args)
             if whole or (name in MAPS and not labels):
@@ -212,16 +216,17 @@ class ResidualSocket(TorchFunctionMode):
     def _left(self, out: Any) -> None:
         labels = self._label(True)
         self.frame.attended += 1
-        for value in leaves((out,), {}):
-            if isinstance(value, Tensor) and not (self.origins.of(value) == CLEAN and labels <= self.covered):
+        for value in tensors_in(out):
+            if not (self.origins.of(value) == CLEAN and labels <= self.covered):
                 place = self.origins.place(value)
                 self.origins.put(value, labels, "leave", [] if place is None else [place])
 
     def _label(self, whole: bool) -> frozenset[str]:
         """The name of the sublayer that is running."""
+        kind = "attention" if self.layer.attentions else "mixer"
         if self.frame.inside:
-            return frozenset([f"attention {self.frame.attended + 1}"])
-        return frozenset([f"{'attention beside' if whole else 'ffn'} {len(self.found)}"])
+            return frozenset([f"{kind} {self.frame.attended + 1}"])
+        return frozenset([f"{kind + ' beside' if whole else 'ffn'} {len(self.found)}"])
 
     def _see_batch(self, args: tuple[Any, ...]) -> None:
         """Attention's own layout (B, H, N, D) tells a block that works on (N, B, D)."""
@@ -245,7 +250,7 @@ class ResidualSocket(TorchFunctionMode):
             raise RuntimeError(
                 f"The block at '{self.layer.site.name}' adds {self.found[-1]} and {role} to the same input, side by "
                 "side: one skip goes around both, and to take it from one would lose the other. "
-                "Leave the block out with sites=."
+                f"To go on, {leave_out(self.layer.site.name)}."
             )
         if call.skip:
             out = torch.add(residual, branch)
@@ -271,20 +276,20 @@ class ResidualSocket(TorchFunctionMode):
             raise RuntimeError(
                 f"The block at '{self.layer.site.name}' got {tuple(x.shape)} and adds a branch of shape "
                 f"{tuple(branch.shape)}, whose first axis is not its samples (windows?), so that methods that draw per "
-                "sample would draw for something else. Leave the block out with sites=."
+                f"sample would draw for something else. To go on, {leave_out(self.layer.site.name)}."
             )
         return None
 
     def check(self, block: nn.Module, expected: int, out: Any) -> None:
         """Raise where a sublayer that ran was not added, or the block gives out something else than the stream."""
-        values = [out] if isinstance(out, Tensor) else leaves((out,), {})
-        first = next((v for v in values if isinstance(v, Tensor)), None)
+        first = first_of(out)
         if self.memory is not None:
             if len(self.log) == len(self.memory.functions) and first is self._made(self.memory.result):
                 self.layer.residual_same += 1
                 return
             self._follow()
-        attended = {f"attention {i + 1}" for i in range(self.frame.attended)}
+        kind = "attention" if self.layer.attentions else "mixer"
+        attended = {f"{kind} {i + 1}" for i in range(self.frame.attended)}
         missing = sorted(attended - self.covered)
         wants_ffn = expected > len(self.layer.attentions)
         if wants_ffn and not any(label.startswith("ffn") for label in self.covered):
@@ -302,7 +307,8 @@ class ResidualSocket(TorchFunctionMode):
         raise RuntimeError(
             f"{type(block).__name__} at '{self.layer.site.name}': found {len(self.found)} residual additions "
             f"({', '.join(self.found) or 'none'}), {why}, so {names} cannot act on its branches. "
-            "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or leave it out with sites=."
+            "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or "
+            f"{leave_out(self.layer.site.name)}."
         )
 
     def _remember(self, out: Tensor) -> None:

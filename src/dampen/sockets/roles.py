@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 _NAMES = {
-    "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q",
-    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k",
-    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v",
+    "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q W_q w_q",
+    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k W_k w_k",
+    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v W_v w_v",
     "qkv": "qkv in_proj c_attn wqkv Wqkv qkv_proj to_qkv qkvs pwise",
     "kv": "kv kv_proj to_kv c_kv",
-    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out",
+    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out W_o w_o W_out",
 }
 ATTENTION_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 _FFN_NAMES = {
@@ -23,7 +23,7 @@ _FFN_NAMES = {
     "dense_h_to_4h fc_in fc1_g fc1_x w12 w_in ffn",
     "ffn_out": "fc2 linear2 lin2 wo down_proj c_proj output output_dense dense_4h_to_h fc_out ffn_output w_out",
 }
-_FFN_IN, _FFN_OUT = (set(names.split()) for names in _FFN_NAMES.values())
+FFN_IN, FFN_OUT = (set(names.split()) for names in _FFN_NAMES.values())
 _NOT_FFN = ("modulation", "adaln", "router", "gate", "time", "cond", "norm", "pos", "adapter", "lora")
 
 
@@ -87,13 +87,20 @@ def _feed_forward_role(parts: Sequence[str]) -> str:
     for i in range(len(parts) - 1, -1, -1):
         if parts[i] == "ffn" and i < len(parts) - 1:
             continue
-        if (parts[i] in _FFN_IN) != (parts[i] in _FFN_OUT):
-            return "ffn_in" if parts[i] in _FFN_IN else "ffn_out"
+        if (parts[i] in FFN_IN) != (parts[i] in FFN_OUT):
+            return "ffn_in" if parts[i] in FFN_IN else "ffn_out"
     return ""
 
 
-def feed_forward_roles(maps: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The roles of a block's linear maps outside attention: ffn_in, ffn_out or other.
+def _is_partner(name: str, other: str, maps: Mapping[str, nn.Module]) -> bool:
+    """Whether two maps stand side by side and one leads back from where the other leads."""
+    beside = name.rpartition(".")[0] == other.rpartition(".")[0]
+    return beside and tuple(weight_of(maps[name]).shape) == tuple(weight_of(maps[other]).shape)[::-1]
+
+
+def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> dict[str, str]:
+    """The roles of a block's linear maps outside attention: ffn_in, ffn_out or other. `by_shape`: where no name tells,
+    the shapes do.
 
     >>> maps = {"mlp.gate_proj": nn.Linear(4, 8), "mlp.up_proj": nn.Linear(4, 8), "mlp.down_proj": nn.Linear(8, 4)}
     >>> list(feed_forward_roles(maps).values())
@@ -108,7 +115,12 @@ def feed_forward_roles(maps: Mapping[str, nn.Module]) -> dict[str, str]:
             roles[name] = f"lora_{telling}" if is_adapter(name) else telling
         elif not any(word in part.lower() for part in parts for word in _NOT_FFN):
             rest.append(name)
-    if rest and "ffn_in" not in roles.values() and "ffn_out" not in roles.values() and len(rest) > 1:
+    alone = [name for name in maps if roles[name] in ("ffn_in", "ffn_out")]
+    pair = next((n for n in rest if len(alone) == 1 and _is_partner(n, alone[0], maps)), None)
+    if pair is not None:  # a name that fits one map of two tells nothing: "linear0" and "linear1" (FT-Transformer)
+        first, second = (n for n in maps if n in (pair, alone[0]))
+        roles |= {first: "ffn_in", second: "ffn_out"}
+    if by_shape and rest and "ffn_in" not in roles.values() and "ffn_out" not in roles.values() and len(rest) > 1:
         shapes = {name: tuple(weight_of(maps[name]).shape) for name in rest}
         width = shapes[rest[0]][1]  # the first map reads the tokens
         narrowing = [name for name in rest if shapes[name][0] == width and shapes[name][1] != width]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from dampen.sockets.roles import attention_role, feed_forward_roles, is_adapter, is_convolution, is_linear
+from dampen.sockets.roles import (
+    attention_role,
+    feed_forward_roles,
+    is_adapter,
+    is_convolution,
+    is_linear,
+    weight_of,
+)
 from dampen.sockets.source import adds
 
 NAME = re.compile(r"attention|attn", re.IGNORECASE)
 PROJECTIONS = {"q", "k", "v", "qkv", "kv"}
-LISTS = (nn.ModuleList, nn.Sequential)
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Containers: only a Sequential has a forward, and none of them is a block that adds its residual."""
 
 
 @dataclass
@@ -23,6 +31,7 @@ class LinearPlan:
     module: nn.Module
     role: str
     attention: str | None = None
+    expert: bool = False  # whether it is one expert's, of several
 
 
 def inside(inner: str, outer: str) -> bool:
@@ -39,7 +48,8 @@ def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -
         if NAME.search(type(module).__name__) and not _holds_feed_forward(module, ancestor, attentions):
             continue  # a wrapper that adds the output projection (BERT) or the norm (T5) is not yet the layer
         if _outside_attention(model, ancestor, attentions):
-            return _owner(model, parts, i)
+            element = ".".join(parts[: i + 1])
+            return element if _is_layer_of_list(model, ancestor, element, name) else _owner(model, parts, i)
     elements = [i for i in range(len(parts), 0, -1) if isinstance(model.get_submodule(".".join(parts[: i - 1])), LISTS)]
     for i in elements:  # no linear map beside it: the smallest element of a list that has other maps (convolutions)
         if _has_other_maps(model, ".".join(parts[:i]), attentions):
@@ -48,6 +58,46 @@ def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -
         return ".".join(parts[: elements[-1]])
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
     return "" if {"ffn_in", "ffn_out"} <= set(roles.values()) and len(parts) == 1 else name
+
+
+def _is_layer_of_list(model: nn.Module, holder: str, element: str, attention: str) -> bool:
+    """Whether an element of a list adds its residual itself, so that it is a layer although its neighbors hold all the
+    linear layers beside attention (experts kept as parameters, blocks of one sublayer each)."""
+    if not isinstance(model.get_submodule(holder), nn.ModuleList) or holder.rpartition(".")[2].isdigit():
+        return False
+    module = model.get_submodule(element)
+    owned = _owner(model, element.split("."), element.count(".")) != holder
+    return element != attention and not owned and not isinstance(module, LISTS) and adds(type(module))
+
+
+def group_sublayers(
+    model: nn.Module, scopes: Mapping[str, str], crossing: Callable[[str], bool]
+) -> tuple[dict[str, str], dict[str, tuple[str, list[str]]]]:
+    """Split scopes that are flat lists of sublayers, [attention, feed-forward, attention, feed-forward, ...]
+    (x-transformers), into layers: an attention, a cross-attention after it, and what follows up to the next attention.
+
+    Returns the scopes by attention, and for each layer made here the list and the names of its elements."""
+    grouped, made = dict(scopes), {}
+    for scope in dict.fromkeys(scopes.values()):
+        holder = model.get_submodule(scope)
+        if not isinstance(holder, LISTS):
+            continue
+        groups: list[tuple[list[str], list[str], bool]] = []  # elements, attentions, whether a feed-forward was met
+        for key, module in holder.named_children():
+            element = f"{scope}.{key}" if scope else key
+            here = [n for n, s in scopes.items() if s == scope and (n == element or inside(n, element))]
+            feeds = not here and any(is_linear(m) for m in module.modules())
+            same = bool(groups) and any(crossing(a) == crossing(b) for a in here for b in groups[-1][1])
+            if not groups or (here and groups[-1][1] and (groups[-1][2] or same)):
+                groups.append(([], [], False))
+            elements, attentions, fed = groups[-1]
+            groups[-1] = ([*elements, element], attentions + here, fed or (feeds and bool(attentions)))
+        if len(groups) < 2:
+            continue
+        for elements, attentions, _ in groups:
+            made[elements[0]] = scope, elements
+            grouped |= dict.fromkeys(attentions, elements[0])
+    return grouped, made
 
 
 def refine_scopes(model: nn.Module, scopes: Mapping[str, str]) -> dict[str, str]:
@@ -85,7 +135,15 @@ def _holds_feed_forward(module: nn.Module, name: str, attentions: Mapping[str, n
         for n, m in module.named_modules()
         if is_linear(m) and not any(f"{name}.{n}" == a or inside(f"{name}.{n}", a) for a in attentions)
     }
-    return {"ffn_in", "ffn_out"} <= set(feed_forward_roles(maps).values())
+    if {"ffn_in", "ffn_out"} <= set(feed_forward_roles(maps, by_shape=False).values()):
+        return True
+    roles = feed_forward_roles(maps)  # by shape: square maps are projections (DAB-DETR), whatever their order
+    widths = {tuple(weight_of(maps[n]).shape) for n, role in roles.items() if role == "ffn_in"}
+    return any(
+        role == "ffn_out" and a != b and (b, a) in widths
+        for n, role in roles.items()
+        for a, b in [weight_of(maps[n]).shape]
+    )
 
 
 def _has_other_maps(model: nn.Module, scope: str, attentions: Mapping[str, nn.Module]) -> bool:
@@ -146,6 +204,7 @@ def find_linears(
     prefix = scope + "." if scope else ""
     said = {local: role for role, local in (projections or {}).items()}
     outside = feed_forward_roles(_outside_attention(model, scope, attentions))
+    inner_modules = dict(model.get_submodule(scope).named_modules())
     for local, module in model.get_submodule(scope).named_modules():
         name = prefix + local
         home = next((a for a in attentions if a == "" or inside(name, a)), None)
@@ -164,8 +223,11 @@ def find_linears(
             plans[name] = LinearPlan(module, role, home)
         elif local in outside:
             plans[name] = LinearPlan(module, outside[local])
-        else:  # in a wrapper of an attention: its output projection
-            plans[name] = LinearPlan(module, "lora_out" if is_adapter(local) else "out")
+        else:  # in a wrapper of an attention: its output projection, where it has one map or the name says so
+            above = local.rpartition(".")[0]
+            alone = sum(n.rpartition(".")[0] == above and is_linear(m) for n, m in inner_modules.items()) == 1
+            role = "out" if alone or is_adapter(local) else attention_role(local.rpartition(".")[2], {})
+            plans[name] = LinearPlan(module, f"lora_{role}" if is_adapter(local) else role)
     return plans
 
 

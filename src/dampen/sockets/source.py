@@ -31,13 +31,21 @@ def names_any(cls: type, wanted: set[str]) -> bool:
     return isinstance(forward, FunctionType) and _mentions(inspect.unwrap(forward), cls, 3, wanted)
 
 
-def computes_attention(cls: type) -> bool:
-    """Whether the code of `cls.forward`, or of what it calls, has a softmax and a product of two tensors."""
+def computes_attention(module: nn.Module) -> bool:
+    """Whether the code of a module's forward, or of what it calls, has a softmax and a product of two tensors."""
+    return all(shows_parts(module))
+
+
+def shows_parts(module: nn.Module) -> tuple[bool, bool]:
+    """Whether the code of a module's forward, or of what it calls, has a softmax, which may be a module of its own
+    (`self.attend = nn.Softmax(dim=-1)`), and whether it has a product of two tensors."""
+    cls = type(module)
     forward = inspect.getattr_static(cls, "forward", None)
     if not isinstance(forward, FunctionType) or forward.__module__.startswith("torch."):
-        return False
+        return False, False
     code = inspect.unwrap(forward)
-    return _mentions(code, cls, 2, _SOFTMAX) and (_mentions(code, cls, 2, _PRODUCTS) or _multiplies(code, cls, 2))
+    softmax = any(isinstance(m, nn.Softmax) for m in module.children()) or _mentions(code, cls, 2, _SOFTMAX)
+    return softmax, _mentions(code, cls, 2, _PRODUCTS) or _multiplies(code, cls, 2)
 
 
 def adds(cls: type) -> bool:

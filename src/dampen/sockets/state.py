@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dampen.calls.ledger import Ledger
-from dampen.regularizer import Regularizer, Site
+from dampen.regularizer import ATTENTION_STAGES, Regularizer, Site, in_order
 from dampen.sockets.entry import EntrySite
 from dampen.sockets.frame import Frame
 from dampen.sockets.own_dropout import OwnRate, is_flipped
@@ -18,6 +18,8 @@ from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
     from dampen.sockets.memory import Memory
+    from dampen.sockets.order import Order
+    from dampen.sockets.padding import Padding
 
 
 class Layer:
@@ -25,19 +27,27 @@ class Layer:
 
     residual_memory: Memory | None = None  # what the last forward of the block did; see `residual.py`
     residual_same = 0  # forwards that were compared with it and were like it
+    order: Order | None = None  # who wants to know when the layer starts
+    passed_by = False  # whether its attention turned out to be over channels
     residual_changes = False  # whether a forward has ever departed from it
 
     def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
         self.site = site
         self.clones = list(clones)
+        self.ordered = in_order(clones)  # as they act
         self.enabled = True
         self.sampling = False  # Monte-Carlo averaging: stochastic methods act in eval too
         self.frames: list[Frame] = []  # one per forward under way; see `frame.py`
         self.attentions: list[str] = []  # the names of its attention modules
+        self.tells_padding = True  # whether an attention here reports which tokens are padding
+        self.padding: Padding | None = None  # where one of the model's layers cannot
+        self.reached: dict[str, set[str]] = {}  # method -> the parts of the layer that it acts on
         self.kernels: dict[str, str] = {}  # attention name -> what ran last, and why; "" before it ran
 
     def active(self, module: nn.Module) -> list[Regularizer]:
         """The clones at work in this forward of one of the layer's modules."""
+        if not torch.compiler.is_compiling() and self.order is not None:
+            self.order.saw(self, module)
         if not self.enabled:
             return []
         training = module.training and not is_flipped(module)
@@ -45,8 +55,10 @@ class Layer:
             torch.compiler.is_compiling()
         )  # a graph may not depend on the numbers of a schedule, only on its form
         found = []
-        for r in self.clones:
+        for r in self.ordered:
             acts = training or r.in_eval or (self.sampling and r.stochastic)
+            if r.only_reads and not compiling and r.ledger is not None and r.ledger.keeps_nothing():
+                continue
             if acts and not r.asleep and not (r.idle_forever if compiling else r.idle):
                 found.append(r)
         if found and "_is_replica" in module.__dict__:
@@ -55,11 +67,25 @@ class Layer:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: one that is made during a forward or inside a with block is not inside it."""
-        fresh = {"frames": [], "enabled": True, "sampling": False, "residual_memory": None, "residual_same": 0}
+        fresh: dict[str, Any] = {
+            "frames": [],
+            "enabled": True,
+            "sampling": False,
+            "residual_memory": None,
+            "residual_same": 0,
+        }
+        fresh["order"] = None  # which knows all layers: a copy of one block would copy the model
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "frames": []})  # models pickled with 0.1 have none
+        # models pickled with 0.2 have none
+        fresh: dict[str, Any] = {
+            "ordered": in_order(state["clones"]),
+            "tells_padding": True,
+            "padding": None,
+            "reached": {},
+        }
+        self.__dict__.update({**fresh, **state, "frames": []})
 
 
 def raise_replica(where: str) -> None:
@@ -74,6 +100,9 @@ def raise_replica(where: str) -> None:
 class AttentionSite:
     """What is kept on an attention module."""
 
+    over_channels = False  # whether its scores were seen to be those of channels with channels
+    over_tokens = False  # whether they were seen not to be; no graph reads it, so that none depends on it
+
     def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
         self.layer, self.name, self.cross = layer, name, cross
         self.linears = list(linears)  # linear sites inside, for projections that the module inlines
@@ -82,6 +111,18 @@ class AttentionSite:
         self.cuts: dict[str, tuple[str, Any]] = {}  # q, k, v -> map and rows, where they are unusual
         self.path: tuple[int, list[str]] | None = None  # the way of eager scores in the forward before; see `eager.py`
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
+
+    def knows_tokens(self) -> bool:
+        """Whether an attention of the module was seen to be over tokens. A graph tells by its shapes every time."""
+        return not torch.compiler.is_compiling() and self.over_tokens
+
+    def note_channels(self, over_channels: bool) -> bool:
+        """Keep what the first attention has shown."""
+        if over_channels:
+            self.over_channels = True
+        elif not torch.compiler.is_compiling():
+            self.over_tokens = True
+        return over_channels
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
@@ -95,8 +136,11 @@ class LinearSite:
     adapter: nn.Module | None = None  # models pickled with 0.1 have none, nor a kind
     kind = ""
 
-    def __init__(self, layer: Layer, role: str, kind: str) -> None:
+    expert = False
+
+    def __init__(self, layer: Layer, role: str, kind: str, expert: bool = False) -> None:
         self.layer, self.role, self.kind = layer, role, kind  # kind: see `roles.kind_of`
+        self.expert = expert  # whether it is one expert's, of several
         self.adapter: nn.Module | None = None  # the LoRA layer around the map
 
 
@@ -113,6 +157,8 @@ class ModelSite:
 
     sampling = False  # models pickled with 0.1 have none
     doubled: DoubledBatch | None = None  # likewise
+    padding: Padding | None = None  # likewise
+    order: Order | None = None  # likewise
 
     def __init__(
         self,
@@ -123,13 +169,14 @@ class ModelSite:
     ) -> None:
         self.clones = list(clones)  # all of them
         self.blockless = list(blockless)  # layers that are no module: their frame is open during the model's forward
-        self.own = list(own)  # those with a stage of the whole model
+        self.own = in_order(own)  # those with a stage of the whole model
         self.input_name, self.input_position = model_input
         self.enabled = True
         self.ledger = Ledger(None, clones, strict=False)
         self.entry: EntrySite | None = None
         self.layers: list[Layer] = []
         self.doubled: DoubledBatch | None = None  # where a method compares two passes
+        self.padding: Padding | None = None  # where a layer cannot report its padding itself
         self.own_rates: list[OwnRate] = []  # of the model's own dropout, those that the handle has set
 
     @contextlib.contextmanager
@@ -144,6 +191,20 @@ class ModelSite:
         finally:
             for place, was in zip(places, before, strict=True):
                 setattr(place, name, was)
+
+    def check_reached(self) -> None:
+        """Raise where a method inside attention has met no attention over tokens in the whole model."""
+        if not any(layer.passed_by for layer in self.layers):
+            return
+        clones = {c.name: c for layer in self.layers for c in layer.clones if c.stages & set(ATTENTION_STAGES)}
+        for name, clone in clones.items():
+            reached = [layer.reached[name] for layer in self.layers if name in layer.reached]
+            if reached and not any("attention" in parts for parts in reached):
+                raise RuntimeError(
+                    f"{clone} found no attention to act on: every attention of the layers chosen "
+                    f"('{self.layers[0].site.name}', ...) attends over channels, not over tokens. Leave the method "
+                    "out, or those of its terms that are about attention."
+                )
 
     def watch_entry(self, entry: EntrySite) -> None:
         """Have the first block look whether the model's forward is under way."""

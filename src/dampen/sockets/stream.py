@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dampen._torch import in_functorch, no_torch_function, saved_tensors_are_hooked, version_of
 from dampen.calls import BranchCall
+from dampen.containers import first_of
 
 if TYPE_CHECKING:
     from dampen.regularizer import Regularizer
@@ -122,8 +123,7 @@ class StreamSocket:
 
     def is_as_before(self, out: Any) -> bool:
         """Whether every branch was seen and the last sum is what the block gives out."""
-        first = out if isinstance(out, Tensor) else next((v for v in out if isinstance(v, Tensor)), None)
-        return not self.departed and len(self.sums) == len(self.memory.roles) and first is self.sums[-1]
+        return not self.departed and len(self.sums) == len(self.memory.roles) and first_of(out) is self.sums[-1]
 
     def undo(self, block: nn.Module) -> None:
         """Take back what the forward has drawn and noted, so that the block can run again and be followed."""

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dampen._torch import is_empty, refuse_nested
+from dampen.containers import tensors_in
+from dampen.masks import close_masks, open_masks
 from dampen.regularizer import Regularizer
 from dampen.sockets.blame import add_blame
 from dampen.sockets.determinism import deterministic
@@ -47,16 +50,28 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         for r in site.own:
             if "inputs" in r.stages and site.acts(r, self.training):
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
-        site.ledger.enter(self.training and site.enabled)
+        if site.order is not None and not torch.compiler.is_compiling():
+            site.order.start()
+        trained = not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
+        site.ledger.enter(self.training and site.enabled, trained)
+        if site.padding is not None:
+            site.padding.start()
         frames = [(layer, open_frame(layer, in_block=False)) for layer in site.blockless if layer.enabled]
+        if not torch.compiler.is_compiling():
+            open_masks()
         try:
-            return base(self, *args, **kwargs)
+            out = base(self, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                site.check_reached()
+            return out
         except BaseException as error:  # an aborted forward leaves no penalty for the next one
             site.ledger.forget()
             add_blame(error)
             raise
         finally:
             site.ledger.leave()
+            if not torch.compiler.is_compiling():
+                close_masks()
             for layer, frame in frames:
                 close_frame(layer, frame)
 
@@ -77,10 +92,15 @@ def apply_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a model with the stage `inputs` of a regularizer applied to its data."""
     name, i = site.input_name, site.input_position
-    if len(args) > i and args[i] is not None:
-        return (*args[:i], r.inputs(args[i]), *args[i + 1 :]), kwargs
-    if kwargs.get(name) is not None:
-        return args, {**kwargs, name: r.inputs(kwargs[name])}
+    given = args[i] if len(args) > i else kwargs.get(name)
+    if isinstance(given, torch.Tensor):
+        refuse_nested(given, f"{type(r).__name__} at the input '{name}'")
+        if is_empty(given):
+            return args, kwargs
+    if given is not None and len(args) > i:
+        return (*args[:i], r.inputs(given), *args[i + 1 :]), kwargs
+    if given is not None:
+        return args, {**kwargs, name: r.inputs(given)}
     raise RuntimeError(
         f"{type(r).__name__} acts on the input '{name}' of {type(self).__name__}, but the model was "
         f"called without it (got {len(args)} positional arguments, keywords {sorted(kwargs)}), so it "

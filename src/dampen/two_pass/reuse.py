@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dampen._torch import has_forward_hooks, in_functorch, pytree, version_of
 from dampen.calls.later import Penalty
+from dampen.containers import tensors_in
 from dampen.regularizer import MODEL_STAGES, Regularizer
 from dampen.two_pass.doubled import BEGUN_APART, PLAIN, DoubledBatch, plan_doubled, same
 from dampen.two_pass.own_randomness import own_randomness
@@ -251,7 +252,7 @@ def refuse_gathered_blocks(model: nn.Module) -> None:
 
 
 def _versions(output: Any) -> list[int]:
-    return [version_of(t) for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+    return [version_of(t) for t in tensors_in(output)]
 
 
 def _random_state(asked: list[Any]) -> list[bytes]:

@@ -18,21 +18,25 @@ from dampen.formulas.explicit.squares import column_power, contract_squares
 from dampen.formulas.explicit.tap import squared_norm
 
 
-def attended_bias(o: Tensor, bias: Tensor | None, rows: Tensor | None) -> Tensor:
-    """sum_i r_i ||o_i - bias||^2 of the output (B, H, N, dv) with value bias (kv heads, 1, dv).
+def attended_bias(o: Tensor, bias: Tensor | None, rows: Tensor | None, row_sums: Tensor | None = None) -> Tensor:
+    """sum_i r_i ||o_i - s_i bias||^2 of the output (B, H, N, dv) with value bias (kv heads, 1, dv).
 
-    The rows of A sum to 1, so the bias passes through the attention unchanged.
+    Where the rows of A sum to 1, the bias passes through the attention unchanged (`row_sums` None); else s_i is what
+    they sum to, (B, H, N, 1).
     """
     bias = None if bias is None else _per_query_head(bias, o.shape[1], 0)
+    if bias is not None and row_sums is not None:
+        return squared_norm(o, bias * row_sums.to(bias.dtype), None if rows is None else rows.unsqueeze(1))
     if o.transpose(1, 2).is_contiguous():  # the fused kernel's layout, in which tokens are long vectors
         return squared_norm(o.transpose(1, 2).flatten(2), None if bias is None else bias.flatten(), rows)
     return squared_norm(o, bias, None if rows is None else rows.unsqueeze(1))
 
 
 def attended_bias_from_weights(a: Tensor, v: HeadMap, rows: Tensor | None) -> Tensor:
-    """The same from the attention weights, as a function of Wv alone."""
+    """The same from the attention weights, where the output is not that of the clean values, or has gradients that the
+    penalty must not."""
     y = _per_query_head(v.bare, a.shape[1], 1)
-    return squared_norm(wide(a.detach()) @ y, None, None if rows is None else rows.unsqueeze(1))
+    return squared_norm(wide(a) @ y, None, None if rows is None else rows.unsqueeze(1))
 
 
 def attended_variance(a: Tensor, v: HeadMap, rows: Tensor | None, attended: str) -> Tensor:

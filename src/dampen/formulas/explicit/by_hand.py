@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen._torch import apply_directly, in_functorch
+from dampen._torch import apply_directly, in_functorch, without_modes
 from dampen.formulas.explicit.precision import no_autocast
 
 Formula = Callable[..., Tensor]
@@ -66,7 +66,8 @@ class _ByHand(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         if value is not None:
             return value.detach()
-        with no_autocast(tensors[0].device.type):
+        # who follows the data of a block must not take a sum in a formula for a residual addition
+        with no_autocast(tensors[0].device.type), without_modes():
             return formula(*args)
 
     @staticmethod

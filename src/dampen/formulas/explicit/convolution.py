@@ -2,9 +2,9 @@
 
     b = sum conv(x, W)^2        v = sum conv(x^2, W^2)
 
-A convolution is a linear map on patches, and an output position is its token. Nothing is unfolded: b is read off the
-output, and v is one convolution with a single channel per group, because only the sum over output channels of W^2 is
-needed.
+A convolution is a linear layer on patches, and an output position is its token; a transposed one is, too, on the
+inputs that reach a position. Nothing is unfolded: b is read off the output, and v is one convolution with a single
+channel per group, because only the sum over output channels of W^2 is needed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import convolve, in_backward
+from dampen._torch import convolve, is_empty
+from dampen.calls.ledger import Ledger
 from dampen.formulas.explicit.forms import Number, check_form, combine, is_off, single
 from dampen.formulas.explicit.precision import no_autocast, wide
 from dampen.formulas.explicit.reductions import check_reduction, token_rows
 from dampen.formulas.explicit.tap import squared_norm
-from dampen.regularizer import Regularizer, Site
+from dampen.regularizer import LINEAR_STAGES, Regularizer, Site
 from dampen.schedules import Value, check_progress
 
-Convolution = nn.Conv1d | nn.Conv2d
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed
+KINDS = "nn.Conv1d, nn.Conv2d, nn.Conv3d or a transposed one"
 
 
 def convolution_penalty(
@@ -37,7 +40,8 @@ def convolution_penalty(
     reduction: str = "mean",
     output: Tensor | None = None,
 ) -> Tensor:
-    """The penalty of dropout on the input of an `nn.Conv1d` or `nn.Conv2d`, grouped, strided, dilated or padded.
+    """The penalty of dropout on the input of a convolution of one to three axes, transposed or not, grouped, strided,
+    dilated or padded.
 
     Args:
         x: the input (B, C, ...) or (C, ...) of the convolution.
@@ -45,7 +49,8 @@ def convolution_penalty(
         rate: p.
         form: paper, exact or inverted.
         reduction: mean (over all output positions), sum, token_mean (over each sample's positions) or author.
-        output: what the module gave, if the forward has it already.
+        output: what the module gave, if the forward has it already. A transposed convolution that was called with an
+            `output_size` needs it, because the size is read off it.
 
     >>> import torch
     >>> from torch import nn
@@ -56,23 +61,41 @@ def convolution_penalty(
     """
     check_form(form, "convolution_penalty")
     check_reduction(reduction, "convolution_penalty")
-    if not isinstance(module, nn.Conv1d | nn.Conv2d):
-        raise TypeError(f"convolution_penalty takes an nn.Conv1d or nn.Conv2d, got {type(module).__name__}.")
+    if not isinstance(module, Convolution):
+        raise TypeError(f"convolution_penalty takes {KINDS}, got {type(module).__name__}.")
     if x.ndim == module.weight.ndim - 1:
         x, output = x.unsqueeze(0), None if output is None else output.unsqueeze(0)
     with no_autocast(x.device.type):
         factors = single(form, rate)
         weight = wide(module.weight)
         bias = None if output is None or module.bias is None else module.bias.unsqueeze(1)
+        size = None if output is None else output.shape[2:]
         b = v = None
         if factors.bias is not None:
-            output = convolve(module, wide(x), weight) if output is None else output.clone()  # may change in place
+            output = _apply(module, wide(x), weight, size) if output is None else output.clone()  # may change in place
             b, positions = squared_norm(output.flatten(2), bias, None), output.shape[2:].numel()
         if factors.variance is not None:  # summed over the output channels of each group: (B, groups, ...)
-            columns = weight.square().unflatten(0, (module.groups, -1)).sum(1)
-            per_position = convolve(module, wide(x).square(), columns)
+            squares = weight.square()
+            if isinstance(module, Transposed):  # (in, out / groups, ...)
+                columns = squares.sum(1, keepdim=True)
+            else:
+                columns = squares.unflatten(0, (module.groups, -1)).sum(1)
+            per_position = _apply(module, wide(x).square(), columns, size)
             v, positions = per_position.sum(), per_position.shape[2:].numel()
         return combine(factors, b, v) * token_rows(reduction, x.shape[0], positions, None).factor
+
+
+def _apply(module: Convolution, x: Tensor, weight: Tensor, size: torch.Size | None) -> Tensor:
+    """The convolution with another weight and no bias; a transposed one to the given size, if it has one."""
+    if not isinstance(module, Transposed):
+        return convolve(module, x, weight)
+    transposed = getattr(torch.nn.functional, f"conv_transpose{x.ndim - 2}d")
+    extra = tuple(module.output_padding)
+    if size is not None:  # what `output_size` may have asked for beyond the smallest size
+        axes = zip(size, x.shape[2:], module.stride, module.padding, module.dilation, module.kernel_size, strict=True)
+        extra = tuple(out - ((n - 1) * s - 2 * int(p) + d * (k - 1) + 1) for out, n, s, p, d, k in axes)
+    out: Tensor = transposed(x, weight, None, module.stride, module.padding, extra, module.groups, module.dilation)
+    return out
 
 
 class _ConvolutionDropout(Regularizer):
@@ -96,23 +119,31 @@ class _ConvolutionDropout(Regularizer):
 
     def after(self, module: Convolution, args: tuple[Tensor, ...], output: Tensor) -> None:
         """A forward hook."""
-        if module.training:
+        if module.training and not is_empty(args[0]):
+            clean = None if is_changed(module) else output
             value = convolution_penalty(
-                args[0], module, self.rate, form=self.form, reduction=self.reduction, output=output
+                args[0], module, self.rate, form=self.form, reduction=self.reduction, output=clean
             )
             self.penalize(self.weight * value, "convolution")
 
-    def start(self, module: nn.Module, args: Any) -> None:
-        """A forward pre-hook of the whole model: what an earlier forward left is not of this step."""
-        if torch.compiler.is_compiling() or not in_backward():  # not a checkpoint's recompute
-            self.take_penalties()
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether methods of `regularize` change what a convolution gives: the 1 x 1 convolutions of an attention or of a
+    feed-forward are linear layers."""
+    site = vars(module).get("_dampen_linear")
+    return site is not None and any(
+        not r.only_reads and site.role in r.roles and r.stages & set(LINEAR_STAGES) for r in site.layer.active(module)
+    )
 
 
 class ConvolutionPenalties:
     """What `regularize_convolutions` returns: progress goes in, the penalty comes out."""
 
-    def __init__(self, clones: dict[str, _ConvolutionDropout], hooks: list[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, clones: dict[str, _ConvolutionDropout], hooks: list[Any], strict: bool
+    ) -> None:
         self.clones, self._hooks = clones, hooks
+        self._ledger = Ledger(model, clones.values(), strict)
 
     def progress(self, t: float) -> None:
         """Tell the schedules how far training is, in [0, 1]."""
@@ -120,8 +151,10 @@ class ConvolutionPenalties:
             clone.at(check_progress(t))
 
     def penalty(self) -> Tensor:
-        """The sum of the penalties of the forward just done: `loss = task + convolutions.penalty()`."""
+        """The sum of the penalties made since they were last taken: `loss = task + convolutions.penalty()`. Both
+        forwards of a siamese step count, as in `regularize`; those in eval and under `no_grad` add nothing."""
         values = [v for clone in self.clones.values() for v in clone.take_penalties().values()]
+        self._ledger.taken()
         return sum(values[1:], start=values[0]) if values else torch.zeros(())
 
     def remove(self) -> None:
@@ -129,6 +162,7 @@ class ConvolutionPenalties:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._ledger.unwatch()
 
 
 def regularize_convolutions(
@@ -139,8 +173,9 @@ def regularize_convolutions(
     form: str = "paper",
     reduction: str = "mean",
     sites: str | Sequence[str] = "*",
+    strict: bool = True,
 ) -> ConvolutionPenalties:
-    """Give the `nn.Conv1d` and `nn.Conv2d` of a model the penalty of Explicit Dropout, by forward hooks.
+    """Give the convolutions of a model, transposed ones too, the penalty of Explicit Dropout, by forward hooks.
 
     Args:
         model: any model.
@@ -149,6 +184,7 @@ def regularize_convolutions(
         form: paper, exact or inverted.
         reduction: mean, sum, token_mean or author.
         sites: pattern(s) of dotted names of the convolutions, as in `"stages.[0-1].*"`.
+        strict: raise where penalties were left out of the loss (a backward ran while they waited).
 
     >>> import torch
     >>> from torch import nn
@@ -159,20 +195,21 @@ def regularize_convolutions(
     >>> convolutions.remove()
     """
     patterns = [sites] if isinstance(sites, str) else list(sites)
-    every = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv1d | nn.Conv2d)}
+    every = {n: m for n, m in model.named_modules() if isinstance(m, Convolution)}
     found = {n: m for n, m in every.items() if any(fnmatch.fnmatch(n, p) for p in patterns)}
     if not found:
         raise ValueError(
-            f"no nn.Conv1d or nn.Conv2d of {type(model).__name__} matches sites={sites!r}. "
+            f"no convolution of {type(model).__name__} matches sites={sites!r}. "
             f"Convolutions found: {', '.join(every) or 'none'}."
         )
     clones: dict[str, _ConvolutionDropout] = {}
     for index, name in enumerate(found):
         clone = _ConvolutionDropout(weight, rate, form, reduction)
         clone.place(Site(name, index, len(found)))
+        clone.neighbors = [found[name]]
         clones[name] = clone
     hooks = []
     for name, clone in () if is_off(weight) else clones.items():
-        hooks += [found[name].register_forward_hook(clone.after), model.register_forward_pre_hook(clone.start)]
+        hooks.append(found[name].register_forward_hook(clone.after))
         clone.to(found[name].weight.device)
-    return ConvolutionPenalties(clones, hooks)
+    return ConvolutionPenalties(model, clones, hooks, strict)

@@ -9,11 +9,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import addresses_known
 from dampen.calls.later import Penalty
 from dampen.formulas.explicit.linear import Term, map_penalty, only_weight, tap_linear
 from dampen.formulas.explicit.low_rank import merge
 from dampen.formulas.explicit.precision import wide, wide_dtype
 from dampen.formulas.explicit.reductions import RowWeights, token_rows
+from dampen.names import leave_out
 from dampen.regularizer import Call, UnsupportedModel
 
 _ASKED_FOR = {  # which term asks for a map, what that is, and what to do without it
@@ -67,9 +69,7 @@ def read_map(call: Call, role: str, operand: Tensor | None, head_size: int, deta
     gradients of its slices.
     """
     linear = merge(call.projection(role))
-    x, y = linear.input, linear.output
-    if y is None:
-        raise RuntimeError(f"{at(call)} did not keep the output of its {role} projection.")  # the core's promise
+    x, y = linear.input, linear.clean_output()
     if x.ndim == 2:
         x, y = x.unsqueeze(0), y.unsqueeze(0)
     x, y = x.flatten(1, -2), y.flatten(1, -2)
@@ -84,7 +84,7 @@ def read_map(call: Call, role: str, operand: Tensor | None, head_size: int, deta
     else:
         bias = None if linear.bias is None else linear.bias.unflatten(0, (-1, 1, head_size))
     heads = y.unflatten(-1, (-1, head_size)).transpose(1, 2)
-    if not detach and operand is not None and not torch.compiler.is_compiling():
+    if not detach and operand is not None and addresses_known():
         if _shows(operand, y, slice(0, y.shape[-1])):
             heads = operand
         elif _shows_otherwise(operand, y):
@@ -102,7 +102,7 @@ def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[
     x, y = linear.input, linear.output
     tokens = x.shape[0] if x.ndim == 2 else x.shape[1:-1].numel()
     valid = fit(call.valid if role == "q" else call.valid_keys, tokens, call)
-    apart = term.detach or linear.adapter is not None or torch.compiler.is_compiling()
+    apart = term.detach or linear.adapter is not None or not addresses_known()
     if not apart and y is not None and isinstance(rows, slice) and _shows(operand, y, rows):  # mostly: nothing is cut
         weights = token_rows(term.reduction, operand.shape[0], tokens, valid, wide_dtype(x))
         return tap_linear(operand, linear.bias, linear, weights, term, (rows.start, rows.stop - rows.start))
@@ -134,7 +134,24 @@ def _shows_otherwise(operand: Tensor, y: Tensor) -> bool:
     """Whether an operand is a view of other channels of y, or of the same in another order. One head of keys that all
     queries are shown (stride 0, multi-query attention) is none; nor is one that was cut from the graph."""
     same = operand.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    return same and operand.stride(1) != 0 and operand.requires_grad == y.requires_grad
+    some = same and _shows_some_tokens(operand, y)
+    return same and not some and operand.stride(1) != 0 and operand.requires_grad == y.requires_grad
+
+
+def _shows_some_tokens(operand: Tensor, y: Tensor) -> bool:
+    """Whether an operand (B, H, n, dh) is a view of y (B, N, out) with its heads in order, but of some tokens alone:
+    one of several images in a row."""
+    sample, token, channel = y.stride()
+    batch, heads, tokens, size = operand.shape
+    wanted = (sample, size * channel, token, channel)
+    start = operand.storage_offset() - y.storage_offset()
+    fits = batch == y.shape[0] and heads * size == y.shape[2] and tokens < y.shape[1]
+    return (
+        fits
+        and start >= 0
+        and start % token == 0
+        and all(n == 1 or a == b for n, a, b in zip(operand.shape, operand.stride(), wanted, strict=True))
+    )
 
 
 def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
@@ -210,7 +227,7 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
     if adapted is not None:
         raise UnsupportedModel(
             f"{who}: the map {adapted} at '{where}' is W + B A (LoRA), and the penalty would read W alone. Merge the "
-            "adapters into the weights, penalize other terms, or leave the layer out with sites=."
+            f"adapters into the weights, penalize other terms, or {leave_out(where)}."
         )
     names = ", ".join(sorted(found)) or "none"
     missing = next((role for role in branches if role not in found), None)
@@ -224,7 +241,7 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
         if role in wanted and role not in found:
             raise UnsupportedModel(
                 f"{who}({term}=...) penalizes {what}, but '{where}' has none (roles of its linear maps: {names}). "
-                f"{remedy}, or leave the layer out with sites=."
+                f"{remedy}, or {leave_out(where)}."
             )
     for role in "qkv":
         fused = "qkv" in found or (role != "q" and "kv" in found)
@@ -232,7 +249,7 @@ def check_roles(who: str, wanted: Iterable[str], found: set[str], where: str, br
             raise UnsupportedModel(
                 f"{who}: cannot tell which linear map makes {role} at '{where}' (roles found: {names}). "
                 "Say it: regularize(model, ..., projections={'q': 'name', 'k': 'name', 'v': 'name'}) or {'qkv': "
-                "'name'}, with names inside the attention module; or leave the layer out with sites=."
+                f"'name'}}, with names inside the attention module; or {leave_out(where)}."
             )
 
 

@@ -176,6 +176,8 @@ def _factors(term: Term, rows: RowWeights) -> tuple[Number | None, Number | None
 def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> RowWeights:
     """The row weights, shaped as the vectors of x: (B, N, in), more token dimensions in the middle, tokens without
     samples, or (N, B, in) where `swapped`."""
+    if call.tokens is not None:
+        return _routed_rows(call, term, wide_dtype(x))
     swapped = swapped and x.ndim == 3
     tokens = x.shape[0] if swapped or x.ndim == 2 else x.shape[1:-1].numel()
     batch = x.shape[1] if swapped else 1 if x.ndim == 2 else x.shape[0]
@@ -190,6 +192,18 @@ def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> RowWeights:
     valid = (call.valid.t() if swapped else call.valid).reshape(-1, tokens)
     weights, factor = token_rows(term.reduction, batch, tokens, valid, wide_dtype(x))
     return RowWeights((weights.t() if swapped else weights).reshape(x.shape[:-1]), factor)  # type: ignore[union-attr]
+
+
+def _routed_rows(call: LinearCall, term: Term, dtype: torch.dtype) -> RowWeights:
+    """The row weights of an expert: its tokens count as those of the batch do, so that the experts of a mixture sum to
+    what one feed-forward for all tokens would give. A token counts once in each expert that it is routed to."""
+    if term.reduction in ("token_mean", "author"):
+        raise RuntimeError(
+            f"reduction={term.reduction!r} divides by each sample's tokens, but the experts at "
+            f"'{call.site.name if call.site else call.role}' get tokens without samples. Use reduction='mean' or 'sum'."
+        )
+    factor = 0.5 if term.reduction == "sum" else 0.5 / call.tokens  # type: ignore[operator]
+    return RowWeights(None if call.valid is None else call.valid.to(dtype), factor)
 
 
 class _Linear(torch.autograd.Function):

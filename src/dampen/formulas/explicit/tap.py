@@ -133,10 +133,11 @@ def add_bare(
         bare = weighed(wide(y) if row is None else wide(y) - row, weights) * scale
         both: Tensor = bare if through is None else through + bare
         return both.to(y.dtype)
-    if native and through is not None and through.dtype is torch.float32:
-        from dampen.native.taps import tap_gradient  # it was there in the forward
+    if native and through is not None:
+        from dampen.native.taps import fits_gradient, tap_gradient  # it was there in the forward
 
-        return tap_gradient(through, y, row, scale)
+        if fits_gradient(through, y):
+            return tap_gradient(through, y, row, scale)
     out = wide(y) * scale if through is None else torch.add(wide(through), wide(y), alpha=scale)
     return (out if row is None else out.sub_(row, alpha=scale)).to(y.dtype)
 

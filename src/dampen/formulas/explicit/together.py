@@ -19,6 +19,7 @@ from dampen._torch import apply_directly, has_numbers, norms_of_all, saved_tenso
 from dampen.calls.later import Later
 from dampen.formulas.explicit.forms import Number
 from dampen.formulas.explicit.tap import Cut, bias_row
+from dampen.native.entry import Place, unreadable
 from dampen.native.library import available as native_available
 
 TOGETHER_UP_TO = 2**17
@@ -80,9 +81,8 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
             )  # (B, height, width, out): four axes mean heads below
             ys.append(part.y.flatten(0, 2) if whole_map_in_2d else part.y)
             biases.append(part.bias)
-    values: list[Tensor] = (
-        list(_apply(plan, len(penalties), *ys, *biases)) if plan else [torch.zeros(())] * len(penalties)
-    )
+    nothing = [torch.zeros((), dtype=torch.float32, device="cpu")] * len(penalties)
+    values: list[Tensor] = list(_apply(plan, len(penalties), *ys, *biases)) if plan else nothing
     for number, part in changed:
         weight = part.weight if part.cut is None else part.weight.narrow(0, *part.cut)
         values[number] = values[number] + part.factor * torch.nn.functional.linear(part.x, weight).square().sum()
@@ -102,13 +102,15 @@ class _Together(torch.autograd.Function):
         ctx: Any, plan: list[tuple[int, float, Cut | None]], count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.native = plan, native_available()
+        ctx.plan = plan
         ys, biases = cast(tuple[Tensor, ...], tensors[: len(plan)]), tensors[len(plan) :]
-        values = [torch.zeros(()) for _ in range(count)]
+        ctx.native = native_available() and not any(unreadable(t) for t in tensors if t is not None)
+        values = [torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(count)]
         if ctx.native:
             from dampen.native.taps import all_sums, layout_of  # only where it was built
 
-            sums, ctx.layouts = torch.empty(_room(biases)), [layout_of(y) for y in ys]
+            sums = torch.empty(_room(biases), dtype=torch.float32, device="cpu")
+            ctx.layouts = [layout_of(y) for y in ys]
             factors, totals = [factor for _, factor, _ in plan], [values[number] for number, _, _ in plan]
             all_sums(ys, ctx.layouts, _places(biases, plan), factors, totals, _places(biases, plan, sums))
             ctx.save_for_backward(*tensors, sums)
@@ -117,7 +119,8 @@ class _Together(torch.autograd.Function):
         bares = [y if row is None else y - row for y, row in zip(ys, rows, strict=True)]
         squares = torch.stack(norms_of_all(bares)).square_()
         for number, value in enumerate(values):
-            value.add_(squares.dot(torch.tensor([f if n == number else 0.0 for n, f, _ in plan])))
+            own = [f if n == number else 0.0 for n, f, _ in plan]
+            value.add_(squares.dot(torch.tensor(own, dtype=torch.float32, device="cpu")))
         ctx.save_for_backward(*tensors, *bares)
         return tuple(values)
 
@@ -129,7 +132,7 @@ class _Together(torch.autograd.Function):
             return (None, None, *_again(plan, ys, biases, grads))
         twice = [0.0 if grad is None else 2 * grad.item() for grad in grads]
         scales = [twice[number] * factor for number, factor, _ in plan]
-        room = torch.zeros(_room(biases))
+        room = torch.zeros(_room(biases), dtype=torch.float32, device="cpu")
         if ctx.native:
             from dampen.native.taps import all_gradients  # it was there in the forward
 
@@ -183,16 +186,17 @@ def _room(biases: Sequence[Tensor | None]) -> int:
 
 def _places(
     biases: Sequence[Tensor | None], plan: list[tuple[int, float, Cut | None]], room: Tensor | None = None
-) -> list[int]:
-    """The addresses of the biases, those of their cuts where a fused map has one, or of their places in a room for all;
-    0 for none."""
-    found, place = [], 0 if room is None else room.data_ptr()
+) -> list[Place | None]:
+    """Where the biases stand, or their cuts where a fused map has one; with a room for all of them, where there."""
+    found: list[Place | None] = []
+    first = 0
     for bias, (_, _, cut) in zip(biases, plan, strict=True):
         if bias is None:
-            found.append(0)
+            found.append(None)
             continue
-        found.append((bias.data_ptr() if room is None else place) + (0 if cut is None else 4 * cut[0]))
-        place += 4 * bias.shape[0]
+        start = 0 if cut is None else cut[0]
+        found.append(Place(bias, start) if room is None else Place(room, first + start))
+        first += bias.shape[0]
     return found
 
 
