@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dampen.studies.plugins import Dataset, Metrics, Split, Task
+from reproductions.data.objects import ObjectSplit
 from reproductions.data.parallel import PRESET as TRANSLATION
 from reproductions.data.voc import PRESET as OBJECTS
 from reproductions.metrics.detected import detected
@@ -55,7 +56,7 @@ def _own_loss(output: Any, target: Tensor) -> Tensor:
 
 
 def _drawn(model: nn.Module, dataset: Dataset) -> dict[str, Any]:
-    return {"detections": detected(model, dataset.test, dataset.classes)}
+    return {"detections": detected(model, cast(ObjectSplit, dataset.test), dataset.classes)}
 
 
 DETECTION = Task(
