@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,33 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+@dataclass
+class Library:
+    """A library whose models are tried."""
+
+    package: str
+    module: str
+    subjects: Any
+    first: str = ""  # a model that is built before the processes part, so that each finds everything imported
+
+    def warm(self) -> None:
+        """Import what the models of this library share."""
+        for name, build in self.subjects():
+            if name == self.first:
+                build()
+
+    def missing(self) -> str:
+        """What to do where the library is not here, or an empty string."""
+        if importlib.util.find_spec(self.module) is None:
+            return f"{self.package} is not installed (pip install --no-deps {self.package})"
+        return ""
+
+
+def subjects(library: str) -> Iterator[tuple[str, Any]]:
+    """Every model of a library by name, with a function that builds it."""
+    yield from LIBRARIES[library].subjects()
+
 
 LARGEST = 40_000_000  # parameters; what is larger is not built here
 _SMALL_NAMES = "test_ nano pico atto femto zepto xxs xx_small _b0 tiny _t xs mini s0 small _s".split()
@@ -206,7 +234,7 @@ def _batches(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
         words = {"input_ids": text, **(padding if "attention_mask" in names else {}), **cache}
         if "bbox" in names:
             words["bbox"] = torch.zeros(2, 8, 4, dtype=torch.long)
-        decoder = {"decoder_input_ids": text} if "decoder_input_ids" in names else {}
+        decoder = {"decoder_input_ids": text[:, :7]} if "decoder_input_ids" in names else {}
         if "input_ids" in names and "pixel_values" in names:
             yield {**words, **images}
         if "input_ids" in names:
@@ -227,3 +255,9 @@ def _batches(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
     for shape in ((2, mel, 100), (2, 100, mel), (2, mel, 3000)):
         if "input_features" in names:
             yield {"input_features": torch.randn(*shape), **decoder, **cache}
+
+
+LIBRARIES = {
+    "timm": Library("timm", "timm", timm_subjects, "vision_transformer"),
+    "transformers": Library("transformers", "transformers", transformers_subjects, "bert"),
+}

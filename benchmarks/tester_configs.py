@@ -1,0 +1,116 @@
+"""Tiny configurations and batches of transformers' families, from the model testers of that project's own tests.
+
+    python -m benchmarks.tester_configs CHECKOUT [family ...]   # writes benchmarks/tiny_transformers.json
+
+CHECKOUT is a clone of huggingface/transformers (its tests are not in the package). Only families that
+`benchmarks.tiny_models` does not build from the names of sizes alone need an entry; numbers of layers follow the
+testers, which have every kind of layer."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import dampen  # noqa: F401  (first: it works around a torchvision built for another torch)
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+TABLE = Path(__file__).parent / "tiny_transformers.json"
+LARGEST_EXACT = 1024
+
+
+def cases(checkout: Path) -> dict[str, Any]:
+    """Every family's configuration and batch, and what hindered the others."""
+    kinds = {config: kind for kind, config in CONFIG_MAPPING.items() if config in MODEL_MAPPING}
+    found: dict[str, Any] = {}
+    for path in sorted((checkout / "tests/models").glob("*/test_modeling_*.py")):
+        name = ".".join(path.relative_to(checkout).with_suffix("").parts)
+        try:
+            module = importlib.import_module(name)
+        except BaseException as error:
+            print(f"{name}: {type(error).__name__}: {str(error)[:100]}")
+            continue
+        for test in vars(module).values():
+            if not (inspect.isclass(test) and hasattr(test, "setUp") and test.__module__ == name):
+                continue
+            signal.alarm(60)
+            try:
+                for kind, case in of_test(test, kinds):
+                    found.setdefault(kind, case)
+            except BaseException as error:
+                print(f"{name}.{test.__name__}: {type(error).__name__}: {str(error)[:100]}")
+            signal.alarm(0)
+    return found
+
+
+def of_test(test: Any, kinds: dict[Any, str]) -> list[tuple[str, Any]]:
+    """The cases of one test class: its tester's configuration, as the base model of its family takes it."""
+    classes = getattr(test, "all_model_classes", ())
+    if not classes:
+        return []
+    method = next((n for n in dir(test) if n.startswith("test_")), "setUp")
+    one = test(method)
+    one.setUp()
+    tester = getattr(one, "model_tester", None)
+    if tester is None:
+        return []
+    for size in ("batch_size",):
+        if isinstance(getattr(tester, size, None), int):
+            setattr(tester, size, 2)
+    torch.manual_seed(0)
+    config, inputs = tester.prepare_config_and_inputs_for_common()
+    kind = kinds.get(type(config))
+    if kind is None:
+        return []
+    inputs = {k: v for k, v in inputs.items() if k not in ("labels", "return_dict") and v is not None}
+    base = MODEL_MAPPING[type(config)]
+    base = base[0] if isinstance(base, tuple) else base
+    model = base if base in classes else classes[0]
+    accepted = inspect.signature(model.forward).parameters
+    inputs = {k: spec(v) for k, v in inputs.items() if k in accepted or not isinstance(v, Tensor)}
+    diff = json.loads(json.dumps(config.to_diff_dict(), default=str))
+    diff.pop("transformers_version", None)
+    return [(kind, {"model": model.__name__, "config": diff, "inputs": inputs})]
+
+
+def spec(value: Any) -> Any:
+    """A tensor as data: whole numbers as they are, random numbers by their shape."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.unique().numel() > 2:
+            return {"shape": list(value.shape), "mean": round(float(value.mean()), 1)}
+        if value.numel() <= LARGEST_EXACT:
+            return {"dtype": str(value.dtype)[6:], "values": value.tolist()}
+        return {"shape": list(value.shape), "dtype": str(value.dtype)[6:], "high": int(value.max()) + 1}
+    if isinstance(value, dict):
+        return {"dict": {k: spec(v) for k, v in value.items()}}
+    if isinstance(value, list | tuple):
+        return [spec(v) for v in value]
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, nn.Module) or value is None:
+        return None
+    raise TypeError(f"an input of type {type(value).__name__}")
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    checkout = Path(sys.argv[1])
+    sys.path.insert(0, str(checkout))
+    found = cases(checkout)
+    wanted = set(sys.argv[2:])
+    found = {k: v for k, v in sorted(found.items()) if not wanted or k in wanted}
+    lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in found.items())
+    TABLE.write_text("{\n" + lines + "\n}\n")
+    print(len(found), "families,", TABLE.stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+    main()
