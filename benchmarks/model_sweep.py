@@ -33,7 +33,8 @@ import torch
 
 import dampen
 from benchmarks.model_probe import VERSION, Probe, verdict
-from benchmarks.tiny_models import LIBRARIES, NotBuilt, Subject, subjects
+from benchmarks.libraries import LIBRARIES, subjects
+from benchmarks.tiny_models import NotBuilt, Subject
 from dampen.lab.files import write_json
 
 ROOT = Path(__file__).parent.parent

@@ -1,10 +1,10 @@
-"""Tiny configurations and batches of transformers' families, from the model testers of that project's own tests.
+"""Tiny configurations and batches of transformers' families and diffusers' models, from those projects' own tests.
 
-    python -m benchmarks.tester_configs CHECKOUT [family ...]   # writes benchmarks/tiny_transformers.json
+    python -m benchmarks.tester_configs transformers CHECKOUT   # writes benchmarks/tiny_transformers.json
+    python -m benchmarks.tester_configs diffusers CHECKOUT      # writes benchmarks/tiny_diffusers.json
 
-CHECKOUT is a clone of huggingface/transformers (its tests are not in the package). Only families that
-`benchmarks.tiny_models` does not build from the names of sizes alone need an entry; numbers of layers follow the
-testers, which have every kind of layer."""
+CHECKOUT is a clone of the project (its tests are not in the package). `benchmarks.tiny_models` prefers an entry of
+these tables, and builds what they lack from the names of sizes alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import inspect
 import json
 import signal
 import sys
+import unittest
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-TABLE = Path(__file__).parent / "tiny_transformers.json"
 LARGEST_EXACT = 1024
 
 
@@ -39,7 +39,7 @@ def cases(checkout: Path) -> dict[str, Any]:
             print(f"{name}: {type(error).__name__}: {str(error)[:100]}")
             continue
         for test in vars(module).values():
-            if not (inspect.isclass(test) and hasattr(test, "setUp") and test.__module__ == name):
+            if not (inspect.isclass(test) and issubclass(test, unittest.TestCase)):
                 continue
             signal.alarm(60)
             try:
@@ -49,6 +49,40 @@ def cases(checkout: Path) -> dict[str, Any]:
                 print(f"{name}.{test.__name__}: {type(error).__name__}: {str(error)[:100]}")
             signal.alarm(0)
     return found
+
+
+def diffusers_cases(checkout: Path) -> dict[str, Any]:
+    """Every model's arguments and batch."""
+    found: dict[str, Any] = {}
+    for path in sorted((checkout / "tests/models").glob("*/test_models_*.py")):
+        name = ".".join(path.relative_to(checkout).with_suffix("").parts)
+        try:
+            module = importlib.import_module(name)
+        except BaseException as error:
+            print(f"{name}: {type(error).__name__}: {str(error)[:100]}")
+            continue
+        for test in vars(module).values():
+            if not inspect.isclass(test) or test.__module__ != name or not hasattr(test, "model_class"):
+                continue
+            signal.alarm(60)
+            try:
+                model, arguments, inputs = of_diffusers_test(test)
+                case = {"config": json.loads(json.dumps(arguments)), "inputs": {k: spec(v) for k, v in inputs.items()}}
+                found.setdefault(model, case)
+            except BaseException as error:
+                print(f"{name}.{test.__name__}: {type(error).__name__}: {str(error)[:100]}")
+            signal.alarm(0)
+    return found
+
+
+def of_diffusers_test(test: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    torch.manual_seed(0)
+    if hasattr(test, "get_init_dict"):
+        one = test()
+        return one.model_class.__name__, one.get_init_dict(), one.get_dummy_inputs()
+    one = test(next(n for n in dir(test) if n.startswith("test_")))
+    arguments, inputs = one.prepare_init_args_and_inputs_for_common()
+    return one.model_class.__name__, arguments, inputs
 
 
 def of_test(test: Any, kinds: dict[Any, str]) -> list[tuple[str, Any]]:
@@ -102,14 +136,13 @@ def spec(value: Any) -> Any:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    checkout = Path(sys.argv[1])
+    library, checkout = sys.argv[1], Path(sys.argv[2])
     sys.path.insert(0, str(checkout))
-    found = cases(checkout)
-    wanted = set(sys.argv[2:])
-    found = {k: v for k, v in sorted(found.items()) if not wanted or k in wanted}
+    found = dict(sorted((cases if library == "transformers" else diffusers_cases)(checkout).items()))
     lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in found.items())
-    TABLE.write_text("{\n" + lines + "\n}\n")
-    print(len(found), "families,", TABLE.stat().st_size, "bytes")
+    table = Path(__file__).parent / f"tiny_{library}.json"
+    table.write_text("{\n" + lines + "\n}\n")
+    print(len(found), "models,", table.stat().st_size, "bytes")
 
 
 if __name__ == "__main__":
