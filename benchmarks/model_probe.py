@@ -39,6 +39,7 @@ import dampen
 
 VERSION = 1  # raise it where a judgement changes: the sweep then runs again
 RATE = 0.2  # of the penalties
+MOST_HEADS = 12
 LEAST = -70.0  # a score as far below the largest of its row leaves a key no weight
 LARGEST_SCORES = 30_000_000
 WORST = 5.5  # standard errors
@@ -82,7 +83,6 @@ class Core:
     v_sources: frozenset[int] = frozenset()
     v: Tensor | None = None
     done: bool = False
-    mixed: bool = False  # its scores or weights went through a parameter
     depth: float | None = None
     site: str = ""
 
@@ -229,11 +229,9 @@ class Trace(TorchDispatchMode):
             tags[0].before, zeros, x.detach().clone(), clean.float(), kind == "conv" and weight.shape[1] == 1 < x.shape[1],
         )  # fmt: skip
         self._add(event)
-        mixes = kind == "linear" and event.ins == event.outs <= 64 and (tags[0].scores is not None or tags[0].core is not None)
         new = Tags(frozenset({event.index}), tags[0].before | 1 << event.index)
-        if mixes and tags[0].core is not None:
-            new.core = tags[0].core
-            self._core(new.core).mixed = True
+        if event.ins == event.outs <= MOST_HEADS:  # heads are mixed: these are scores or attention weights still
+            new.scores, new.core = tags[0].scores, tags[0].core
         self._mark(out, new)
         if self.change is not None:
             changed = self.change(event, out)
@@ -387,6 +385,7 @@ class Facts:
     feed_forward: dict[int, Linear]
     branches: list[Branch]
     ambiguous: list[str] = field(default_factory=list)
+    own_masks: set[int] = field(default_factory=set)  # cores whose mask depends on the data, as in sparse attention
 
     @property
     def token_cores(self) -> list[Core]:
@@ -427,9 +426,13 @@ def learn(model: nn.Module, inputs: dict[str, Any]) -> Facts:
         if linear.sources and linear.sources <= done:
             attention |= set(linear.weights)
     ff = _feed_forward(model, inputs, trace, attention)
-    return Facts(
-        trace, trace.cores, _over_channels(trace, coded), values, attention, ff, _residual_branches(trace), ambiguous
-    )
+    damped, _ = record(model, inputs, change=lambda event, out: out.detach() * 0.9, grad=False)
+    own = {
+        a.index for a, b in zip(trace.cores, damped.cores, strict=False)
+        if a.seen is None or b.seen is None or not torch.equal(a.seen, b.seen)
+    }  # fmt: skip
+    channel = _over_channels(trace, coded)
+    return Facts(trace, trace.cores, channel, values, attention, ff, _residual_branches(trace), ambiguous, own)
 
 
 def _coded(model: nn.Module, inputs: dict[str, Any], plain: Trace) -> list[Tensor | None]:
@@ -490,10 +493,12 @@ def _feed_forward(model: nn.Module, inputs: dict[str, Any], trace: Trace, attent
                 j for j in sources
                 if branch.events >> j & 1 and isinstance(trace.events[j], Linear) and trace.events[j].kind == "linear"
             }  # fmt: skip
+            routers = {j for j in inner if trace.events[j].outs < last.ins}
+            inner, sources = inner - routers, frozenset(sources) - routers
             own = last.ancestors & branch.events
             if inner and inner == set(sources) and not own & cores:
                 pairs[i] = inner
-                convolved |= {i} if sources != last.sources else set()
+                convolved |= {i} if not sources <= last.sources else set()
     if not pairs:
         return {}
     mixing = _mixing(model, inputs, trace, pairs)
@@ -731,7 +736,7 @@ class Probe:
                     if now is None or now.seen is None or plain.seen is None:
                         changed_shape.append(plain)
                         continue
-                    leaked[plain.index] += int((now.seen & ~plain.seen & plain.seen.any(-1, keepdim=True)).sum())
+                    leaked[plain.index] += plain.index not in facts.own_masks and int((now.seen & ~plain.seen & plain.seen.any(-1, keepdim=True)).sum())
                     many = plain.seen.sum(-1)
                     rows = (many >= 2) & (plain.distinct if name == "HardMasking" else True)
                     hide = (plain.seen & ~now.seen).sum(-1)
@@ -949,14 +954,14 @@ class Probe:
         """Which rows are no padding: keys that some query sees, in the attention over the same tokens."""
         near = sorted(self.facts.cores, key=lambda c: (abs(c.index - event.index), c.index > event.index))
         for core in near:
-            keys = core.shape[2]
+            keys = core.shape[2] if core.v is None else core.v.shape[-2]  # fewer than scores where there is a sink
             if core.seen is None or core.index in self.facts.channel or event.rows % keys:
                 continue
             samples = event.rows // keys
             selves = core.shape[1] == keys or event.index in core.v_sources
             if not selves or core.shape[0] % samples:
                 continue
-            return core.seen.any(1).reshape(samples, -1, keys).any(1).flatten()
+            return core.seen[..., :keys].any(1).reshape(samples, -1, keys).any(1).flatten()
         return None
 
     def _mean(self, event: Linear, columns: Tensor | None = None) -> float:
