@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dampen
 
-VERSION = 1  # raise it where a judgement changes: the sweep then runs again
+VERSION = 2  # raise it where a judgement changes: the sweep then runs again
 RATE = 0.2  # of the penalties
 MOST_HEADS = 12
 LEAST = -70.0  # a score as far below the largest of its row leaves a key no weight
@@ -179,6 +179,11 @@ class Trace(TorchDispatchMode):
         lookup = name in _LOOKUPS and given[0].ndim < 3
         if floats and all(t.weights for t in floats) and not lookup:
             new.weights = tuple(dict.fromkeys(w for t in floats for w in t.weights))
+        if name == "mul" and new.core is not None and self._core(new.core).shape[2] == 1 and len(given) == 2:
+            value = next((i for i in (0, 1) if tags[i].core is None and tags[i].before), None)
+            if value is not None:  # one key: einsum writes the product as a multiplication
+                self._complete(new.core, given[value], tags[value], tags)
+                new = Tags(frozenset({new.core}), _union(tags) | 1 << new.core)
         if name in _SOFTMAX and tags[0].scores is not None:
             new = self._softmax(given[0], args[1], tags[0].scores, tags)
         elif name == "exp" and tags[0].scores is not None:
@@ -257,16 +262,20 @@ class Trace(TorchDispatchMode):
             return self._linear("linear", given, tags, out, zeros, bias)
         core = next((t.core for t in (first, second) if t.core is not None and not self._core(t.core).done), None)
         if core is not None:
-            event = self._core(core)
             at = 1 if first.core == core else 0
-            event.done, event.v, event.v_sources = True, given[at].detach().clone(), tags[at].near
-            event.ancestors |= _union(tags)
-            self._mark(out, Tags(frozenset({core}), event.ancestors | 1 << core))
+            self._complete(core, given[at], tags[at], tags)
+            self._mark(out, Tags(frozenset({core}), _union(tags) | 1 << core))
             return out
         near = first.near | second.near
         before = first.before | second.before | (bias_tag.before if bias_tag else 0)
         self._mark(out, Tags(near, before, scores=near))
         return out
+
+    def _complete(self, core: int, value: Tensor, tag: Tags, tags: list[Tags]) -> None:
+        """The second product of an attention has run."""
+        event = self._core(core)
+        event.done, event.v, event.v_sources = True, value.detach().clone(), tag.near
+        event.ancestors |= _union(tags)
 
     def _softmax(self, s: Tensor, dim: int, near: frozenset[int], tags: list[Tags], kind: str = "eager") -> Tags:
         s = s.detach().movedim(dim, -1)
@@ -415,11 +424,12 @@ def learn(model: nn.Module, inputs: dict[str, Any]) -> Facts:
             ambiguous.append(f"{core.module}: its values are no copy of a linear call's outputs")
             continue
         values[core.index] = found[0], columns
-    attention = set()
+    attention: set[str] = set()
+    ends = {i for b in trace.branches for i in b.last}  # a token that skips the projections is no projection
     for core in trace.cores:
         for i in core.sources | core.v_sources:
             event = trace.events[i]
-            if isinstance(event, Linear):
+            if isinstance(event, Linear) and i not in ends:
                 attention |= set(event.weights)
     done = {c.index for c in trace.cores}
     for linear in trace.linears:
@@ -1145,6 +1155,10 @@ def depth_finding(cores: list[Core]) -> Finding:
         roots[_root(c.site)].append(float(c.depth or 0.0))
     several = {r: d for r, d in roots.items() if len(set(d)) > 1}
     whole = all(min(d) == 0.0 and max(d) == 1.0 for d in several.values())
+    first: dict[str, Core] = {}
+    for c in cores:
+        first.setdefault(f"{c.site} {c.module}", c)
+    cores = list(first.values())  # a layer that runs again has one depth all the same
     # each root spans 0 to 1 by itself (an encoder and a decoder), or all of them are one stack (a U-Net)
     group = (lambda c: _root(c.site)) if whole else (lambda c: "")
     last: dict[str, Core] = {}
