@@ -15,7 +15,7 @@ Then each method runs in the same model, recorded in the same way, and the two r
 linear calls it reached, how many keys it hid, which it showed that the model hides, what its penalty should be.
 
 A method *works*, is *refused* (dampen raised and said why), does *not apply* (the plain model has nothing of the kind),
-or is WRONG (other numbers than the definition), SILENT (a part was left out and the printed report does not say so) or
+is *unchecked* (it acts, but the probe does not know what it should give), or is WRONG (other numbers than the definition), SILENT (a part was left out and the printed report does not say so) or
 CRASH (an error that is no refusal)."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dampen
 from dampen.native import available as native_available
 
-VERSION = 2  # raise it where a judgement changes: the sweep then runs again
+VERSION = 3  # raise it where a judgement changes: the sweep then runs again
 RATE = 0.2  # of the penalties
 MOST_HEADS = 12
 LEAST = -70.0  # a score as far below the largest of its row leaves a key no weight
@@ -815,7 +815,8 @@ class Probe:
     def _drop_head(self, name: str) -> Finding:
         facts = self.facts
         done = {c.index for c in facts.token_cores}
-        outs = [e for e in facts.trace.linears if e.sources and e.sources <= done and e.zeros < 0.05]
+        after = [e for e in facts.trace.linears if e.sources and e.sources <= done and e.zeros < 0.05]
+        outs = [e for e in after if not e.ins == e.outs <= MOST_HEADS]
         if not facts.token_cores:
             return self._none_expected(name, "no softmax attention over tokens")
         zeros: dict[str, float] = defaultdict(float)
@@ -839,7 +840,7 @@ class Probe:
         except Refused:
             return Finding("not applicable", why)
         if not same(floats(_), self.plain_train) or penalty:
-            return Finding("acts elsewhere", f"acts although the probe finds {why}")
+            return Finding("unchecked", f"acts although the probe finds {why}")
         return Finding("SILENT", f"does nothing and says nothing ({why})")
 
     # linear layers
@@ -1194,7 +1195,8 @@ def _root(site: str) -> str:
 
 
 def _kind(module: str) -> str:
-    return re.sub(r"\d+", "#", module)
+    """The name without its last number: what layers of one list share."""
+    return re.sub(r"\d+(?=\D*$)", "#", module)
 
 
 def said(report: str, module: str) -> bool:
