@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dampen
 from dampen.native import available as native_available
 
-VERSION = 3  # raise it where a judgement changes: the sweep then runs again
+VERSION = 4  # raise it where a judgement changes: the sweep then runs again
 RATE = 0.2  # of the penalties
 MOST_HEADS = 12
 LEAST = -70.0  # a score as far below the largest of its row leaves a key no weight
@@ -977,11 +977,15 @@ class Probe:
             if core.seen is None or core.index in self.facts.channel or event.rows % keys:
                 continue
             samples = event.rows // keys
-            selves = core.shape[1] == keys or event.index in core.v_sources
-            if not selves or core.shape[0] % samples:
+            if not (self._attends_to_itself(core) or event.index in core.v_sources) or core.shape[0] % samples:
                 continue
             return core.seen[..., :keys].any(1).reshape(samples, -1, keys).any(1).flatten()
         return None
+
+    def _attends_to_itself(self, core: Core) -> bool:
+        """Whether queries, keys and values are projections of one tensor."""
+        events = self.facts.trace.events
+        return len({events[i].sources for i in core.sources | core.v_sources}) == 1
 
     def _mean(self, event: Linear, columns: Tensor | None = None) -> float:
         y = event.y if columns is None else event.y[:, columns]
@@ -1174,7 +1178,8 @@ def depth_finding(cores: list[Core]) -> Finding:
         before = last.get(group(c))
         if before is not None and before.depth is not None and c.depth is not None:
             depends = bool(c.ancestors >> before.index & 1)
-            if c.depth < before.depth - 1e-6 and depends:
+            restarts = before.depth == 1.0 and c.depth == 0.0
+            if c.depth < before.depth - 1e-6 and depends and not restarts:
                 return Finding(
                     "WRONG",
                     f"'{c.site}' runs after '{before.site}', and its depth {c.depth:.3g} is below {before.depth:.3g}",

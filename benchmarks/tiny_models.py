@@ -124,6 +124,9 @@ for _names, _value in {
     "use_timm_backbone": False, "use_pretrained_backbone": False, "layerdrop": 0.0, "num_feature_levels": 1,
     "sliding_window": 4, "attention_window": 4, "num_queries": 5, "projection_dim": 32, "max_position_embeddings": 64,
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "max_source_positions": 50,
+    "attn_layer_period expert_layer_period full_attention_interval": 2, "attn_layer_offset expert_layer_offset": 1,
+    "rotary_dim": 4, "first_k_dense_replace": 1, "mamba_n_heads mamba_num_heads linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim": 8,
     "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
 }.items():  # fmt: skip
@@ -236,6 +239,7 @@ def _tiny_config(cls: Any, depth: int = 0) -> Any:
     for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
         if depth < 3 and sub.__name__ not in ("AutoConfig", "PretrainedConfig", "PreTrainedConfig") and name in names:
             given[name] = _tiny_config(sub, depth + 1).to_dict()
+    given |= _layer_kinds(cls, names)
     while True:
         try:
             return cls(**given)
@@ -244,6 +248,17 @@ def _tiny_config(cls: Any, depth: int = 0) -> Any:
             if culprit is None:
                 raise NotBuilt(f"no tiny configuration: {type(error).__name__}: {str(error)[:100]}") from error
             given.pop(culprit)
+
+
+def _layer_kinds(cls: Any, names: Any) -> dict[str, Any]:
+    """As many layers as a family has kinds of them, one of each, where its configuration names the kinds."""
+    try:
+        kinds = list(dict.fromkeys(getattr(cls(), "layer_types", None) or ()))
+    except Exception:  # a configuration that has no default
+        return {}
+    if "layer_types" not in names or len(kinds) < 2:
+        return {}
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
 def _from_sizes(kind: str, config_class: Any) -> Subject:
