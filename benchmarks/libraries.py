@@ -37,7 +37,6 @@ def subjects(library: str) -> Iterator[tuple[str, Any]]:
     yield from LIBRARIES[library].subjects()
 
 
-
 LIBRARIES = {
     "timm": Library("timm", "timm", tiny_models.timm_subjects, "vision_transformer"),
     "transformers": Library("transformers", "transformers", tiny_models.transformers_subjects, "bert"),

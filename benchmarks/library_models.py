@@ -143,7 +143,7 @@ def sized(cls: Any) -> dict[str, Any]:
 
 
 def first_argument(cls: Any) -> str:
-    return [n for n in inspect.signature(cls.forward).parameters if n != "self"][0]
+    return next(n for n in inspect.signature(cls.forward).parameters if n != "self")
 
 
 def built(name: str, make: Callable[[], nn.Module], inputs: dict[str, Any]) -> Subject:
@@ -166,7 +166,8 @@ def built(name: str, make: Callable[[], nn.Module], inputs: dict[str, Any]) -> S
 _DECODER: list[dict[str, Any]] = [
     {}, {"attn_flash": True}, {"attn_num_mem_kv": 4}, {"use_rmsnorm": True}, {"use_simple_rmsnorm": True},
     {"ff_glu": True}, {"ff_swish": True, "ff_glu": True}, {"ff_relu_squared": True}, {"ff_no_bias": True},
-    {"attn_pre_talking_heads": True}, {"attn_post_talking_heads": True}, {"attn_kv_heads": 2}, {"attn_one_kv_head": True}, {"attn_qk_norm": True},
+    {"attn_pre_talking_heads": True}, {"attn_post_talking_heads": True},
+    {"attn_kv_heads": 2}, {"attn_one_kv_head": True}, {"attn_qk_norm": True},
     {"attn_sparse_topk": 4}, {"attn_on_attn": True}, {"attn_gate_values": True}, {"attn_head_scale": True},
     {"rotary_pos_emb": True}, {"rotary_xpos": True}, {"alibi_pos_bias": True}, {"rel_pos_bias": True},
     {"dynamic_pos_bias": True}, {"sandwich_norm": True}, {"pre_norm": False},
@@ -254,8 +255,8 @@ OPEN_CLIP: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "custom_text": ("CustomTextCLIP", _VISION, {**_TEXT, "embed_cls": True, "pad_id": 0}),
     "timm_tower": ("CLIP", {"timm_model_name": "test_vit", "timm_model_pretrained": False, "timm_pool": "",
                             "timm_proj": "linear", "image_size": 160}, _TEXT),
-    "siglip_like": ("CustomTextCLIP", {"timm_model_name": "test_vit", "timm_model_pretrained": False, "timm_pool": "map",
-                                       "timm_proj": "none", "image_size": 160},
+    "siglip_like": ("CustomTextCLIP", {"timm_model_name": "test_vit", "timm_model_pretrained": False,
+                                       "timm_pool": "map", "timm_proj": "none", "image_size": 160},
                     {**_TEXT, "no_causal_mask": True, "proj_bias": True, "pool_type": "last"}),
     "coca": ("CoCa", {**_VISION, "attentional_pool": True, "attn_pooler_heads": 4, "output_tokens": True},
              {**_TEXT, "embed_cls": True, "output_tokens": True}),

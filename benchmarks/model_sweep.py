@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 import dampen
-from benchmarks.model_probe import VERSION, Probe, verdict
 from benchmarks.libraries import LIBRARIES, subjects
+from benchmarks.model_probe import VERSION, Probe, verdict
 from benchmarks.tiny_models import NotBuilt, Subject
 from dampen.lab.files import write_json
 from dampen.native import library as native

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dampen
-from dampen.native import library
 from benchmarks.model_probe import Core, Probe, depth_finding, said, verdict
+from dampen.native import library
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,9 @@ def test_what_dampen_does_in_a_toy_model_works(eager: bool) -> None:
     found = probe(eager).run()
     assert {name: f.outcome for name, f in found.items()} == dict.fromkeys(found, "works"), found
     assert verdict(found) == "works"
-    assert found["DropKey"].total == 3 and found["FeedForwardDropout"].total == 6 and found["DropPath"].total == 6
+    assert found["DropKey"].total == 3
+    assert found["FeedForwardDropout"].total == 6
+    assert found["DropPath"].total == 6
 
 
 def test_the_facts_of_a_plain_model_are_read_off_its_operations() -> None:
@@ -92,7 +94,8 @@ def test_the_facts_of_a_plain_model_are_read_off_its_operations() -> None:
     assert facts.attention == {f"blocks.{i}.attn.{n}.weight" for i in range(3) for n in ("qkv", "proj")}
     assert facts.feed_forward_weights == {f"blocks.{i}.mlp.{n}.weight" for i in range(3) for n in (0, 2)}
     first = facts.cores[0].seen
-    assert first is not None and torch.equal(first[0], torch.ones(9, 9, dtype=torch.bool).tril())
+    assert first is not None
+    assert torch.equal(first[0], torch.ones(9, 9, dtype=torch.bool).tril())
 
 
 class LeaksOneFutureKey(dampen.DropKey):
@@ -104,8 +107,6 @@ class LeaksOneFutureKey(dampen.DropKey):
         a = a.clone()
         a[..., -2, -1] = a[..., -2, -1] + 0.01
         return a
-
-
 
 
 class SkipsALayer(dampen.DropKey):
@@ -132,30 +133,35 @@ class DropsNoSecondBranch(dampen.DropPath):
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_leak_of_one_future_key_is_wrong(eager: bool) -> None:
     found = finding("masks", LeaksOneFutureKey, 0.5, eager=eager)
-    assert found.outcome == "WRONG" and "future" in found.why
+    assert found.outcome == "WRONG"
+    assert "future" in found.why
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_layer_skipped_without_a_word_is_silent(eager: bool) -> None:
     found = finding("DropKey", SkipsALayer, 0.4, eager=eager)
-    assert (found.outcome, found.reached, found.total) == ("SILENT", 2, 3) and "blocks.1.attn" in found.why
+    assert (found.outcome, found.reached, found.total) == ("SILENT", 2, 3)
+    assert "blocks.1.attn" in found.why
 
 
 def test_another_rate_than_the_one_given_is_wrong() -> None:
     found = finding("DropKey", dampen.DropKey, 0.55)
-    assert found.outcome == "WRONG" and "share of hidden keys" in found.why
+    assert found.outcome == "WRONG"
+    assert "share of hidden keys" in found.why
 
 
 @pytest.mark.parametrize(("name", "term"), [("ExplicitDropout(value)", "value"), ("ExplicitDropout(ffn)", "ffn")])
 def test_a_penalty_twice_its_formula_is_wrong(name: str, term: str) -> None:
     assert finding(name, dampen.ExplicitDropout, rate=0.2, **{term: 1.0}).outcome == "works"
     found = finding(name, DoublesItsPenalty, rate=0.2, **{term: 1.0})
-    assert found.outcome == "WRONG" and "formula" in found.why
+    assert found.outcome == "WRONG"
+    assert "formula" in found.why
 
 
 def test_a_feed_forward_method_on_a_projection_of_attention_is_wrong() -> None:
     found = finding("FeedForwardDropout", DropsTheValuesToo, 0.5)
-    assert found.outcome == "WRONG" and "blocks.0.attn.qkv.weight" in found.why
+    assert found.outcome == "WRONG"
+    assert "blocks.0.attn.qkv.weight" in found.why
 
 
 def test_a_branch_that_is_never_dropped_is_silent() -> None:
@@ -171,13 +177,15 @@ class Crashes(dampen.DropKey):
 def test_an_error_that_is_no_refusal_is_a_crash_and_the_model_is_whole_afterwards() -> None:
     one = probe(DropKey=lambda: Crashes(0.4))
     found = one.run(("DropKey", "DropHead"))
-    assert found["DropKey"].outcome == "CRASH" and found["DropHead"].outcome == "works"
+    assert found["DropKey"].outcome == "CRASH"
+    assert found["DropHead"].outcome == "works"
     assert verdict(found) == "CRASH"
 
 
 def test_a_refusal_is_told_from_a_crash() -> None:
     found = finding("DropKey", dampen.DropKey, 0.4, unit="block", window=2, grid=(5, 5))
-    assert found.outcome == "refused" and "grid" in found.why
+    assert found.outcome == "refused"
+    assert "grid" in found.why
 
 
 def core(index: int, site: str, depth: float, before: int) -> Core:
@@ -200,7 +208,9 @@ def test_depth_rises_with_the_order_of_execution(depths: list[tuple[str, float]]
 
 def test_two_towers_in_one_stack_are_wrong() -> None:
     towers = [("visual.0", 0.0), ("visual.1", 0.4), ("text.0", 0.7), ("text.1", 1.0)]
-    cores = [core(i, site, depth, 0b0001 if i == 1 else 0b0100 if i == 3 else 0) for i, (site, depth) in enumerate(towers)]
+    cores = [
+        core(i, site, depth, 0b0001 if i == 1 else 0b0100 if i == 3 else 0) for i, (site, depth) in enumerate(towers)
+    ]
     assert depth_finding(cores).outcome == "WRONG"
 
 

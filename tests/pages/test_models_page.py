@@ -14,7 +14,10 @@ def test_the_page_is_what_the_result_file_says() -> None:
 def test_a_model_counts_once() -> None:
     cases = {
         "good": {"verdict": "works", "methods": {"DropKey": "works", "DropHead": "not applicable"}},
-        "part": {"verdict": "refused", "methods": {"DropKey": "works", "DropHead": ["refused", "ValueError: one head. x"]}},
+        "part": {
+            "verdict": "refused",
+            "methods": {"DropKey": "works", "DropHead": ["refused", "ValueError: one head. x"]},
+        },
         "bad": {"verdict": "WRONG", "methods": {"DropKey": ["WRONG", "leak"], "DropHead": ["refused", "one head"]}},
         "loose": {"verdict": "works", "methods": {"DropKey": ["unchecked", "values unknown"]}},
         "convolutions": {"verdict": "no attention", "methods": {}},
@@ -23,5 +26,6 @@ def test_a_model_counts_once() -> None:
     assert [state(c) for c in cases.values()] == ["works", "refused", "fault", "works", "no attention", "not built"]
     text = page({"versions": {"lib": "1.2"}, "libraries": {"lib": cases}})
     assert "| lib 1.2 | 6 | 5 (1 without softmax attention) | 2 | 1 | 1 | 3 of 6 (50.0 %) |" in text
-    assert "| part | DropHead | one head |" in text and "- lib `bad`: DropKey (wrong: leak)" in text
+    assert "| part | DropHead | one head |" in text
+    assert "- lib `bad`: DropKey (wrong: leak)" in text
     assert len(METHODS) == 7
