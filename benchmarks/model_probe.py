@@ -30,7 +30,7 @@ from benchmarks.model_facts import learn, residual_branches
 from benchmarks.operation_record import MOST_HEADS, Core, Linear, Trace, record
 from dampen.native import available as native_available
 
-VERSION = 6  # raise it where a judgement changes: the sweep then runs again
+VERSION = 8  # raise it where a judgement changes: the sweep then runs again
 RATE = 0.2  # of the penalties
 WORST = 5.5  # standard errors
 CHECKS = ("depth", "masks")  # no methods: their refusals are those of the methods
@@ -314,6 +314,7 @@ class Probe:
             return self._none_expected(name, "no feed-forward")
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         touched: dict[str, bool] = {}
+        unlike = {e.weights[0] for e in facts.trace.linears if e.touched}  # the module itself changes its input
         with self._regularized(name) as reg:
             self._gradients(reg)
             for seed in range(2):
@@ -322,7 +323,7 @@ class Probe:
                 for e in trace.linears:
                     sums[e.weights[0]][0] += e.zeros * e.x.numel()
                     sums[e.weights[0]][1] += e.x.numel()
-                    if e.touched is not None:
+                    if e.touched is not None and e.weights[0] not in unlike:
                         touched[e.weights[0]] = touched.get(e.weights[0], False) or e.touched
         plain: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for e in facts.trace.linears:

@@ -138,7 +138,8 @@ class Trace(TorchDispatchMode):
         name = self.names.get(id(module), self.stack[-1])
         self.stack.append(name)
         first = given[0] if given else None
-        self.given[name] = first.detach() if isinstance(first, Tensor) else None
+        # no call on the tensor here: a function mode of the model's own would see it
+        self.given[name] = first if isinstance(first, Tensor) else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -224,7 +225,8 @@ class Trace(TorchDispatchMode):
             depthwise=kind == "conv" and weight.shape[1] == 1 < x.shape[1],
         )  # fmt: skip
         given_to_module = self.given.get(self.stack[-1])
-        if given_to_module is not None and given_to_module.numel() == x.numel():
+        own = event.weights == (f"{self.stack[-1]}.weight",)
+        if own and given_to_module is not None and given_to_module.numel() == x.numel():
             event.touched = not torch.equal(given_to_module.reshape(-1), x.detach().reshape(-1))
         self._add(event)
         new = Tags(frozenset({event.index}), tags[0].before | 1 << event.index)
