@@ -174,7 +174,7 @@ def collect() -> dict[str, Any]:
             libraries[library] = dict(sorted(cases.items()))
             versions[library] = _version(library) or versions.get(library, "")
     versions["torch"] = torch.__version__.split("+")[0]
-    return {"versions": versions, "libraries": libraries}
+    return {"versions": versions, "code": code_version(), "libraries": libraries}
 
 
 def _version(library: str) -> str:

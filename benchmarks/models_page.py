@@ -46,7 +46,7 @@ def page(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
         *(_row(name, cases, record["versions"].get(name, "")) for name, cases in libraries.items()),
         "",
-        "The last column counts pairs of a model and a method that applies to it.", "",
+        "The last column counts pairs of a model and a method that applies to it." + _older(record), "",
     ]  # fmt: skip
     faults = [line for name, cases in libraries.items() for line in _faults(name, cases)]
     if faults:
@@ -55,6 +55,15 @@ def page(record: dict[str, Any]) -> str:
     for name, cases in libraries.items():
         lines += _list(name, cases)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _older(record: dict[str, Any]) -> str:
+    """How many models were judged before the last change of dampen or of the probe."""
+    cases = [c for cases in record["libraries"].values() for c in cases.values()]
+    older = sum(c.get("code") != record.get("code") for c in cases)
+    if not older:
+        return ""
+    return f" {older} of the {len(cases)} models were judged before the last change of dampen or of the probe."
 
 
 def outcomes(case: dict[str, Any]) -> dict[str, tuple[str, str]]:
