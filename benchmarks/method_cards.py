@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.method_effects import effects
 from benchmarks.method_facts import FACTS
 from benchmarks.method_pictures import picture
 from dampen.registry import methods
 from dampen.regularizer import STAGES, Regularizer, needs_matrix
+from reproductions.pages.method_effects import effects
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "bench.json"
@@ -166,7 +166,9 @@ def _effects(name: str) -> str:
     rows = ["No baseline was tuned. Each verdict is corrected within its own study (Holm).", ""]
     rows += ["| study | row | against | seeds | splits, tuning | verdict |", "|---|---|---|---|---|---|"]
     for e in found:
-        rows.append(f"| {e.data} (`records/{e.record}`) | {e.row} | {e.reference} | {e.n} | {e.limits} | {e.told} |")
+        rows.append(
+            f"| {e.data} (`reproductions/{e.record}`) | {e.row} | {e.reference} | {e.n} | {e.limits} | {e.told} |"
+        )
     return "\n".join(rows)
 
 

@@ -1,7 +1,7 @@
 """What a method's card says beyond its docstring: the equation, rates to start with, when and when not.
 
 Rates are suggestions from the papers or from our own records, and say which; measured effects are not written here but
-read from the records (`benchmarks.method_effects`).
+read from the records (`reproductions.pages.method_effects`).
 """
 
 from __future__ import annotations

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.pages import PADDING
 from dampen.studies.report import make_report
 from dampen.studies.report.figure import DARK, LIGHT, Palette
 from dampen.studies.report.forest import forest
+from reproductions.pages.publish import PADDING
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD, IMAGES = ROOT / "records" / "demo.json.xz", ROOT / "docs" / "images"
+RECORD, IMAGES = (
+    ROOT / "reproductions" / "small_data" / "results" / "small_data/results/demo.json.xz",
+    ROOT / "docs" / "images",
+)
 GROUND = {"light": ("#ffffff", "#1c2733"), "dark": ("#0d1117", "#e6edf3")}
 """Background and text, as the README's page has them."""
 

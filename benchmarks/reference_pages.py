@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.pages import publish
+from reproductions.pages.publish import publish
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dampen
-from benchmarks import reference_skip
 from dampen import Regularizer, SkipAblation, TokenGraying
 from dampen.diagnostics.conditioning import ConditionProbe
 from dampen.formulas.graying import gray_images
 from dampen.formulas.patches import patchify, unpatchify
 from dampen.kernels.timing import compare, machine
 from dampen.studies.files import write_json
+from tests.oracles import skips as reference_skip
 
 TARGETS = {"TokenGraying dct": 1.02, "TokenGraying svd": 1.15}
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dampen
-from benchmarks import reference_stochastic
 from dampen.kernels.timing import machine
 from dampen.studies.files import write_json
+from tests.oracles import stochastic as reference_stochastic
 
 LIMIT = 2.0
 HELD = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}

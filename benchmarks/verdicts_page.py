@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import publish
 from dampen.studies.config.plan import Plan
 from dampen.studies.files import write_json
 from dampen.studies.records.plain import finite
 from dampen.studies.records.stats import LEVEL, seeds_needed
 from dampen.studies.records.table import plan_table, read_runs
+from reproductions.pages.publish import publish
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "verdicts.md"

@@ -1,1 +1,44 @@
-"""Experiments on the papers' questions. They use the installed package and are in no wheel."""
+"""The papers' experiments: recipes, official data sets, task models, metrics, results and pages. In no wheel.
+
+This package is a plug-in of dampen (`dampen.studies.plugins`): recipes name it, and importing it registers what
+they need. It uses public names of dampen alone.
+"""
+
+from pathlib import Path
+
+from dampen.studies import plugins
+
+HERE = Path(__file__).resolve().parent
+
+plugins.register(
+    __name__,
+    data={
+        "cifar10": "reproductions.data.cifar:CIFAR10_SOURCE",
+        "cifar100": "reproductions.data.cifar:CIFAR100_SOURCE",
+        "digit_captions": "reproductions.data.digit_captions:DIGIT_CAPTIONS_SOURCE",
+        "gtzan": "reproductions.data.gtzan:GTZAN_SOURCE",
+        "fsdd": "reproductions.data.fsdd:FSDD_SOURCE",
+        "thumos14": "reproductions.data.thumos:THUMOS14_SOURCE",
+        "bccd": "reproductions.data.voc:BCCD_SOURCE",
+        "voc": "reproductions.data.voc:VOC_SOURCE",
+        "coco": "reproductions.data.coco:COCO_SOURCE",
+        "multi30k": "reproductions.data.parallel:MULTI30K_SOURCE",
+        "parallel": "reproductions.data.parallel:PARALLEL_SOURCE",
+        "tinyshakespeare": "reproductions.data.shakespeare:SHAKESPEARE",
+    },
+    models={
+        "captions": "reproductions.models.caption:CaptionMatcher",
+        "cnn": "reproductions.models.cnn:CNN",
+        "convmixer": "reproductions.models.convmixer:ConvMixer",
+        "detr": "reproductions.models.detr:DETR",
+        "mae": "reproductions.models.mae:MaskedAutoencoder",
+        "seq2seq": "reproductions.models.seq2seq:Seq2Seq",
+    },
+    tasks={
+        "detection": "reproductions.metrics.tasks:DETECTION",
+        "objects": "reproductions.metrics.tasks:OBJECT_DETECTION",
+        "reconstruction": "reproductions.metrics.tasks:RECONSTRUCTION",
+        "translation": "reproductions.metrics.tasks:TRANSLATE",
+    },
+    recipes={path.relative_to(HERE).with_suffix("").as_posix(): path for path in sorted(HERE.glob("*/*.toml"))},
+)

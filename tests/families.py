@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import dampen
+from reproductions.models.seq2seq import Seq2Seq
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 TEXT = torch.randint(1, 50, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -123,7 +124,7 @@ FAMILIES = {
         {"x": FEATURES, "padding": PADDING == 0}, 2, _FUSED,
     ),
     "own_seq2seq": Family(
-        lambda: dampen.models.Seq2Seq(source_vocab=50, target_vocab=50, width=16, depth=2, heads=2, mlp=24),
+        lambda: Seq2Seq(source_vocab=50, target_vocab=50, width=16, depth=2, heads=2, mlp=24),
         {"source": TEXT * PADDING, "target": TEXT}, 4, _SEPARATE, _BOTH,
     ),
     "own_language": Family(

@@ -56,9 +56,8 @@ def test_wheel_and_source_pass_twine(wheel):
 
 
 @pytest.mark.slow
-def test_recipes_and_assets_lie_in_the_wheel(installed):
+def test_assets_lie_in_the_wheel(installed):
     for pattern in (
-        "recipes/*/*.toml",
         "studies/report/assets/*",
         "studies/report/templates/*",
         "native/*.cpp",
@@ -68,6 +67,29 @@ def test_recipes_and_assets_lie_in_the_wheel(installed):
         own = {p.relative_to(ROOT / "src") for p in (ROOT / "src" / "dampen").glob(pattern)}
         assert own
         assert own <= {p.relative_to(installed) for p in (installed / "dampen").glob(pattern)}
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_alone(installed):
+    """No file of the papers' experiments, the benchmarks or the tests, and nothing that needs one."""
+    at_top = {p.name for p in installed.iterdir() if not p.name.endswith(".dist-info")}
+    assert at_top == {"dampen", "_dampen_watch.py"}
+    assert not list((installed / "dampen").rglob("*.toml"))
+    code = """
+import sys
+from pathlib import Path
+root = Path(sys.argv[1])
+import importlib, pkgutil, dampen
+for module in pkgutil.walk_packages(dampen.__path__, "dampen."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+assert not [m for m in sys.modules if m.partition(".")[0] in ("reproductions", "benchmarks", "tests")]
+from dampen.studies.data import DATASETS
+print(sorted(DATASETS))
+"""
+    told = python(installed, "-W", "ignore", "-c", code, str(installed))
+    assert "digits" in told
+    assert "cifar10" not in told
 
 
 @pytest.mark.slow

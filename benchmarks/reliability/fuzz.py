@@ -41,10 +41,10 @@ def _taken_apart(where: Path) -> dict[str, tuple[bytes, Callable[[bytes], Any]]]
 
     from dampen.studies.data.files import Store
     from dampen.studies.data.limits import parse_json, parse_npy, read_image, read_npz
-    from dampen.studies.data.unpickle import safe_unpickle
-    from dampen.studies.data.waves import read_audio
-    from tests.studies.data import writers
-    from tests.studies.data.test_unpickle import python2_batch
+    from reproductions.data.unpickle import safe_unpickle
+    from reproductions.data.waves import read_audio
+    from tests.reproductions.data import writers
+    from tests.reproductions.data.test_unpickle import python2_batch
 
     def in_memory(save: Callable[[Any], Any]) -> bytes:
         buffer = io.BytesIO()

@@ -22,7 +22,7 @@ SECONDS, MEGABYTES, LONGEST = 10, 3000, 2048
 
 def seeds() -> list[bytes]:
     """Small files of the layouts that exist, by every protocol, and the hostile ones of the tests."""
-    from tests.studies.data.test_unpickle import HOSTILE, python2_batch
+    from tests.reproductions.data.test_unpickle import HOSTILE, python2_batch
 
     rows = np.arange(12, dtype=np.uint8).reshape(2, 6)
     table = {"labels": [1, 2, 300], "data": rows, "names": [b"a", "b"], b"more": rows.astype(">i4")}
@@ -41,7 +41,7 @@ def allowed(value: object, size: int) -> bool:
 def one(content: bytes) -> None:
     """Read what the fuzzer made up; whatever this raises is a finding."""
     from dampen.studies.data.errors import DamagedData
-    from dampen.studies.data.unpickle import safe_unpickle
+    from reproductions.data.unpickle import safe_unpickle
 
     try:
         table = safe_unpickle(content, "x")
@@ -56,8 +56,8 @@ def fuzz(runs: int, corpus: Path) -> None:
     """Never returns: libFuzzer ends the process."""
     import atheris
 
-    with atheris.instrument_imports(include=["dampen.studies.data.unpickle", "pickletools"]):
-        import dampen.studies.data.unpickle  # noqa: F401
+    with atheris.instrument_imports(include=["reproductions.data.unpickle", "pickletools"]):
+        import reproductions.data.unpickle  # noqa: F401
     options = [f"-atheris_runs={runs}", f"-max_len={LONGEST}", f"-timeout={SECONDS}", f"-rss_limit_mb={MEGABYTES}"]
     options += ["-seed=1", "-len_control=0", f"-artifact_prefix={corpus}/found-", str(corpus)]
     atheris.Setup([sys.argv[0], *options], one)

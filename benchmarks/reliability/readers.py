@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.reliability.fuzz import harmed
 from benchmarks.reliability.subject import Tally, patience
-from tests.studies.data import writers
-from tests.studies.data.readers import READERS, files, packed, read
+from tests.reproductions.data import writers
+from tests.reproductions.data.readers import READERS, files, packed, read
 
 
 def _cifar100(folder: Path, write: Callable[..., Path]) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dampen import methods as _methods
-from dampen.extensions import from_file, from_packages, is_in_file
+from dampen.extensions import from_file, from_plugins, is_in_file
 from dampen.names import nearest
 from dampen.regularizer import Regularizer, snake_case
 
@@ -16,7 +16,7 @@ def methods() -> dict[str, type[Regularizer]]:
     """
     classes = [getattr(_methods, name) for name in _methods.__all__]
     found = {snake_case(c.__name__): c for c in classes if isinstance(c, type) and issubclass(c, Regularizer)}
-    for name, thing in from_packages("dampen.methods").items():
+    for name, thing in from_plugins("dampen.methods").items():
         if name in found:
             raise ValueError(f"a package offers a method {name!r}, which dampen has itself. It needs another name.")
         found[name] = _checked(name, thing)

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 import dampen
-from benchmarks import reference_skip as reference
 from dampen.diagnostics.conditioning import ConditionProbe, condition_of, measure_conditioning
 from dampen.diagnostics.jacobian import estimate_condition, measure_jacobian
 from dampen.diagnostics.linear_attention import linear_attention_bound, linear_attention_condition
+from reproductions.models.convmixer import ConvMixer
+from reproductions.models.seq2seq import Seq2Seq
+from tests.oracles import skips as reference
 
 KINDS = ["tokens", "attention", "attention+skip", "ffn", "ffn+skip"]
 
@@ -121,7 +123,7 @@ def families():
         layer = nn.TransformerEncoderLayer(12, 2, 20, norm_first=norm_first)  # (N, B, D), with dropout
         yield nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(7, 2, 12)
     sequences = (torch.randint(1, 9, (2, 7)), torch.randint(1, 9, (2, 5)))
-    yield dampen.models.Seq2Seq(9, 9, width=12, depth=2, heads=2, mlp=20), sequences
+    yield Seq2Seq(9, 9, width=12, depth=2, heads=2, mlp=20), sequences
 
 
 def snapshot(model):
@@ -400,7 +402,7 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match="every"):
         ConditionProbe(every=0)
     with pytest.raises(ValueError, match="no attention"):
-        measure_conditioning(dampen.models.ConvMixer(width=8, depth=1, kernel=3), images(1, 32))
+        measure_conditioning(ConvMixer(width=8, depth=1, kernel=3), images(1, 32))
 
 
 def test_numbers_at_the_ceiling_are_marked():

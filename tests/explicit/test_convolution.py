@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dampen
-from benchmarks import reference_explicit as slow
 from dampen.formulas.explicit import convolution_penalty, regularize_convolutions
 from dampen.formulas.explicit.forms import FORMS
 from dampen.formulas.explicit.reductions import REDUCTIONS
+from tests.oracles import explicit as slow
 
 RATE = 0.25
 CONVOLUTIONS = {

@@ -13,6 +13,7 @@ from dampen.calls import Call, LinearCall
 from dampen.checking import CONTRACTS, SUBJECTS, check_contract, check_regularizer
 from dampen.formulas.explicit.joint_mask import joint_variance
 from dampen.formulas.explicit.reductions import token_rows
+from reproductions.models.seq2seq import Seq2Seq
 
 
 def attention_of(x, w, heads=1):
@@ -167,7 +168,7 @@ def test_what_has_no_such_term_is_refused(arguments, message):
 
 
 def test_cross_attention_and_compiled_graphs_are_refused():
-    model = dampen.models.Seq2Seq(source_vocab=9, target_vocab=9, width=8, depth=1, heads=2, mlp=8).train()
+    model = Seq2Seq(source_vocab=9, target_vocab=9, width=8, depth=1, heads=2, mlp=8).train()
     regularize(model, ExplicitDropout(joint=1.0, form="inverted"))
     with pytest.raises(RuntimeError, match="they read different inputs"):
         model(torch.randint(3, 9, (2, 5)), torch.randint(3, 9, (2, 5)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import reference_explicit as slow
+from tests.oracles import explicit as slow
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import reference_explicit as slow
+from tests.oracles import explicit as slow
 
 RATE = 0.25  # exact in float32, so that float64 oracles agree to float64 precision
 

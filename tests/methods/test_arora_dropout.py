@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import dampen
-from benchmarks import reference_explicit as slow
 from dampen import AroraDropout, ExplicitDropout
 from tests.explicit.toy import Case
+from tests.oracles import explicit as slow
 
 MAPS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import dampen
-from benchmarks.reference_stochastic import attention_entropy
 from dampen import AttentionEntropy
 from dampen.kernels import kernel as kernels
 from dampen.regularizer import Call
+from tests.oracles.stochastic import attention_entropy
 
 B, H, N, D = 2, 3, 7, 4
 

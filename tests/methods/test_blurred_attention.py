@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 
 import dampen
-from benchmarks.reference_stochastic import blur_scores, blurred_attention, gaussian
 from dampen import BlurredAttention
 from dampen.formulas import blur
 from dampen.regularizer import Call
+from tests.oracles.stochastic import blur_scores, blurred_attention, gaussian
 
 B, H, N, D = 2, 3, 11, 4
 

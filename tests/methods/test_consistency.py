@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import dampen
-from benchmarks.reference_stochastic import divergence as slow_divergence
 from dampen import BlurredAttention, Consistency, DropKey, RDrop, regularize
 from dampen.methods.consistency import divergence
+from tests.oracles.stochastic import divergence as slow_divergence
 
 
 def vit(**options):

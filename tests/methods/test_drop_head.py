@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.reference_stochastic import drop_head
 from dampen import DropHead, vshape
 from dampen.regularizer import Call
+from tests.oracles.stochastic import drop_head
 
 
 def test_equals_the_loop_over_samples_and_heads():

@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 
 import dampen
-from benchmarks import reference
 from dampen import DropKey, early, linear
 from dampen.masks import keep_keys
 from dampen.methods.drop_key import block_mask, cross_mask, grid_of
+from tests.oracles import attention as reference
 
 
 def operands(n=9, m=9, d=4, batch=2, heads=3, dtype=torch.float64):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import dampen
-from benchmarks import reference
 from dampen import DropKey, regularize
 from dampen.formulas.grid_cover import cover, exact_seed_rate, hidden_share, reach
 from dampen.masks import seed_rate
+from tests.oracles import attention as reference
 
 GRIDS = [(4, 4), (8, 8), (3, 7), (1, 5)]
 

@@ -7,11 +7,11 @@ import transformers as tr
 from torch import nn
 
 import dampen
-from benchmarks.reference_stochastic import neftune_bound
 from dampen import EmbeddingDropout, NEFTune, regularize
 from dampen.regularizer import Regularizer, UnsupportedModel
 from dampen.sockets.embeddings import find_embeddings
 from tests.families import FAMILIES, IMAGES, PADDING, TEXT, output
+from tests.oracles.stochastic import neftune_bound
 
 EMBEDDINGS = {
     "own_vit": ["patch_embed"], "own_language": ["token_embed"], "own_seq2seq": ["source_embed", "target_embed"],

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import dampen
-from benchmarks import reference
 from dampen import FeedForwardDropout
 from dampen.masks import bernoulli
+from tests.oracles import attention as reference
 
 
 def test_equals_the_formula_in_a_real_block():

@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional as F
 
 import dampen
-from benchmarks.reference_stochastic import attend_scores, top_keys
 from dampen import HardMasking
 from dampen.formulas.top_k import in_top, transposed_scores
 from dampen.methods import hard_masking
 from dampen.regularizer import Call
+from tests.oracles.stochastic import attend_scores, top_keys
 
 B, H, N, D = 2, 3, 9, 4
 

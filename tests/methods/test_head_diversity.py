@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import dampen
-from benchmarks.reference_stochastic import head_diversity
 from dampen import DropHead, HeadDiversity
 from dampen.methods.head_diversity import squared_cosine
+from tests.oracles.stochastic import head_diversity
 
 
 def outputs(*shape):

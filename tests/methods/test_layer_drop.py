@@ -6,6 +6,7 @@ import torch
 import dampen
 from dampen import LayerDrop, regularize
 from dampen.methods.layer_drop import every_other, prune_layers
+from reproductions.models.seq2seq import Seq2Seq
 
 
 def vit(depth=4):
@@ -113,7 +114,7 @@ def test_pruning_a_hugging_face_model_renumbers_its_layers_so_that_generation_wo
 
 
 def test_each_stack_of_a_sequence_model_is_pruned_by_itself():
-    model = dampen.models.Seq2Seq(source_vocab=11, target_vocab=11, width=16, depth=2, heads=2, mlp=16)
+    model = Seq2Seq(source_vocab=11, target_vocab=11, width=16, depth=2, heads=2, mlp=16)
     taken = prune_layers(model)
     assert len(taken) == 2
     assert {name.split(".")[-1] for name in taken} == {"1"}

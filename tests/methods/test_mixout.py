@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import dampen
-from benchmarks.reference_stochastic import mixout
 from dampen import ExplicitMixout, Mixout, regularize
 from dampen._torch import is_shared, shared_until_written
 from dampen.regularizer import UnsupportedModel
+from tests.oracles.stochastic import mixout
 
 
 def vit(seed=0):

@@ -2,8 +2,8 @@
 
 import torch
 
-from benchmarks.reference_stochastic import divergence as slow_divergence
 from dampen import Consistency, RDrop
+from tests.oracles.stochastic import divergence as slow_divergence
 
 
 def test_equals_the_papers_sum_of_both_directions():

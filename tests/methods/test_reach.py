@@ -15,6 +15,7 @@ from dampen import (
     HeadDiversity,
     LayerDrop,
 )
+from reproductions.models.seq2seq import Seq2Seq
 
 EVERYWHERE = [
     HardMasking(0.4, 0.3),
@@ -37,7 +38,7 @@ SOURCE[1, 4:] = 0  # padding
 
 def seq2seq():
     torch.manual_seed(0)
-    model = dampen.models.Seq2Seq(source_vocab=11, target_vocab=11, width=16, depth=2, heads=2, mlp=16).train()
+    model = Seq2Seq(source_vocab=11, target_vocab=11, width=16, depth=2, heads=2, mlp=16).train()
     with torch.no_grad():  # scores far enough apart that a change of them is seen
         for name, p in model.named_parameters():
             if "q_proj.weight" in name or "k_proj.weight" in name:

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 import dampen
 from dampen.checking import check_regularizer
 from dampen.models.block import Block, DecoderBlock
+from reproductions.models.convmixer import ConvMixer
+from reproductions.models.seq2seq import Seq2Seq
 
 CASES = [(True, False), (False, True), (True, True)]
 
@@ -107,7 +109,7 @@ def test_torch_encoder_with_padding_in_eval():
 def test_decoder_blocks(norm_first):
     """Self-attention and cross-attention both count as attention."""
     torch.manual_seed(0)
-    model = dampen.models.Seq2Seq(20, 20, width=16, depth=1, heads=2, mlp=24, norm_first=norm_first)
+    model = Seq2Seq(20, 20, width=16, depth=1, heads=2, mlp=24, norm_first=norm_first)
     source, target = torch.randint(1, 20, (2, 6)), torch.randint(1, 20, (2, 4))
     d = model.decoder[0]
     assert isinstance(d, DecoderBlock)
@@ -274,7 +276,7 @@ def test_autocast_keeps_the_dtype_of_the_stream():
 @pytest.mark.parametrize("skip", [True, False])
 def test_convmixer_has_its_own_switch(skip):
     torch.manual_seed(0)
-    model = dampen.models.ConvMixer(width=8, depth=2, kernel=3, patch_size=4, skip=skip)
+    model = ConvMixer(width=8, depth=2, kernel=3, patch_size=4, skip=skip)
     block = model.blocks[0].eval()
     x = torch.randn(2, 8, 4, 4)
     branch = block.norm1(block.act(block.depthwise(x)))

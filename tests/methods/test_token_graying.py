@@ -10,12 +10,13 @@ from scipy import fft
 from torch import nn
 
 import dampen
-from benchmarks import reference_skip as reference
 from dampen.checking import check_regularizer
 from dampen.formulas.graying import GrayImages, dct_matrix, gray_dct, gray_images, gray_svd, gray_tokens
 from dampen.formulas.patches import patchify
 from dampen.methods.token_graying import find_patch_size
 from dampen.regularizer import UnsupportedModel
+from reproductions.models.mae import MaskedAutoencoder
+from tests.oracles import skips as reference
 
 REAL = os.environ.get("DAMPEN_TEST_DATA")
 
@@ -282,7 +283,7 @@ def test_tokens_instead_of_pixels():
 
 def test_masked_autoencoder_sees_and_guesses_the_grayed_image(images):
     torch.manual_seed(0)
-    mae = dampen.models.MaskedAutoencoder(
+    mae = MaskedAutoencoder(
         width=16, depth=1, heads=2, mlp=16, decoder_width=8, decoder_depth=1, decoder_heads=2, decoder_mlp=8
     )
     noise = torch.rand(2, 64)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.models import MODELS, Detections, MaskedAutoencoder, build_model
-from dampen.models.set_loss import set_loss
+from dampen.models import MODELS, build_model
+from reproductions.models.detr import Detections
+from reproductions.models.mae import MaskedAutoencoder
+from reproductions.models.set_loss import set_loss
 
 torch.set_num_threads(1)
 

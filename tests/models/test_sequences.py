@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dampen.models import FeatureEncoder, LanguageModel, Seq2Seq
+from dampen.models import FeatureEncoder, LanguageModel
 from dampen.models.block import Block, SeparateAttention
-from dampen.models.seq2seq import sinusoids
+from reproductions.models.seq2seq import Seq2Seq, sinusoids
 
 
 def encoder(**arguments):

@@ -6,9 +6,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from dampen.formulas.patches import patchify, unpatchify
-from dampen.models import CNN, ConvMixer, MaskedAutoencoder, ViT
+from dampen.models import ViT
 from dampen.models.block import SelfAttention
 from dampen.models.patches import PatchEmbed
+from reproductions.models.cnn import CNN
+from reproductions.models.convmixer import ConvMixer
+from reproductions.models.mae import MaskedAutoencoder
 
 SMALL = {"image_size": 8, "patch_size": 2, "channels": 1, "width": 16, "depth": 2, "heads": 4, "mlp": 24}
 LIGHT = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 24}

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dampen.studies.text import BEGIN, END, PAD, Bpe, beam_search, pad_tokens
+from dampen.studies.text import BEGIN, END, PAD, Bpe, pad_tokens
+from reproductions.metrics.beam_search import beam_search
 
 LINES = ["a man sees a dog", "ein Mann läuft", "zwei Hunde laufen", "☃ snow — is white"] * 5
 BPE = Bpe.train(LINES, 320)
@@ -154,7 +155,7 @@ def test_finished_sentences_leave_the_batch():
 
 
 def test_beam_search_on_the_real_model_and_bad_arguments():
-    from dampen.models import Seq2Seq
+    from reproductions.models.seq2seq import Seq2Seq
 
     torch.manual_seed(0)
     model = Seq2Seq(source_vocab=20, target_vocab=30, width=16, depth=1, heads=2, mlp=32).eval()

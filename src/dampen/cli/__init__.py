@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("dampen.cli.demo:demo", "Compare every family of methods on embedded data; a few minutes, offline."),
     "list": ("dampen.cli.catalog:list_", "List the methods or the recipes."),
     "show": ("dampen.cli.catalog:show", "Show a method or a recipe in full."),
-    "run": ("dampen.cli.run:run", "Run a table of a paper, or your own recipe; resumes what was cut off."),
+    "run": ("dampen.cli.run:run", "Run a recipe: your own, or a paper's table from a clone; resumes what was cut off."),
     "compare": ("dampen.cli.compare:compare", "Compare methods on your data and model, fairly."),
     "report": ("dampen.cli.report:report", "Write the report of finished runs."),
     "bench": ("dampen.cli.bench:bench", "Measure what each method costs."),
@@ -34,7 +35,7 @@ dampen show drop_key
 
 dampen compare --data digits --methods "drop_key(rate=0.3), drop_path" --seeds 5
 
-dampen run explicit_dropout/table_1 --dry-run
+dampen run my_recipe.toml --dry-run
 
 Exit codes: 0 done, 1 some trials failed, 2 wrong usage or recipe, 3 data missing or damaged, 4 folder in use, 5 a loss
 became NaN, 6 disk full, 130 interrupted (run the same command again to resume)."""
@@ -84,6 +85,20 @@ def build(called: str | None) -> typer.Typer:
     return app
 
 
+def _load_plugins() -> None:
+    """Load the plug-ins that DAMPEN_PLUGINS lists. A problem with one ends the command."""
+    if not os.environ.get("DAMPEN_PLUGINS"):
+        return
+    from dampen.studies.errors import LabError
+    from dampen.studies.plugins import load_from_environment
+
+    try:
+        load_from_environment()
+    except LabError as error:
+        print(f"dampen: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
 def _placeholder() -> None:
     """Stands in for a subcommand that was not called."""
 
@@ -91,6 +106,7 @@ def _placeholder() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _load_plugins()
     called = next((a for a in arguments if not a.startswith("-")), None)
     app: Callable[..., Any] = build(called)
     app(args=arguments, prog_name="dampen")

@@ -25,7 +25,7 @@ def bench(
         str, typer.Option(help="tiny, small, mid or long: a model, rows and targets that belong together, one thread.")
     ] = "",
     model: Annotated[
-        str | None, typer.Option(help="vit (the default), 'vit(depth=4)', encoder, language, seq2seq, or timm/NAME.")
+        str | None, typer.Option(help="vit (the default), 'vit(depth=4)', encoder, language, or timm/NAME.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples per step; default 64, or the size's.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 and float16 by autocast.")] = "float32",

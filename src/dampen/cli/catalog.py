@@ -14,6 +14,9 @@ from rich.table import Table
 from dampen.cli.common import Json, command, print_json
 from dampen.extensions import is_in_file
 
+NO_RECIPES = """No plug-in with recipes is loaded. `dampen run FILE.toml` runs a recipe of your own.
+In a clone of dampen's repository, `DAMPEN_PLUGINS=reproductions dampen list recipes` lists the papers' tables."""
+
 
 class What(StrEnum):
     methods = "methods"
@@ -29,6 +32,9 @@ def list_(
     rows = _methods() if what is What.methods else _recipes()
     if as_json:
         print_json(rows)
+        return
+    if not rows:
+        print(NO_RECIPES)
         return
     table = Table(
         title=f"{len(rows)} {what.value}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
@@ -63,7 +69,7 @@ def _recipes() -> list[dict[str, Any]]:
     return [{"name": r.name, "title": r.title, "paper": r.paper, "cost": r.cost, "rows": len(r.rows)} for r in recipes]
 
 
-@command("dampen show drop_key\ndampen show explicit_dropout/table_1")
+@command("dampen show drop_key\ndampen show my_recipe.toml")
 def show(
     name: Annotated[str, typer.Argument(help="A method or a recipe.")],
     as_json: Json = False,

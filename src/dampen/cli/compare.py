@@ -24,7 +24,7 @@ dampen compare train.py:train --methods "drop_key, params(weight_decay=0.1)" --m
 dampen compare --data photos --model timm/vit_tiny_patch16_224 --methods drop_key
 dampen compare --data reviews.csv --model hf/FOLDER --methods "drop_key(rate=0.1), drop_head" --seeds 5
 dampen compare --data digits --methods drop_key,drop_attention --seeds 5
-dampen compare --data cifar10 --data-dir data --partial --model "vit(width=64, depth=4)" --methods drop_key
+dampen compare --data my_images --model "vit(width=64, depth=4)" --methods drop_key
 dampen compare --data digits --methods drop_key,drop_path --until-decided --budget 30m --margin 0.5 --tune 10
 dampen compare --data digits --methods drop_key --engine ray --address auto"""
 )

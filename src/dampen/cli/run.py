@@ -1,4 +1,4 @@
-"""`dampen run`: a table of a paper, or your own recipe."""
+"""`dampen run`: a recipe."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dampen.studies.config.recipe import Recipe, load_recipe
 
 
 @command(
-    """dampen run explicit_dropout/table_1 --dry-run
-dampen run dropkey/schedules_cifar10 --scale laptop --data-dir data --partial
-dampen run explicit_dropout/table_1 --row "explicit v + explicit ffn" --seed 0 --set train.epochs=5
-dampen run my_recipe.toml --workers 4"""
+    """dampen run my_recipe.toml --dry-run
+dampen run my_recipe.toml --workers 4
+dampen run my_recipe.toml --row DropKey --seed 0 --set train.epochs=5
+dampen run reproductions/dropkey/schedules_cifar10.toml --scale laptop --data-dir data --partial"""
 )
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name (dampen list recipes) or the path of a TOML file.")],
-    scale: Annotated[str | None, typer.Option(help="paper or laptop; the recipe says which is its default.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A TOML file, or a name from dampen list recipes.")],
+    scale: Annotated[str | None, typer.Option(help="One of the recipe's scales; it says which is its default.")] = None,
     row: Annotated[list[str] | None, typer.Option(help="Run only this row. Repeatable.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Run only this seed. Repeatable.")] = None,
     settings: Settings = None,

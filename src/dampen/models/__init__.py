@@ -1,4 +1,7 @@
-"""Small, readable, paper-shaped models in plain PyTorch. They know nothing of regularizers."""
+"""Small, readable, paper-shaped models in plain PyTorch. They know nothing of regularizers.
+
+The models of single papers (DETR, MAE, ConvMixer, ...) are in the folder `reproductions` of dampen's repository.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +10,61 @@ from typing import Any
 
 from torch import nn
 
-from dampen.extensions import from_packages
-from dampen.models.caption import CaptionMatcher
-from dampen.models.cnn import CNN
-from dampen.models.convmixer import ConvMixer
-from dampen.models.detr import DETR, Detections
+from dampen.extensions import Registry, hint
+from dampen.formulas.patches import patchify
+from dampen.models.block import (
+    Block,
+    Mlp,
+    SelfAttention,
+    SeparateAttention,
+    check_padding,
+    head_width,
+    initialize,
+    visible_keys,
+)
 from dampen.models.encoder import FeatureEncoder
 from dampen.models.language import LanguageModel
-from dampen.models.mae import MaskedAutoencoder, Reconstruction
-from dampen.models.seq2seq import Seq2Seq
+from dampen.models.patches import ConvStem, PatchEmbed
 from dampen.models.text import TextEncoder
 from dampen.models.vit import ViT
 from dampen.names import nearest
 
 __all__ = [
-    "CNN",
-    "DETR",
     "MODELS",
-    "CaptionMatcher",
-    "ConvMixer",
-    "Detections",
+    "Block",
+    "ConvStem",
     "FeatureEncoder",
     "LanguageModel",
-    "MaskedAutoencoder",
-    "Reconstruction",
-    "Seq2Seq",
+    "Mlp",
+    "PatchEmbed",
+    "SelfAttention",
+    "SeparateAttention",
     "TextEncoder",
     "ViT",
     "build_model",
+    "check_padding",
+    "head_width",
+    "initialize",
+    "patchify",
+    "visible_keys",
 ]
 
-MODELS: dict[str, type[nn.Module]] = {
-    "vit": ViT,
-    "encoder": FeatureEncoder,
-    "seq2seq": Seq2Seq,
-    "language": LanguageModel,
-    "text": TextEncoder,
-    "convmixer": ConvMixer,
-    "cnn": CNN,
-    "mae": MaskedAutoencoder,
-    "captions": CaptionMatcher,
-    "detr": DETR,
-    **from_packages("dampen.models"),
+MODELS: Registry[type[nn.Module]] = Registry(
+    "dampen.models", {"vit": ViT, "encoder": FeatureEncoder, "language": LanguageModel, "text": TextEncoder}
+)
+"""Models by name: dampen's own, and those that packages and plug-ins add."""
+
+_MOVED = {
+    "CNN": "cnn",
+    "CaptionMatcher": "caption",
+    "ConvMixer": "convmixer",
+    "DETR": "detr",
+    "Detections": "detr",
+    "MaskedAutoencoder": "mae",
+    "Reconstruction": "mae",
+    "Seq2Seq": "seq2seq",
 }
-"""Models by name: ours, and those of installed packages (entry point `dampen.models`)."""
+"""What was here until 0.2, and its module in `reproductions/models`."""
 
 
 def build_model(name: str, **arguments: Any) -> nn.Module:
@@ -64,7 +78,7 @@ def build_model(name: str, **arguments: Any) -> nn.Module:
     ValueError: Unknown model 'vitt'; did you mean 'vit'?
     """
     if name not in MODELS:
-        raise ValueError(f"Unknown model {name!r}{nearest(name, MODELS)}")
+        raise ValueError(f"Unknown model {name!r}{hint('dampen.models', name, MODELS)}")
     cls = MODELS[name]
     known = inspect.signature(cls).parameters
     for argument in arguments:
@@ -74,3 +88,14 @@ def build_model(name: str, **arguments: Any) -> nn.Module:
     if missing:
         raise TypeError(f"Model {name!r} needs a value for {', '.join(missing)}: got {sorted(arguments) or 'nothing'}.")
     return cls(**arguments)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module 'dampen.models' has no attribute {name!r}")
+    # ImportError, because `from dampen.models import DETR` would replace an AttributeError by a message of its own.
+    raise ImportError(
+        f"dampen.models.{name} moved out of the installed package. In a clone of dampen's repository, write: "
+        f"from reproductions.models.{_MOVED[name]} import {name}",
+        name=f"dampen.models.{name}",
+    )

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import dampen
-from benchmarks import reference, reference_skip, reference_stochastic
 from dampen.cli import build
 from dampen.kernels import timing
 from dampen.kernels.timing import compare, summarize
@@ -27,6 +26,9 @@ from dampen.studies.bench.subject import Subject
 from dampen.studies.errors import ConfigError
 from dampen.studies.report import make_report, write_report
 from dampen.studies.report.costs import bench_rows
+from tests.oracles import attention as reference
+from tests.oracles import skips as reference_skip
+from tests.oracles import stochastic as reference_stochastic
 
 TINY = "vit(image_size=8, patch_size=2, width=16, depth=2, heads=2, mlp=16)"
 
@@ -234,7 +236,7 @@ def test_copies_share_their_weights_and_change_nothing():
     torch.testing.assert_close(subject.model.state_dict(), before)
 
 
-@pytest.mark.parametrize("model", ["encoder", "language", "seq2seq", "timm/vit_tiny_patch16_224(img_size=32, depth=1)"])
+@pytest.mark.parametrize("model", ["encoder", "language", "timm/vit_tiny_patch16_224(img_size=32, depth=1)"])
 def test_other_models_get_a_batch_that_fits(model):
     subject = make_subject(model, batch=2)
     plain_step(subject)()
@@ -390,11 +392,19 @@ def test_replaced_attention_drops():
         assert not torch.equal(model(*subject.inputs), model(*subject.inputs))
 
 
+class Separate(torch.nn.Module):
+    """One block with separate projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = dampen.models.SeparateAttention(8, 2)
+
+
 def test_what_is_more_than_plain_attention_is_not_replaced():
     with pytest.raises(ValueError, match="more than plain self-attention"):
         replace_attention(make_subject("language", batch=1).model, lambda m: TorchAttention(m, 0.1))
     with pytest.raises(ValueError, match="fused qkv"):
-        replace_attention(make_subject("seq2seq", batch=1).model, lambda m: TorchAttention(m, 0.1))
+        replace_attention(Separate(), lambda m: TorchAttention(m, 0.1))
 
 
 # --- the whole ------------------------------------------------------------------------------------

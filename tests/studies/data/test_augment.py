@@ -8,7 +8,7 @@ import torch
 from dampen.studies.config.names import check_data
 from dampen.studies.data import AUGMENTATIONS, augment, load
 from dampen.studies.doctor import _torchvision
-from tests.studies.data import writers
+from tests.reproductions.data import writers
 
 IMAGE = ["crop", "flip", "vertical_flip", "randaugment", "autoaugment", "trivialaugment", "mixup", "cutmix"]
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from dampen.studies.data import DamagedData, MissingData, load
 from dampen.studies.data.images import channel_statistics
-from tests.studies.data import writers
+from tests.reproductions.data import writers
 
 
 def test_digits_are_scikit_learns():

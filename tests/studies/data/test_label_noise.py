@@ -3,17 +3,19 @@
 import pytest
 import torch
 
+import reproductions  # noqa: F401 - more sets
 from dampen.studies.config.names import check_data
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.data import load
-from dampen.studies.data.label_noise import TASKS, with_label_noise, wrong_labels
+from dampen.studies.data.label_noise import with_label_noise, wrong_labels
 from dampen.studies.data.sets import DATASETS
 from dampen.studies.errors import ConfigError
+from dampen.studies.metrics import TASKS
 from dampen.studies.records.record import Record
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
-from tests.studies.data.readers import READERS, read
+from tests.reproductions.data.readers import READERS, read
 
 
 def labels(split):
@@ -91,9 +93,9 @@ def test_an_option_of_every_set_with_one_class_for_each_example(case, tmp_path):
 
 
 def test_every_built_in_set_is_one_or_the_other():
-    for name, spec in DATASETS.items():
+    for name, source in DATASETS.items():
         said = check_data({"name": name, "noise": 0.3}, "data.")
-        assert any("one class each" in s for s in said) == (spec.task not in TASKS), name
+        assert any("one class each" in s for s in said) == (not TASKS[source.spec.task].classes), name
 
 
 def test_with_folds():
@@ -125,8 +127,8 @@ def test_what_is_refused():
     assert "got True" in check_data({"name": "digits", "noise": True}, "data.")[0]
     assert "one class each" in check_data({"name": "thumos14", "noise": 0.1}, "data.")[0]
     data = load("digits")
-    data.task = "translation"
-    with pytest.raises(ValueError, match="digits is translation"):
+    data.loss = "binary_cross_entropy"
+    with pytest.raises(ValueError, match="one class each: digits is image"):
         with_label_noise(data, 0.1, 0)
     with pytest.raises(ConfigError):
         TrialSpec.from_dict({"data": {"name": "digits", "noise": object()}, "model": {"name": "vit"}})

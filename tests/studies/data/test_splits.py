@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from dampen.studies.data.dataset import Normalization
-from dampen.studies.data.splits import ImageSplit, PairSplit, SequenceSplit, TextSplit
+from dampen.studies.data.splits import ImageSplit, TextSplit
+from reproductions.data.parallel import PairSplit
+from reproductions.data.sequences import SequenceSplit
 
 FLAT = Normalization(torch.zeros(3), torch.ones(3))
 

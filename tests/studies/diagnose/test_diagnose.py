@@ -256,7 +256,7 @@ def test_what_has_no_attention_says_so():
 def test_several_classes_at_once_have_no_calibration():
     from dampen.models import FeatureEncoder
     from dampen.studies.data.dataset import Dataset, Normalization
-    from dampen.studies.data.splits import SequenceSplit
+    from reproductions.data.sequences import SequenceSplit
 
     frames, present = torch.randn(40, 6), (torch.rand(40, 3) > 0.5).float()
     unit = Normalization(torch.zeros(6), torch.ones(6))

@@ -72,7 +72,7 @@ def test_a_logger_of_another_package(tmp_path, small, quick, monkeypatch):
 
     import dampen.studies.loggers as loggers
 
-    monkeypatch.setattr(loggers, "from_packages", lambda group: {"mine": Mine} if group == "dampen.loggers" else {})
+    monkeypatch.setattr(loggers, "from_plugins", lambda group: {"mine": Mine} if group == "dampen.loggers" else {})
     trial = small(epochs=1)
     run_trial(trial, tmp_path, replace(quick, loggers=("mine",)))
     assert told[0] == (trial.id, 0)

@@ -15,7 +15,7 @@ from dampen.studies.trainer import data_identity
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
-from tests.studies.data.writers import cifar10_binary, cifar10_parts
+from tests.reproductions.data.writers import cifar10_binary, cifar10_parts
 from tests.studies.study.test_parts import write_csv
 
 

@@ -13,12 +13,12 @@ from dampen.cli import main
 from dampen.studies.config.methods_text import parse_rows
 from dampen.studies.data import load
 from dampen.studies.errors import ConfigError, OwnCodeError
-from dampen.studies.metrics import GIVES, LanguageMetrics, TextMetrics, make_metrics
-from dampen.studies.metrics.translation import corpus_scores
+from dampen.studies.metrics import TASKS, LanguageMetrics, TextMetrics, make_metrics
 from dampen.studies.study.parts import ask_parts
 from dampen.studies.study.preflight import check_rows
 from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
+from reproductions.metrics.translation import corpus_scores
 from tests.studies.study.test_parts import write_csv
 
 
@@ -51,13 +51,13 @@ def test_a_task_gives_the_metrics_that_are_promised():
     digits = load("digits")
     metrics = make_metrics(digits, digits.test)
     metrics.update(torch.zeros(3, 10), digits.test.batch([0, 1, 2])["target"])
-    assert sorted(metrics.compute()) == sorted(GIVES["image"])
+    assert sorted(metrics.compute()) == sorted(TASKS["image"].gives)
     texts = TextMetrics(2)
     texts.update(torch.eye(2), torch.arange(2))
-    assert sorted(texts.compute()) == sorted(GIVES["text"])
+    assert sorted(texts.compute()) == sorted(TASKS["text"].gives)
     language = LanguageMetrics(torch.ones(2))
     language.update(torch.zeros(1, 3, 2), torch.zeros(1, 3, dtype=torch.long))
-    assert sorted(language.compute()) == sorted(GIVES["language"])
+    assert sorted(language.compute()) == sorted(TASKS["language"].gives)
     assert sorted(corpus_scores(["a b"], ["a b"])) == ["bleu", "chrf"]
 
 

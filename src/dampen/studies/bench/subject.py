@@ -19,12 +19,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SHAPES: dict[str, dict[str, Any]] = {
     "encoder": {"features": 64, "classes": 10, "max_tokens": 128},
     "language": {"vocab": 1000, "context": 128},
-    "seq2seq": {"source_vocab": 1000, "target_vocab": 1000},
 }
 """Arguments of our models that a data set would decide; an image model has defaults for all of its own."""
-IMAGES = ("vit", "convmixer")
-TOKENS = 32
-"""Tokens on each side of a translation."""
+IMAGES = ("vit",)
 
 
 @dataclass
@@ -137,10 +134,6 @@ def _batch(model: Any, spec: dict[str, Any], batch: int) -> tuple[tuple[Tensor, 
     if name == "language":
         tokens = torch.randint(arguments["vocab"], (batch, arguments["context"] + 1))
         return (tokens[:, :-1],), tokens[:, 1:]
-    if name == "seq2seq":
-        source = torch.randint(1, arguments["source_vocab"], (batch, TOKENS))
-        target = torch.randint(1, arguments["target_vocab"], (batch, TOKENS + 1))
-        return (source, target[:, :-1]), target[:, 1:]
     channels, size = _image_shape(model, arguments)
     images = torch.randn(batch, channels, *size)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from dampen.extensions import entry_points, is_in_file
+from dampen.extensions import is_in_file, references
 from dampen.names import MATRIX_STAGES, STAGES, nearest, snake_case
 from dampen.studies.errors import ConfigError
 
@@ -56,7 +56,7 @@ def catalog() -> dict[str, CatalogEntry]:
     }
     listed = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__")
     entries = [_entry(cls, str(homes[cls])) for cls in ast.literal_eval(listed.value)]
-    entries += [_outside(name, *point.value.split(":")) for name, point in entry_points("dampen.methods").items()]
+    entries += [_outside(name, *place.split(":")) for name, place in references("dampen.methods").items()]
     return {e.name: e for e in sorted((e for e in entries if e is not None), key=lambda e: e.name)}
 
 

@@ -6,6 +6,7 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
+from dampen.extensions import hint
 from dampen.names import nearest
 from dampen.studies.config.methods_text import OBJECT, check_methods
 from dampen.studies.config.schema import unknown_keys
@@ -36,39 +37,50 @@ def check_trial(trial: TrialSpec, path: str = "") -> list[str]:
         *check_model(trial.model, f"{path}model."),
         *check_methods(trial.methods, f"{path}methods"),
     ]
-    if trial.model["name"] == "mae":
-        problems += _check_images(trial.data["name"], path)
+    problems += _check_takes(trial.model["name"], trial.data["name"], path)
     if trial.train.test_samples is not None:
         problems += _check_samples(trial.data["name"], trial.model["name"], f"{path}train.test_samples")
     first = trial.pretraining()
     return problems + (check_trial(first, f"{path}pretrain.") if first is not None and not problems else [])
 
 
-def _check_images(name: str, path: str) -> list[str]:
+def _check_takes(model: str, data: str, path: str) -> list[str]:
+    """A model that brings its own task says which data it can take."""
     from dampen.studies.data import DATASETS
 
-    if name not in DATASETS or DATASETS[name].task == "image":
+    kind = brings_task(model)
+    if kind is None or data not in DATASETS or DATASETS[data].spec.task in kind.takes:
         return []
-    return [f"{path}model.name: 'mae' guesses images; {name!r} is a data set for {DATASETS[name].task}"]
+    needs = " or ".join(kind.takes)
+    return [f"{path}model.name: {model!r} needs {needs} data; {data!r} is a data set for {DATASETS[data].spec.task}"]
+
+
+def brings_task(model: str) -> Any:
+    """The class of a model that brings its own task (a masked autoencoder), else None: see `dampen.studies.plugins`."""
+    from dampen.models import MODELS
+
+    kind = MODELS.get(model)
+    return kind if kind is not None and hasattr(kind, "task") else None
 
 
 def _check_samples(data: str, model: str, path: str) -> list[str]:
     """Probabilities of classes can be averaged over random forwards; boxes, translations and images cannot."""
     from dampen.studies.data import DATASETS
-    from dampen.studies.data.label_noise import TASKS
+    from dampen.studies.metrics import TASKS
 
-    if data not in DATASETS or task_of(data, model) in TASKS:
+    if data not in DATASETS or TASKS[task_of(data, model)].classes:
         return []
-    return [f"{path}: averages class probabilities ({', '.join(TASKS)}); this is {task_of(data, model)}"]
+    return [f"{path}: averages class probabilities of sets with one class each; this is {task_of(data, model)}"]
 
 
 def check_data(data: dict[str, Any], path: str) -> list[str]:
     """Problems of the data section."""
     from dampen.studies.data import DATASETS, options
-    from dampen.studies.metrics.objects import missing_packages
+    from dampen.studies.metrics import TASKS
 
     if data["name"] not in DATASETS:
-        return [f"{path}name: unknown data set {data['name']!r}{nearest(data['name'], DATASETS)}"]
+        return [f"{path}name: unknown data set {data['name']!r}{hint('dampen.data', data['name'], DATASETS)}"]
+    spec = DATASETS[data["name"]].spec
     problems = unknown_keys(data, [*COMMON_DATA, *options(data["name"])], path)
     folds = data.get("folds")
     for key in ("split_seed", "test_seed"):
@@ -77,28 +89,29 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
             problems.append(f"{path}{key}: a whole number from 0, or 'seed' to draw anew for each seed, got {drawn!r}")
     if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool) or folds < 2):
         problems.append(f"{path}folds: a whole number from 2, got {folds!r}")
-    elif folds is not None and (why := DATASETS[data["name"]].no_folds):
+    elif folds is not None and (why := spec.no_folds):
         problems.append(f"{path}folds: {data['name']} cannot be cross-validated: {why}")
-    if DATASETS[data["name"]].task == "objects" and (problem := missing_packages()):
+    if problem := TASKS[spec.task].missing():
         problems.append(f"{path}name: {data['name']}: {problem}")
-    problems += _check_noise(data.get("noise"), DATASETS[data["name"]].task, f"{path}noise")
-    return problems + _check_augment(data.get("augment"), DATASETS[data["name"]].task, f"{path}augment")
+    problems += _check_noise(data.get("noise"), spec.task, f"{path}noise")
+    return problems + _check_augment(data.get("augment"), spec.task, f"{path}augment")
 
 
 def _check_noise(share: Any, task: str, path: str) -> list[str]:
-    from dampen.studies.data.label_noise import TASKS
+    from dampen.studies.metrics import TASKS
 
     if share is None or share is False:
         return []
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
         return [f"{path}: the share of wrong training labels, a number in [0, 1), got {share!r}"]
-    if share and task not in TASKS:
-        return [f"{path}: wrong labels are for sets with one class each ({', '.join(TASKS)}); this set is {task}"]
+    if share and not TASKS[task].classes:
+        return [f"{path}: wrong labels are for sets with one class each; this set is {task}"]
     return []
 
 
 def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
-    from dampen.studies.data.augmentation import AUGMENTATIONS, missing_for
+    from dampen.studies.data.augmentation import AUGMENTATIONS, MIRRORS, missing_for
+    from dampen.studies.metrics import TASKS
 
     items = [] if not chosen else chosen if isinstance(chosen, list) else [chosen]
     problems = []
@@ -112,7 +125,7 @@ def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
             continue
         problems += [f"{path}: {problem}"] if (problem := missing_for(name)) else []
         kind = AUGMENTATIONS[name]
-        if task not in kind.tasks:
+        if task not in kind.tasks and not (TASKS[task].mirrors and name in MIRRORS):
             problems.append(f"{path}: {name!r} is for {' and '.join(kind.tasks)} tasks, this set is {task}")
         if isinstance(item, dict):
             problems += unknown_keys(item, ["name", *(f.name for f in fields(kind))], f"{path}.{name}.")
@@ -130,7 +143,7 @@ def check_model(model: dict[str, Any], path: str) -> list[str]:
         known = "fingerprint" if name.startswith("hf/") else "code"
         return [] if known in model else [f"{path}{known}: missing; say --model {name} to dampen compare"]
     if name not in MODELS:
-        return [f"{path}name: unknown model {name!r}{nearest(name, [*MODELS, 'timm/<name>'])}"]
+        return [f"{path}name: unknown model {name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"]
     return unknown_keys(model, ["name", *inspect.signature(MODELS[name]).parameters], path)
 
 
@@ -143,11 +156,24 @@ def _check_timm(name: str, path: str) -> list[str]:
 
 
 def task_of(data: str, model: str) -> str:
-    """What a model is trained for on a data set: the set's own task, but a masked autoencoder reconstructs.
+    """What a model is trained for on a data set: the task of the set, or the one that the model brings.
 
-    >>> task_of("digits", "vit"), task_of("digits", "mae")
-    ('image', 'reconstruction')
+    >>> task_of("digits", "vit")
+    'image'
     """
     from dampen.studies.data import DATASETS
 
-    return "reconstruction" if model == "mae" else DATASETS[data].task
+    kind = brings_task(model)
+    return DATASETS[data].spec.task if kind is None else str(kind.task)
+
+
+def preset(name: str) -> dict[str, Any]:
+    """What `dampen compare` trains on a data set if nothing else is given: model, training options, limits.
+
+    >>> preset("digits")["model"]["name"]
+    'vit'
+    """
+    from dampen.studies.data import DATASETS
+    from dampen.studies.metrics import TASKS
+
+    return DATASETS[name].preset or TASKS[DATASETS[name].spec.task].preset

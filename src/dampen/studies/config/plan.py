@@ -160,6 +160,8 @@ def make_plan(
     seeds = list(seeds) if seeds is not None else at.get("seeds", [0])
     plan = Plan(recipe.name, at["scale"], {k: getattr(recipe, k) for k in HEADER}, at["departures"], seeds, [], {})
     plan.header["cost"] = at["cost"]
+    if recipe.plugins:
+        plan.header["plugins"] = recipe.plugins
     for i, row in enumerate(at["rows"]):
         config, path = _config(at, row, over), f"rows[{i}] {row['name']}: "
         choices, found = _choices(config, at["grid"], len(seeds), path) if points is None else (points[row["name"]], [])

@@ -1,6 +1,7 @@
-"""Recipes: one table of a paper as TOML data. `plan.py` turns one into trials.
+"""Recipes: a comparison as TOML data. `plan.py` turns one into trials.
 
     title, paper, table, cost, command      what it reproduces, what it takes, what to type
+    plugins = ["reproductions"]             modules with data sets, models and more: see `dampen.studies.plugins`
     departures = ["..."]                    every difference from the paper, in words
     metric = "accuracy"                     the test metric the table shows
     scale = "laptop"                        the scale that runs when none is said
@@ -34,16 +35,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dampen.extensions import from_plugins
 from dampen.names import nearest
 from dampen.studies.config.design import SETTINGS, read_axis
 from dampen.studies.config.plain import check_plain
 from dampen.studies.config.schema import check_fields, unknown_keys
 from dampen.studies.errors import ConfigError, LabError
+from dampen.studies.plugins import load_plugins
 
 TUNING_SEEDS = (10_000, 10_001, 10_002)
 """Settings are tried on these where a recipe or a comparison names none. No table uses them."""
 FEWEST_TUNING = 3
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SECTIONS = ("data", "model", "train", "methods", "sites", "pretrain", "function", "seeds", "tuning_seeds")
 SCALE_KEYS = (*SECTIONS, "grid", "search", "rows", "cost", "departures", "unavailable")
 ROW_SECTIONS = ("data", "model", "train", "methods", "sites", "pretrain", "function")
@@ -69,6 +71,7 @@ class Recipe:
     grid: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
     scales: dict[str, Any] = field(default_factory=dict)
+    plugins: list[str] = field(default_factory=list)
 
     def at(self, scale: str | None) -> dict[str, Any]:
         """The base at a scale: data, model, train, methods, sites, seeds, grid, cost, departures."""
@@ -112,8 +115,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> merge({"model": {"name": "vit", "depth": 7}, "train": {"lr": 1}}, {"model": {"depth": 2}, "train": {"lr": 3}})
     {'model': {'name': 'vit', 'depth': 2}, 'train': {'lr': 3}}
-    >>> merge({"model": {"name": "vit", "depth": 7}}, {"model": {"name": "convmixer"}})
-    {'model': {'name': 'convmixer'}}
+    >>> merge({"model": {"name": "vit", "depth": 7}}, {"model": {"name": "encoder"}})
+    {'model': {'name': 'encoder'}}
     """
     merged = dict(base)
     for key, value in over.items():
@@ -129,28 +132,48 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_recipes() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
-    found = sorted(RECIPES.rglob("*.toml"))
-    return {str(path.relative_to(RECIPES).with_suffix("")): path for path in found}
+    """The recipes that packages and plug-ins add, by name."""
+    return {name: Path(path) for name, path in from_plugins("dampen.recipes").items()}
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe by its name in the package, or by the path of a TOML file; all problems are told at once."""
+    """A recipe by the path of a TOML file, or by a name that a plug-in gave it; all problems are told at once."""
     known = list_recipes()
     path = known.get(name.removesuffix(".toml"), Path(name))
     if not path.is_file():
-        raise ConfigError(f"Recipe {name!r}", [f"there is no such recipe and no such file{nearest(name, known)}"])
+        raise ConfigError(f"Recipe {name!r}", [f"there is no such recipe and no such file{_where(name, known)}"])
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [f"not valid TOML: {error}"]) from error
     except RecursionError:
         raise ConfigError(str(path), ["not valid: nested too deeply"]) from None
-    label = name if name in known else path.stem
+    _load_plugins(content, name, path)
+    names = {place.resolve(): known_name for known_name, place in list_recipes().items()}
+    label = names.get(path.resolve(), path.stem)
     recipe, problems = parse_recipe(label, content)
     if recipe is None or problems:
         raise ConfigError(f"Recipe {name!r}", problems)
     return recipe
+
+
+def _where(name: str, known: Mapping[str, Path]) -> str:
+    """Where a recipe of dampen's repository lies, as seen from the current folder, or the nearest name."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        path = folder / "reproductions" / f"{name.removesuffix('.toml')}.toml"
+        if path.is_file():
+            return f"; did you mean {path.relative_to(here) if folder == here else path}?"
+    if known:
+        return nearest(name, known)
+    return "; the papers' recipes are in the folder reproductions of dampen's repository: run them from a clone"
+
+
+def _load_plugins(content: Mapping[str, Any], name: str, path: Path) -> None:
+    plugins = content.get("plugins", [])
+    if problems := _check_strings(plugins, "plugins"):
+        raise ConfigError(f"Recipe {name!r}", problems)
+    load_plugins(plugins, path)
 
 
 def parse_recipe(name: str, content: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:

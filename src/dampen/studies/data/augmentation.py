@@ -1,8 +1,8 @@
 """Standard augmentations of training batches: chosen by name, none by default.
 
-Pixel ones (crop, flips, RandAugment, AutoAugment, TrivialAugment) act on each image, flips on its
-boxes too; mixup and CutMix mix pairs and make the targets soft; SpecAugment masks spectrograms.
-torchvision (`pip install 'dampen[augment]'`) does what it has in the same meaning; flips with boxes,
+Pixel ones (crop, flips, RandAugment, AutoAugment, TrivialAugment) act on each image, flips on
+targets such as boxes too; mixup and CutMix mix pairs and make the targets soft; SpecAugment masks spectrograms.
+torchvision (`pip install 'dampen[augment]'`) does what it has in the same meaning; flips,
 mixup of clips with padding and SpecAugment are written here. All draw from torch's global generator,
 so that a checkpoint that holds its state resumes exactly, or from one that is handed in.
 """
@@ -32,6 +32,10 @@ AUGMENTATIONS: dict[str, Any] = {
     "cutmix": CutMix,
     "specaugment": SpecAugment,
 }
+
+
+MIRRORS = ("flip", "vertical_flip")
+"""Those that also move targets, where the data set says how (`Dataset.mirror`)."""
 
 
 class Augment:
@@ -79,7 +83,7 @@ def _build(item: str | Mapping[str, Any], dataset: Dataset) -> Any:
     for key in table:
         if key not in known:
             raise ValueError(f"Augmentation {name!r} takes no option {key!r}{nearest(key, known)}")
-    if dataset.task not in kind.tasks:
+    if dataset.task not in kind.tasks and not (dataset.mirror and name in MIRRORS):
         raise ValueError(
             f"Augmentation {name!r} is for {' and '.join(kind.tasks)} tasks: {dataset.name} is {dataset.task}."
         )

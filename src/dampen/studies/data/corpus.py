@@ -1,4 +1,4 @@
-"""Running text for language modeling, by characters or in BPE: tinyshakespeare, or any text file."""
+"""Running text for language modeling, by characters or in BPE, from any text file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,6 @@ from dampen.studies.data.splits import TextSplit
 from dampen.studies.data.stratified import check_fraction
 from dampen.studies.text import Bpe
 
-SHAKESPEARE = DataSpec(
-    "tinyshakespeare",
-    "language",
-    "tinyshakespeare: 1,115,394 characters of plays",
-    "the repository 'karpathy/char-rnn' on GitHub, data/tinyshakespeare/input.txt",
-    "tinyshakespeare/input.txt",
-)
 TEXT = DataSpec(
     "text",
     "language",
@@ -31,19 +24,12 @@ TEXT = DataSpec(
     "your own text",
     "a .txt file, given as data_dir, or input.txt in that folder",
 )
-OFFICIAL_LENGTH = 1_115_394
 
 
 def text_file(path: Path) -> Path | None:
     """The text at a path: the file itself, or input.txt in it."""
     file = path / "input.txt" if path.is_dir() else path
     return file if file.is_file() else None
-
-
-def is_shakespeare(path: Path) -> bool:
-    """Whether a text is tinyshakespeare, by the name of its folder or its size."""
-    file = text_file(path)
-    return file is not None and (file.parent.name == "tinyshakespeare" or file.stat().st_size == OFFICIAL_LENGTH)
 
 
 def load_corpus(
@@ -69,8 +55,8 @@ def load_corpus(
     root = find(ask.spec, ask.data_dir, [ask.spec.name], lambda path: text_file(path) is not None)
     path = text_file(root) or root
     text = _read(path)
-    short = ask.spec.name == "tinyshakespeare" and len(text) < OFFICIAL_LENGTH
-    problems = [f"{len(text)} of {OFFICIAL_LENGTH} characters"] if short else []
+    short = ask.spec.characters is not None and len(text) < ask.spec.characters
+    problems = [f"{len(text)} of {ask.spec.characters} characters"] if short else []
     departures = require_complete(problems, ask.partial, ask.spec.name)
 
     pool = round(len(text) * (1 - test_fraction))

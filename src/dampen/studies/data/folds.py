@@ -30,7 +30,7 @@ def fold_of(data: Dataset, folds: int, seed: int, train_fraction: float = 0.7) -
 
     from dampen.studies.data.sets import DATASETS
 
-    if data.name in DATASETS and (why := DATASETS[data.name].no_folds):
+    if data.name in DATASETS and (why := DATASETS[data.name].spec.no_folds):
         raise ValueError(f"{data.name} cannot be cross-validated: {why}. Leave out folds.")
     labels = labels_of([data.train, data.valid, data.test])
     fewest = int(torch.bincount(labels).min())

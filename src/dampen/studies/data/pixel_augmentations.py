@@ -1,7 +1,7 @@
 """Augmentations of single images.
 
 torchvision's RandomCrop, RandAugment, AutoAugment and TrivialAugment, image by image; flips act on
-the whole batch, because the boxes of objects move with their image.
+the whole batch, because targets such as boxes move with their image.
 """
 
 from __future__ import annotations
@@ -30,36 +30,33 @@ class Crop:
 
 @dataclass(frozen=True)
 class Flip:
-    """Mirror each image left to right with the given probability; boxes move with it."""
+    """Mirror each image left to right with the given probability."""
 
-    tasks: ClassVar = ("image", "objects")
+    tasks: ClassVar = ("image",)
     probability: float = 0.5
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
-        return _mirrored(batch, dataset, self.probability, axis=-1, center=1)
+        return _mirrored(batch, dataset, self.probability, axis=-1)
 
 
 @dataclass(frozen=True)
 class VerticalFlip:
-    """Mirror each image top to bottom with the given probability; boxes move with it."""
+    """Mirror each image top to bottom with the given probability."""
 
-    tasks: ClassVar = ("image", "objects")
+    tasks: ClassVar = ("image",)
     probability: float = 0.5
 
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
-        return _mirrored(batch, dataset, self.probability, axis=-2, center=2)
+        return _mirrored(batch, dataset, self.probability, axis=-2)
 
 
-def _mirrored(batch: Batch, dataset: Dataset, probability: float, axis: int, center: int) -> Batch:
-    """Some images mirrored along an axis; `center` is the column of a box's center along it."""
+def _mirrored(batch: Batch, dataset: Dataset, probability: float, axis: int) -> Batch:
+    """Some images mirrored along an axis, with their targets where the data set says how those move."""
     x, *rest = batch["inputs"]
     mirrored = (torch.rand(len(x), 1, 1, 1) < probability).to(x.device)
     moved = batch | {"inputs": (torch.where(mirrored, x.flip(axis), x), *rest)}
-    if dataset.task == "objects":
-        target = batch["target"].clone()  # (B, T, 5); rows of class -1 are no boxes, so nothing reads their places
-        here = target[..., center]
-        target[..., center] = torch.where(mirrored[:, 0, 0], 1 - here, here)
-        moved["target"] = target
+    if dataset.mirror is not None:
+        moved["target"] = dataset.mirror(batch["target"], mirrored[:, 0, 0, 0], axis)
     return moved
 
 

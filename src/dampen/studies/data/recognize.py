@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dampen.studies.data import coco, voc
 from dampen.studies.data.arrays import is_images, read_arrays
 from dampen.studies.data.errors import MissingData
 from dampen.studies.data.folder import holds as holds_images
 from dampen.studies.data.hub import image_column, is_saved, open_saved
+from dampen.studies.data.sets import DATASETS
 from dampen.studies.data.texts import ENDINGS, table_files
-
-OWN = ("folder", "voc", "coco", "table", "image_arrays", "feature_arrays", "hub_text", "hub_images", "function")
-"""The readers of a user's own data: their trials have a fingerprint of the content."""
 
 
 def recognize(path: Path) -> str:
@@ -31,15 +28,14 @@ def recognize(path: Path) -> str:
                 "or sequences (n, tokens, features)."
             )
         return "image_arrays" if is_images(x) else "feature_arrays"
-    if voc.holds(path):
-        return "voc"
-    if coco.holds(path):
-        return "coco"
+    for name, source in DATASETS.items():
+        if source.chosen_by_path and source.holds is not None and source.holds(path):
+            return name
     if path.is_dir() and holds_images(path):
         return "folder"
     raise MissingData(
         f"{path} is none of what is recognized: a folder with one folder of images per class, "
-        "images with boxes in the layout of Pascal VOC or COCO, a table of texts "
+        "a table of texts "
         f"({', '.join(ENDINGS)}, or a folder with train.csv and test.csv), an npz file of arrays, a folder that "
         "Hugging Face datasets saved, or file.py:function."
     )

@@ -3,69 +3,84 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dampen.extensions import from_packages
+from dampen.extensions import Registry, hint
 from dampen.names import nearest
 from dampen.studies.data.arrays import FEATURE_ARRAYS, IMAGE_ARRAYS, load_arrays
-from dampen.studies.data.cifar import CIFAR10, CIFAR100, load_cifar
-from dampen.studies.data.coco import COCO, load_coco
-from dampen.studies.data.corpus import SHAKESPEARE, TEXT, load_corpus
-from dampen.studies.data.dataset import TEST_SEED, Dataset, DataSpec, Request
-from dampen.studies.data.digit_captions import DIGIT_CAPTIONS, load_digit_captions
+from dampen.studies.data.corpus import TEXT, load_corpus, text_file
+from dampen.studies.data.dataset import TEST_SEED, Dataset, DataSource, Request
 from dampen.studies.data.digits import DIGITS, load_digits
-from dampen.studies.data.folder import FOLDER, load_folder
-from dampen.studies.data.fsdd import FSDD, load_fsdd
-from dampen.studies.data.gtzan import GTZAN, load_gtzan
+from dampen.studies.data.files import search_path
+from dampen.studies.data.folder import FOLDER, holds, load_folder
 from dampen.studies.data.hub import HUB_IMAGES, HUB_TEXT, load_saved_images, load_saved_text
 from dampen.studies.data.own_function import FUNCTION
-from dampen.studies.data.parallel import MULTI30K, PARALLEL, load_parallel
 from dampen.studies.data.texts import TABLE, load_table
-from dampen.studies.data.thumos import THUMOS14, load_thumos
-from dampen.studies.data.voc import BCCD, VOC, load_voc
 
 
 def _needs_its_function(ask: Request, **options: Any) -> Dataset:
     raise ValueError("data 'function' is read by a function of yours: say --data file.py:load.")
 
 
-_TABLE: list[tuple[DataSpec, Callable[..., Dataset]]] = [
-    (DIGITS, load_digits),
-    (DIGIT_CAPTIONS, load_digit_captions),
-    (CIFAR10, load_cifar),
-    (CIFAR100, load_cifar),
-    (FOLDER, load_folder),
-    (GTZAN, load_gtzan),
-    (FSDD, load_fsdd),
-    (THUMOS14, load_thumos),
-    (BCCD, load_voc),
-    (VOC, load_voc),
-    (COCO, load_coco),
-    (MULTI30K, load_parallel),
-    (PARALLEL, load_parallel),
-    (SHAKESPEARE, load_corpus),
-    (TEXT, load_corpus),
-    *from_packages("dampen.data").values(),  # each a pair as above, under its spec's name
-    (TABLE, load_table),
-    (IMAGE_ARRAYS, load_arrays),
-    (FEATURE_ARRAYS, load_arrays),
-    (HUB_TEXT, load_saved_text),
-    (HUB_IMAGES, load_saved_images),
-    (FUNCTION, _needs_its_function),
-]
-DATASETS: dict[str, DataSpec] = {spec.name: spec for spec, _ in _TABLE}
-_READERS: dict[str, Callable[..., Dataset]] = {spec.name: reader for spec, reader in _TABLE}
+def _classes_only(path: Path) -> bool:
+    """Folders of images that are classes: those that a plug-in knows better are its own."""
+    return holds(path) and not any(
+        source.holds(path) for source in DATASETS.values() if source.chosen_by_path and source.holds
+    )
+
+
+def _checked(thing: Any) -> DataSource:
+    """What a plug-in adds: a DataSource, or a pair of DataSpec and reader."""
+    if isinstance(thing, DataSource):
+        return thing
+    if isinstance(thing, tuple) and len(thing) == 2:
+        return DataSource(*thing)
+    raise ValueError(f"a data set of a plug-in is {thing!r}; expected a DataSource, or a pair of DataSpec and reader.")
+
+
+_OWN = (
+    DataSource(
+        DIGITS,
+        load_digits,
+        steps=("nothing to fetch: the digits come with scikit-learn",),
+        preset={
+            "model": {"name": "vit", "patch_size": 2, "width": 48, "depth": 3, "heads": 4, "mlp": 96},
+            "train": {"epochs": 30, "lr": 3e-3, "warmup": 2.0},
+        },
+    ),
+    DataSource(
+        FOLDER,
+        load_folder,
+        _classes_only,
+        general=True,
+        steps=("nothing to fetch: put your own images into one folder per class and say --data-dir",),
+    ),
+    DataSource(
+        TEXT,
+        load_corpus,
+        lambda path: text_file(path) is not None,
+        general=True,
+        steps=("nothing to fetch: say --data-dir FILE.txt",),
+    ),
+    DataSource(TABLE, load_table),
+    DataSource(IMAGE_ARRAYS, load_arrays),
+    DataSource(FEATURE_ARRAYS, load_arrays),
+    DataSource(HUB_TEXT, load_saved_text),
+    DataSource(HUB_IMAGES, load_saved_images),
+    DataSource(FUNCTION, _needs_its_function),
+)
+DATASETS: Registry[DataSource] = Registry("dampen.data", {source.spec.name: source for source in _OWN}, _checked)
+"""Every set that can be loaded, by name: dampen's own, and those that packages and plug-ins add."""
 
 
 def options(name: str) -> dict[str, Any]:
     """The options that a set takes beyond the common arguments of `load`, with their defaults.
 
-    >>> options("cifar10")
-    {'labels': 'fine', 'test_limit': None}
+    >>> options("digits")
+    {'test_fraction': 0.25, 'test_limit': None}
     """
-    parameters = inspect.signature(_READERS[_known(name)]).parameters
+    parameters = inspect.signature(source_of(name).read).parameters
     return {key: p.default for key, p in parameters.items() if key not in ("ask", "options")}
 
 
@@ -93,11 +108,25 @@ def load(
     for key in extra:
         if key not in known:
             raise TypeError(f"Data set {name!r} takes no option {key!r}{nearest(key, known)}")
-    ask = Request(DATASETS[name], data_dir, partial, seed, train_fraction, limit, test_seed)
-    return _READERS[name](ask, **extra)
+    source = source_of(name)
+    ask = Request(source.spec, data_dir, partial, seed, train_fraction, limit, test_seed)
+    return source.read(ask, **extra)
 
 
-def _known(name: str) -> str:
+def source_of(name: str) -> DataSource:
+    """A data set by name, or an error with the nearest name."""
     if name not in DATASETS:
-        raise ValueError(f"Unknown data set {name!r}{nearest(name, DATASETS)}")
-    return name
+        raise ValueError(f"Unknown data set {name!r}{hint('dampen.data', name, DATASETS)}")
+    return DATASETS[name]
+
+
+def locate(name: str, data_dir: str | Path | None = None) -> Path | None:
+    """Where a set lies, without reading it; None if nowhere. Embedded sets lie nowhere."""
+    source = DATASETS.get(name)
+    if source is None or source.holds is None:
+        return None
+    for root in search_path(data_dir):
+        for path in (root, *(root / candidate for candidate in source.candidates)):
+            if path.exists() and source.holds(path):
+                return path
+    return None

@@ -1,4 +1,4 @@
-"""The four kinds of split: images, feature sequences, sentence pairs, running text."""
+"""Splits of images and of running text."""
 
 from __future__ import annotations
 
@@ -45,94 +45,6 @@ class ImageSplit(Split):
 
     def _normalized(self, images: Tensor) -> Tensor:
         return images.float().mul_(self._scale).sub_(self._shift)  # (x / 255 - mean) / std
-
-
-class SequenceSplit(Split):
-    """Windows of feature vectors, cut from one long (frames, features) tensor by start and length.
-
-    `target` has one entry per window (a class number each), or with `per_token=True` one row per frame; then
-    `counted` says which frames count in loss and metrics (ambiguous ones do not). Windows shorter than `window` are
-    padded with zeros; with `padded=True` the model gets the padding mask (True where padded) as its second input.
-    """
-
-    def __init__(
-        self,
-        frames: Tensor,
-        starts: Tensor,
-        lengths: Tensor,
-        target: Tensor,
-        window: int,
-        normalization: Normalization,
-        *,
-        padded: bool = True,
-        per_token: bool = False,
-        counted: Tensor | None = None,
-    ):
-        if len(starts) and (int(lengths.min()) < 1 or int(lengths.max()) > window):
-            raise ValueError(f"Windows hold 1 to {window} frames: got {int(lengths.min())} to {int(lengths.max())}.")
-        if not padded and len(starts) and int(lengths.min()) < window:
-            raise ValueError("Without a padding mask every window must be full.")
-        self.frames, self.starts, self.lengths, self.target = frames, starts, lengths, target
-        self.window, self.normalization = window, normalization
-        self.padded, self.per_token, self.counted = padded, per_token, counted
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def gather(self, indices: Tensor) -> Batch:
-        position = torch.arange(self.window)
-        lengths = self.lengths[indices, None]
-        rows = self.starts[indices, None] + torch.minimum(position, lengths - 1)  # (B, window)
-        padding = position >= lengths
-        x = (self.frames[rows].float() - self.normalization.mean) / self.normalization.std
-        if not self.padded:
-            return {"inputs": (x,), "target": self.target[indices]}
-        x = x.masked_fill(padding[..., None], 0.0)
-        if not self.per_token:
-            return {"inputs": (x, padding), "target": self.target[indices]}
-        valid = ~padding if self.counted is None else ~padding & self.counted[rows]
-        return {"inputs": (x, padding), "target": self.target[rows], "valid": valid}
-
-
-class PairSplit(Split):
-    """Sentence pairs as token numbers, padded on the right; the model sees the target up to each token.
-
-    Targets begin with the token `begin` and end with `end`: `inputs = (source, target[:-1])`, `target = target[1:]`.
-    A batch is cut to its longest sentence, rounded up to a multiple of 8 so that few different shapes occur.
-    `source_text` and `target_text` keep the sentences as they were, for BLEU.
-    """
-
-    def __init__(
-        self,
-        source: Tensor,
-        target: Tensor,
-        source_text: list[str],
-        target_text: list[str],
-        pad: int,
-        multiple: int = 8,
-    ):
-        if not len(source) == len(target) == len(source_text) == len(target_text):
-            raise ValueError(f"Sentence pairs must match one to one: got {len(source)} and {len(target)}.")
-        self.source, self.target, self.pad, self.multiple = source, target, pad, multiple
-        self.source_text, self.target_text = source_text, target_text
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def gather(self, indices: Tensor) -> Batch:
-        source = self._trim(self.source[indices], 0)
-        target = self._trim(self.target[indices], 1).long()
-        return {
-            "inputs": (source.long(), target[:, :-1]),
-            "target": target[:, 1:],
-            "valid": target[:, 1:] != self.pad,
-        }
-
-    def _trim(self, tokens: Tensor, extra: int) -> Tensor:
-        """Drop columns that hold padding alone; `extra` columns come on top of the multiple."""
-        longest = int((tokens != self.pad).sum(dim=1).max()) if len(tokens) else 1
-        steps = -(-max(longest - extra, 1) // self.multiple)
-        return tokens[:, : steps * self.multiple + extra]
 
 
 class TextSplit(Split):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dampen.studies.diagnose.trained import Trained, inputs_of
 from dampen.studies.records.diagnosis import FORMAT
-from dampen.studies.trainer.losses import task_loss
+from dampen.studies.trainer.losses import loss_of
 
 COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps", "draws")
 
@@ -118,7 +118,7 @@ def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
         valid = batch.get("valid")
 
         def criterion(output: Any) -> Tensor:
-            return task_loss(output, labels, valid, t.data.loss, t.label_smoothing)
+            return loss_of(t.data, output, labels, valid, t.label_smoothing)
 
         if t.handle is None:
             return criterion(model(*batch["inputs"]))

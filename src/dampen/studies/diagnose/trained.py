@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from dampen.diagnostics.pixels import Pixels
 from dampen.studies.config.methods_text import build_methods
+from dampen.studies.config.names import brings_task
 from dampen.studies.errors import ConfigError, LabError
+from dampen.studies.plugins import load_plugins
+from dampen.studies.records.rebuild import load_plan
 from dampen.studies.records.record import PRETRAIN, Record
 from dampen.studies.trainer.build import derive, load_data, make_model, places, seed_all
 from dampen.studies.trainer.checkpoint import load_newest, rng_state, set_rng_state
@@ -84,6 +87,9 @@ def find_trials(folder: Path) -> list[Path]:
     below = (p.parent for p in folder.rglob("config.json") if p.parent.name != PRETRAIN)
     found = [folder] if (folder / "config.json").exists() else sorted(below)
     finished = [p for p in found if (final := Record(p).final()) is not None and final["status"] == "finished"]
+    for plan in {path.parent / "plan.json" for path in finished}:
+        if plan.is_file():
+            load_plugins(load_plan(plan.parent).header.get("plugins", ()), plan)
     if not finished:
         told = f"{len(found)} trials, none of them finished" if found else "no trial"
         raise LabError(f"{folder} holds {told}. Run the command that wrote it again: it resumes, then diagnose.")
@@ -98,8 +104,8 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
     if state is None:
         why = damage[0] if damage else "it holds no weights: it is not finished, or they were not kept"
         raise LabError(f"{folder} cannot be diagnosed: {why}. Run the trial again to have them.")
-    if trial.model["name"] == "mae":
-        raise LabError(f"{folder} is a masked autoencoder's training; diagnose the classifier above it.")
+    if brings_task(trial.model["name"]) is not None:
+        raise LabError(f"{folder} is a pretraining; diagnose the classifier above it.")
     data = load_data(trial.data, data_dir, seed=trial.seed)
     before = rng_state(torch.device("cpu"))
     seed_all(derive(trial.seed, "init"))  # as Session does: the same initial weights

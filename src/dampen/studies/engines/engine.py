@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from dampen.extensions import from_packages
+from dampen.extensions import from_plugins
 from dampen.names import nearest
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import ConfigError, DiskFull, Diverged, Interrupted, Locked, portable
@@ -61,7 +61,7 @@ class Engine(Protocol):
 
 def check_engine(name: str) -> None:
     """Refuse an engine that nobody offers, with the nearest name."""
-    known = [*ENGINES, *from_packages("dampen.engines")]
+    known = [*ENGINES, *from_plugins("dampen.engines")]
     if name not in known:
         raise ConfigError("--engine", [f"unknown engine {name!r}{nearest(name, known)}"])
 
@@ -69,7 +69,7 @@ def check_engine(name: str) -> None:
 def make_engine(name: str, **options: Any) -> Engine:
     """An engine by name."""
     check_engine(name)
-    offered = from_packages("dampen.engines")
+    offered = from_plugins("dampen.engines")
     if name in offered:
         return cast(Engine, offered[name](**options))
     module, cls = ENGINES[name].split(":")

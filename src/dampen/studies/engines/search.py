@@ -28,6 +28,7 @@ from dampen.studies.config.search_space import make_searchable, plan_at
 from dampen.studies.engines.grid_tuning import own_metric
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError, Locked
 from dampen.studies.files import write_json
+from dampen.studies.plugins import activate
 from dampen.studies.processes import context, stop_on_signals, without_main
 from dampen.studies.records.environment import asked_threads, usable_cores
 from dampen.studies.trainer.checkpoint import saved_states
@@ -98,10 +99,10 @@ def search(
 
 def _selection(at: dict[str, Any], recipe: Recipe, execution: Execution) -> tuple[str, str]:
     """What validation chooses by: the task's metric, or the one that was said for a training of the user's own."""
-    from dampen.studies.metrics import SELECTION
+    from dampen.studies.metrics import selection
 
     if "function" not in at:
-        return SELECTION[task_of(at["data"]["name"], at.get("model", {}).get("name", ""))]
+        return selection(task_of(at["data"]["name"], at.get("model", {}).get("name", "")))
     return own_metric(execution.function)
 
 
@@ -183,6 +184,7 @@ def _work(what: Search, worker: int, stop: Any, lines: Any) -> None:
     """The life of one process."""
     stop_on_signals(signal.SIG_IGN)  # the parent decides
     keep_freed_memory()
+    activate(what.execution.plugins)
     studies = {row: _study(what, row, worker) for row in what.rows}
     while not stop.is_set():
         counts = _counts(studies)

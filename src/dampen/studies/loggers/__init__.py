@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dampen.extensions import from_packages
+from dampen.extensions import from_plugins
 from dampen.names import nearest
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import ConfigError
@@ -38,7 +38,7 @@ class Logger(Protocol):
 
 def check_loggers(names: Sequence[str]) -> None:
     """Refuse names that are not known, before anything runs."""
-    known = {*LOGGERS, *from_packages("dampen.loggers")}
+    known = {*LOGGERS, *from_plugins("dampen.loggers")}
     problems = [f"unknown logger {name!r}{nearest(name, known)}" for name in names if name not in known]
     if problems:
         raise ConfigError("--logger", problems)
@@ -52,7 +52,7 @@ def open_loggers(names: Sequence[str], folder: Path, trial: TrialSpec, step: int
 
 def _kind(name: str) -> Any:
     if name not in LOGGERS:
-        return from_packages("dampen.loggers")[name]
+        return from_plugins("dampen.loggers")[name]
     module, cls = LOGGERS[name].split(":")
     try:
         return getattr(importlib.import_module(module), cls)

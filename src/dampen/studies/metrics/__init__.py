@@ -14,70 +14,84 @@ from __future__ import annotations
 
 from typing import Any
 
-from dampen.extensions import from_packages
+from dampen.extensions import Registry, from_plugins
 from dampen.names import nearest
 from dampen.studies.data.dataset import Dataset, Split
-from dampen.studies.metrics.base import Metrics
+from dampen.studies.metrics.base import Metrics, Task
 from dampen.studies.metrics.classification import ClassificationMetrics
-from dampen.studies.metrics.detection import DetectionMetrics
 from dampen.studies.metrics.language import LanguageMetrics
-from dampen.studies.metrics.objects import ObjectMetrics
 from dampen.studies.metrics.outside import with_others
-from dampen.studies.metrics.reconstruction import ReconstructionMetrics
 from dampen.studies.metrics.text import TextMetrics
-from dampen.studies.metrics.translation import TranslationMetrics
 from dampen.studies.records.metric import direction
 
 __all__ = [
-    "GIVES",
-    "PRIMARY",
-    "SELECTION",
+    "TASKS",
     "ClassificationMetrics",
-    "DetectionMetrics",
     "LanguageMetrics",
     "Metrics",
-    "ObjectMetrics",
-    "ReconstructionMetrics",
+    "Task",
     "TextMetrics",
-    "TranslationMetrics",
     "judged_by",
     "make_metrics",
     "not_measured",
+    "primary",
+    "selection",
 ]
-
-_JUDGES = {
-    "image": "accuracy",
-    "text": "accuracy",
-    "classification": "accuracy",
-    "audio": "accuracy",
-    "detection": "frame_map",
-    "objects": "ap",
-    "translation": "bleu",
-    "language": "bpc",
-    "reconstruction": "reconstruction",
-}
-
-PRIMARY: dict[str, tuple[str, str]] = {task: (name, direction(name)) for task, name in _JUDGES.items()}
-"""The metric a task is judged by, and whether more or less of it is better."""
-
-SELECTION: dict[str, tuple[str, str]] = PRIMARY | {"translation": ("nll", direction("nll"))}
-"""The metric that chooses the best epoch: the primary one, except where that needs a search (BLEU)."""
-
 
 _CLASSES = ("accuracy", "macro_f1", "nll", "ece", "brier")
 
-GIVES: dict[str, tuple[str, ...]] = {
-    "image": _CLASSES,
-    "text": (*_CLASSES, "mcc"),
-    "classification": _CLASSES,
-    "audio": _CLASSES,
-    "detection": ("frame_map", "nll", "interval_map"),
-    "objects": ("ap", "ap50", "ap75"),
-    "translation": ("bleu", "chrf", "nll", "perplexity", "accuracy"),
-    "language": ("bpc", "nll", "perplexity", "accuracy"),
-    "reconstruction": ("reconstruction",),
+
+def _classification(dataset: Dataset, split: Split) -> Metrics:
+    return ClassificationMetrics(len(dataset.classes))
+
+
+def _text(dataset: Dataset, split: Split) -> Metrics:
+    return TextMetrics(len(dataset.classes))
+
+
+def _language(dataset: Dataset, split: Split) -> Metrics:
+    return LanguageMetrics(dataset.extras["characters"])
+
+
+_SEQUENCES: dict[str, Any] = {
+    "model": {"name": "encoder", "width": 96, "depth": 2, "heads": 4, "mlp": 192},
+    "train": {"epochs": 10, "batch_size": 32, "lr": 2e-3, "warmup": 1.0},
 }
-"""The test metrics of a task; `interval_map@0.5` and the like are variants of one."""
+_IMAGES: dict[str, Any] = {  # of any size that patches of 4 divide
+    "model": {"name": "vit", "patch_size": 4, "width": 96, "depth": 4, "heads": 6, "mlp": 192},
+    "train": {"epochs": 20, "lr": 1e-3, "warmup": 2.0},
+}
+_TEXTS: dict[str, Any] = {
+    "model": {"name": "text", "width": 128, "depth": 2, "heads": 4, "mlp": 256},
+    "train": {"epochs": 10, "batch_size": 32, "lr": 1e-3, "warmup": 1.0, "clip": 1.0},
+}
+_RUNNING_TEXT: dict[str, Any] = {
+    "model": {"name": "language", "width": 128, "depth": 3, "heads": 4, "mlp": 256},
+    "train": {"epochs": 3, "batch_size": 32, "lr": 2e-3, "warmup": 0.2, "clip": 1.0},
+}
+TASKS: Registry[Task] = Registry(
+    "dampen.tasks",
+    {
+        "image": Task(_classification, "accuracy", _CLASSES, preset=_IMAGES, classes=True),
+        "audio": Task(_classification, "accuracy", _CLASSES, preset=_SEQUENCES, classes=True),
+        "text": Task(_text, "accuracy", (*_CLASSES, "mcc"), preset=_TEXTS, classes=True),
+        "classification": Task(_classification, "accuracy", _CLASSES, preset=_SEQUENCES, classes=True),
+        "language": Task(_language, "bpc", ("bpc", "nll", "perplexity", "accuracy"), preset=_RUNNING_TEXT),
+    },
+)
+"""The kinds of problems by name: dampen's own, and those that packages and plug-ins add."""
+
+
+def primary(task: str) -> tuple[str, str]:
+    """The metric a task is judged by, and whether more ("max") or less ("min") of it is better."""
+    name = TASKS[task].primary
+    return name, direction(name)
+
+
+def selection(task: str) -> tuple[str, str]:
+    """The metric that chooses the best epoch: the primary one, except where that needs a search (BLEU)."""
+    name = TASKS[task].selection or TASKS[task].primary
+    return name, direction(name)
 
 
 def not_measured(metric: str, task: str) -> str:
@@ -86,8 +100,8 @@ def not_measured(metric: str, task: str) -> str:
     >>> not_measured("acuracy", "image")
     "'acuracy' is not measured here; did you mean 'accuracy'?"
     """
-    others = [m.description.name for m in from_packages("dampen.metrics").values() if task in m.tasks]
-    known = [*GIVES[task], *others]
+    others = [m.description.name for m in from_plugins("dampen.metrics").values() if task in m.tasks]
+    known = [*TASKS[task].gives, *others]
     if metric.partition("@")[0] in known or metric.startswith("training_variance"):  # train.variance_every measures it
         return ""
     return f"{metric!r} is not measured here{nearest(metric, known)}"
@@ -95,7 +109,7 @@ def not_measured(metric: str, task: str) -> str:
 
 def judged_by(task: str) -> dict[str, Any]:
     """The metric that judges the test and the one that chose the epoch, each with 'max' or 'min'."""
-    return {"task": task, "primary": list(PRIMARY[task]), "selection": list(SELECTION[task])}
+    return {"task": task, "primary": list(primary(task)), "selection": list(selection(task))}
 
 
 def make_metrics(dataset: Dataset, split: Split) -> Metrics:
@@ -105,20 +119,4 @@ def make_metrics(dataset: Dataset, split: Split) -> Metrics:
     where the primary metric is wanted, `metrics.finish(model)` (it decodes translations, and does nothing for
     other tasks); then `metrics.compute()`.
     """
-    return with_others(_own_metrics(dataset, split), dataset.task)
-
-
-def _own_metrics(dataset: Dataset, split: Split) -> Metrics:
-    if dataset.task == "text":
-        return TextMetrics(len(dataset.classes))
-    if dataset.task in ("image", "audio", "classification"):
-        return ClassificationMetrics(len(dataset.classes))
-    if dataset.task == "detection":
-        return DetectionMetrics(split, len(dataset.classes), background=dataset.extras["background"])
-    if dataset.task == "objects":
-        return ObjectMetrics(split, dataset.classes)
-    if dataset.task == "reconstruction":
-        return ReconstructionMetrics()
-    if dataset.task == "translation":
-        return TranslationMetrics(split, dataset.extras["target_bpe"], dataset.extras["max_tokens"])
-    return LanguageMetrics(dataset.extras["characters"])
+    return with_others(TASKS[dataset.task].metrics(dataset, split), dataset.task)

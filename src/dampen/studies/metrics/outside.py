@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from dampen.extensions import from_packages
+from dampen.extensions import from_plugins
 from dampen.studies.metrics.base import Metrics
 
 
@@ -43,5 +43,5 @@ class Together(Metrics):
 
 def with_others(own: Metrics, task: str) -> Metrics:
     """The task's own metrics, with those of installed packages that apply to it."""
-    others = [make() for make in from_packages("dampen.metrics").values() if task in make.tasks]
+    others = [make() for make in from_plugins("dampen.metrics").values() if task in make.tasks]
     return Together(own, others) if others else own

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dampen.extensions import from_packages
+from dampen.extensions import from_plugins
 
 Direction = Literal["max", "min"]
 
@@ -115,7 +115,7 @@ def describe(name: str) -> Metric:
     base, at, variant = name.partition("@")
     if at and base in METRICS:
         return replace(METRICS[base], name=name, label=f"{METRICS[base].label}@{variant}")
-    outside = {m.description.name: m.description for m in from_packages("dampen.metrics").values()}
+    outside = {m.description.name: m.description for m in from_plugins("dampen.metrics").values()}
     return outside.get(name) or Metric(name, name.replace("_", " "), better=None)
 
 

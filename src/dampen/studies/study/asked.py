@@ -15,6 +15,7 @@ from dampen.studies.config.plan import Plan, make_plan
 from dampen.studies.config.recipe import Recipe
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import ConfigError
+from dampen.studies.plugins import active
 from dampen.studies.records.rebuild import load_plan
 from dampen.studies.records.record import Record
 from dampen.studies.report.names import plural
@@ -120,6 +121,7 @@ def recipe_of(
         base=base,
         rows=listed,
         scales={"laptop": {}},
+        plugins=[name for name, _ in active()],
     )
 
 

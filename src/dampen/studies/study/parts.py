@@ -10,18 +10,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from dampen.extensions import hint
 from dampen.names import nearest
 from dampen.studies.config.methods_text import parse_rows
-from dampen.studies.config.names import task_of
-from dampen.studies.config.presets import preset
+from dampen.studies.config.names import preset, task_of
 from dampen.studies.config.recipe import Recipe, merge
 from dampen.studies.config.trial import TrainOptions
 from dampen.studies.data import DATASETS
-from dampen.studies.data.locations import PLACES, locate
 from dampen.studies.data.own_function import content_hash, read_parts
 from dampen.studies.data.recognize import recognize
+from dampen.studies.data.sets import locate
 from dampen.studies.errors import ConfigError
-from dampen.studies.metrics import PRIMARY, not_measured
+from dampen.studies.metrics import not_measured, primary
 from dampen.studies.records.fingerprint import fingerprint
 from dampen.studies.records.metric import direction
 from dampen.studies.report.names import plural
@@ -55,7 +55,7 @@ def ask_parts(
     """The comparison of methods on a model and data, trained by the lab."""
     section, parts = data_section(data if data is not None else "digits", data_dir)
     chosen, parts = model_section(model, parts)
-    if chosen is not None and chosen["name"].startswith("hf/") and DATASETS[section["name"]].task == "text":
+    if chosen is not None and chosen["name"].startswith("hf/") and DATASETS[section["name"]].spec.task == "text":
         section["tokenizer"] = MODEL
     base: dict[str, Any] = merge({"data": section}, preset(section["name"]))
     base = merge(base, {"model": chosen}) if chosen is not None else base
@@ -89,7 +89,7 @@ def ask_parts(
 def _judged(said: tuple[str, str] | None, task: str) -> str:
     """The metric that judges: the one that was said, if the task's trainer measures it, else the task's own."""
     if said is None:
-        return PRIMARY[task][0]
+        return primary(task)[0]
     name, way = said
     problem = not_measured(name, task)
     if not problem and way != direction(name):
@@ -123,7 +123,7 @@ def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts
         return {"name": data, **({"fingerprint": found} if found else {})}, Parts()
     path = Path(data).expanduser()
     if not path.exists():
-        known = f"--data: there is no data set and no path {str(data)!r}{nearest(str(data), DATASETS)}"
+        known = f"--data: there is no data set and no path {str(data)!r}{hint('dampen.data', str(data), DATASETS)}"
         raise ConfigError("The comparison", [known])
     section = {"name": recognize(path), "source": path.resolve().name, "fingerprint": fingerprint(path)}
     return section, Parts(data=str(path.resolve()))
@@ -131,7 +131,7 @@ def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts
 
 def fingerprint_of_set(name: str, data_dir: str | None) -> str | None:
     """The fingerprint of the data that a general reader finds: its files are the user's own, and no official set."""
-    place = locate(name, data_dir) if name in PLACES and PLACES[name].general else None
+    place = locate(name, data_dir) if name in DATASETS and DATASETS[name].general else None
     return fingerprint(place) if place is not None else None
 
 

@@ -14,11 +14,12 @@ import torch
 
 from dampen.handle import regularize
 from dampen.studies.config.methods_text import build_methods
+from dampen.studies.config.names import brings_task
 from dampen.studies.config.plan import Plan
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import ConfigError, Interrupted, LabError
 from dampen.studies.trainer.build import load_data, make_model, places, seed_all
-from dampen.studies.trainer.losses import task_loss
+from dampen.studies.trainer.losses import loss_of
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 
@@ -36,7 +37,7 @@ def check_rows(plan: Plan, folder: Path, execution: Execution) -> None:
     for row in plan.rows:
         trial = plan.trials[next(iter(row.points[0].trials.values()))]
         done = any((folder / i / "final.json").exists() for p in row.points for i in p.trials.values())
-        if trial.function is None and trial.pretrain is None and trial.model["name"] != "mae" and not done:
+        if trial.function is None and trial.pretrain is None and brings_task(trial.model["name"]) is None and not done:
             problem = _problem(trial, execution)
             problems += [f"row {row.name!r} cannot run on {trial.model['name']}: {problem}"] if problem else []
     torch.set_rng_state(state)
@@ -58,7 +59,7 @@ def _problem(trial: TrialSpec, execution: Execution) -> str:
     batch = data.train.batch([0, min(1, len(data.train) - 1)])
 
     def criterion(output: Any) -> torch.Tensor:
-        return task_loss(output, batch["target"], batch.get("valid"), data.loss)
+        return loss_of(data, output, batch["target"], batch.get("valid"))
 
     if not trial.methods:
         try:

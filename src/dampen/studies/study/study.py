@@ -13,6 +13,7 @@ from dampen.studies.config.recipe import merge
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.engines.racing import Race
 from dampen.studies.errors import LabError
+from dampen.studies.plugins import load_plugins
 from dampen.studies.records.table import Entry, ResultTable, plan_table, read_results, read_runs
 from dampen.studies.study.kept import load_function, load_parts
 from dampen.studies.study.rows import PLAIN, read_rows
@@ -116,6 +117,7 @@ class Study:
         """
         from dampen.studies.study.compare import run
 
+        load_plugins(self.plan.header.get("plugins", ()), self.folder)
         if self.function is None and any(t.function for t in self.plan.trials.values()):
             self.function = load_function(self.folder)
         if self.parts is None and self.function is None:

@@ -15,13 +15,12 @@ from dampen.native import library
 from dampen.studies.allocator import describe_malloc
 from dampen.studies.errors import DamagedRecord, Interrupted, LabError
 from dampen.studies.loggers import Logger, flat, open_loggers
-from dampen.studies.metrics import SELECTION, judged_by
+from dampen.studies.metrics import TASKS, judged_by, selection
 from dampen.studies.records import environment
 from dampen.studies.records.final import FORMAT
 from dampen.studies.records.plain import finite
 from dampen.studies.records.record import Record
 from dampen.studies.trainer.checkpoint import fingerprint, load_newest, save_state, save_weights, saved_states
-from dampen.studies.trainer.detected import detected
 from dampen.studies.trainer.distributed import all_ranks, is_sharded, load_model_state, whole_model_state
 from dampen.studies.trainer.losses import NotFinite
 from dampen.studies.trainer.optim import learning_rate
@@ -50,7 +49,7 @@ class Bookkeeping:
 
     def __init__(self, s: TrialState, record: Record, report: Callable[[Event], None], stop: Callable[[], bool]):
         self.s, self.record, self.report, self.stop = s, record, report, stop
-        self.selection = SELECTION[s.data.task]
+        self.selection = selection(s.data.task)
         self.writes = s.fabric.is_global_zero
         self.log: list[dict[str, Any]] = []
         self.saved_at = self.told_at = self.started = time.monotonic()
@@ -197,8 +196,8 @@ class Bookkeeping:
         }
         if variance := over_training(self.log):
             result["variance"] = variance
-        if s.data.task == "objects":
-            result["detections"] = detected(s.raw, s.data.test, s.data.classes)
+        if record := TASKS[s.data.task].record:
+            result |= record(s.raw, s.data)
         if s.pretrained is not None:
             result["pretrain"] = s.pretrained.facts
         if self.writes:

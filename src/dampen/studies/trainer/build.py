@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dampen.extensions import hint
 from dampen.names import nearest
 from dampen.studies.data.dataset import TEST_SEED
 from dampen.studies.data.folds import fold_of
@@ -59,7 +60,7 @@ def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = 
     not official. Without them the draw is that of records from before they were written: seed 0 and the fixed test.
     Wrong labels (`noise`) are always drawn by the trial's seed, so that rows of one seed meet the same ones.
     """
-    from dampen.studies.data.locations import locate
+    from dampen.studies.data.sets import locate
 
     if data.get("noise"):
         clean = load_data({k: v for k, v in data.items() if k != "noise"}, data_dir, parts, seed)
@@ -161,7 +162,9 @@ def make_model(model: dict[str, Any], from_data: dict[str, Any], parts: Parts | 
     if name.startswith("timm/"):
         return _timm_model(name.removeprefix("timm/"), own, from_data)
     if name not in MODELS:
-        raise ConfigError("The trial", [f"model.name: unknown model {name!r}{nearest(name, [*MODELS, 'timm/<name>'])}"])
+        raise ConfigError(
+            "The trial", [f"model.name: unknown model {name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"]
+        )
     takes = inspect.signature(MODELS[name]).parameters
     return build_model(name, **{**{k: v for k, v in from_data.items() if k in takes}, **own})
 

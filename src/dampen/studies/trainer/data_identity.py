@@ -17,7 +17,7 @@ from typing import Any
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.data import DATASETS
 from dampen.studies.data.errors import DamagedData, MissingData
-from dampen.studies.data.locations import PLACES, locate
+from dampen.studies.data.sets import locate
 from dampen.studies.records.fingerprint import cached, keep, sizes_and_times
 from dampen.studies.trainer.build import load_data
 
@@ -70,7 +70,7 @@ def _mark(name: str, data_dir: str | None) -> str | None:
     """What tells that nothing was touched: sizes and times. None where nothing does, '' where there is no such data."""
     if name == "digits":
         return f"scikit-learn {metadata.version('scikit-learn')}"
-    if name not in PLACES:
+    if name not in DATASETS or DATASETS[name].holds is None:
         return None
     place = locate(name, data_dir)
     return "" if place is None else sizes_and_times(place)

@@ -9,12 +9,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dampen.models.set_loss import set_loss
+from dampen.studies.data.dataset import Dataset
+from dampen.studies.metrics import TASKS
+
+
+def loss_of(data: Dataset, output: Any, target: Tensor, valid: Tensor | None, smoothing: float = 0.0) -> Tensor:
+    """The loss that a data set is made for: its task's own, or one of `task_loss`."""
+    if data.loss != "task":
+        return task_loss(output, target, valid, data.loss, smoothing)
+    loss = TASKS[data.task].loss
+    if loss is None:
+        raise ValueError(f"{data.name} wants the loss of the task {data.task!r}, which has none. Give the Task a loss.")
+    return loss(output, target)
 
 
 def task_loss(logits: Any, target: Tensor, valid: Tensor | None, kind: str, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy over classes, over independent yes/no questions (`kind="binary_cross_entropy"`), or the loss of a
-    set of detections (`kind="set"`, see `dampen.models.set_loss`).
+    """Cross-entropy over classes, or over independent yes/no questions (`kind="binary_cross_entropy"`).
 
     `logits` are (..., classes); `target` holds class numbers (...) or probabilities (..., classes); where `valid` (...)
     is False a position counts neither in the sum nor in the divisor.
@@ -23,8 +33,6 @@ def task_loss(logits: Any, target: Tensor, valid: Tensor | None, kind: str, smoo
     >>> round(task_loss(logits, torch.tensor([0, 0]), torch.tensor([True, False]), "cross_entropy").item(), 4)
     0.1269
     """
-    if kind == "set":
-        return set_loss(logits, target)
     logits = logits.float()
     if kind == "binary_cross_entropy":
         target = target.float() * (1 - smoothing) + 0.5 * smoothing

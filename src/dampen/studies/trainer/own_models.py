@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dampen.models import Detections
 from dampen.studies.errors import ConfigError
+from dampen.studies.metrics import TASKS
 from dampen.studies.trainer.function import Function
 
 
@@ -39,7 +39,7 @@ def built_model(function: Function | None, name: str, own: dict[str, Any], from_
 
 
 def hub_model(folder: str | None, model: dict[str, Any], own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
-    """A classifier or a detector from a saved folder: its weights where there are some, a fresh head."""
+    """A classifier, or a model of the task, from a saved folder: its weights where there are some, a fresh head."""
     if folder is None or not Path(folder).is_dir():
         raise ConfigError("The trial", [f"model.name: {model['name']} is not at hand; start it with dampen compare"])
     from dampen.studies.records.fingerprint import fingerprint
@@ -47,19 +47,21 @@ def hub_model(folder: str | None, model: dict[str, Any], own: dict[str, Any], fr
     if fingerprint(folder) != model["fingerprint"]:
         problem = f"the model in {folder} has changed since the trial was planned; start the comparison again"
         raise ConfigError("The trial", [f"model.name: {problem}"])
+    task = TASKS.get(from_data.get("task", ""))
+    if task is not None and task.saved_model is not None:
+        return task.saved_model(folder, own, from_data)
     kind, config = _kind_and_config(folder, own, from_data)
     if _has_weights(folder):
         built = kind.from_pretrained(folder, config=config, local_files_only=True, ignore_mismatched_sizes=True)
     else:
         built = kind.from_config(config)
-    return _Detector(built, from_data["classes"]) if from_data.get("task") == "objects" else _InOrder(built)
+    return _InOrder(built)
 
 
 def _kind_and_config(folder: str, own: dict[str, Any], from_data: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import (
         AutoConfig,
         AutoModelForImageClassification,
-        AutoModelForObjectDetection,
         AutoModelForSequenceClassification,
     )
     from transformers.utils import logging
@@ -67,10 +69,6 @@ def _kind_and_config(folder: str, own: dict[str, Any], from_data: dict[str, Any]
     logging.set_verbosity_error()  # that the head is new is what was asked for
     logging.disable_progress_bar()
     sizes: dict[str, Any] = {"num_labels": from_data["classes"]}
-    if from_data.get("task") == "objects":  # a detector takes images of any size
-        return AutoModelForObjectDetection, AutoConfig.from_pretrained(
-            folder, local_files_only=True, **{**sizes, **own}
-        )
     if "channels" in from_data:
         sizes |= {"image_size": from_data["image_size"], "num_channels": from_data["channels"]}
     config = AutoConfig.from_pretrained(folder, local_files_only=True, **{**sizes, **own})
@@ -85,22 +83,6 @@ def _kind_and_config(folder: str, own: dict[str, Any], from_data: dict[str, Any]
 
 def _has_weights(folder: str) -> bool:
     return any(next(Path(folder).glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin"))
-
-
-class _Detector(nn.Module):
-    """A Hugging Face detector (DETR and its kin) that gives what the lab's loss and metrics read.
-
-    DETR's own logits have one class more, 'no object'; here each class is a yes or no, so that one is left out. Only
-    the last layer's detections are handed over: transformers keeps those of earlier layers to its own loss.
-    """
-
-    def __init__(self, model: nn.Module, classes: int):
-        super().__init__()
-        self.model, self.classes = model, classes
-
-    def forward(self, x: Tensor) -> Detections:
-        found = self.model(pixel_values=x)
-        return Detections(found.logits[..., : self.classes], found.pred_boxes)
 
 
 class _InOrder(nn.Module):

@@ -6,19 +6,20 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from dampen.models import MaskedAutoencoder
 from dampen.names import nearest
 from dampen.studies.config.methods_text import build_methods
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.data.errors import DamagedData
 from dampen.studies.errors import ConfigError
 from dampen.studies.loggers import check_loggers
+from dampen.studies.metrics import TASKS
+from dampen.studies.plugins import activate, active
 from dampen.studies.trainer.build import derive, load_data, make_augment, make_model, places, seed_all
 from dampen.studies.trainer.checkpoint import rng_state, set_rng_state
 from dampen.studies.trainer.distributed import (
@@ -33,10 +34,10 @@ from dampen.studies.trainer.distributed import (
     whole_optimizer_state,
 )
 from dampen.studies.trainer.function import Function
-from dampen.studies.trainer.losses import Meter, NotFinite, task_loss
+from dampen.studies.trainer.losses import Meter, NotFinite, loss_of
 from dampen.studies.trainer.optim import MovingAverage, make_optimizer
 from dampen.studies.trainer.parts import Parts
-from dampen.studies.trainer.pretraining import Pretrained, without_labels
+from dampen.studies.trainer.pretraining import Pretrained, prepared_by
 from dampen.studies.trainer.variance import measure_variance
 
 ACCELERATORS = ("auto", "cpu", "cuda", "mps")
@@ -57,6 +58,7 @@ class Execution:
     progress_seconds: float = 0.25
     function: Function | None = None  # the user's own training, where trials are that
     parts: Parts | None = None  # where the user's own model and data are
+    plugins: tuple[tuple[str, str], ...] = field(default_factory=active)  # loaded where the run was started
 
     def __post_init__(self) -> None:
         if self.accelerator not in ACCELERATORS:
@@ -81,6 +83,7 @@ class TrialState:
     """A trial at work: model, regularizers, optimizer, data, and the position in training."""
 
     def __init__(self, trial: TrialSpec, execution: Execution, pretrained: Pretrained | None = None):
+        activate(execution.plugins)
         self.trial, self.options, self.execution = trial, trial.train, execution
         self.fabric = make_fabric(self.options, execution.accelerator)
         self.device = self.fabric.device
@@ -90,8 +93,8 @@ class TrialState:
         self.pretrained = pretrained
         if pretrained is not None:
             pretrained.enter(self.raw)
-        if isinstance(self.raw, MaskedAutoencoder):
-            self.data = without_labels(self.data, self.raw)
+        self.data = prepared_by(self.raw, trial.model["name"], self.data)
+        self.task = TASKS[self.data.task]
         self.handle = None
         if trial.methods:
             from dampen import regularize
@@ -156,10 +159,10 @@ class TrialState:
 
     def _shares(self, parts: list[dict[str, Any]]) -> list[Any]:
         """What each part counts: more with more valid positions, so that splitting a batch changes nothing."""
-        objects = self.data.loss == "set"  # this loss is a mean over objects, of which images have different numbers
-        if not ("valid" in parts[0] or objects) or (len(parts) == 1 and self.fabric.world_size == 1):
+        counted = self.task.counted  # a loss may be a mean over objects, of which images have different numbers
+        if not ("valid" in parts[0] or counted) or (len(parts) == 1 and self.fabric.world_size == 1):
             return [1 / len(parts)] * len(parts)
-        counts = torch.stack([(p["target"][..., 0] >= 0 if objects else p["valid"]).sum() for p in parts]).double()
+        counts = torch.stack([counted(p["target"]) if counted else p["valid"].sum() for p in parts]).double()
         mean: Any = self.fabric.all_reduce(counts.sum(), reduce_op="mean")
         out: list[Any] = (counts / mean).tolist()
         return out
@@ -186,10 +189,7 @@ class TrialState:
         target, valid = batch["target"], batch.get("valid")
 
         def criterion(output: Any) -> Tensor:
-            if self.data.loss == "reconstruction":
-                out: Tensor = output.loss
-                return out
-            return task_loss(output, target, valid, self.data.loss, self.options.label_smoothing)
+            return loss_of(self.data, output, target, valid, self.options.label_smoothing)
 
         if self.handle is None:
             loss = criterion(self.forward(batch["inputs"]))
@@ -262,10 +262,8 @@ class TrialState:
                 inputs = batch["inputs"] if world == 1 else tuple(x[rows] for x in batch["inputs"])
                 inputs = inputs if self.device.type == "cpu" else self.fabric.to_device(inputs)
                 output = self.sampled(inputs) if final and self.options.test_samples else self.forward(inputs)
-                if self.data.loss == "reconstruction":  # one error per image: the mean of those evaluated together
-                    output = output.loss.expand(len(inputs[0]))
-                if self.data.loss == "set":  # one tensor, as ranks exchange them
-                    output = torch.cat([output.logits, output.boxes], dim=-1)
+                if self.task.rows is not None:  # one tensor, as ranks exchange them
+                    output = self.task.rows(output, len(inputs[0]))
                 logits = gather_rows(self.fabric, output)[: len(indices)].cpu()
                 metrics.update(logits, batch["target"], batch.get("valid"), indices)
             if final:

@@ -1,0 +1,190 @@
+"""The door for plug-ins: data sets, models, tasks, metrics, methods and recipes from outside the package.
+
+A plug-in is a module that calls `register` when it is imported:
+
+    # myplugin.py
+    from dampen.studies import plugins
+
+    plugins.register(
+        __name__,
+        data={"stars": "stars_data:STARS"},        # a DataSource
+        models={"resnet": "stars_models:ResNet"},  # a torch.nn.Module class
+    )
+
+Each thing is given as "module:attribute", which is imported when its name is first used, or as the object itself.
+dampen loads a plug-in in three ways. A recipe names it, `plugins = ["myplugin"]`. The environment variable
+`DAMPEN_PLUGINS` lists it. Or it is installed, and declares its things as entry points (see `dampen.extensions`).
+A module that is not installed is looked for in the current folder, then from the folder of the recipe upward.
+Workers and Ray processes import the same plug-ins. A plug-in is no part of the identity of a run: a recipe that
+names it has the same runs as one that does not.
+
+This module also holds what a plug-in needs to write readers, metrics and losses. The folder `reproductions` of
+dampen's repository is the first plug-in and imports nothing else of the studies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dampen.extensions as extensions
+from dampen.studies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dampen.studies.data.corpus import load_corpus as load_corpus
+    from dampen.studies.data.corpus import text_file as text_file
+    from dampen.studies.data.dataset import TEST_SEED as TEST_SEED
+    from dampen.studies.data.dataset import Batch as Batch
+    from dampen.studies.data.dataset import Dataset as Dataset
+    from dampen.studies.data.dataset import DataSource as DataSource
+    from dampen.studies.data.dataset import DataSpec as DataSpec
+    from dampen.studies.data.dataset import Normalization as Normalization
+    from dampen.studies.data.dataset import Request as Request
+    from dampen.studies.data.dataset import Split as Split
+    from dampen.studies.data.errors import DamagedData as DamagedData
+    from dampen.studies.data.errors import IncompleteData as IncompleteData
+    from dampen.studies.data.errors import MissingData as MissingData
+    from dampen.studies.data.errors import damaged as damaged
+    from dampen.studies.data.errors import require_complete as require_complete
+    from dampen.studies.data.files import file_sha256 as file_sha256
+    from dampen.studies.data.files import find as find
+    from dampen.studies.data.files import joint_sha256 as joint_sha256
+    from dampen.studies.data.files import sha256 as sha256
+    from dampen.studies.data.images import a_draw as a_draw
+    from dampen.studies.data.images import channel_statistics as channel_statistics
+    from dampen.studies.data.images import image_dataset as image_dataset
+    from dampen.studies.data.labeled import ArraySplit as ArraySplit
+    from dampen.studies.data.labeled import split_rows as split_rows
+    from dampen.studies.data.limits import BROKEN as BROKEN
+    from dampen.studies.data.limits import open_limited as open_limited
+    from dampen.studies.data.limits import parse_json as parse_json
+    from dampen.studies.data.limits import parse_npy as parse_npy
+    from dampen.studies.data.limits import read_file as read_file
+    from dampen.studies.data.limits import read_image as read_image
+    from dampen.studies.data.limits import read_npz as read_npz
+    from dampen.studies.data.limits import require_within as require_within
+    from dampen.studies.data.stratified import limited as limited
+    from dampen.studies.data.stratified import stratified as stratified
+    from dampen.studies.data.stratified import train_and_valid as train_and_valid
+    from dampen.studies.errors import LabError as LabError
+    from dampen.studies.metrics.base import Metrics as Metrics
+    from dampen.studies.metrics.base import Task as Task
+    from dampen.studies.metrics.base import require_batches as require_batches
+    from dampen.studies.metrics.language import LanguageMetrics as LanguageMetrics
+    from dampen.studies.records.metric import Metric as Metric
+    from dampen.studies.text import BEGIN as BEGIN
+    from dampen.studies.text import END as END
+    from dampen.studies.text import PAD as PAD
+    from dampen.studies.text import Bpe as Bpe
+    from dampen.studies.text import pad_tokens as pad_tokens
+    from dampen.studies.trainer.build import derive as derive
+
+ENVIRONMENT = "DAMPEN_PLUGINS"
+KINDS = tuple(group.removeprefix("dampen.") for group in extensions.GROUPS)
+
+_HOMES = {
+    "data.corpus": ("load_corpus", "text_file"),
+    "data.dataset": (
+        *("TEST_SEED", "Batch", "DataSource", "DataSpec", "Dataset", "Normalization", "Request", "Split"),
+    ),
+    "data.errors": ("DamagedData", "IncompleteData", "MissingData", "damaged", "require_complete"),
+    "data.files": ("file_sha256", "find", "joint_sha256", "sha256"),
+    "data.images": ("a_draw", "channel_statistics", "image_dataset"),
+    "data.labeled": ("ArraySplit", "split_rows"),
+    "data.limits": (
+        *("BROKEN", "open_limited", "parse_json", "parse_npy", "read_file", "read_image", "read_npz"),
+        "require_within",
+    ),
+    "data.stratified": ("limited", "stratified", "train_and_valid"),
+    "errors": ("LabError",),
+    "metrics.base": ("Metrics", "Task", "require_batches"),
+    "metrics.language": ("LanguageMetrics",),
+    "records.metric": ("Metric",),
+    "text": ("BEGIN", "END", "PAD", "Bpe", "pad_tokens"),
+    "trainer.build": ("derive",),
+}
+__all__ = ["activate", "active", "load_plugins", "register", *(n for names in _HOMES.values() for n in names)]
+
+_active: dict[str, str] = {}  # name of the module -> the folder that holds it
+
+
+def register(plugin: str, **kinds: Mapping[str, Any]) -> None:
+    """Add what a plug-in brings.
+
+    Args:
+        plugin: the plug-in's `__name__`.
+        kinds: `data`, `models`, `tasks`, `metrics`, `methods`, `engines`, `loggers` or `recipes`; each a table from
+            the name that users type to the thing, or to "module:attribute". Recipes are paths of TOML files.
+    """
+    for kind, things in kinds.items():
+        if kind not in KINDS:
+            raise ValueError(f"{plugin} registers {kind!r}; a plug-in adds {', '.join(KINDS)}.")
+        extensions.register(f"dampen.{kind}", things)
+    file = getattr(sys.modules.get(plugin), "__file__", None)
+    if file is not None:
+        place = Path(file).resolve()
+        package = place.name == "__init__.py"
+        _active[plugin] = str(place.parents[plugin.count(".") + package])
+
+
+def active() -> tuple[tuple[str, str], ...]:
+    """The plug-ins that are loaded in this process: each a module and the folder that holds it."""
+    return tuple(_active.items())
+
+
+def activate(plugins: Iterable[tuple[str, str]]) -> None:
+    """Load the plug-ins of another process, in a worker that it started."""
+    for name, folder in plugins:
+        _load(name, [Path(folder)])
+
+
+def load_plugins(names: Iterable[str], near: Path | None = None) -> None:
+    """Import plug-ins by the names of their modules.
+
+    Args:
+        names: as in a recipe, `plugins = ["reproductions"]`.
+        near: a file; where a module is neither installed nor in the current folder, the folders above this file are
+            searched.
+    """
+    folders = [Path.cwd(), *(near.resolve().parents if near is not None else ())]
+    for name in names:
+        _load(name, folders)
+
+
+def load_from_environment() -> None:
+    """Import the plug-ins that `DAMPEN_PLUGINS` lists, separated by commas."""
+    load_plugins(filter(None, (name.strip() for name in os.environ.get(ENVIRONMENT, "").split(","))))
+
+
+def _load(name: str, folders: list[Path]) -> None:
+    if name in sys.modules:
+        importlib.import_module(name)
+        return
+    first, *inside = name.split(".")
+    if not first.isidentifier() or not all(part.isidentifier() for part in inside):
+        raise ConfigError("plugins", [f"expected the name of a Python module, got {name!r}"])
+    folder = next((f for f in folders if (f / first).is_dir() or (f / f"{first}.py").is_file()), None)
+    if folder is None and importlib.util.find_spec(first) is None:
+        looked = ", ".join(map(str, folders[:4]))
+        raise ConfigError(
+            "plugins", [f"there is no plug-in {name!r}. It is not installed, and not in {looked}, or above"]
+        )
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # whatever the import of foreign code raises
+        raise ConfigError("plugins", [f"{name} cannot be imported: {type(error).__name__}: {error}"]) from error
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a plug-in registers without waiting for torch."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"dampen.studies.{module}"), name)
+    raise AttributeError(f"module 'dampen.studies.plugins' has no attribute {name!r}")

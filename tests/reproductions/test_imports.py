@@ -1,0 +1,83 @@
+"""The import contract: reproductions uses public names, and nothing installed uses reproductions."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import dampen
+import dampen.models
+import dampen.studies
+import dampen.studies.plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = (
+    "dampen",
+    "dampen.models",
+    "dampen.diagnostics",
+    "dampen.explicit",
+    "dampen.studies",
+    "dampen.studies.plugins",
+)
+"""The modules that `reproductions` may import from."""
+CLIENT = sorted((ROOT / "reproductions").rglob("*.py"))
+INSTALLED = sorted((ROOT / "src").rglob("*.py"))
+
+
+def imports(path: Path):
+    """Every module that a file imports, with the names that it takes from there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def broken(path: Path) -> list[str]:
+    found = []
+    for module, name in imports(path):
+        top = module.partition(".")[0]
+        if top in ("benchmarks", "tests", "_dampen_watch"):
+            found.append(f"{path.name} imports {module}")
+        if top == "dampen" and (module not in PUBLIC or (name or "").startswith("_")):
+            found.append(f"{path.name} takes {name} from {module}")
+    return found
+
+
+def test_reproductions_use_public_names_alone():
+    assert [problem for path in CLIENT for problem in broken(path)] == []
+    assert len(CLIENT) > 40
+
+
+def test_nothing_installed_uses_reproductions():
+    for path in INSTALLED:
+        used = {module.partition(".")[0] for module, _ in imports(path)}
+        assert not used & {"reproductions", "benchmarks", "tests"}, path
+
+
+def test_the_contract_can_be_broken(tmp_path):
+    for text in (
+        "from dampen.studies.data.files import find",
+        "from benchmarks import costs",
+        "import dampen.handle",
+        "from dampen.models import _MOVED",
+    ):
+        (tmp_path / "x.py").write_text(text)
+        assert broken(tmp_path / "x.py"), text
+
+
+@pytest.mark.parametrize("module", [dampen.studies, dampen.studies.plugins, dampen.models])
+def test_every_public_name_is_there(module):
+    assert all(getattr(module, name) is not None for name in module.__all__)
+
+
+@pytest.mark.parametrize("name", ["CNN", "CaptionMatcher", "ConvMixer", "DETR", "MaskedAutoencoder", "Seq2Seq"])
+def test_a_model_that_moved_names_its_new_place(name):
+    with pytest.raises(ImportError, match=rf"from reproductions\.models\.\w+ import {name}") as error:
+        getattr(dampen.models, name)
+    line = str(error.value).rpartition(": ")[2]
+    space: dict = {}
+    exec(line, space)  # the line that the error tells to write
+    assert isinstance(space[name], type)
+    with pytest.raises(ImportError, match="moved out of the installed package"):
+        exec(f"from dampen.models import {name}", {})
