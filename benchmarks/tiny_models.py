@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -55,7 +58,7 @@ def settle(model: nn.Module) -> nn.Module:
                 setattr(config, name, 0.0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.abs().max() < 1e-2:
+            if parameter.is_floating_point() and parameter.numel() and parameter.abs().max() < 1e-2:
                 parameter.normal_(0.0, 0.1)
     return model.train()
 
@@ -63,11 +66,10 @@ def settle(model: nn.Module) -> nn.Module:
 # --- timm
 
 
-def timm_subjects(only: str = "") -> Iterator[tuple[str, Any]]:
+def timm_subjects() -> Iterator[tuple[str, Any]]:
     """Each module of timm with a function that builds its smallest model."""
     for module in timm.list_modules():
-        if only in module:
-            yield module, lambda module=module: _timm_subject(module)
+        yield module, lambda module=module: _timm_subject(module)
 
 
 def _timm_subject(module: str) -> Subject:
@@ -122,6 +124,9 @@ for _names, _value in {
     "use_timm_backbone": False, "use_pretrained_backbone": False, "layerdrop": 0.0, "num_feature_levels": 1,
     "sliding_window": 4, "attention_window": 4, "num_queries": 5, "projection_dim": 32, "max_position_embeddings": 64,
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "max_source_positions": 50,
+    "attn_layer_period expert_layer_period full_attention_interval": 2, "attn_layer_offset expert_layer_offset": 1,
+    "rotary_dim": 4, "first_k_dense_replace": 1, "mamba_n_heads mamba_num_heads linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim": 8,
     "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
 }.items():  # fmt: skip
@@ -131,11 +136,94 @@ for _names, _value in {
 _OWN_SIZES = {"mobilevit": {"image_size": 256}, "mobilevitv2": {"image_size": 256}}
 
 
-def transformers_subjects(only: str = "") -> Iterator[tuple[str, Any]]:
+def transformers_subjects() -> Iterator[tuple[str, Any]]:
     """Each family of transformers with a base model, with a function that builds a tiny one."""
+    table = read_table("transformers")
     for kind, config in CONFIG_MAPPING.items():
-        if only in kind and config in MODEL_MAPPING:
-            yield kind, lambda kind=kind, config=config: _transformers_subject(kind, config)
+        if config in MODEL_MAPPING:
+            yield kind, lambda kind=kind, config=config: _transformers_subject(kind, config, table.get(kind))
+
+
+def _transformers_subject(kind: str, config_class: Any, entry: dict[str, Any] | None) -> Subject:
+    """From the table where it has the family and still fits, else from the names of sizes."""
+    said = ""
+    if entry is not None:
+        try:
+            return _from_tester(kind, config_class, entry)
+        except (TimeoutError, MemoryError):
+            raise
+        except Exception as error:
+            said = f" (its tester's configuration: {type(error).__name__}: {str(error)[:80]})"
+    try:
+        return _from_sizes(kind, config_class)
+    except NotBuilt as error:
+        raise NotBuilt(f"{error}{said}") from error
+
+
+def _from_tester(kind: str, config_class: Any, entry: dict[str, Any]) -> Subject:
+    config = config_class.from_dict(entry["config"])
+    torch.manual_seed(0)
+    model = settle(getattr(transformers, entry["model"])(config))
+    if sum(p.numel() for p in model.parameters()) > LARGEST:
+        raise NotBuilt("too large")
+    accepted = inspect.signature(model.forward).parameters
+    inputs = {k: tensors(v) for k, v in entry["inputs"].items() if k in accepted and v is not None}
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    if isinstance(mask := inputs.get("attention_mask"), Tensor) and mask.ndim == 2 and bool((mask == 1).all()):
+        mask[-1, -2:] = 0  # the testers seldom pad
+    outputs_of(model(**inputs))
+    return Subject(f"transformers {kind} ({entry['model']})", model, inputs)
+
+
+def read_table(library: str) -> dict[str, Any]:
+    """The configurations of a library's own tests (`benchmarks.tester_configs`)."""
+    path = Path(__file__).parent / f"tiny_{library}.json"
+    table: dict[str, Any] = json.loads(path.read_text())
+    return table
+
+
+def tensors(spec: Any, generator: torch.Generator | None = None) -> Any:
+    """The input that an entry of a table stands for."""
+    generator = generator or torch.Generator().manual_seed(0)
+    if isinstance(spec, list):
+        return [tensors(s, generator) for s in spec]
+    if not isinstance(spec, dict):
+        return spec
+    if "dict" in spec:
+        return {k: tensors(v, generator) for k, v in spec["dict"].items()}
+    if "values" in spec:
+        return torch.tensor(spec["values"], dtype=getattr(torch, spec["dtype"]))
+    if "high" in spec:
+        return torch.randint(0, spec["high"], spec["shape"], generator=generator).to(getattr(torch, spec["dtype"]))
+    return torch.randn(spec["shape"], generator=generator) * 0.5 + spec["mean"]
+
+
+def diffusers_subjects() -> Iterator[tuple[str, Any]]:
+    """Each model of diffusers whose tests say how it is made."""
+    for name, entry in read_table("diffusers").items():
+        yield name, lambda name=name, entry=entry: _diffusers_subject(name, entry)
+
+
+def _diffusers_subject(name: str, entry: dict[str, Any]) -> Subject:
+    import diffusers
+
+    cls = getattr(diffusers, name, None)
+    if cls is None:
+        raise NotBuilt("this version of diffusers does not have it")
+    try:
+        torch.manual_seed(0)
+        model = settle(cls(**entry["config"]))
+        if sum(p.numel() for p in model.parameters()) > LARGEST:
+            raise NotBuilt("too large")
+        accepted = inspect.signature(model.forward).parameters
+        inputs = {k: tensors(v) for k, v in entry["inputs"].items() if k in accepted and v is not None}
+        outputs_of(model(**inputs))
+    except (NotBuilt, TimeoutError, MemoryError):
+        raise
+    except Exception as error:
+        raise NotBuilt(f"{type(error).__name__}: {str(error)[:100]}") from error
+    return Subject(f"diffusers {name}", model, inputs)
 
 
 def _tiny_config(cls: Any, depth: int = 0) -> Any:
@@ -151,6 +239,7 @@ def _tiny_config(cls: Any, depth: int = 0) -> Any:
     for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
         if depth < 3 and sub.__name__ not in ("AutoConfig", "PretrainedConfig", "PreTrainedConfig") and name in names:
             given[name] = _tiny_config(sub, depth + 1).to_dict()
+    given |= _layer_kinds(cls, names)
     while True:
         try:
             return cls(**given)
@@ -161,7 +250,18 @@ def _tiny_config(cls: Any, depth: int = 0) -> Any:
             given.pop(culprit)
 
 
-def _transformers_subject(kind: str, config_class: Any) -> Subject:
+def _layer_kinds(cls: Any, names: Any) -> dict[str, Any]:
+    """As many layers as a family has kinds of them, one of each, where its configuration names the kinds."""
+    try:
+        kinds = list(dict.fromkeys(getattr(cls(), "layer_types", None) or ()))
+    except Exception:  # a configuration that has no default
+        return {}
+    if "layer_types" not in names or len(kinds) < 2:
+        return {}
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _from_sizes(kind: str, config_class: Any) -> Subject:
     config = _tiny_config(config_class)
     cls: Any = MODEL_MAPPING[config_class]
     cls = cls[0] if isinstance(cls, tuple) else cls
@@ -206,7 +306,7 @@ def _batches(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
         words = {"input_ids": text, **(padding if "attention_mask" in names else {}), **cache}
         if "bbox" in names:
             words["bbox"] = torch.zeros(2, 8, 4, dtype=torch.long)
-        decoder = {"decoder_input_ids": text} if "decoder_input_ids" in names else {}
+        decoder = {"decoder_input_ids": text[:, :7]} if "decoder_input_ids" in names else {}
         if "input_ids" in names and "pixel_values" in names:
             yield {**words, **images}
         if "input_ids" in names:

@@ -1,0 +1,31 @@
+"""docs/models.md is what the result file of the sweep says, and counts what it should."""
+
+import json
+
+from benchmarks.model_sweep import PAGE, RECORD, main
+from benchmarks.models_page import METHODS, page, state
+
+
+def test_the_page_is_what_the_result_file_says() -> None:
+    main(["--check"])
+    assert PAGE.read_text() == page(json.loads(RECORD.read_text()))
+
+
+def test_a_model_counts_once() -> None:
+    cases = {
+        "good": {"verdict": "works", "methods": {"DropKey": "works", "DropHead": "not applicable"}},
+        "part": {
+            "verdict": "refused",
+            "methods": {"DropKey": "works", "DropHead": ["refused", "ValueError: one head. x"]},
+        },
+        "bad": {"verdict": "WRONG", "methods": {"DropKey": ["WRONG", "leak"], "DropHead": ["refused", "one head"]}},
+        "loose": {"verdict": "works", "methods": {"DropKey": ["unchecked", "values unknown"]}},
+        "convolutions": {"verdict": "no attention", "methods": {}},
+        "large": {"not built": "too large"},
+    }
+    assert [state(c) for c in cases.values()] == ["works", "refused", "fault", "works", "no attention", "not built"]
+    text = page({"versions": {"lib": "1.2"}, "libraries": {"lib": cases}})
+    assert "| lib 1.2 | 6 | 5 (1 without softmax attention) | 2 | 1 | 1 | 3 of 6 (50.0 %) |" in text
+    assert "| part | DropHead | one head |" in text
+    assert "- lib `bad`: DropKey (wrong: leak)" in text
+    assert len(METHODS) == 7
