@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 EXPERIMENTS = (
     "small_data/digits",
     "small_data/spoken",
+    "small_data/digits_strength",
     "always_skip_attention/skips",
     "language/epochs_1",
     "language/epochs_4",
