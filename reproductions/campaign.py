@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tarfile
@@ -25,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 EXPERIMENTS = (
     "small_data/digits",
     "small_data/spoken",
+    "small_data/digits_strength",
     "always_skip_attention/skips",
     "language/epochs_1",
     "language/epochs_4",
@@ -148,7 +150,13 @@ def run(name: str, data_dir: Path, out: Path) -> int:
 
 
 def _dampen(*arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", "dampen", *arguments], check=False).returncode
+    """Run one command and pass SIGTERM on to it: else it would go on training without this process."""
+    with subprocess.Popen([sys.executable, "-m", "dampen", *arguments]) as process:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def pack(name: str, out: Path) -> None:

@@ -41,7 +41,7 @@ def cases() -> str:
 
 def decay() -> str:
     """What a baseline gains that is regularized by its weight decay."""
-    return f"**Raise the weight decay first.** {which_method.weight_decay()} ([page](docs/results/weight_decay.md))"
+    return f"**Raise the weight decay first.** {which_method.panel()} ([page](docs/results/digits_panel.md))"
 
 
 def demo() -> str:

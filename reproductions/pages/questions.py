@@ -21,7 +21,7 @@ from reproductions.pages.curves import interval_points
 from reproductions.pages.maps_picture import maps_picture
 from reproductions.pages.publish import PADDING, publish
 from reproductions.pages.regimes import regime
-from reproductions.pages.which_method import WEIGHT_DECAY, weight_decay
+from reproductions.pages.which_method import DIGITS, WEIGHT_DECAY, panel, weight_decay
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, RECORDS = ROOT / "docs", ROOT / "reproductions"
@@ -39,6 +39,12 @@ class Question:
 
 
 QUESTIONS = (
+    Question(
+        "digits_panel",
+        "Which method helps on 337 images, when the baseline is tuned as well?",
+        DIGITS,
+        "dampen run reproductions/small_data/digits.toml",
+    ),
     Question(
         "weight_decay",
         "What is more weight decay worth, alone and with a method?",
@@ -210,10 +216,14 @@ split, not as what holds in general. A verdict is better, worse, equal within th
 """
 
 
+BY_HAND = {DIGITS: panel, WEIGHT_DECAY: weight_decay}
+"""Answers that are written by hand, with numbers filled in."""
+
+
 def answer(question: Question, table: ResultTable, advice: Advice) -> str:
     """In one or two sentences: what to use, or, where a question is not which row to use, what was found."""
-    if question.slug == "weight_decay":
-        return weight_decay()
+    if question.record in BY_HAND:
+        return BY_HAND[question.record]()
     if question.slug in claims.FOUND:
         return f"{claims.FOUND[question.slug](table)}."
     return f"**{advice.which.headline}.** {' '.join(advice.which.details)}"
