@@ -16,10 +16,8 @@ from dampen.studies.report.forest import forest
 from reproductions.pages.publish import PADDING
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD, IMAGES = (
-    ROOT / "reproductions" / "small_data" / "results" / "small_data/results/demo.json.xz",
-    ROOT / "docs" / "images",
-)
+RECORD = ROOT / "reproductions" / "small_data" / "results" / "demo.json.xz"
+IMAGES = ROOT / "docs" / "images"
 GROUND = {"light": ("#ffffff", "#1c2733"), "dark": ("#0d1117", "#e6edf3")}
 """Background and text, as the README's page has them."""
 

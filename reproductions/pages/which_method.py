@@ -55,8 +55,8 @@ def weight_decay() -> str:
     return stated(
         f"On 337 digits weight decay 1.0 instead of 0.05 gains {alone} points by itself, PatchDropout {patches} and "
         f"DropKey {keys}; with that decay, PatchDropout {patches_too} and DropKey {keys_too}. {found[decay].n} seeds, "
-        "each with its own split; the five rows are one family (Holm). A pilot: two values tried and nothing else tuned. "
-        "With every method tuned, 60 seeds confirm the weight decay, and most of the methods' gain is gone.",
+        "each with its own split; the five rows are one family (Holm). A pilot: two values tried and nothing else "
+        "tuned. With every method tuned, 60 seeds confirm the weight decay, and most of the methods' gain is gone.",
         all(c.verdict == "better" for c in rows),
         design.split_varies(table),
         found[f"{patch} + {decay}"].difference > found[patch].difference,

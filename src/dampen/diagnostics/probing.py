@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.diagnostics.predictions import device_of, in_mode
-from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site
+from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site, in_order
 from dampen.sockets.find import LayerPlan, find_layers, is_cross
 from dampen.sockets.own_dropout import no_fast_path
 from dampen.sockets.state import AttentionSite, BlockSite, Layer
@@ -128,10 +128,9 @@ def _inserted(plan: LayerPlan, probe: Probe) -> Iterator[None]:
     layer.attentions = layer.attentions or list(plan.attentions)
     opened: list[tuple[nn.Module, str]] = []
     try:
-        layer.clones, layer.enabled = (
-            [*(clones if enabled else []), probe],
-            True,
-        )  # inside reg.disable() the probe is alone
+        # Inside reg.disable() the probe is alone.
+        layer.clones, layer.enabled = [*(clones if enabled else []), probe], True
+        layer.ordered = in_order(layer.clones)
         for module, kind, state in _needed(plan, probe, layer):
             swap(module, kind, state)
             opened.append((module, kind))
@@ -140,7 +139,7 @@ def _inserted(plan: LayerPlan, probe: Probe) -> Iterator[None]:
         for module, kind in reversed(opened):
             module.__class__ = type(module)._dampen_base  # type: ignore[attr-defined]
             delattr(module, f"_dampen_{kind}")
-        layer.clones, layer.enabled = clones, enabled
+        layer.clones, layer.enabled, layer.ordered = clones, enabled, in_order(clones)
 
 
 def _needed(plan: LayerPlan, probe: Probe, layer: Layer) -> Iterator[tuple[nn.Module, str, object]]:
