@@ -188,6 +188,16 @@ def is_empty(t: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and t.numel() == 0
 
 
+def run_by_the_tracer(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Mark a function that torch.compile runs while tracing, and whose result it keeps.
+
+    What `torch.compiler.assume_constant_result` (torch 2.1 and newer) does, without importing torch._dynamo: that
+    takes a second, and `import dampen` does not need it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def addresses_known() -> bool:
     """Whether Python may ask where tensors lie: not while tracing, nor inside `torch.func`, where they are wrapped."""
     return not torch.compiler.is_compiling() and not in_functorch()

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from dampen._torch import run_by_the_tracer
 from dampen.native.machine import cache_folder, instruction_sets
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -264,7 +265,7 @@ def _look() -> None:
     _library = loaded
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@run_by_the_tracer
 def _look_while_tracing() -> bool:
     """`_look`, run by the tracer itself: what it finds holds for the whole process."""
     _look()
