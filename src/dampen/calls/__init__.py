@@ -100,6 +100,7 @@ class Call:
     seen: Tensor | None = None  # the valid keys of all queries, which a chunk's own mask does not tell
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
     cuts: dict[str, tuple[str, Any]] = field(default_factory=dict)  # q, k, v: which map, and its rows, where it is seen
+    unknown: dict[str, str] = field(default_factory=dict)  # q, k, v: the fused map whose rows for it cannot be told
     followed: Any = None  # from which channels the operands come; see `sockets/channels.py`
     weights: Tensor | None = None  # A in `heads`, where the model computes it itself and its rows may not sum to 1
     memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
@@ -183,9 +184,25 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
             "Inside torch.compile run one plain forward first (regularize(..., example=...) does), else leave the "
             "layer out with sites=."
         )
+    if role in call.unknown:
+        raise RuntimeError(
+            f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}': its fused map "
+            f"'{fused}' makes q, k and v, but what the attention gets as {role} is not in the columns where {role} "
+            "would be with all of q first, then k, then v (they may be interleaved per head), so which columns make "
+            f"{role} cannot be told. Use separate projections, or leave the layer out with sites=."
+        )
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
     return whole, slice(start, start + rows[role])
+
+
+def claimed_rows(call: Call, role: str) -> slice | None:
+    """The rows of a fused map that make a role by convention: all of q, then k, then v. None where they do not fit."""
+    try:
+        rows = find_source(call, role)[1]
+    except RuntimeError:  # said where a method asks for the map
+        return None
+    return rows if isinstance(rows, slice) else None
 
 
 def _rows_key(rows: slice | Tensor) -> tuple[int, ...]:

@@ -153,7 +153,9 @@ def socket_attention(
         query, key, value = (layout.fold(t) for t in (query, key, value))
         companions = [None if c is None else layout.fold(c) for c in companions]
         attn_mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else layout.fold(attn_mask)
-    tell_rows(site, call, companions)
+    if query.ndim == 4:  # else nobody asks
+        call.shape, call.head_size, call.value_size = (*query.shape[:3], key.shape[2]), query.shape[3], value.shape[3]
+        tell_rows(site, call, companions, (query, key, value))
     o, weights, kernel = attend(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, regularizers, call, need_weights
     )

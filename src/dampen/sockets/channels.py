@@ -2,9 +2,10 @@
 
 Beside the output of every map stands a tensor of the same shape that holds, for each element, the number of the map and
 of its channel. Whatever only moves elements (view, permute, split, contiguous, ...) is done to that companion as well,
-and what works on each element alone (a norm, a scale) leaves it be. At the attention the companions then say without
-any convention which axis is the heads (Hiera's windows are as many), and which rows of a fused or convolutional
-projection make q, k and v, however they are interleaved (LeViT, TinyViT, MaxViT).
+and what works on each element alone (a norm, a scale, an added bias) leaves it be. At the attention the companions
+then say without any convention which axis is the heads (Hiera's windows are as many), and which rows of a fused or
+convolutional projection make q, k and v, however they are interleaved (LeViT, TinyViT, MaxViT, DeBERTa). Where they do
+not say it, the numbers that arrive must be among those of the columns that the convention claims.
 
 It costs a few small calls, so a site whose first forward had nothing unusual is not followed again."""
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dampen.calls import claimed_rows
 from dampen.regularizer import Call, LinearCall
 from dampen.sockets.roles import is_convolution
 
@@ -31,6 +33,7 @@ _EACH = set(
     "batch_norm layer_norm rms_norm group_norm normalize mul mul_ __mul__ __rmul__ __imul__ div div_ __truediv__ "
     "__itruediv__ dropout to float half double bfloat16 type_as".split()
 )
+_ADDS = set("add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __rsub__ __isub__".split())
 _WIDTH = 1 << 20  # channels of one map, at most
 
 
@@ -39,6 +42,7 @@ class Channels:
 
     def __init__(self) -> None:
         self.maps: list[LinearCall | None] = []
+        self.outputs: list[Tensor] = []  # what each of these maps gave out
         self.known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, kept alive, and its companion
 
     def start(self, y: Tensor, axis: int, call: LinearCall | None = None) -> None:
@@ -50,6 +54,7 @@ class Channels:
         shape = [1] * y.ndim
         shape[axis] = size
         self.maps.append(call)
+        self.outputs.append(y)
         self.known[id(y)] = (y, numbers.view(shape).expand(y.shape))
 
     def of(self, tensor: Tensor) -> Tensor | None:
@@ -60,6 +65,10 @@ class Channels:
     def follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """A torch function has run: its outputs get companions where its input had one."""
         moves = name in _MOVES
+        if self.known and name in _ADDS:
+            self._add(args, kwargs, out)
+        elif self.known and name in ("cat", "concat"):
+            self._join(args, kwargs, out)
         if not self.known or not (moves or name in _EACH):
             return
         given = next((a for a in args if isinstance(a, Tensor)), None) if args else kwargs.get("input")
@@ -82,6 +91,26 @@ class Channels:
         for made, its in pairs:
             if isinstance(made, Tensor) and isinstance(its, Tensor) and made.shape == its.shape:
                 self.known[id(made)] = (made, its)
+
+    def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """A sum is of the channels of its one part that came from a map (a bias of its own, a rotary)."""
+        parts = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        of_maps = [a for a in parts if self.of(a) is not None]
+        one = len(of_maps) == 1 and isinstance(out, Tensor) and out.shape == of_maps[0].shape
+        if one and (companion := self.of(of_maps[0])) is not None:
+            self.known[id(out)] = (out, companion)
+
+    def _join(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Tensors side by side, where all of them came from maps (a rotary on some of the channels)."""
+        parts = args[0] if args else kwargs.get("tensors", ())
+        companions = [c for part in parts if (c := self.of(part)) is not None]
+        if companions and len(companions) == len(parts):
+            axes = {k: v for k, v in kwargs.items() if k in ("dim", "axis")}
+            self.known[id(out)] = (out, torch.cat(companions, *args[1:], **axes))
+
+    def gave(self, call: LinearCall) -> Tensor | None:
+        """What a map has given out."""
+        return next((y for y, made in zip(self.outputs, self.maps, strict=True) if made is call), None)
 
 
 def _many(out: Any) -> bool:
@@ -144,8 +173,10 @@ def cut_of(followed: Channels, companion: Tensor) -> tuple[LinearCall, Tensor] |
 def start_following(site: AttentionSite, call: Call) -> None:
     """The beginning of an attention module's forward. A compiled graph takes what plain forwards have told."""
     if torch.compiler.is_compiling():
-        call.cuts = dict(site.cuts)
-    elif site.follow is not False:
+        call.cuts, call.unknown = dict(site.cuts), site.unknown
+        return
+    call.unknown = site.unknown
+    if site.follow is not False:
         call.followed = Channels()
 
 
@@ -165,7 +196,7 @@ def tell_heads(
     return told
 
 
-def tell_rows(site: AttentionSite, call: Call, companions: Sequence[Tensor | None]) -> None:
+def tell_rows(site: AttentionSite, call: Call, companions: Sequence[Tensor | None], operands: Sequence[Tensor]) -> None:
     """Write into the call which rows of which map make q, k and v, from their companions (B, H, tokens, channels)."""
     if call.followed is None:
         return
@@ -182,7 +213,35 @@ def tell_rows(site: AttentionSite, call: Call, companions: Sequence[Tensor | Non
         if not whole or not _usual(call, role, name, first, size) or is_convolution(made.module):
             unusual = True
             site.cuts[role] = call.cuts[role]
+    for role, operand in zip("vkq", reversed(operands), strict=True):
+        _check_claimed(site, call, role, operand)
     site.follow = bool(site.follow) or unusual
+
+
+def _check_claimed(site: AttentionSite, call: Call, role: str, operand: Tensor) -> None:
+    """Note a role of a fused map that the convention (all of q, then k, then v) would read from the wrong columns.
+
+    Values are mostly what the map gave out, so they must be among the columns claimed. Rotaries change queries and
+    keys: those are doubted only where another role of the map departs from the convention."""
+    fused = next((n for n in ("qkv", "kv") if n in call.maps and role in n), "")
+    if role in call.cuts or role in call.maps or not fused or operand.is_meta:
+        return
+    made = call.maps[fused]
+    y = None if call.followed is None else call.followed.gave(made)
+    odd = site.unknown or any(name == fused for name, _ in site.cuts.values())
+    if y is None or is_convolution(made.module) or not (role == "v" or odd):
+        return
+    columns = claimed_rows(call, role)
+    if columns is not None and not _same_numbers(y[..., columns], operand):
+        site.unknown[role] = fused
+
+
+def _same_numbers(claimed: Tensor, operand: Tensor) -> bool:
+    """Whether all numbers of one are among those of the other: windows, repeated heads and caches leave that so."""
+    a, b = claimed.detach().flatten(), operand.detach().flatten()
+    narrow = a.dtype if a.element_size() <= b.element_size() else b.dtype
+    a, b = a.to(narrow).float(), b.to(narrow).float()
+    return bool(torch.isin(a, b).all()) or bool(torch.isin(b, a).all())
 
 
 def _usual(call: Call, role: str, name: str, first: int, size: int) -> bool:

@@ -319,9 +319,13 @@ class EagerAttention:
         told = tell_heads(self.site, call, companions, leading)
         layout = product.layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given, told)
         q, k = (layout.fold(t.reshape(*fit(t, leading), *t.shape[-2:])) for t in product.equation.tokens_last())
-        tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions])
         call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
         call.head_size, call.scale, call.is_causal = q.shape[3], 1.0, False
+        if outputs is not None:
+            v = outputs.values_last()
+            v = layout.fold(v.reshape(*fit(v, leading), *v.shape[-2:]))
+            call.value_size = v.shape[3]
+            tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions], (q, k, v))
         s = layout.fold(scores)
         mask = read_model_mask(product, layout)
         call.bias, call.mask, call.blind = None, None, None
@@ -332,9 +336,7 @@ class EagerAttention:
         if outputs is None:
             self.watch(call, before=True)
         else:
-            v = outputs.values_last()
-            v = layout.fold(v.reshape(*fit(v, leading), *v.shape[-2:]))
-            call.value_size, values = v.shape[3], outputs.values
+            values = outputs.values
             self.watch(call, before=True)
             new_v = v
             for r in self.regularizers:

@@ -13,7 +13,7 @@ _NAMES = {
     "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q W_q w_q",
     "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k W_k w_k",
     "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v W_v w_v",
-    "qkv": "qkv in_proj c_attn wqkv Wqkv qkv_proj to_qkv qkvs pwise",
+    "qkv": "qkv query_key_value in_proj c_attn wqkv Wqkv qkv_proj to_qkv qkvs pwise",
     "kv": "kv kv_proj to_kv c_kv",
     "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out W_o w_o W_out",
 }

@@ -109,6 +109,7 @@ class AttentionSite:
         self.follow: bool | None = None  # whether channels are followed to the attention; None: not known yet
         self.told: dict[int, tuple[int | None, int]] = {}  # leading axes -> axis of the heads, and how many
         self.cuts: dict[str, tuple[str, Any]] = {}  # q, k, v -> map and rows, where they are unusual
+        self.unknown: dict[str, str] = {}  # q, k, v -> the fused map of which no rows are known to make them
         self.path: tuple[int, list[str]] | None = None  # the way of eager scores in the forward before; see `eager.py`
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
 
@@ -126,7 +127,7 @@ class AttentionSite:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
-            {"follow": None, "told": {}, "cuts": {}, "path": None, **state}
+            {"follow": None, "told": {}, "cuts": {}, "unknown": {}, "path": None, **state}
         )  # models pickled with 0.1 have none
 
 
