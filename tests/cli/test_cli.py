@@ -307,6 +307,7 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_resumes(tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored under `nohup make test &`
     )
     deadline = time.monotonic() + 200
     while not list((tmp_path / "runs").glob("*/*/log.jsonl")) and time.monotonic() < deadline:

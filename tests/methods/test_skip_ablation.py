@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 import dampen
 from dampen.checking import check_regularizer
-from dampen.models.block import Block, DecoderBlock
+from dampen.models.block import Block
 from reproductions.models.convmixer import ConvMixer
+from reproductions.models.decoder import DecoderBlock
 from reproductions.models.seq2seq import Seq2Seq
 
 CASES = [(True, False), (False, True), (True, True)]

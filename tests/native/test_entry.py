@@ -221,7 +221,7 @@ def test_the_rate_must_be_one():
 
 def refused(**changes):
     """What the kernel says to a problem of 2 x 3 heads, 5 queries and 7 keys of size 4, with fields changed."""
-    settings = entry.Settings(0, 0.3, False, 0.5, 1, 0, 0)._replace(**changes.pop("settings", {}))
+    settings = entry.AttentionSettings(0, 0.3, False, 0.5, 1, 0, 0)._replace(**changes.pop("settings", {}))
     given = {
         "q": torch.randn(2, 3, 5, 4),
         "k": torch.randn(2, 3, 7, 4),
@@ -250,15 +250,15 @@ def test_the_kernel_itself_checks_sizes_strides_and_room():
 
 def test_the_tap_itself_checks_too():
     y, total = torch.randn(3, 4), torch.zeros(())
-    entry.sum_squares([entry.Tapped((1, 1, 3, 4), y, (0, 0, 4), 1.0, total=total)])
+    entry.sum_squares([entry.TapJob((1, 1, 3, 4), y, (0, 0, 4), 1.0, total=total)])
     torch.testing.assert_close(total, y.square().sum())
     with pytest.raises(entry.NativeError, match="ends before"):
-        entry.sum_squares([entry.Tapped((1, 1, 4, 4), y, (0, 0, 4), 1.0, total=total)])
+        entry.sum_squares([entry.TapJob((1, 1, 4, 4), y, (0, 0, 4), 1.0, total=total)])
     with pytest.raises(entry.NativeError, match="ends before"):
         place = entry.Place(torch.zeros(6), 3)
-        entry.sum_squares([entry.Tapped((1, 1, 3, 4), y, (0, 0, 4), 1.0, place, total, entry.Place(torch.zeros(4)))])
+        entry.sum_squares([entry.TapJob((1, 1, 3, 4), y, (0, 0, 4), 1.0, place, total, entry.Place(torch.zeros(4)))])
     with pytest.raises(entry.NativeError, match="null pointer"):
-        entry.sum_squares([entry.Tapped((1, 1, 3, 4), y, (0, 0, 4), 1.0)])
+        entry.sum_squares([entry.TapJob((1, 1, 3, 4), y, (0, 0, 4), 1.0)])
 
 
 def test_no_address_leaves_python_elsewhere():

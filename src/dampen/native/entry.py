@@ -118,7 +118,7 @@ def _check(refused: bytes | None) -> None:
         )
 
 
-class Settings(NamedTuple):
+class AttentionSettings(NamedTuple):
     """What a call of the attention kernel is told besides its tensors."""
 
     seed: int
@@ -131,7 +131,7 @@ class Settings(NamedTuple):
 
 
 def _problem(
-    settings: Settings,
+    settings: AttentionSettings,
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
@@ -170,7 +170,14 @@ def _problem(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, o: Tensor, lse: Tensor, top: Tensor, settings: Settings
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    settings: AttentionSettings,
 ) -> None:
     """Write attention into o, the logarithms of its sums into lse and thresholds into top."""
     require((q, k, v))
@@ -187,7 +194,7 @@ def attend_backward(
     lse: Tensor,
     top: Tensor,
     grads: Sequence[Tensor],
-    settings: Settings,
+    settings: AttentionSettings,
 ) -> None:
     """Write the gradients of q, k and v into the last three of `grads`, from that of o, the first."""
     require((q, k, v, grads[0], o, lse, top))
@@ -195,7 +202,7 @@ def attend_backward(
     _check(library().dampen_attention_backward(_problem(settings, q, k, v, keep, top, o, lse, grads)))
 
 
-def kept_keys(q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: Settings) -> Tensor:
+def kept_keys(q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: AttentionSettings) -> Tensor:
     """Which keys attention shows each query under a seed: bool (B, H, N, M)."""
     require((q, k, top))
     require((keep,), torch.bool)
@@ -248,7 +255,7 @@ def _placed(place: Place | None) -> tuple[int, int]:
     return address + place.start * place.of.itemsize, room - place.start
 
 
-class Tapped(NamedTuple):
+class TapJob(NamedTuple):
     """One tensor whose squares are summed up, as slabs, groups, rows and numbers; see `struct Tapped`."""
 
     shape: tuple[int, int, int, int]
@@ -272,11 +279,11 @@ class Tapped(NamedTuple):
         return _TAPPED.pack(*self.shape, *pointers, *strides, *rooms, self.scale)
 
 
-def sum_squares(tapped: Sequence[Tapped]) -> None:
+def sum_squares(tapped: Sequence[TapJob]) -> None:
     """Add to each total, and write each sum."""
     _check(library().dampen_taps(b"".join(t.packed() for t in tapped), len(tapped)))
 
 
-def spread_squares(tapped: Sequence[Tapped]) -> None:
+def spread_squares(tapped: Sequence[TapJob]) -> None:
     """Write each gradient, and those of the biases."""
     _check(library().dampen_taps_backward(b"".join(t.packed() for t in tapped), len(tapped)))

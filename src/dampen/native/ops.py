@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dampen._torch import watched_by_a_mode
 from dampen.native.entry import (
-    Settings,
+    AttentionSettings,
     attend,
     attend_backward,
     draws,
@@ -58,7 +58,7 @@ def attention(
         out: Tensor = torch.ops.dampen.attention(q, k, v, keep, seed, rate, causal, scale, mode, num, den)[0]
         return out
     number, share = (_seed(), float(hiding.rate)) if hiding else (0, 0.0)
-    settings = Settings(number, share, causal, scale, mode, num, den)
+    settings = AttentionSettings(number, share, causal, scale, mode, num, den)
     eager: Tensor = _Attention.apply(q, k, v, keep, settings)
     return eager
 
@@ -95,7 +95,9 @@ def _empty_like_heads(t: Tensor, size: int) -> Tensor:
     return t.new_empty(t.shape[0], t.shape[2], t.shape[1], size).transpose(1, 2)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: AttentionSettings
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     o, lse = _empty_like_heads(q, v.shape[3]), q.new_empty(q.shape[:3])
     top = q.new_empty(q.shape[:3] if settings.mode == 2 else (0,))
@@ -107,7 +109,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: Set
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor, keep: Tensor | None,
-    settings: Settings,
+    settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, grad, o = rows_of(q), rows_of(k), rows_of(v), rows_of(settled(grad)), rows_of(o)
     dq, dk, dv = _empty_like_heads(q, q.shape[3]), _empty_like_heads(k, k.shape[3]), _empty_like_heads(v, v.shape[3])
@@ -133,7 +135,7 @@ def _again(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: f
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: Settings) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: AttentionSettings) -> Tensor:
         o, lse, top = _forward(q, k, v, keep, settings)
         ctx.save_for_backward(q, k, v, o, lse, top, keep)
         ctx.settings = settings
@@ -170,7 +172,7 @@ def _attention_op(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, seed: Tensor, rate: Tensor, causal: bool, scale: float,
     mode: int, num: int, den: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    settings = Settings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
+    settings = AttentionSettings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
     return _forward(settled(q), settled(k), settled(v), keep, settings)
 
 
@@ -179,7 +181,7 @@ def _attention_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor, keep: Tensor | None,
     seed: Tensor, rate: Tensor, causal: bool, scale: float, mode: int, num: int, den: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    settings = Settings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
+    settings = AttentionSettings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
     q, k, v = settled(q), settled(k), settled(v)
     return _backward(grad, q, k, v, o, lse, top, keep, settings)
 
@@ -189,7 +191,7 @@ def _kept_keys_op(
     q: Tensor, k: Tensor, top: Tensor, keep: Tensor | None, seed: Tensor, rate: Tensor, causal: bool, scale: float,
     mode: int, num: int, den: int,
 ) -> Tensor:  # fmt: skip
-    settings = Settings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
+    settings = AttentionSettings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
     return kept_keys(rows_of(settled(q)), rows_of(settled(k)), keep, top, settings)
 
 

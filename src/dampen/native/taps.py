@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dampen.native.entry import Place, Tapped, spread_squares, sum_squares, unreadable
+from dampen.native.entry import Place, TapJob, spread_squares, sum_squares, unreadable
 
 __all__ = ["Place", "Strided", "all_gradients", "all_sums", "fits_tap", "layout_of", "tap_gradient", "tap_sums"]
 
@@ -40,7 +40,7 @@ def tap_sums(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """sum ||y_i - bias||^2 over the vectors y_i of y, and sum (y_i - bias), in the shape of the bias, in one pass."""
     total, sums = y.new_zeros(()), None if bias is None else torch.empty_like(bias)
     shape = _shape(y)
-    sum_squares([Tapped(shape, y, _strides(y), 1.0, _place(bias), total, _place(sums))])
+    sum_squares([TapJob(shape, y, _strides(y), 1.0, _place(bias), total, _place(sums))])
     return total, sums
 
 
@@ -59,7 +59,7 @@ def tap_gradient(through: Tensor, y: Tensor, bias: Tensor | None, scale: float) 
     shape = _shape(y, through, out)
     spread_squares(
         [
-            Tapped(
+            TapJob(
                 shape,
                 y,
                 _strides(y),
@@ -106,7 +106,7 @@ def all_sums(
     """Of each y: totals += factor sum ||y_i - bias||^2, and its sums."""
     sum_squares(
         [
-            Tapped(at.shape, y, at.strides, factor, bias, total, to)
+            TapJob(at.shape, y, at.strides, factor, bias, total, to)
             for y, at, bias, factor, total, to in zip(ys, layouts, biases, factors, totals, sums, strict=True)
         ]
     )
@@ -124,7 +124,7 @@ def all_gradients(
     outs = [_empty_as(y) for y in ys]
     spread_squares(
         [
-            Tapped(at.shape, y, at.strides, scale, bias, sums=s, out=out, out_strides=at.out, to_bias=to)
+            TapJob(at.shape, y, at.strides, scale, bias, sums=s, out=out, out_strides=at.out, to_bias=to)
             for y, at, out, bias, scale, s, to in zip(ys, layouts, outs, biases, scales, sums, to_biases, strict=True)
         ]
     )

@@ -11,12 +11,18 @@ from dampen.studies.report import make_report
 from dampen.studies.report.trust import noise, tuned
 
 PACKS = ("attentiondrop/cifar10", "dropkey/schedules_cifar10", "explicit_dropout/table_1", "explicit_dropout/table_5")
-RECORDS = Path(__file__).parents[3] / "records"
+REPRODUCTIONS = Path(__file__).parents[3] / "reproductions"
+
+
+def result_file(name: str) -> Path:
+    """The committed result file GROUP/NAME."""
+    group, file = name.split("/")
+    return REPRODUCTIONS / group / "results" / file
 
 
 @pytest.mark.parametrize("name", PACKS)
 def test_ids_are_what_they_were(name):
-    folders = read_json(RECORDS / f"{name}.json")["folders"].values()
+    folders = read_json(result_file(f"{name}.json"))["folders"].values()
     configs = [files["config.json"] for files in folders if "config.json" in files]
     assert configs
     for config in configs:
@@ -29,7 +35,7 @@ def test_ids_are_what_they_were(name):
 )
 def test_records_of_format_1_mean_what_they_meant(name, split):
     """No split_seed is the one fixed split, its search is that of one seed, and its trials keep their ids."""
-    (table,) = make_report([RECORDS / f"{name}.json.xz"]).tables
+    (table,) = make_report([result_file(f"{name}.json.xz")]).tables
     runs = [run for entry in table.entries for run in entry.cell.runs.values()]
     assert runs
     for run in runs:
@@ -47,7 +53,7 @@ def test_records_of_format_1_mean_what_they_meant(name, split):
 def test_a_plan_of_format_1_loads_and_plans_no_other_trials(tmp_path):
     from dampen.studies.report.read import collect
 
-    path = RECORDS / "attentiondrop" / "digits-study.json.xz"
+    path = result_file("attentiondrop/digits-study.json.xz")
     (plan,) = collect([path]).plans.values()
     assert all(id == trial.id for id, trial in plan.trials.items())
     assert {t.format for t in plan.trials.values()} == {1}
@@ -56,7 +62,7 @@ def test_a_plan_of_format_1_loads_and_plans_no_other_trials(tmp_path):
 
 
 def test_a_pack_is_read_whole():
-    path = RECORDS / "attentiondrop" / "cifar10.json"
+    path = result_file("attentiondrop/cifar10.json")
     folders = read_json(path)["folders"].values()
     report = make_report([path])
     runs = [run for entry in report.tables[0].entries for run in entry.cell.finished().values()]

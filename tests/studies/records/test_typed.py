@@ -14,7 +14,7 @@ from dampen.studies.records.events import Event, parse_event
 from dampen.studies.records.final import parse_lines
 from dampen.studies.records.table import diagnosed
 
-RECORDS = Path(__file__).parents[3] / "records"
+RESULTS = Path(__file__).parents[3] / "reproductions" / "attentiondrop" / "results"
 
 
 def test_every_event_of_a_trial_is_understood(tmp_path, small, quick):
@@ -42,7 +42,7 @@ def test_an_event_of_an_older_or_newer_worker():
 
 def test_diagnoses_packed_before_they_were_typed_load():
     """The committed packs hold diagnose.json of version 0.1."""
-    packed = read_json(RECORDS / "attentiondrop" / "cifar10.json")["folders"].values()
+    packed = read_json(RESULTS / "cifar10.json")["folders"].values()
     contents = [files["diagnose.json"] for files in packed if "diagnose.json" in files]
     assert contents
     for content in contents:

@@ -278,7 +278,8 @@ def test_the_command_writes_prints_and_refuses(study, tmp_path, capsys):
 
 def test_rows_of_several_models_have_several_references():
     """2, 4, 8 and 12 layers, each compared with its own plain row: no sentence names one of them alone."""
-    pack = Path(__file__).parents[3] / "records" / "always_skip_attention" / "depth_digits-study.json.xz"
+    results = Path(__file__).parents[3] / "reproductions" / "always_skip_attention" / "results"
+    pack = results / "depth_digits-study.json.xz"
     table = make_report([pack]).tables[0]
     assert len({e.reference for e in table.entries if e.reference}) == 4
     name = "the row without methods of the same model"

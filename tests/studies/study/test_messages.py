@@ -97,7 +97,7 @@ def test_a_metric_that_is_no_number_is_called_by_its_name(odd, tmp_path):
 def test_what_people_do_without_us_stands_beside_the_methods(tmp_path):
     """Weight decay, label smoothing, mixup and early stopping, alone and with a method, by the lab's trainer."""
     rows = "drop_key, params(weight_decay=0.5), params(label_smoothing=0.2), params(mixup=0.4), params(patience=1)"
-    few = ["data.limit=200", "train.epochs=6", "train.lr=0.05", "train.batch_size=32"]
+    few = ["data.limit=200", "train.epochs=6", "train.lr=0.2", "train.batch_size=32"]
     asked = ask_parts(
         "vit(depth=1, width=16, mlp=16)", "digits", f"{rows}, drop_head + params(weight_decay=0.5)", 1, settings=few
     )
