@@ -15,7 +15,9 @@ import signal
 import sys
 import unittest
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,17 +30,23 @@ import dampen  # noqa: F401  (first: it works around a torchvision built for ano
 LARGEST_EXACT = 1024
 
 
+def test_modules(checkout: Path, pattern: str) -> Iterator[tuple[str, ModuleType]]:
+    """The modules of a library's model tests that can be imported here; the others are named."""
+    for path in sorted((checkout / "tests/models").glob(pattern)):
+        name = ".".join(path.relative_to(checkout).with_suffix("").parts)
+        try:
+            module = importlib.import_module(name)
+        except BaseException as error:  # pytest's own skip is no Exception
+            print(f"{name}: {type(error).__name__}: {str(error)[:100]}")
+            continue
+        yield name, module
+
+
 def cases(checkout: Path) -> dict[str, Any]:
     """Every family's configuration and batch, and what hindered the others."""
     kinds = {config: kind for kind, config in CONFIG_MAPPING.items() if config in MODEL_MAPPING}
     found: dict[str, Any] = {}
-    for path in sorted((checkout / "tests/models").glob("*/test_modeling_*.py")):
-        name = ".".join(path.relative_to(checkout).with_suffix("").parts)
-        try:
-            module = importlib.import_module(name)
-        except BaseException as error:
-            print(f"{name}: {type(error).__name__}: {str(error)[:100]}")
-            continue
+    for name, module in test_modules(checkout, "*/test_modeling_*.py"):
         for test in vars(module).values():
             if not (inspect.isclass(test) and issubclass(test, unittest.TestCase)):
                 continue
@@ -55,13 +63,7 @@ def cases(checkout: Path) -> dict[str, Any]:
 def diffusers_cases(checkout: Path) -> dict[str, Any]:
     """Every model's arguments and batch."""
     found: dict[str, Any] = {}
-    for path in sorted((checkout / "tests/models").glob("*/test_models_*.py")):
-        name = ".".join(path.relative_to(checkout).with_suffix("").parts)
-        try:
-            module = importlib.import_module(name)
-        except BaseException as error:
-            print(f"{name}: {type(error).__name__}: {str(error)[:100]}")
-            continue
+    for name, module in test_modules(checkout, "*/test_models_*.py"):
         for test in vars(module).values():
             if not inspect.isclass(test) or test.__module__ != name or not hasattr(test, "model_class"):
                 continue
