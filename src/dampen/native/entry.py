@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from dampen._torch import in_forward_mode, in_functorch
+from dampen._torch import functorch_level, in_forward_mode
 from dampen.native.library import library
 
 # The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack bytes
@@ -40,9 +40,7 @@ def unreadable(t: Tensor, dtype: torch.dtype = torch.float32) -> str:
     return "" if found is None else found[1]
 
 
-def first_unreadable(
-    tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32
-) -> tuple[int, str] | None:
+def first_unreadable(tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32) -> tuple[int, str] | None:
     """The first of several tensors that no kernel may read, and why; None where all can be read.
 
     One loop and no function per tensor: this runs for every tensor of every layer and step. In a
@@ -76,11 +74,22 @@ def transformed() -> str:
     """Why no kernel may run now, whatever the tensors are: they can be differentiated backward alone. "" if one may."""
     if torch.compiler.is_compiling():
         return ""
-    if in_functorch():
+    if functorch_level() is not None:
         return "inside torch.func"
     if torch.jit.is_tracing():
         return "inside torch.jit.trace"
     return "in forward-mode differentiation" if in_forward_mode() else ""
+
+
+def unfit_for_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    """Why the attention kernel cannot run on these now, in a few words; "" where it can."""
+    if why := transformed():
+        return why
+    if (found := first_unreadable((q, k, v))) is not None:
+        return f"{'qkv'[found[0]]} is {found[1]}"
+    if mask is not None and (found := first_unreadable((mask,), torch.bool)) is not None:
+        return f"the mask is {found[1]}"
+    return ""
 
 
 def require(tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32) -> None:
