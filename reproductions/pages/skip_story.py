@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies import Comparison, Plan, Record, ResultTable, judge_pairs, make_report, sentence, summarize, words
+from dampen.studies import Verdict, Plan, Record, ResultTable, judge_pairs, make_report, sentence, summarize, words
 from reproductions.pages import claims
 from reproductions.pages.publish import publish, renew
 
@@ -92,7 +92,7 @@ def accuracy_table(content: dict[str, Any], reference: str, against: Mapping[str
     lines = [header + " training loss at the end |", "|---|---|---|---|---|---|"]
     references = {name: (against or {}).get(name, reference) for name in rows}
     pairs = {name: (rows[name], rows[one]) for name, one in references.items() if name != one}
-    compared: dict[str, Comparison] = judge_pairs(pairs, "accuracy")
+    compared: dict[str, Verdict] = judge_pairs(pairs, "accuracy")
     for name, values in rows.items():
         said = published.get(name, {}).get("accuracy")
         said = said[0] if isinstance(said, list) else said

@@ -48,7 +48,7 @@ def race_and_conclude(
     from dampen.studies.engines.racing import race_plan, seconds
     from dampen.studies.engines.runner import RunResult, run_plan
     from dampen.studies.records.table import plan_table, read_runs
-    from dampen.studies.records.verdict import Comparison
+    from dampen.studies.records.verdict import Verdict
     from dampen.studies.report.names import listed
     from dampen.studies.report.terminal import LiveView, console_for, results_table
     from dampen.studies.trainer.state import Execution
@@ -69,7 +69,7 @@ def race_and_conclude(
     def table() -> Any:
         return results_table(plan_table(plan, read_runs(plan, folder)), verdicts=False)
 
-    def look(round: int, open_: list[str], verdicts: Mapping[str, Comparison]) -> None:
+    def look(round: int, open_: list[str], verdicts: Mapping[str, Verdict]) -> None:
         still = f"{len(open_)} of {len(verdicts)} rows open" + (f": {listed(open_)}" if open_ else "")
         console.print(f"round {round}: {still}", soft_wrap=True, markup=False)
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from dampen.studies.records.table import Entry as Entry
     from dampen.studies.records.table import ResultTable as ResultTable
     from dampen.studies.records.table import grid_text as grid_text
-    from dampen.studies.records.verdict import Comparison as Comparison
+    from dampen.studies.records.verdict import Verdict as Verdict
     from dampen.studies.records.verdict import judge as judge
     from dampen.studies.records.verdict import judge_pairs as judge_pairs
     from dampen.studies.records.verdict import sentence as sentence
@@ -91,7 +91,7 @@ _HOMES = {
         "FEWEST_SEEDS=FEWEST LEVEL detectable deviation paired_differences paired_interval summarize t_quantile"
     ),
     "records.table": "Entry ResultTable grid_text",
-    "records.verdict": "Comparison judge judge_pairs sentence words",
+    "records.verdict": "Verdict judge judge_pairs sentence words",
     "report": "Report make_report write_report",
     "report.advice": "Advice advise",
     "report.attention_images": "attention_maps",
@@ -111,7 +111,7 @@ __all__ = [
     "LEVEL",
     "PAPER_SEEDS",
     "Advice",
-    "Comparison",
+    "Verdict",
     "Entry",
     "Execution",
     "LabError",

@@ -20,7 +20,7 @@ from dampen.studies.errors import ConfigError
 from dampen.studies.records.sequential import first_round
 from dampen.studies.records.stats import LEVEL, has_spread, paired_differences, seeds_needed
 from dampen.studies.records.table import plan_table, read_runs
-from dampen.studies.records.verdict import Comparison, judge
+from dampen.studies.records.verdict import Verdict, judge
 
 MOST_SEEDS = 64
 """A row that is open after so many seeds stays so."""
@@ -33,7 +33,7 @@ Pair = tuple[str, int]
 class Race:
     """What became of a race."""
 
-    verdicts: dict[str, Comparison]
+    verdicts: dict[str, Verdict]
     runs: int
     rounds: int
     why: str  # 'all decided', 'time used', 'most seeds', 'stopped' or 'no reference'
@@ -74,7 +74,7 @@ def race(
     first: int | None = None,
     most: int = MOST_SEEDS,
     clock: Callable[[], float] = time.monotonic,
-    look: Callable[[int, list[str], Mapping[str, Comparison]], None] = lambda round, open_, verdicts: None,
+    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
 ) -> Race:
     """Run seeds round by round until every row is decided, the time (seconds) is used, or `most` seeds are.
 
@@ -136,7 +136,7 @@ def _same(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
 
 
 def _fixed_plan(
-    found: Mapping[str, Mapping[str, float]], reference: str, verdicts: Mapping[str, Comparison]
+    found: Mapping[str, Mapping[str, float]], reference: str, verdicts: Mapping[str, Verdict]
 ) -> int | None:
     """Runs of a plan fixed before that decides, with power 0.8, what the race decided: every row gets as many seeds as
     the row that needs the most."""
@@ -162,7 +162,7 @@ def race_plan(
     budget: float | None = None,
     first: int | None = None,
     most: int = MOST_SEEDS,
-    look: Callable[[int, list[str], Mapping[str, Comparison]], None] = lambda round, open_, verdicts: None,
+    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
 ) -> Race:
     """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and says whether to go
     on. The plan grows by the seeds that were asked for, and says that its test is the sequential one."""

@@ -25,7 +25,7 @@ from dampen.studies.records.stats import Summary, summarize
 from dampen.studies.records.step_cost import Cost, cost_against, cost_of
 from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
 from dampen.studies.records.training_variance import in_training, ratios
-from dampen.studies.records.verdict import Comparison, Test, judge_pairs, sentence, words
+from dampen.studies.records.verdict import Verdict, Test, judge_pairs, sentence, words
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Entry:
     no_number: list[str] = field(default_factory=list)  # seeds that ended with NaN or infinity, or without the metric
     unpaired: list[str] = field(default_factory=list)  # seeds that ran on other kernels than the reference's
     same_as: str | None = None  # an entry before it whose runs are the same, bit by bit
-    comparison: Comparison | None = None
-    secondary: dict[str, Comparison] = field(default_factory=dict)  # the other metrics, each corrected over the rows
+    comparison: Verdict | None = None
+    secondary: dict[str, Verdict] = field(default_factory=dict)  # the other metrics, each corrected over the rows
     verdict: str = "reference"
     published: dict[str, Published] = field(default_factory=dict)
     against: dict[str, AgainstPaper] = field(default_factory=dict)

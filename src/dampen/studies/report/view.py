@@ -10,7 +10,7 @@ from dampen.studies.records.metric import METRICS, Metric, describe
 from dampen.studies.records.recorded import RecordedTrial
 from dampen.studies.records.study_runs import StudyRuns
 from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.records.verdict import KINDS, Comparison, Test, words
+from dampen.studies.records.verdict import KINDS, Verdict, Test, words
 from dampen.studies.report.advice import advise
 from dampen.studies.report.figure import Figure, Palette
 from dampen.studies.report.names import counted
@@ -248,7 +248,7 @@ def _secondary_cell(entry: Entry, metric: str) -> dict[str, Any]:
 MARKS = {"better": "▲", "worse": "▼", "equal": "="}
 
 
-def _signed(c: Comparison, metric: Metric) -> str:
+def _signed(c: Verdict, metric: Metric) -> str:
     interval = "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
     return f"{c.difference:+.{metric.digits}f}{metric.points}{interval}"
 
