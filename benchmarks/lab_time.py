@@ -28,7 +28,7 @@ from dampen.studies.config.catalog import catalog
 from dampen.studies.config.demo import demo_recipe
 from dampen.studies.config.methods_text import build_methods
 from dampen.studies.config.plan import make_plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.files import write_json
 from dampen.studies.records.environment import describe
 from dampen.studies.trainer.build import derive, load_data, make_model, seed_all
@@ -41,7 +41,7 @@ ROWS = ("plain", "drop_key (keys)")
 TARGET = 0.03
 
 
-def by_hand(trial: TrialSpec) -> None:
+def by_hand(trial: Run) -> None:
     """What the trial trains, with nothing around it."""
     options, data = trial.train, load_data(trial.data, None, None, trial.seed)
     seed_all(derive(trial.seed, "init"))

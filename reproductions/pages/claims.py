@@ -16,9 +16,9 @@ from pathlib import Path
 from dampen.studies import (
     FEWEST_SEEDS,
     LEVEL,
-    Verdict,
     Metric,
     ResultTable,
+    Verdict,
     describe_metric,
     detectable,
     deviation,

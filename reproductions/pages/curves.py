@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies import (
-    Verdict,
     Entry,
     ResultTable,
+    Verdict,
     describe_metric,
     judge_pairs,
     make_report,

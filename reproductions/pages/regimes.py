@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dampen.studies import Verdict, Entry, ResultTable
+from dampen.studies import Entry, ResultTable, Verdict
 from reproductions.pages import design
 from reproductions.pages.design import losses, overfits
 from reproductions.pages.publish import PADDING, publish

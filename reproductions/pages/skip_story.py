@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies import Verdict, Plan, Record, ResultTable, judge_pairs, make_report, sentence, summarize, words
+from dampen.studies import Plan, Record, ResultTable, Verdict, judge_pairs, make_report, sentence, summarize, words
 from reproductions.pages import claims
 from reproductions.pages.publish import publish, renew
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dampen.studies import (
-    Verdict,
     Entry,
     ResultTable,
+    Verdict,
     describe_metric,
     grid_text,
     judge,

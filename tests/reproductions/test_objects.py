@@ -9,7 +9,7 @@ import torch
 
 from dampen.cli import main
 from dampen.studies.config.names import preset
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.data import load
 from dampen.studies.errors import LabError
 from dampen.studies.metrics import make_metrics
@@ -39,7 +39,7 @@ def data(folder):
 
 
 def trial(methods=(), seed=0, **train):
-    return TrialSpec.from_dict(
+    return Run.from_dict(
         {
             "data": {"name": "voc", "size": [24, 24], "augment": ["flip", "vertical_flip"]},
             "model": SMALL,

@@ -8,7 +8,7 @@ import torch
 
 from dampen.studies.config.names import check_trial
 from dampen.studies.config.plan import make_plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.diagnose import find_trials, from_run
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError
 from dampen.studies.records.record import PRETRAIN, Record
@@ -33,7 +33,7 @@ def pretrained(small):
     def make(methods=(), seed=0, pretrain=None, **train):
         before = {"model": DECODER, "train": {"epochs": 2}} if pretrain is None else pretrain
         plain = small(methods, seed, **{"epochs": 1, **train}).to_dict()
-        return TrialSpec.from_dict({**plain, "model": plain["model"] | {"patch_size": 2}, "pretrain": before})
+        return Run.from_dict({**plain, "model": plain["model"] | {"patch_size": 2}, "pretrain": before})
 
     return make
 
@@ -51,10 +51,10 @@ def test_a_trial_without_pretraining_keeps_its_name(small, pretrained):
     plain = small()
     assert "pretrain" not in plain.canonical()
     for nothing in (None, False, {}):
-        assert TrialSpec.from_dict({**plain.to_dict(), "pretrain": nothing}).id == plain.id
+        assert Run.from_dict({**plain.to_dict(), "pretrain": nothing}).id == plain.id
     one, other = pretrained(), pretrained(pretrain={"model": DECODER, "train": {"epochs": 3}})
     assert one.id != other.id
-    assert TrialSpec.from_dict(one.to_dict()) == one
+    assert Run.from_dict(one.to_dict()) == one
 
 
 def test_the_encoder_enters_and_the_record_tells(tmp_path, pretrained, quick):
@@ -168,7 +168,7 @@ def test_diagnosis_and_report_see_the_classifier(tmp_path, pretrained, quick):
 )
 def test_bad_input_is_told_where_it_was_written(pretrained, change, words):
     with pytest.raises(ConfigError, match=words):
-        TrialSpec.from_dict({**pretrained().to_dict(), **change})
+        Run.from_dict({**pretrained().to_dict(), **change})
 
 
 def test_a_recipe_tells_the_problems_of_its_pretraining_with_the_others():
@@ -181,7 +181,7 @@ def test_a_recipe_tells_the_problems_of_its_pretraining_with_the_others():
 def test_names_are_checked_before_anything_runs(pretrained):
     trial = pretrained(pretrain={"model": {"decoder_widht": 3}})
     assert check_trial(trial) == ["pretrain.model.decoder_widht: unknown key; did you mean 'decoder_width'?"]
-    trial = TrialSpec.from_dict({"data": {"name": "fsdd"}, "model": {"name": "mae"}})
+    trial = Run.from_dict({"data": {"name": "fsdd"}, "model": {"name": "mae"}})
     assert check_trial(trial) == ["model.name: 'mae' needs image data; 'fsdd' is a data set for audio"]
 
 

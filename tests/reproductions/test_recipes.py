@@ -10,7 +10,7 @@ from dampen import hidden_key, regularize
 from dampen.studies.config.methods_text import build_methods, parse_rows
 from dampen.studies.config.plan import Plan, make_plan
 from dampen.studies.config.recipe import list_recipes, load_recipe, parse_recipe
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.grid_tuning import as_large, tuning_plan
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.trainer.build import make_model, places
@@ -229,12 +229,12 @@ def test_hidden_key_by_name_is_its_parts_written_out():
     assert named == written
     trial = {"data": {"name": "digits"}, "model": {"name": "vit"}}
     row = {"name": "hidden_key", "key": 0.2, "weight": 0.5}
-    ids = {TrialSpec.from_dict({**trial, "methods": methods}).id for methods in ([row], written)}
+    ids = {Run.from_dict({**trial, "methods": methods}).id for methods in ([row], written)}
     assert len(ids) == 1
     assert [repr(m) for m in build_methods(written)] == [repr(m) for m in hidden_key(0.2, 0.1, 0.5)]
     with pytest.raises(ConfigError, match="did you mean 'hidden'"):
-        TrialSpec.from_dict({**trial, "methods": [{"name": "hidden_key", "hiden": 0.2}]})
-    assert len(TrialSpec.from_dict({**trial, "methods": [{"name": "hidden_key", "weight": 0}]}).methods) == 2
+        Run.from_dict({**trial, "methods": [{"name": "hidden_key", "hiden": 0.2}]})
+    assert len(Run.from_dict({**trial, "methods": [{"name": "hidden_key", "weight": 0}]}).methods) == 2
 
 
 def test_a_row_that_does_not_use_a_grid_value_has_one_point():

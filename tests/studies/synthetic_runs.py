@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dampen.studies.config.plan import make_plan
 from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 
 MACHINE = {
     "time": "2026-01-01T00:00:00+00:00",
@@ -90,7 +90,7 @@ def drawn_by(trial):
     plain = {k: v for k, v in trial.to_dict().items() if k != "format"}
     if "data" in plain:
         plain["data"] = {k: v for k, v in plain["data"].items() if k not in ("split_seed", "test_seed")}
-    return TrialSpec.from_stored(plain).id
+    return Run.from_stored(plain).id
 
 
 def write_trial(folder, trial, gain, cost, seed, noise=0.004, epochs=12):
@@ -217,7 +217,7 @@ def loose(folder, count=3, limit=3000, methods=(), gain=0.0, **train):
             "train": train,
             "seed": seed,
         }
-        trial = TrialSpec.from_dict(content)
+        trial = Run.from_dict(content)
         write_trial(folder / trial.id, trial, gain, 1.0, seed)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, Interrupted
 from dampen.studies.records.record import Record
 from dampen.studies.report import make_report
@@ -85,7 +85,7 @@ def test_what_is_refused_and_that_old_ids_stay(small, quick):
     with pytest.raises(ConfigError, match="on one device"):
         small(variance_every=2, accumulate=2)
     assert small(variance_every=None).id == small().id != small(variance_every=2).id
-    few = TrialSpec.from_dict(small(variance_every=2).to_dict() | {"data": {"name": "digits", "limit": 60}})
+    few = Run.from_dict(small(variance_every=2).to_dict() | {"data": {"name": "digits", "limit": 60}})
     with pytest.raises(ConfigError, match="two batches are needed"):
         measure_variance(TrialState(few, quick), 0)
 

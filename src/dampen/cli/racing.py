@@ -11,7 +11,7 @@ import typer
 
 from dampen.cli.running import conclude, heed_signals
 from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.records.record import Record
 
 UntilDecided = Annotated[
@@ -58,7 +58,7 @@ def race_and_conclude(
     heed_signals()
     outcomes: dict[str, Outcome] = {}
 
-    def run(trials: list[TrialSpec]) -> bool:
+    def run(trials: list[Run]) -> bool:
         done = sum(Record(folder / t.id).final() is not None for t in trials)
         where = named(execution, plan)
         with LiveView(console, plan.labels(trials), done, table) as view:

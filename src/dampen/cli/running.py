@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dampen.cli.common import print_json
 from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.records.record import Record
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def execute(
     plan: Plan,
     folder: Path,
-    trials: list[TrialSpec],
+    trials: list[Run],
     as_json: bool,
     execution: dict[str, Any],
     next_steps: list[str],

@@ -2,8 +2,8 @@
 
 From Python, a trial is plain data and `run_trial` a pure function of it:
 
-    from dampen.studies import TrialSpec, run_trial
-    trial = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "patch_size": 2, "width": 48},
+    from dampen.studies import Run, run_trial
+    trial = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "patch_size": 2, "width": 48},
                              "methods": [{"name": "drop_key", "rate": 0.3}], "train": {"epochs": 5}})
     result = run_trial(trial, "runs/mine")
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dampen.studies.config.recipe import Recipe as Recipe
     from dampen.studies.config.recipe import list_recipes as list_recipes
     from dampen.studies.config.recipe import load_recipe as load_recipe
+    from dampen.studies.config.trial import Run as Run
     from dampen.studies.config.trial import TrainOptions as TrainOptions
-    from dampen.studies.config.trial import TrialSpec as TrialSpec
     from dampen.studies.data.sets import load as load_data
     from dampen.studies.diagnose.trained import Trained as Trained
     from dampen.studies.diagnose.trained import from_run as trained_model
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "config.plan": "Plan make_plan",
     "config.recipe": "Recipe list_recipes load_recipe",
-    "config.trial": "TrainOptions TrialSpec",
+    "config.trial": "TrainOptions Run",
     "data.sets": "load_data=load",
     "diagnose.trained": "Trained trained_model=from_run",
     "engines.runner": "RunResult run_plan",
@@ -111,7 +111,6 @@ __all__ = [
     "LEVEL",
     "PAPER_SEEDS",
     "Advice",
-    "Verdict",
     "Entry",
     "Execution",
     "LabError",
@@ -122,10 +121,11 @@ __all__ = [
     "Record",
     "Report",
     "ResultTable",
+    "Run",
     "RunResult",
     "TrainOptions",
     "Trained",
-    "TrialSpec",
+    "Verdict",
     "advise",
     "attention_maps",
     "checksum",

@@ -5,7 +5,7 @@ import torch
 
 import reproductions  # noqa: F401 - more sets
 from dampen.studies.config.names import check_data
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.data import load
 from dampen.studies.data.label_noise import with_label_noise, wrong_labels
 from dampen.studies.data.sets import DATASETS
@@ -23,7 +23,7 @@ def labels(split):
 
 
 def trial(seed=0, **data):
-    return TrialSpec.from_dict(
+    return Run.from_dict(
         {
             "data": {"name": "digits", "limit": 300, **data},
             "model": {"name": "vit", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "mlp": 16},
@@ -106,7 +106,7 @@ def test_with_folds():
 def test_identity():
     before = {k: v for k, v in trial().to_dict().items() if k != "format"}
     del before["data"]["split_seed"], before["data"]["test_seed"]
-    assert TrialSpec.from_stored(before).id == "ff2676f9cc36ede8"  # as in records of before
+    assert Run.from_stored(before).id == "ff2676f9cc36ede8"  # as in records of before
     assert trial(noise=0).id == trial(noise=None).id == trial().id
     assert len({trial().id, trial(noise=0.3).id, trial(noise=0.2).id}) == 3
 
@@ -131,4 +131,4 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="one class each: digits is image"):
         with_label_noise(data, 0.1, 0)
     with pytest.raises(ConfigError):
-        TrialSpec.from_dict({"data": {"name": "digits", "noise": object()}, "model": {"name": "vit"}})
+        Run.from_dict({"data": {"name": "digits", "noise": object()}, "model": {"name": "vit"}})

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dampen.cli import build
 from dampen.diagnostics import gradient_variance, measure_calibration
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.diagnose import SECTIONS, Settings, Trained, diagnose, find_trials, from_model, from_run
 from dampen.studies.diagnose.stored import keep, kept
 from dampen.studies.errors import ConfigError, LabError
@@ -27,7 +27,7 @@ QUICK = Settings(examples=200, attack_examples=40, eps=(2.0, 8.0), steps=3, grad
 
 
 def trial(methods=(), seed=0):
-    return TrialSpec.from_dict(
+    return Run.from_dict(
         {
             "data": {"name": "digits", "limit": 400},
             "model": {"name": "vit", "patch_size": 2, "width": 16, "depth": 2, "heads": 2, "mlp": 16},

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Job, make_engine
 from dampen.studies.engines.ray_engine import bring_home
 from dampen.studies.errors import ConfigError, LabError
@@ -54,7 +54,7 @@ def test_a_node_that_does_not_start_in_time_is_told_in_words(tmp_path, monkeypat
 def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quick):
     good = [small(seed=s, epochs=1) for s in range(2)]
     long = small(seed=9, epochs=100)  # long enough that the kill arrives before its end on any machine
-    bad = TrialSpec.from_dict({**long.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
+    bad = Run.from_dict({**long.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
     events, warnings, killed = [], [], []
 
     def report(trial, event):

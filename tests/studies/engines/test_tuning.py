@@ -152,11 +152,11 @@ def test_lists_that_make_too_few_settings_are_refused():
 
 def test_planning_twelve_rows_with_sixty_seeds_takes_no_time_to_speak_of(monkeypatch):
     """Counted, not timed: each trial is hashed once."""
-    from dampen.studies.config.trial import TrialSpec
+    from dampen.studies.config.trial import Run
 
     hashed = []
-    before = TrialSpec.canonical
-    monkeypatch.setattr(TrialSpec, "canonical", lambda self: hashed.append(1) or before(self))
+    before = Run.canonical
+    monkeypatch.setattr(Run, "canonical", lambda self: hashed.append(1) or before(self))
     plan = make_plan(recipe(), seeds=range(60))
     plan.labels(plan.chosen())
     assert len(plan.chosen()) == 3 * 60

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import LabError
 from dampen.studies.report import make_report, write_report
 from dampen.studies.report.advice import advise
@@ -28,7 +28,7 @@ def test_damaged_and_empty_folders_are_listed_with_the_reason_and_skipped(tmp_pa
     (tmp_path / "s" / "empty").mkdir()
     write_trial(
         tmp_path / "s" / "stranger",
-        TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}),
+        Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}),
         0,
         1,
         0,

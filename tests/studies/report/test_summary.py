@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from dampen.studies.config.plan import Plan, PlannedRow, Point
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Job, run_job
 from dampen.studies.errors import DiskFull
 from dampen.studies.records.events import parse_event
@@ -43,7 +43,7 @@ def result(valid, test, seconds=0.01, status="finished"):
 
 def table_of(plan, results):
     """The table of results by trial id, all on one machine."""
-    config = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}).to_dict()
+    config = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}).to_dict()
     runs = {
         i: RecordedTrial(Path(i), i, config, parse_final({"id": i, **r}), [{"cpu": "x", "device": "cpu"}])
         for i, r in results.items()
@@ -93,7 +93,7 @@ def test_a_model_in_several_depths_is_compared_within_each():
     runs = {}
     for n in names:
         model = {"name": "vit", "depth": int(n.split()[0])}
-        config = TrialSpec.from_dict({"data": {"name": "digits"}, "model": model}).to_dict()
+        config = Run.from_dict({"data": {"name": "digits"}, "model": model}).to_dict()
         runs |= {
             f"{n}0{i}": RecordedTrial(
                 Path(n), f"{n}0{i}", config, parse_final({"id": f"{n}0{i}", **result(0.8, 0.5)}), []

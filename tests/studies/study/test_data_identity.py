@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dampen.studies.config.plan import Plan, PlannedRow, Point
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.data.errors import DamagedData
 from dampen.studies.engines.runner import run_plan
 from dampen.studies.errors import Interrupted
@@ -42,7 +42,7 @@ def test_a_changed_official_set_is_refused_when_a_trial_is_looked_up(tmp_path, q
         os.utime(file, (1e9, 1e9))
     model = {"name": "vit", "patch_size": 16, "width": 8, "depth": 1, "heads": 2, "mlp": 8}
     data = {"name": "cifar10", "partial": True}
-    trial = TrialSpec.from_dict({"data": data, "model": model, "train": {"epochs": 1, "batch_size": 8}})
+    trial = Run.from_dict({"data": data, "model": model, "train": {"epochs": 1, "batch_size": 8}})
     header = {"title": "", "paper": "", "table": "", "metric": "", "report": "", "command": "", "cost": ""}
     rows = [PlannedRow("plain", [], [Point({}, {str(trial.seed): trial.id})], baseline=True)]
     plan = Plan("looked-up", "laptop", header, [], [trial.seed], rows, {trial.id: trial})

@@ -9,7 +9,7 @@ import torch
 
 from dampen import DropKey, RDrop, Regularization, linear
 from dampen.studies.config.code import digest_of_file
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, Diverged, LabError, Stopped
 from dampen.studies.records.events import parse_event
 from dampen.studies.records.record import Record
@@ -306,13 +306,13 @@ def test_an_object_and_its_text_are_the_same_trial_and_every_method_has_a_plain_
 
 def test_ids_of_function_trials_round_trip_and_others_stay():
     spec = {"function": {"name": "t.py:f", "code": "0" * 16, "params": {"lr": 1.0}}, "methods": ["drop_key"], "seed": 3}
-    trial = TrialSpec.from_dict(spec)
-    assert TrialSpec.from_dict(json.loads(json.dumps(trial.to_dict()))).id == trial.id
-    assert TrialSpec.from_dict({**spec, "seed": 4}).id != trial.id
+    trial = Run.from_dict(spec)
+    assert Run.from_dict(json.loads(json.dumps(trial.to_dict()))).id == trial.id
+    assert Run.from_dict({**spec, "seed": 4}).id != trial.id
     assert set(trial.to_dict()) == {"function", "methods", "seed"}
     with pytest.raises(ConfigError, match="function.code"):
-        TrialSpec.from_dict({**spec, "function": {"name": "x"}})
-    built_in = TrialSpec.from_stored({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2}})
+        Run.from_dict({**spec, "function": {"name": "x"}})
+    built_in = Run.from_stored({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2}})
     assert built_in.id == "6fab25b61d789ede"
     assert "function" not in built_in.to_dict()
 

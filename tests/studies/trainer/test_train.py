@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from dampen.studies.config.trial import TrainOptions, TrialSpec
+from dampen.studies.config.trial import Run, TrainOptions
 from dampen.studies.errors import ConfigError, Diverged
 from dampen.studies.records.record import Record
 from dampen.studies.trainer.checkpoint import fingerprint, load_state, saved_states
@@ -259,7 +259,7 @@ def test_losses_against_hand_written_ones():
 
 def test_all_problems_of_a_trial_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
-        TrialSpec.from_dict(
+        Run.from_dict(
             {
                 "data": {},
                 "model": {"name": "vit"},
@@ -277,12 +277,10 @@ def test_all_problems_of_a_trial_are_told_at_once():
 
 def test_the_hash_sees_content_only(small):
     a = small()
-    assert a.id == TrialSpec.from_dict(json.loads(json.dumps(a.to_dict()))).id
+    assert a.id == Run.from_dict(json.loads(json.dumps(a.to_dict()))).id
     assert a.id != small(lr=2.1e-3).id
-    one = TrialSpec(
-        {"name": "digits", "partial": False}, {"name": "vit", "depth": 2}, ({"name": "drop_key", "rate": 0},)
-    )
-    two = TrialSpec({"name": "digits"}, {"depth": 2.0, "name": "vit"}, ({"rate": 0.0, "name": "drop_key"},))
+    one = Run({"name": "digits", "partial": False}, {"name": "vit", "depth": 2}, ({"name": "drop_key", "rate": 0},))
+    two = Run({"name": "digits"}, {"depth": 2.0, "name": "vit"}, ({"rate": 0.0, "name": "drop_key"},))
     assert one.id == two.id
 
 

@@ -16,7 +16,7 @@ from dampen.names import nearest
 from dampen.studies.config.design import SETTINGS, Axis, Setting, axes_of_row, design, mentions
 from dampen.studies.config.plain import check_plain
 from dampen.studies.config.recipe import ROW_SECTIONS, SECTIONS, Recipe, merge
-from dampen.studies.config.trial import TrainOptions, TrialSpec
+from dampen.studies.config.trial import Run, TrainOptions
 from dampen.studies.errors import ConfigError
 from dampen.studies.files import read_json, write_json
 
@@ -58,7 +58,7 @@ class Plan:
     departures: list[str]
     seeds: list[int]
     rows: list[PlannedRow]
-    trials: dict[str, TrialSpec]
+    trials: dict[str, Run]
 
     def save(self, folder: Path) -> None:
         """Write plan.json; a comparison that grew since says so in its title."""
@@ -74,9 +74,7 @@ class Plan:
         """Read plan.json."""
         content = read_json(folder / "plan.json", "Run the command that wrote it again: it is made anew, trials stay.")
         rows = [PlannedRow(**{**r, "points": [Point(**p) for p in r["points"]]}) for r in content["rows"]]
-        trials = {
-            i: TrialSpec.from_stored(t, f"trial {i} in {folder / 'plan.json'}") for i, t in content["trials"].items()
-        }
+        trials = {i: Run.from_stored(t, f"trial {i} in {folder / 'plan.json'}") for i, t in content["trials"].items()}
         return cls(**{**content, "rows": rows, "trials": trials})
 
     def joined(self, earlier: Plan, recorded: Container[str]) -> Plan:
@@ -108,7 +106,7 @@ class Plan:
         """Trials that make one value: the folds of a round of cross-validation, or 1."""
         return self.header.get("folds") or 1
 
-    def labels(self, trials: Iterable[TrialSpec]) -> dict[str, str]:
+    def labels(self, trials: Iterable[Run]) -> dict[str, str]:
         """Row, grid point and seed of each trial, for people."""
         wanted, named = {t.id for t in trials}, dict[str, str]()
         for row in self.rows:
@@ -121,13 +119,13 @@ class Plan:
                         named.setdefault(trial, f"{row.name}{grid} {told}")
         return named
 
-    def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[TrialSpec]:
+    def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
         """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows fill up evenly."""
         names = {r.name for r in self.rows}
         problems = [f"--row: there is no row {r!r}{nearest(r, names)}" for r in rows if r not in names]
         if problems:
             raise ConfigError(self.name, problems)
-        wanted: dict[str, TrialSpec] = {}
+        wanted: dict[str, Run] = {}
         for seed in self.seeds:
             for row in self.rows:
                 if (not rows or row.name in rows) and (not seeds or seed in seeds):
@@ -262,7 +260,7 @@ def _points(
                 problems += [f"{path}grid.{problem}" for problem in _put(filled, key, value)]
         ids = {}
         for seed in seeds:
-            trial, found = TrialSpec.parse({**filled, "seed": seed}, path)
+            trial, found = Run.parse({**filled, "seed": seed}, path)
             if trial is not None and names and seed == seeds[0]:
                 found = check_trial(trial, path)
             problems += found

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from dampen.extensions import from_plugins
 from dampen.names import nearest
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, DiskFull, Diverged, Interrupted, Locked, portable
 from dampen.studies.files import write_json
 from dampen.studies.records.events import Event, marked
@@ -37,7 +37,7 @@ Report = Callable[[str, Event], None]
 class Job:
     """A trial and the folder it belongs to."""
 
-    trial: TrialSpec
+    trial: Run
     folder: Path
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError
 from dampen.studies.records.sequential import first_round
 from dampen.studies.records.stats import LEVEL, has_spread, paired_differences, seeds_needed
@@ -156,7 +156,7 @@ def _fixed_plan(
 def race_plan(
     plan: Plan,
     folder: Path,
-    run: Callable[[list[TrialSpec]], bool],
+    run: Callable[[list[Run]], bool],
     *,
     margin: float | None = None,
     budget: float | None = None,
@@ -203,12 +203,12 @@ def race_plan(
     return found
 
 
-def seeded(plan: Plan, row: str, seed: int) -> TrialSpec:
+def seeded(plan: Plan, row: str, seed: int) -> Run:
     """The trial of a row with this seed; made after its others and put into the plan where it is not there yet."""
     (point,) = next(r for r in plan.rows if r.name == row).points
     if str(seed) not in point.trials:
         template = plan.trials[next(iter(point.trials.values()))]
-        trial = TrialSpec.from_dict({**template.to_dict(), "seed": seed})
+        trial = Run.from_dict({**template.to_dict(), "seed": seed})
         plan.trials[trial.id] = trial
         point.trials[str(seed)] = trial.id
         plan.seeds = sorted({*plan.seeds, seed})

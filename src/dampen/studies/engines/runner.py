@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Job, Outcome, Report, make_engine
 from dampen.studies.engines.twins import finals_of, take_over, trained_once
 from dampen.studies.errors import DamagedRecord
@@ -65,7 +65,7 @@ class RunResult:
 def run_plan(
     plan: Plan,
     folder: Path,
-    trials: list[TrialSpec],
+    trials: list[Run],
     execution: Execution,
     report: Report = lambda trial, event: None,
     engine: str = "local",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.config.plan import HEADER, Plan, PlannedRow, Point
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import LabError
 from dampen.studies.records.record import Record
 
@@ -52,7 +52,7 @@ def rebuild_plan(folder: Path) -> Plan:
     return Plan(folder.name, "rebuilt", header, departures, seeds, ordered, trials)
 
 
-def _trial(folder: Path) -> TrialSpec | None:
+def _trial(folder: Path) -> Run | None:
     try:
         return Record(folder).trial()
     except LabError:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.allocator import AS_FOUND
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.files import read_json
 from dampen.studies.records.diagnosis import Diagnosis
 from dampen.studies.records.final import Final, LogLine, parse_final, parse_lines
@@ -67,7 +67,7 @@ class RecordedTrial:
         return self._log[0]
 
 
-def read_trial(folder: Path, trial: TrialSpec) -> RecordedTrial | None:
+def read_trial(folder: Path, trial: Run) -> RecordedTrial | None:
     """A planned trial from its folder; None while it has neither a result nor an error."""
     record = Record(folder)
     final = record.final()

@@ -25,7 +25,7 @@ from dampen.studies.records.stats import Summary, summarize
 from dampen.studies.records.step_cost import Cost, cost_against, cost_of
 from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
 from dampen.studies.records.training_variance import in_training, ratios
-from dampen.studies.records.verdict import Verdict, Test, judge_pairs, sentence, words
+from dampen.studies.records.verdict import Test, Verdict, judge_pairs, sentence, words
 
 
 @dataclass

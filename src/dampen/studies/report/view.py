@@ -10,7 +10,7 @@ from dampen.studies.records.metric import METRICS, Metric, describe
 from dampen.studies.records.recorded import RecordedTrial
 from dampen.studies.records.study_runs import StudyRuns
 from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.records.verdict import KINDS, Verdict, Test, words
+from dampen.studies.records.verdict import KINDS, Test, Verdict, words
 from dampen.studies.report.advice import advise
 from dampen.studies.report.figure import Figure, Palette
 from dampen.studies.report.names import counted

@@ -13,7 +13,7 @@ from typing import Any
 
 from dampen.studies.config.plan import Plan, make_plan
 from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError
 from dampen.studies.plugins import active
 from dampen.studies.records.rebuild import load_plan
@@ -32,7 +32,7 @@ class Asked:
     recipe: Recipe
     plan: Plan
     folder: Path
-    wanted: list[TrialSpec]  # the trials that were asked for; the plan also has what was recorded before
+    wanted: list[Run]  # the trials that were asked for; the plan also has what was recorded before
     function: Function | None = None
     remark: str = ""  # what the user should know before it starts
     parts: Parts | None = None  # the user's own model and data, where the lab trains them

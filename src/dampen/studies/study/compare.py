@@ -10,7 +10,7 @@ from typing import Any
 
 from dampen.studies.config.plan import Plan
 from dampen.studies.config.search_space import tuned_recipe
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.grid_tuning import chosen_in_words, own_metric, tune
 from dampen.studies.engines.racing import race_plan, seconds
 from dampen.studies.engines.runner import RunResult, run_plan
@@ -123,7 +123,7 @@ def _start(
         run(study, {}, **study.settings)
         return
 
-    def train(trials: list[TrialSpec]) -> bool:
+    def train(trials: list[Run]) -> bool:
         return run(study, {}, trials, **study.settings).exit_code != 130
 
     study.race = race_plan(study.plan, study.folder, train, margin=margin, budget=seconds(budget) if budget else None)
@@ -155,7 +155,7 @@ def _tune(study: Study, asked: Asked, trials: int) -> None:
 def run(
     study: Study,
     objects: Mapping[str, bytes],
-    chosen: list[TrialSpec] | None = None,
+    chosen: list[Run] | None = None,
     *,
     engine: str = "local",
     address: str | None = None,

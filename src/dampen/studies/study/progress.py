@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any, cast
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Report
 from dampen.studies.records.events import Event
 from dampen.studies.records.record import Record
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def view_of(study: Study, trials: list[TrialSpec], progress: bool) -> Iterator[Report]:
+def view_of(study: Study, trials: list[Run], progress: bool) -> Iterator[Report]:
     """Something that takes the events of a run and shows them, or does not."""
     if not progress:
         yield lambda trial, event: None

@@ -10,7 +10,7 @@ from typing import Any
 
 from dampen.studies.config.plan import Plan, PlannedRow, Point
 from dampen.studies.config.recipe import merge
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.racing import Race
 from dampen.studies.errors import LabError
 from dampen.studies.plugins import load_plugins
@@ -178,7 +178,7 @@ def _add_row(plan: Plan, like: str, name: str, methods: list[dict[str, Any]], pa
         for seed, id in point.trials.items():
             plain = merge(plan.trials[id].to_dict(), {"methods": methods})
             plain = merge(plain, _params(plain, name, params)) if params else plain
-            trial = TrialSpec.from_dict(plain)
+            trial = Run.from_dict(plain)
             plan.trials[trial.id] = trial
             trials[seed] = trial.id
         points.append(Point(dict(point.grid), trials))
@@ -206,6 +206,6 @@ def _add_seeds(plan: Plan, seeds: int | Sequence[int]) -> None:
             template = plan.trials[next(iter(point.trials.values()))]
             for seed in plan.seeds:
                 if str(seed) not in point.trials:
-                    trial = TrialSpec.from_dict({**template.to_dict(), "seed": seed})
+                    trial = Run.from_dict({**template.to_dict(), "seed": seed})
                     plan.trials[trial.id] = trial
                     point.trials[str(seed)] = trial.id

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.native import library
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import DamagedRecord, LabError
 from dampen.studies.records.record import Record
 from dampen.studies.trainer.checkpoint import load_newest, saved_states
@@ -23,7 +23,7 @@ def on_its_path(train: Train) -> Train:
     """
 
     @wraps(train)
-    def kept(trial: TrialSpec, folder: Path, *rest: Any) -> dict[str, Any]:
+    def kept(trial: Run, folder: Path, *rest: Any) -> dict[str, Any]:
         before = path_before(folder)
         if not trial.methods or before in ("", library.path()):  # a model without methods uses neither
             return train(trial, folder, *rest)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import LabError, OwnCodeError
 from dampen.studies.loggers import open_loggers
 from dampen.studies.records import environment
@@ -33,7 +33,7 @@ OUTPUT = "output.txt"
 
 @on_its_path
 def run_own(
-    spec: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    spec: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
     """Run a user's function as a trial, and record it; the folder's lock is held by the caller."""
     if execution.function is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dampen.handle import Regularization, regularize
 from dampen.native import library
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import LabError, Stopped
 from dampen.studies.records.record import Record
 from dampen.studies.trainer.bookkeeping import Event, _finite
@@ -39,7 +39,7 @@ class Trial:
 
     def __init__(
         self,
-        spec: TrialSpec,
+        spec: Run,
         folder: Path,
         execution: Execution,
         report: Callable[[Event], None] = lambda event: None,

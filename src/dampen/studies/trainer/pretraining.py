@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from dampen.studies.config.names import brings_task
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.data.dataset import Dataset
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.metrics import judged_by
@@ -51,7 +51,7 @@ def load_pretrained(folder: Path) -> Pretrained:
     )
 
 
-def close_with_pretraining(trial: TrialSpec, folder: Path) -> dict[str, Any]:
+def close_with_pretraining(trial: Run, folder: Path) -> dict[str, Any]:
     """Write the result of a trial whose pretraining diverged: it diverged before its first step."""
     record, first = Record(folder), Record(folder / PRETRAIN)
     result = {**(first.final() or {}), "id": trial.id, **judged_by("image")}

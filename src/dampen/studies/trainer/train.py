@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import Diverged
 from dampen.studies.records.record import PRETRAIN, Record, clean_folder, locked
 from dampen.studies.trainer.bookkeeping import Bookkeeping, Event, set_threads
@@ -27,7 +27,7 @@ from dampen.studies.trainer.state import Execution, TrialState
 
 
 def run_trial(
-    trial: TrialSpec,
+    trial: Run,
     folder: Path | str,
     execution: Execution | None = None,
     report: Callable[[Event], None] = lambda event: None,
@@ -51,7 +51,7 @@ def run_trial(
         return result
 
 
-def _way(trial: TrialSpec) -> Callable[..., dict[str, Any]]:
+def _way(trial: Run) -> Callable[..., dict[str, Any]]:
     """How to train: the user's own way, in this process, or on several devices."""
     if trial.function is not None:
         return run_own
@@ -60,7 +60,7 @@ def _way(trial: TrialSpec) -> Callable[..., dict[str, Any]]:
 
 @on_its_path
 def train(
-    trial: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    trial: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
     """The whole of training, in this process (each rank runs it; rank 0 writes)."""
     options, record = trial.train, Record(folder)
@@ -100,7 +100,7 @@ def train(
 
 
 def _pretrain(
-    trial: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    trial: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any] | None:
     """Run the trial that goes before this one, if there is one. If it diverges, so did this one: that is its result."""
     first = trial.pretraining()
@@ -115,7 +115,7 @@ def _pretrain(
 
 
 def _train_on_ranks(
-    trial: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    trial: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
     out: dict[str, Any] = launch(train, trial, folder, execution, report, stop)
     return out
