@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.config.trial import Run
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 
@@ -66,7 +66,7 @@ def undisturbed(spec: Run, folder: Path) -> dict[str, Any]:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    return {k: v for k, v in (Record(folder).final() or {}).items() if k not in ASIDE}
+    return {k: v for k, v in (RunStore(folder).final() or {}).items() if k not in ASIDE}
 
 
 def judge(tally: Tally, folder: Path, whole: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies import Plan, Record, ResultTable, Verdict, judge_pairs, make_report, sentence, summarize, words
+from dampen.studies import Plan, ResultTable, RunStore, Verdict, judge_pairs, make_report, sentence, summarize, words
 from reproductions.pages import claims
 from reproductions.pages.publish import publish, renew
 
@@ -37,7 +37,7 @@ def collect(runs: Path) -> None:
         data: dict[str, Any] = {}
         for row in plan.rows:
             for seed, trial in row.points[0].trials.items():
-                record = Record(folder / trial)
+                record = RunStore(folder / trial)
                 final = record.final()
                 if final is None:
                     continue

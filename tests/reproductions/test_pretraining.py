@@ -11,7 +11,7 @@ from dampen.studies.config.plan import make_plan
 from dampen.studies.config.trial import Run
 from dampen.studies.diagnose import find_trials, from_run
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError
-from dampen.studies.records.record import PRETRAIN, Record
+from dampen.studies.records.record import PRETRAIN, RunStore
 from dampen.studies.report import make_report
 from dampen.studies.study.parts import comparison
 from dampen.studies.trainer.build import load_data
@@ -60,7 +60,7 @@ def test_a_trial_without_pretraining_keeps_its_name(small, pretrained):
 def test_the_encoder_enters_and_the_record_tells(tmp_path, pretrained, quick):
     trial = pretrained([GRAY])
     result = run_trial(trial, tmp_path, replace(quick, keep_weights=False))
-    first = Record(tmp_path / PRETRAIN).final()
+    first = RunStore(tmp_path / PRETRAIN).final()
     assert first["primary"] == ["reconstruction", "min"]
     assert result["pretrain"]["valid"] == first["valid"]
     assert result["primary"] == ["accuracy", "max"]
@@ -75,7 +75,7 @@ def test_the_encoder_enters_and_the_record_tells(tmp_path, pretrained, quick):
 def test_the_autoencoder_learns_and_validation_hides_the_same_patches(tmp_path, pretrained, quick):
     trial = pretrained(pretrain={"model": DECODER, "train": {"epochs": 12}}).pretraining()
     run_trial(trial, tmp_path, quick)
-    errors = [line["valid"]["reconstruction"] for line in Record(tmp_path).lines()]
+    errors = [line["valid"]["reconstruction"] for line in RunStore(tmp_path).lines()]
     assert errors[-1] < 0.9 * errors[0]
     s = TrialState(trial, quick)
     assert s.evaluate("valid") == s.evaluate("valid")
@@ -96,11 +96,11 @@ def test_cut_off_while_pretraining_it_ends_as_if_nothing_had_happened(tmp_path, 
         with pytest.raises(Interrupted, match=f"{PRETRAIN} resumes it"):
             run_trial(trial, tmp_path / "cut", quick, report, stop)
     result = run_trial(trial, tmp_path / "cut", quick)
-    first = Record(tmp_path / "cut" / PRETRAIN).final()
+    first = RunStore(tmp_path / "cut" / PRETRAIN).final()
     assert first["resumed"] == len(stops)
     drop_times = {"pretrain": {k: v for k, v in result["pretrain"].items() if k != "seconds"}}
     assert same(result | drop_times, whole | {"pretrain": drop_times["pretrain"]})
-    assert same(first, Record(tmp_path / "whole" / PRETRAIN).final())
+    assert same(first, RunStore(tmp_path / "whole" / PRETRAIN).final())
     for folder in (".", PRETRAIN):
         assert log_without_times(tmp_path / "cut" / folder) == log_without_times(tmp_path / "whole" / folder)
 
@@ -120,7 +120,7 @@ def test_cut_off_while_fine_tuning_the_pretraining_is_not_run_again(tmp_path, pr
     result = run_trial(trial, tmp_path / "cut", quick, events.append)
     assert not any("phase" in e for e in events)
     assert result["last_weights"] == whole["last_weights"]
-    assert len(Record(tmp_path / "cut" / PRETRAIN).sessions()) == 1
+    assert len(RunStore(tmp_path / "cut" / PRETRAIN).sessions()) == 1
 
 
 def test_a_pretraining_that_diverges_closes_the_trial(tmp_path, pretrained, quick):
@@ -128,11 +128,11 @@ def test_a_pretraining_that_diverges_closes_the_trial(tmp_path, pretrained, quic
     for _ in range(2):  # the second time it is read, not run
         with pytest.raises(Diverged, match=r"In the pretraining \(pretrain/\): Training stopped at step"):
             run_trial(trial, tmp_path, quick)
-    final = Record(tmp_path).final()
+    final = RunStore(tmp_path).final()
     assert (final["id"], final["status"], final["primary"]) == (trial.id, "diverged", ["accuracy", "max"])
-    assert Record(tmp_path).trial() == trial
-    Record(tmp_path).reopen()  # dampen run --retry
-    assert Record(tmp_path).final() is Record(tmp_path / PRETRAIN).final() is None
+    assert RunStore(tmp_path).trial() == trial
+    RunStore(tmp_path).reopen()  # dampen run --retry
+    assert RunStore(tmp_path).final() is RunStore(tmp_path / PRETRAIN).final() is None
 
 
 def test_damaged_pretrained_weights_are_not_used(tmp_path, pretrained, quick):

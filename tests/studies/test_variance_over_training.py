@@ -5,7 +5,7 @@ import torch
 
 from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, Interrupted
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
 from dampen.studies.report.figure import Palette
 from dampen.studies.report.gradient_variance import variance_figure
@@ -23,7 +23,7 @@ METHODS = [
 
 
 def variances(folder):
-    return [measured for line in Record(folder).lines() for measured in line.get("variance", [])]
+    return [measured for line in RunStore(folder).lines() for measured in line.get("variance", [])]
 
 
 def test_equals_a_loop_over_batches(small, quick):
@@ -96,7 +96,7 @@ def test_table_and_figure_have_it(tmp_path):
     for i, row in enumerate(plan.rows):
         for point in row.points:
             for seed, trial in point.trials.items():
-                record = Record(tmp_path / trial)
+                record = RunStore(tmp_path / trial)
                 if (final := record.final()) is None or final["status"] != "finished":
                     continue
                 trace = (1 + int(seed)) * (0.8 if i else 1.0)

@@ -12,7 +12,7 @@ import typer
 from dampen.cli.running import conclude, heed_signals
 from dampen.studies.config.plan import Plan
 from dampen.studies.config.trial import Run
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 
 UntilDecided = Annotated[
     bool,
@@ -59,7 +59,7 @@ def race_and_conclude(
     outcomes: dict[str, Outcome] = {}
 
     def run(trials: list[Run]) -> bool:
-        done = sum(Record(folder / t.id).final() is not None for t in trials)
+        done = sum(RunStore(folder / t.id).final() is not None for t in trials)
         where = named(execution, plan)
         with LiveView(console, plan.labels(trials), done, table) as view:
             result = run_plan(plan, folder, trials, Execution(**where), view, **options)

@@ -14,7 +14,7 @@ from rich.console import Console
 from dampen.cli.common import print_json
 from dampen.studies.config.plan import Plan
 from dampen.studies.config.trial import Run
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 
 if TYPE_CHECKING:
     from dampen.studies.engines.runner import RunResult
@@ -41,7 +41,7 @@ def execute(
 
     console = console_for(stderr=as_json)
     labels = plan.labels(trials)
-    done = sum(Record(folder / t.id).done for t in trials)
+    done = sum(RunStore(folder / t.id).done for t in trials)
     told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already recorded" if done else "")
     console.print(told, soft_wrap=True)
     heed_signals()

@@ -56,7 +56,7 @@ def tuned(
     from dampen.cli.running import resume_command
     from dampen.studies.engines.grid_tuning import BEYOND, chosen_in_words, tune
     from dampen.studies.engines.runner import run_plan
-    from dampen.studies.records.record import Record
+    from dampen.studies.records.record import RunStore
     from dampen.studies.report.terminal import LiveView, console_for
     from dampen.studies.trainer.state import Execution
 
@@ -64,7 +64,7 @@ def tuned(
 
     def run(tuning: Plan, place: Path) -> int:
         trials = tuning.chosen()
-        done = sum(Record(place / t.id).done for t in trials)
+        done = sum(RunStore(place / t.id).done for t in trials)
         recorded = f", {done} already recorded" if done else ""
         what = "tuning, beyond the ranges" if tuning.header.get(BEYOND) else "tuning"
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dampen.studies.records.metric import describe as describe_metric
     from dampen.studies.records.paper import PAPER_SEEDS as PAPER_SEEDS
     from dampen.studies.records.paper import effect_agreement as effect_agreement
-    from dampen.studies.records.record import Record as Record
+    from dampen.studies.records.record import RunStore as RunStore
     from dampen.studies.records.stats import FEWEST as FEWEST_SEEDS
     from dampen.studies.records.stats import LEVEL as LEVEL
     from dampen.studies.records.stats import detectable as detectable
@@ -86,7 +86,7 @@ _HOMES = {
     "records.environment": "describe_machine=describe",
     "records.metric": "Metric describe_metric=describe",
     "records.paper": "PAPER_SEEDS effect_agreement",
-    "records.record": "Record",
+    "records.record": "RunStore",
     "records.stats": (
         "FEWEST_SEEDS=FEWEST LEVEL detectable deviation paired_differences paired_interval summarize t_quantile"
     ),
@@ -118,11 +118,11 @@ __all__ = [
     "Palette",
     "Plan",
     "Recipe",
-    "Record",
     "Report",
     "ResultTable",
     "Run",
     "RunResult",
+    "RunStore",
     "TrainOptions",
     "Trained",
     "Verdict",

@@ -11,7 +11,7 @@ from dampen.studies.data.label_noise import with_label_noise, wrong_labels
 from dampen.studies.data.sets import DATASETS
 from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import TASKS
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
@@ -116,7 +116,7 @@ def test_a_trial_trains_on_them_and_keeps_the_facts(tmp_path):
     noisy = run_trial(trial(noise=0.5), tmp_path / "noisy", quick)
     clean = run_trial(trial(), tmp_path / "clean", quick)
     assert noisy["data"]["noise"]["share"] == 0.5
-    assert Record(tmp_path / "noisy").final()["data"]["noise"]["changed"] == noisy["data"]["noise"]["changed"]
+    assert RunStore(tmp_path / "noisy").final()["data"]["noise"]["changed"] == noisy["data"]["noise"]["changed"]
     assert noisy["last_weights"] != clean["last_weights"]
     assert "noise" not in clean["data"]
 

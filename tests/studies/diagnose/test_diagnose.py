@@ -17,7 +17,7 @@ from dampen.studies.config.trial import Run
 from dampen.studies.diagnose import SECTIONS, Settings, Trained, diagnose, find_trials, from_model, from_run
 from dampen.studies.diagnose.stored import keep, kept
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report.diagnosis import measured_figures
 from dampen.studies.trainer.build import derive, make_model, seed_all
 from dampen.studies.trainer.state import Execution
@@ -71,7 +71,7 @@ def test_every_section_is_measured(result):
 
 def test_the_rebuilt_model_is_the_one_that_was_tested(runs, plain):
     for folder in find_trials(runs):
-        recorded = Record(folder).final()["test"]
+        recorded = RunStore(folder).final()["test"]
         found = diagnose(from_run(folder), Settings(examples=10**6), only=["calibration"])["calibration"]
         assert found["accuracy"] == pytest.approx(recorded["accuracy"])
         assert found["nll"] == pytest.approx(recorded["nll"], rel=1e-5)

@@ -13,7 +13,7 @@ from dampen.studies.engines.engine import Job, make_engine
 from dampen.studies.engines.local import LocalEngine
 from dampen.studies.errors import ConfigError
 from dampen.studies.records.environment import usable_cores
-from dampen.studies.records.record import Record, locked
+from dampen.studies.records.record import RunStore, locked
 from dampen.studies.trainer.checkpoint import saved_states
 from dampen.studies.trainer.train import run_trial
 
@@ -122,4 +122,4 @@ def test_engines_by_name():
 def test_records_can_be_read_while_others_write(tmp_path, small, quick):
     trial = small(epochs=1)
     run_trial(trial, tmp_path, quick)
-    assert Record(tmp_path).final()["id"] == trial.id
+    assert RunStore(tmp_path).final()["id"] == trial.id

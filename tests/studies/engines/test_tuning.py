@@ -239,11 +239,11 @@ class Answers:
         self.value, self.runs, self.trained = value, [], 0
 
     def __call__(self, plan, place):
-        from dampen.studies.records.record import Record
+        from dampen.studies.records.record import RunStore
 
         self.runs.append(plan)
         for id, trial in plan.trials.items():
-            record = Record(place / id)
+            record = RunStore(place / id)
             if record.done:
                 continue
             self.trained += 1

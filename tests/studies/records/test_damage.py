@@ -10,7 +10,7 @@ from dampen.studies.engines.runner import run_plan
 from dampen.studies.errors import DamagedRecord, Interrupted, LabError
 from dampen.studies.files import CHECKSUM, sealed, unsealed
 from dampen.studies.records.rebuild import load_plan, rebuild_plan
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.records.table import read_results
 from dampen.studies.report import make_report
 from dampen.studies.report.read import collect
@@ -52,7 +52,7 @@ def test_a_damaged_log_is_noticed_on_resume_and_repaired(tmp_path, small, quick,
     whole = run_trial(trial, tmp_path / "whole", quick)
     cut_at(trial, tmp_path / "cut", quick, 14)  # in the third epoch, so two lines are there
     log = tmp_path / "cut" / "log.jsonl"
-    assert len(Record(tmp_path / "cut").lines()) == 2
+    assert len(RunStore(tmp_path / "cut").lines()) == 2
     log.write_text(harm(log.read_text()))
     result, warnings = resume(trial, tmp_path / "cut", quick)
     assert len(warnings) == 1
@@ -85,8 +85,8 @@ def test_a_damaged_companion_does_not_block_an_intact_checkpoint(tmp_path, small
     result, _ = resume(trial, tmp_path, quick)
     assert result["resumed"] == 1
     assert (tmp_path / f"{name.split('.')[0]}.damaged.json").read_text() == content  # nothing is thrown away
-    assert Record(tmp_path).trial() == trial
-    assert Record(tmp_path).sessions()[-1]["threads"] == 1
+    assert RunStore(tmp_path).trial() == trial
+    assert RunStore(tmp_path).sessions()[-1]["threads"] == 1
 
 
 def test_a_changed_result_is_noticed(tmp_path, small, quick):
@@ -94,22 +94,22 @@ def test_a_changed_result_is_noticed(tmp_path, small, quick):
     path = tmp_path / "final.json"
     content = json.loads(path.read_text())
     assert content.pop(CHECKSUM)
-    assert content == result == Record(tmp_path).final()
+    assert content == result == RunStore(tmp_path).final()
     changed = json.loads(path.read_text())
     changed["test"]["accuracy"] = 0.999
     path.write_text(json.dumps(changed))
     with pytest.raises(DamagedRecord, match=r"final\.json was changed.*Delete this file"):
-        Record(tmp_path).final()
+        RunStore(tmp_path).final()
     path.write_text(json.dumps(content))  # as older versions wrote it
-    assert Record(tmp_path).final() == result
+    assert RunStore(tmp_path).final() == result
     log = tmp_path / "log.jsonl"
     log.write_text("")
     with pytest.raises(DamagedRecord, match=r"log\.jsonl is damaged: it has 0 lines, .* after 1"):
-        Record(tmp_path).lines()
+        RunStore(tmp_path).lines()
 
 
 def test_a_flipped_byte_in_the_log_names_the_file_and_the_line(tmp_path):
-    record = Record(tmp_path)
+    record = RunStore(tmp_path)
     for epoch in range(3):
         record.log({"epoch": epoch, "valid": {"accuracy": 0.25}})
     path = tmp_path / "log.jsonl"
@@ -130,7 +130,7 @@ def test_a_flipped_byte_in_the_log_names_the_file_and_the_line(tmp_path):
 
 def test_lines_without_checksums_are_read(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"epoch": 0}\n{"epoch": 1}\n')
-    assert Record(tmp_path).lines() == [{"epoch": 0}, {"epoch": 1}]
+    assert RunStore(tmp_path).lines() == [{"epoch": 0}, {"epoch": 1}]
     assert unsealed({"a": 1}, "x", "y") == {"a": 1}
     assert unsealed(sealed({"a": 1}), "x", "y") == {"a": 1}
 

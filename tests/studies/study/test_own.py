@@ -12,7 +12,7 @@ from dampen.studies.config.code import digest_of_file
 from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, Diverged, LabError, Stopped
 from dampen.studies.records.events import parse_event
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
 from dampen.studies.study.asked import ask_own
 from dampen.studies.study.rows import plain_form, read_rows
@@ -60,10 +60,10 @@ def test_records_are_those_of_any_trial_with_costs_from_the_steps(ask, run):
     assert 0 < final["step_cpu_seconds"] < 1
     assert final["parameters"] > 1000
     trial = asked.plan.rows[1].points[0].trials["0"]
-    lines = Record(asked.folder / trial).lines()
+    lines = RunStore(asked.folder / trial).lines()
     assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
     assert set(lines[0]) == {"epoch", "step", "train", "valid", "seconds"}
-    assert Record(asked.folder / trial).trial().id == trial
+    assert RunStore(asked.folder / trial).trial().id == trial
 
 
 def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
@@ -252,7 +252,7 @@ def test_a_killed_trial_goes_on_bit_exactly_from_its_checkpoint(script, ask, run
         assert torch.equal(ours["order"], theirs["order"])
         for name, value in theirs["end"].items():
             assert torch.equal(value, ours["end"][name]), name
-        lines = [Record(a.folder / trial).lines() for a in (whole, cut)]
+        lines = [RunStore(a.folder / trial).lines() for a in (whole, cut)]
         assert [{k: v for k, v in line.items() if k != "seconds"} for line in lines[0]] == [
             {k: v for k, v in line.items() if k != "seconds"} for line in lines[1]
         ]
@@ -343,4 +343,4 @@ def test_words_of_ones_own_in_the_log_are_no_fields_of_events(tmp_path, script):
     run_trial(trial, asked.folder / trial.id, options, sent.append)
     (epoch,) = (e for e in map(parse_event, sent) if e.kind == "epoch")
     assert (epoch.epoch, epoch.valid, epoch.test, epoch.status) == (1, {"accuracy": 0.5}, {}, "")
-    assert Record(asked.folder / trial.id).lines()[0]["test"] == 0.4
+    assert RunStore(asked.folder / trial.id).lines()[0]["test"] == 0.4

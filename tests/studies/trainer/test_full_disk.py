@@ -14,7 +14,7 @@ import pytest
 from dampen.studies.config.plan import make_plan
 from dampen.studies.engines.runner import run_plan
 from dampen.studies.errors import DiskFull
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.study.parts import comparison
 from dampen.studies.trainer.train import run_trial
 from tests.studies.trainer.test_resume import same
@@ -67,7 +67,7 @@ def test_a_trial_on_a_full_disk_says_so_and_resumes(tmp_path, small, quick):
             ballast.unlink()
             result = run_trial(trial, disk / "trial", execution)
             assert same(result, whole)
-            assert Record(disk / "trial").final() == result
+            assert RunStore(disk / "trial").final() == result
 
 
 @needs_mount

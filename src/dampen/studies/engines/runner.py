@@ -14,7 +14,7 @@ from dampen.studies.engines.twins import finals_of, take_over, trained_once
 from dampen.studies.errors import DamagedRecord
 from dampen.studies.records.events import Event
 from dampen.studies.records.plain import finite
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.records.table import ResultTable, plan_table, read_runs
 from dampen.studies.trainer.data_identity import check_recorded
 from dampen.studies.trainer.state import Execution
@@ -78,7 +78,7 @@ def run_plan(
     outcomes: dict[str, Outcome] = {}
     jobs, recorded = [], []
     for trial in trials:
-        record = Record(folder / trial.id)
+        record = RunStore(folder / trial.id)
         try:
             final = record.final()
         except DamagedRecord as error:  # one damaged result must not keep the others from running

@@ -20,7 +20,7 @@ from dampen.studies.config.methods_text import OBJECT
 from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Job, Outcome
 from dampen.studies.errors import DamagedRecord, DiskFull, LabError, Locked
-from dampen.studies.records.record import Record, locked
+from dampen.studies.records.record import RunStore, locked
 from dampen.studies.trainer.kernel_path import path_before
 
 
@@ -96,12 +96,12 @@ def take_over(job: Job, first: Run, outcomes: Mapping[str, Outcome]) -> Outcome:
 
 
 def _take_over(job: Job, first: Run, outcomes: Mapping[str, Outcome]) -> Outcome:
-    source = Record(job.folder.parent / first.id)
+    source = RunStore(job.folder.parent / first.id)
     final = source.final()
     if final is None:
         return outcomes.get(first.id, Outcome("interrupted", None, "not started"))
     with locked(job.folder):
-        record = Record(job.folder)
+        record = RunStore(job.folder)
         record.start(job.trial, (source.sessions() or [{}])[-1])  # results do not need environment.json
         record.write_lines(source.lines())
         for weights in source.folder.glob("*.safetensors"):
@@ -137,6 +137,6 @@ def _done(folder: Path) -> bool:
 
 def _final(folder: Path) -> dict[str, Any] | None:
     try:
-        return Record(folder).final()
+        return RunStore(folder).final()
     except DamagedRecord:  # the run says so where it meets it
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from dampen.studies.config.plan import HEADER, Plan, PlannedRow, Point
 from dampen.studies.config.trial import Run
 from dampen.studies.errors import LabError
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 
 
 def load_plan(folder: Path) -> Plan:
@@ -54,14 +54,14 @@ def rebuild_plan(folder: Path) -> Plan:
 
 def _trial(folder: Path) -> Run | None:
     try:
-        return Record(folder).trial()
+        return RunStore(folder).trial()
     except LabError:
         return None
 
 
 def _primary(folder: Path) -> str:
     try:
-        final = Record(folder).final() or {}
+        final = RunStore(folder).final() or {}
     except LabError:
         return ""
     return str((final.get("primary") or [""])[0])

@@ -67,7 +67,7 @@ def clean_folder(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-class Record:
+class RunStore:
     """Reads and writes one trial's folder."""
 
     def __init__(self, folder: Path | str):
@@ -134,7 +134,7 @@ class Record:
     def reopen(self) -> None:
         """Forget that the trial diverged, or its pretraining, so that it runs again."""
         for path in (self.folder / "final.json", self.folder / PRETRAIN / "final.json"):
-            found = Record(path.parent).final()
+            found = RunStore(path.parent).final()
             if found is not None and found["status"] == "diverged":
                 path.unlink()
 

@@ -11,7 +11,7 @@ from dampen.studies.config.trial import Run
 from dampen.studies.files import read_json
 from dampen.studies.records.diagnosis import Diagnosis
 from dampen.studies.records.final import Final, LogLine, parse_final, parse_lines
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RecordedTrial:
     def _read_log(self) -> tuple[list[LogLine], bool]:
         if not self._log:
             try:
-                self._log.append((parse_lines(Record(self.folder).lines()), False))
+                self._log.append((parse_lines(RunStore(self.folder).lines()), False))
             except ValueError:
                 self._log.append(([], True))
         return self._log[0]
@@ -69,7 +69,7 @@ class RecordedTrial:
 
 def read_trial(folder: Path, trial: Run) -> RecordedTrial | None:
     """A planned trial from its folder; None while it has neither a result nor an error."""
-    record = Record(folder)
+    record = RunStore(folder)
     final = record.final()
     error = read_error(folder) if final is None else ""
     if final is None and not error:

@@ -19,7 +19,7 @@ from dampen.studies.records.diagnosis import diagnosed
 from dampen.studies.records.metric import Metric, describe
 from dampen.studies.records.pairing import averaged_folds, unpaired
 from dampen.studies.records.paper import AgainstPaper, Published, against_paper, effect_agreement, published_figures
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.records.recorded import RecordedTrial, read_trial
 from dampen.studies.records.stats import Summary, summarize
 from dampen.studies.records.step_cost import Cost, cost_against, cost_of
@@ -182,7 +182,7 @@ def read_results(plan: Plan, folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for i in plan.trials:
         with suppress(DamagedRecord):
-            found[i] = Record(folder / i).final()
+            found[i] = RunStore(folder / i).final()
     return {i: r for i, r in found.items() if r is not None}
 
 

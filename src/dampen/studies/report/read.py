@@ -16,7 +16,7 @@ from dampen.studies.files import read_json
 from dampen.studies.records.diagnosis import parse_diagnosis
 from dampen.studies.records.final import parse_final
 from dampen.studies.records.rebuild import rebuild_plan
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.records.recorded import RecordedTrial, read_error
 from dampen.studies.report.stored import BENCH, MEASURED, folders_below, packed_text, unpack
 
@@ -115,7 +115,7 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
 
 def _read_run(folder: Path) -> RecordedTrial | str:
     """The run, or why it cannot be used."""
-    record = Record(folder)
+    record = RunStore(folder)
     try:
         config = read_json(folder / "config.json")
         content = record.final()

@@ -17,7 +17,7 @@ from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError
 from dampen.studies.plugins import active
 from dampen.studies.records.rebuild import load_plan
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report.names import plural
 from dampen.studies.study.rows import PLAIN, Rows, check_params, read_rows
 from dampen.studies.trainer.function import Function
@@ -191,6 +191,6 @@ def with_recorded(plan: Plan, folder: Path) -> Plan:
     recorded = {
         i
         for i, t in earlier.trials.items()
-        if Record(folder / i).done and (t.format in formats if t.function is None else t.function["code"] in code)
+        if RunStore(folder / i).done and (t.format in formats if t.function is None else t.function["code"] in code)
     }
     return plan.joined(earlier, recorded) if recorded else plan

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Report
 from dampen.studies.records.events import Event
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report.pace import Pace
 from dampen.studies.study.notebook import table_html
 
@@ -25,7 +25,7 @@ def view_of(study: Study, trials: list[Run], progress: bool) -> Iterator[Report]
     if not progress:
         yield lambda trial, event: None
         return
-    done = sum(Record(study.folder / t.id).done for t in trials)
+    done = sum(RunStore(study.folder / t.id).done for t in trials)
     if in_notebook():
         yield NotebookView(study, study.plan.labels(trials), done)
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 from dampen.studies.config.trial import Run
 from dampen.studies.errors import Diverged
-from dampen.studies.records.record import PRETRAIN, Record, clean_folder, locked
+from dampen.studies.records.record import PRETRAIN, RunStore, clean_folder, locked
 from dampen.studies.trainer.bookkeeping import Bookkeeping, Event, set_threads
 from dampen.studies.trainer.kernel_path import on_its_path
 from dampen.studies.trainer.losses import NotFinite
@@ -40,7 +40,7 @@ def run_trial(
     """
     folder, execution = Path(folder), execution or Execution()
     with locked(folder):
-        record = Record(folder)
+        record = RunStore(folder)
         result = record.final()
         if result is None:
             clean_folder(folder)
@@ -63,7 +63,7 @@ def train(
     trial: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
     """The whole of training, in this process (each rank runs it; rank 0 writes)."""
-    options, record = trial.train, Record(folder)
+    options, record = trial.train, RunStore(folder)
     set_threads(execution, record)
     s = TrialState(trial, execution, load_pretrained(folder) if trial.pretrain else None)
     keeper = Bookkeeping(s, record, report, stop)
