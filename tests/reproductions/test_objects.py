@@ -13,8 +13,8 @@ from dampen.studies.config.trial import Run
 from dampen.studies.data import load
 from dampen.studies.errors import LabError
 from dampen.studies.metrics import make_metrics
-from dampen.studies.records.final import Detected, parse_final
 from dampen.studies.records.metric import describe
+from dampen.studies.records.result import Detected, parse_result
 from dampen.studies.report import make_report
 from dampen.studies.report.detections import drawn, matched, picture_size
 from dampen.studies.study.parts import ask_parts
@@ -157,7 +157,7 @@ def test_a_trial_from_batch_to_record_and_the_same_again(tmp_path, folder, quick
     assert results[0]["primary"] == ["ap", "max"]
     assert {"ap", "ap50", "ap75"} <= set(results[0]["test"])
     assert "r_drop" in " ".join(results[0]["train"])
-    final = parse_final(json.loads((tmp_path / "a" / "final.json").read_text()))
+    final = parse_result(json.loads((tmp_path / "a" / "final.json").read_text()))
     assert len(final.detections) == 3
     assert picture_size(final.detections[0].image) == (24, 24)
     assert len(final.detections[0].truth) == len(load("voc", folder).test.examples[0].labels)
@@ -261,9 +261,9 @@ def test_records_from_elsewhere_cannot_put_anything_but_pictures_into_the_page()
         "selection": ["ap", "max"],
         "primary": ["ap", "max"],
     }
-    assert parse_final(good).detections == []
+    assert parse_result(good).detections == []
     with pytest.raises(LabError, match="detections"):
-        parse_final({**good, "detections": [{"image": "x", "truth": [["cell", "0", 0, 0, 0]]}]})
+        parse_result({**good, "detections": [{"image": "x", "truth": [["cell", "0", 0, 0, 0]]}]})
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"truth": []}, Detected)
 

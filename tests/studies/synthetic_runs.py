@@ -228,8 +228,8 @@ def edit(path, **changes):
 
 def big_study(rows, seeds=3):
     """A study of many rows in memory, without folders: every number is invented."""
-    from dampen.studies.records.final import Final
-    from dampen.studies.records.recorded import RecordedTrial
+    from dampen.studies.records.logged_run import LoggedRun
+    from dampen.studies.records.result import Result
     from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns
 
     draw, made = random.Random(0), []
@@ -239,7 +239,7 @@ def big_study(rows, seeds=3):
         methods = [{"name": "drop_key", "rate": i / (2 * rows)}] if i else []
         for s in range(seeds):
             accuracy = base[s] + (i / rows) * 0.02 + draw.gauss(0, 0.004)
-            final = Final(
+            final = Result(
                 id=f"{i}-{s}",
                 status="finished",
                 primary=("accuracy", "max"),
@@ -251,6 +251,6 @@ def big_study(rows, seeds=3):
                 last_weights=f"synthetic {i} {s}",
             )
             config = {"id": final.id, "model": {"name": "vit"}, "methods": methods, "seed": s}
-            runs[str(s)] = RecordedTrial(Path("synthetic"), final.id, config, final, [MACHINE])
+            runs[str(s)] = LoggedRun(Path("synthetic"), final.id, config, final, [MACHINE])
         made.append(StudyRow(name, methods, [Cell({}, runs, seeds)], baseline=not i))
     return StudyRuns("big", "Synthetic table of many rows", "accuracy", "max", made)

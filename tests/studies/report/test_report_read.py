@@ -210,11 +210,11 @@ def test_damaged_costs_and_odd_results_are_listed(tmp_path):
 
 
 def test_new_results_say_their_format_and_older_ones_load(tmp_path, small, quick):
-    from dampen.studies.records.final import FORMAT, parse_final
+    from dampen.studies.records.result import FORMAT, parse_result
     from dampen.studies.trainer.train import run_trial
 
     result = run_trial(small(epochs=1), tmp_path / "t", quick)
-    assert parse_final(result).format == FORMAT
+    assert parse_result(result).format == FORMAT
     older = {k: v for k, v in result.items() if k not in ("format", "malloc", "threads")}
-    assert parse_final(older).format == 0
-    assert parse_final(older | {"a field of later": 1}).test == parse_final(result).test
+    assert parse_result(older).format == 0
+    assert parse_result(older | {"a field of later": 1}).test == parse_result(result).test

@@ -11,8 +11,8 @@ from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Job, run_job
 from dampen.studies.errors import DiskFull
 from dampen.studies.records.events import parse_event
-from dampen.studies.records.final import parse_final
-from dampen.studies.records.recorded import RecordedTrial
+from dampen.studies.records.logged_run import LoggedRun
+from dampen.studies.records.result import parse_result
 from dampen.studies.records.table import best_point, plan_table
 from dampen.studies.report.terminal import LiveView, published_text, results_table
 
@@ -45,7 +45,7 @@ def table_of(plan, results):
     """The table of results by trial id, all on one machine."""
     config = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}).to_dict()
     runs = {
-        i: RecordedTrial(Path(i), i, config, parse_final({"id": i, **r}), [{"cpu": "x", "device": "cpu"}])
+        i: LoggedRun(Path(i), i, config, parse_result({"id": i, **r}), [{"cpu": "x", "device": "cpu"}])
         for i, r in results.items()
     }
     return plan_table(plan, runs)
@@ -95,9 +95,7 @@ def test_a_model_in_several_depths_is_compared_within_each():
         model = {"name": "vit", "depth": int(n.split()[0])}
         config = Run.from_dict({"data": {"name": "digits"}, "model": model}).to_dict()
         runs |= {
-            f"{n}0{i}": RecordedTrial(
-                Path(n), f"{n}0{i}", config, parse_final({"id": f"{n}0{i}", **result(0.8, 0.5)}), []
-            )
+            f"{n}0{i}": LoggedRun(Path(n), f"{n}0{i}", config, parse_result({"id": f"{n}0{i}", **result(0.8, 0.5)}), [])
             for i in range(3)
         }
     table = plan_table(plan_of(*rows), runs)

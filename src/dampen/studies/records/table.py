@@ -16,11 +16,11 @@ from typing import Any
 from dampen.studies.config.plan import Plan, PlannedRow, Point
 from dampen.studies.errors import DamagedRecord
 from dampen.studies.records.diagnosis import diagnosed
+from dampen.studies.records.logged_run import LoggedRun, read_run
 from dampen.studies.records.metric import Metric, describe
 from dampen.studies.records.pairing import averaged_folds, unpaired
 from dampen.studies.records.paper import AgainstPaper, Published, against_paper, effect_agreement, published_figures
 from dampen.studies.records.record import RunStore
-from dampen.studies.records.recorded import RecordedTrial, read_trial
 from dampen.studies.records.stats import Summary, summarize
 from dampen.studies.records.step_cost import Cost, cost_against, cost_of
 from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
@@ -162,18 +162,18 @@ class ResultTable:
         return [k for k in keys if k != self.study.metric]
 
 
-def plan_table(plan: Plan, runs: Mapping[str, RecordedTrial]) -> ResultTable:
+def plan_table(plan: Plan, runs: Mapping[str, LoggedRun]) -> ResultTable:
     """The table of a plan, from those of its trials that are recorded."""
     return make_table(runs_of_plan(plan, runs.get))
 
 
-def read_runs(plan: Plan, folder: Path, known: Mapping[str, RecordedTrial] | None = None) -> dict[str, RecordedTrial]:
+def read_runs(plan: Plan, folder: Path, known: Mapping[str, LoggedRun] | None = None) -> dict[str, LoggedRun]:
     """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones not read again."""
     known = known or {}
     found = {}
     for i, trial in plan.trials.items():
         with suppress(DamagedRecord):  # a run names it among what failed
-            found[i] = known.get(i) or read_trial(folder / i, trial)
+            found[i] = known.get(i) or read_run(folder / i, trial)
     return {i: run for i, run in found.items() if run is not None}
 
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dampen.studies.records.logged_run import LoggedRun
 from dampen.studies.records.metric import METRICS, Metric, describe
-from dampen.studies.records.recorded import RecordedTrial
 from dampen.studies.records.study_runs import StudyRuns
 from dampen.studies.records.table import Entry, ResultTable, grid_text
 from dampen.studies.records.verdict import KINDS, Test, Verdict, words
@@ -346,7 +346,7 @@ def _paper(table: ResultTable) -> list[dict[str, Any]]:
     return rows
 
 
-def _machines(runs: list[RecordedTrial]) -> list[list[tuple[str, str]]]:
+def _machines(runs: list[LoggedRun]) -> list[list[tuple[str, str]]]:
     """The different places of the last sessions, without the time."""
     found: dict[tuple[tuple[str, str], ...], None] = {}
     for run in runs:

@@ -17,9 +17,9 @@ from dampen.studies.errors import DamagedRecord, Interrupted, LabError
 from dampen.studies.loggers import Logger, flat, open_loggers
 from dampen.studies.metrics import TASKS, judged_by, selection
 from dampen.studies.records import environment
-from dampen.studies.records.final import FORMAT
 from dampen.studies.records.plain import finite
 from dampen.studies.records.record import RunStore
+from dampen.studies.records.result import FORMAT
 from dampen.studies.trainer.checkpoint import fingerprint, load_newest, save_state, save_weights, saved_states
 from dampen.studies.trainer.distributed import all_ranks, is_sharded, load_model_state, whole_model_state
 from dampen.studies.trainer.losses import NotFinite

@@ -10,18 +10,18 @@ from dampen.studies.allocator import AS_FOUND
 from dampen.studies.config.trial import Run
 from dampen.studies.files import read_json
 from dampen.studies.records.diagnosis import Diagnosis
-from dampen.studies.records.final import Final, LogLine, parse_final, parse_lines
 from dampen.studies.records.record import RunStore
+from dampen.studies.records.result import LogLine, Result, parse_lines, parse_result
 
 
 @dataclass(frozen=True)
-class RecordedTrial:
+class LoggedRun:
     """One trial's folder, read."""
 
     folder: Path
     id: str
     config: dict[str, Any]
-    final: Final | None
+    final: Result | None
     sessions: list[dict[str, Any]]
     measured: Diagnosis = field(default_factory=Diagnosis)
     error: str = ""  # what stopped it, where that was no divergence
@@ -67,7 +67,7 @@ class RecordedTrial:
         return self._log[0]
 
 
-def read_trial(folder: Path, trial: Run) -> RecordedTrial | None:
+def read_run(folder: Path, trial: Run) -> LoggedRun | None:
     """A planned trial from its folder; None while it has neither a result nor an error."""
     record = RunStore(folder)
     final = record.final()
@@ -75,9 +75,7 @@ def read_trial(folder: Path, trial: Run) -> RecordedTrial | None:
     if final is None and not error:
         return None
     config = {"id": trial.id, **trial.to_dict()}
-    return RecordedTrial(
-        folder, trial.id, config, parse_final(final) if final else None, record.sessions(), error=error
-    )
+    return LoggedRun(folder, trial.id, config, parse_result(final) if final else None, record.sessions(), error=error)
 
 
 def read_error(folder: Path) -> str:
