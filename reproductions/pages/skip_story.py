@@ -15,7 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies import Plan, ResultTable, RunStore, Verdict, judge_pairs, make_report, sentence, summarize, words
+from dampen.studies import (
+    Comparison,
+    ResultTable,
+    RunStore,
+    Verdict,
+    judge_pairs,
+    make_report,
+    sentence,
+    summarize,
+    words,
+)
 from reproductions.pages import claims
 from reproductions.pages.publish import publish, renew
 
@@ -31,7 +41,7 @@ Rows = dict[str, list[dict[str, Any]]]
 def collect(runs: Path) -> None:
     """Every finished trial of every always_skip_attention run below `runs` into one small record per recipe."""
     for folder in sorted(path.parent for path in runs.glob("always_skip_attention-*/plan.json")):
-        plan = Plan.load(folder)
+        plan = Comparison.load(folder)
         rows: Rows = {}
         machine: dict[str, Any] = {}
         data: dict[str, Any] = {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dampen.studies.config.names import check_trial
-from dampen.studies.config.plan import make_plan
+from dampen.studies.config.plan import make_comparison
 from dampen.studies.config.trial import Run
 from dampen.studies.diagnose import find_trials, from_run
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError
@@ -175,7 +175,7 @@ def test_a_recipe_tells_the_problems_of_its_pretraining_with_the_others():
     recipe = comparison("digits", None, "drop_key", 1)
     recipe.base["pretrain"] = {"train": {"epochs": 0}}
     with pytest.raises(ConfigError, match=r"plain: pretrain\.train\.epochs: must be 1 or more, got 0"):
-        make_plan(recipe)
+        make_comparison(recipe)
 
 
 def test_names_are_checked_before_anything_runs(pretrained):
@@ -188,7 +188,7 @@ def test_names_are_checked_before_anything_runs(pretrained):
 def test_an_autoencoder_can_be_compared_by_its_own_metric():
     recipe = comparison("digits", "mae(patch_size=2, depth=1)", "token_graying(kind='dct', eps=0.9)", 1)
     assert recipe.metric == "reconstruction"
-    assert len(make_plan(recipe).trials) == 2
+    assert len(make_comparison(recipe).trials) == 2
 
 
 def test_only_images_can_lose_their_labels():

@@ -6,7 +6,7 @@ import math
 import random
 from pathlib import Path
 
-from dampen.studies.config.plan import make_plan
+from dampen.studies.config.plan import make_comparison
 from dampen.studies.config.recipe import Recipe
 from dampen.studies.config.trial import Run
 
@@ -64,7 +64,7 @@ def recipe(rows=None, *, seeds=5, grid=None, report="best", departures=("2,000 i
 def write_study(folder, rows=None, *, name="synthetic", diagnose=False, noise=0.004, epochs=12, **options):
     """Write plan.json and a finished trial folder for each trial; returns the plan."""
     rows = rows or ROWS
-    plan = make_plan(Recipe(name, **recipe(rows, **options)), check_names=False)
+    plan = make_comparison(Recipe(name, **recipe(rows, **options)), check_names=False)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder)

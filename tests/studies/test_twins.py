@@ -11,10 +11,10 @@ import torch
 
 import dampen
 from dampen.native import library
-from dampen.studies.config.plan import Plan, make_plan
+from dampen.studies.config.plan import Comparison, make_comparison
 from dampen.studies.config.recipe import Recipe
 from dampen.studies.data.errors import DamagedData
-from dampen.studies.engines.runner import RunResult, run_plan
+from dampen.studies.engines.runner import RunResult, run_comparison
 from dampen.studies.engines.twins import training_of
 from dampen.studies.records.events import Event
 from dampen.studies.records.record import RunStore, locked
@@ -23,7 +23,7 @@ from dampen.studies.trainer.state import Execution
 EXPLICIT = "explicit_dropout"
 
 
-def plan_of(*rows: tuple[str, dict[str, Any]], seeds: int = 2) -> Plan:
+def plan_of(*rows: tuple[str, dict[str, Any]], seeds: int = 2) -> Comparison:
     base = {
         "data": {"name": "digits", "train_fraction": 0.1},
         "model": {"name": "vit", "patch_size": 4, "width": 8, "depth": 1, "heads": 2, "mlp": 8},
@@ -33,11 +33,11 @@ def plan_of(*rows: tuple[str, dict[str, Any]], seeds: int = 2) -> Plan:
     named: list[dict[str, Any]] = [{"name": "plain", "methods": [], "baseline": True}]
     named += [{"name": name, "methods": [method]} for name, method in rows]
     facts = {"name": "twins", "title": "", "paper": "", "table": "", "cost": "", "command": "", "departures": []}
-    return make_plan(Recipe(**facts, metric="accuracy", base=base, rows=named, scales={"laptop": {}}))  # type: ignore[arg-type]
+    return make_comparison(Recipe(**facts, metric="accuracy", base=base, rows=named, scales={"laptop": {}}))  # type: ignore[arg-type]
 
 
 def run(
-    plan: Plan, folder: Path, only: str | None = None, **options: Any
+    plan: Comparison, folder: Path, only: str | None = None, **options: Any
 ) -> tuple[RunResult, list[str], list[dict[str, Any]]]:
     """The result, the trials that really began, and the outcomes that were told."""
     began, told = [], []
@@ -49,12 +49,12 @@ def run(
             told.append({"trial": trial, "status": event.status, "message": event.message})
 
     chosen = plan.chosen([only] if only else [])
-    done = run_plan(plan, folder, chosen, Execution(threads=1, accelerator="cpu"), report, workers=1, **options)
+    done = run_comparison(plan, folder, chosen, Execution(threads=1, accelerator="cpu"), report, workers=1, **options)
     return done, began, told
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path, RunResult, list[str], list[dict[str, Any]]]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
     plan = plan_of(("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5, "rate": 0.2}))
     folder = tmp_path_factory.mktemp("twins")
     return (plan, folder, *run(plan, folder))
@@ -138,7 +138,7 @@ def test_canonical_arguments_compute_the_same(options: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def half(ran: Any, tmp_path: Path) -> tuple[Plan, RunStore, RunStore]:
+def half(ran: Any, tmp_path: Path) -> tuple[Comparison, RunStore, RunStore]:
     """A study of which the first of two twins is recorded: the plan, its record and that of the other."""
     plan = plan_of(("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5}), seeds=1)
     q, k = (RunStore(tmp_path / plan.rows[i].points[0].trials["0"]) for i in (1, 2))

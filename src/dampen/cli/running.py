@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import print_json
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.config.trial import Run
 from dampen.studies.records.record import RunStore
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def execute(
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
     trials: list[Run],
     as_json: bool,
@@ -34,8 +34,8 @@ def execute(
 
     Where a `page` is asked for, the report of the finished run is written there.
     """
-    from dampen.studies.engines.runner import run_plan
-    from dampen.studies.records.table import plan_table, read_runs
+    from dampen.studies.engines.runner import run_comparison
+    from dampen.studies.records.table import comparison_table, read_runs
     from dampen.studies.report.terminal import LiveView, console_for, results_table
     from dampen.studies.trainer.state import Execution
 
@@ -49,10 +49,10 @@ def execute(
 
     def table() -> Any:
         runs.update(read_runs(plan, folder, known=runs))
-        return results_table(plan_table(plan, runs), verdicts=False)
+        return results_table(comparison_table(plan, runs), verdicts=False)
 
     with LiveView(console, labels, done, table) as view:
-        run = run_plan(plan, folder, trials, Execution(**execution), view, **options)
+        run = run_comparison(plan, folder, trials, Execution(**execution), view, **options)
     conclude(console, run, as_json, next_steps, page)
 
 

@@ -19,8 +19,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dampen.studies.config.plan import Plan as Plan
-    from dampen.studies.config.plan import make_plan as make_plan
+    from dampen.studies.config.plan import Comparison as Comparison
+    from dampen.studies.config.plan import make_comparison as make_comparison
     from dampen.studies.config.recipe import Recipe as Recipe
     from dampen.studies.config.recipe import list_recipes as list_recipes
     from dampen.studies.config.recipe import load_recipe as load_recipe
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dampen.studies.diagnose.trained import Trained as Trained
     from dampen.studies.diagnose.trained import from_run as trained_model
     from dampen.studies.engines.runner import RunResult as RunResult
-    from dampen.studies.engines.runner import run_plan as run_plan
+    from dampen.studies.engines.runner import run_comparison as run_comparison
     from dampen.studies.errors import LabError as LabError
     from dampen.studies.files import checksum as checksum
     from dampen.studies.files import write_json as write_json
@@ -75,12 +75,12 @@ if TYPE_CHECKING:
     from dampen.studies.trainer.train import run_trial as run_trial
 
 _HOMES = {
-    "config.plan": "Plan make_plan",
+    "config.plan": "Comparison make_comparison",
     "config.recipe": "Recipe list_recipes load_recipe",
     "config.trial": "TrainOptions Run",
     "data.sets": "load_data=load",
     "diagnose.trained": "Trained trained_model=from_run",
-    "engines.runner": "RunResult run_plan",
+    "engines.runner": "RunResult run_comparison",
     "errors": "LabError",
     "files": "checksum write_json",
     "records.environment": "describe_machine=describe",
@@ -111,12 +111,12 @@ __all__ = [
     "LEVEL",
     "PAPER_SEEDS",
     "Advice",
+    "Comparison",
     "Entry",
     "Execution",
     "LabError",
     "Metric",
     "Palette",
-    "Plan",
     "Recipe",
     "Report",
     "ResultTable",
@@ -142,7 +142,7 @@ __all__ = [
     "list_recipes",
     "load_data",
     "load_recipe",
-    "make_plan",
+    "make_comparison",
     "make_report",
     "packed_bytes",
     "packed_text",
@@ -150,7 +150,7 @@ __all__ = [
     "paired_interval",
     "picture_size",
     "results_chart",
-    "run_plan",
+    "run_comparison",
     "run_trial",
     "sentence",
     "summarize",

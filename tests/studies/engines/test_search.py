@@ -11,7 +11,7 @@ from dampen.studies.config.search_space import axis_of, make_searchable, plan_at
 from dampen.studies.engines.search import Search, _release_dead, _study, run_one, search
 from dampen.studies.errors import LabError
 from dampen.studies.records.record import RunStore
-from dampen.studies.records.table import plan_table
+from dampen.studies.records.table import comparison_table
 from dampen.studies.report.trust import tuned
 
 
@@ -163,7 +163,7 @@ def test_a_real_search_gives_each_row_its_best_point_on_all_seeds(tmp_path, quic
         assert point.grid == best["values"]
         assert best["id"] not in point.trials.values()  # tuned on a seed that the table does not use
         assert RunStore(tmp_path / "run" / "search" / best["id"]).final()["valid"]["accuracy"] == best["valid"]
-    told = tuned(plan_table(plan, {}))
+    told = tuned(comparison_table(plan, {}))
     assert told.startswith("Settings were tuned: 2 trials for every row on tuning seeds ")
     assert Path(tmp_path / "team.db").exists()
     again = []

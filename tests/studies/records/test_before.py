@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.config.trial import Run
 from dampen.studies.files import read_json
 from dampen.studies.report import make_report
@@ -58,7 +58,7 @@ def test_a_plan_of_format_1_loads_and_plans_no_other_trials(tmp_path):
     assert all(id == trial.id for id, trial in plan.trials.items())
     assert {t.format for t in plan.trials.values()} == {1}
     plan.save(tmp_path)
-    assert Plan.load(tmp_path) == plan
+    assert Comparison.load(tmp_path) == plan
 
 
 def test_a_pack_is_read_whole():

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from dampen.studies.config.plan import Plan, make_plan
-from dampen.studies.engines.runner import run_plan
+from dampen.studies.config.plan import Comparison, make_comparison
+from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import DamagedRecord, Interrupted, LabError
 from dampen.studies.files import CHECKSUM, sealed, unsealed
-from dampen.studies.records.rebuild import load_plan, rebuild_plan
+from dampen.studies.records.rebuild import load_comparison, rebuild_plan
 from dampen.studies.records.record import RunStore
 from dampen.studies.records.table import read_results
 from dampen.studies.report import make_report
@@ -143,9 +143,9 @@ def copy(study, tmp_path):
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"rows": 3}', ""])
 def test_a_damaged_plan_is_rebuilt_from_its_trials(copy, content):
-    before = Plan.load(copy)
+    before = Comparison.load(copy)
     (copy / "plan.json").write_text(content)
-    plan = load_plan(copy)
+    plan = load_comparison(copy)
     recorded = {i for i in before.trials if (copy / i / "config.json").exists()}
     assert set(plan.trials) == recorded
     assert "made again from the trials" in plan.departures[0]
@@ -159,22 +159,22 @@ def test_a_plan_without_trials_cannot_be_rebuilt(tmp_path):
     (tmp_path / "plan.json").write_text("{")
     assert not rebuild_plan(tmp_path).trials
     with pytest.raises(LabError, match="no trial lies beside it"):
-        load_plan(tmp_path)
+        load_comparison(tmp_path)
 
 
 def test_one_damaged_result_does_not_stop_the_others(tmp_path, quick):
     settings = ["data.limit=300", "train.epochs=1", "model.width=16", "model.depth=1", "model.heads=2", "model.mlp=16"]
-    plan = make_plan(comparison("digits", None, "drop_key", 1), settings=settings)
+    plan = make_comparison(comparison("digits", None, "drop_key", 1), settings=settings)
     first, second = plan.chosen()
     run_trial(first, tmp_path / first.id, quick)
     path = tmp_path / first.id / "final.json"
     path.write_text(path.read_text().replace('"status": "finished"', '"status": "finnished"'))
-    run = run_plan(plan, tmp_path, [first, second], quick, workers=1)
+    run = run_comparison(plan, tmp_path, [first, second], quick, workers=1)
     assert run.counts() == {"failed": 1, "finished": 1}
     assert str(path) in run.messages()[0]
     assert list(read_results(plan, tmp_path)) == [second.id]
     path.unlink()  # as the message says
-    assert run_plan(plan, tmp_path, [first, second], quick, workers=1).exit_code == 0
+    assert run_comparison(plan, tmp_path, [first, second], quick, workers=1).exit_code == 0
 
 
 def test_a_changed_pack_is_noticed(tmp_path):

@@ -17,7 +17,7 @@ from dampen.studies.config.methods_text import build_methods
 from dampen.studies.config.names import brings_task
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.plugins import load_plugins
-from dampen.studies.records.rebuild import load_plan
+from dampen.studies.records.rebuild import load_comparison
 from dampen.studies.records.record import PRETRAIN, RunStore
 from dampen.studies.trainer.build import derive, load_data, make_model, places, seed_all
 from dampen.studies.trainer.checkpoint import load_newest, rng_state, set_rng_state
@@ -89,7 +89,7 @@ def find_trials(folder: Path) -> list[Path]:
     finished = [p for p in found if (final := RunStore(p).final()) is not None and final["status"] == "finished"]
     for plan in {path.parent / "plan.json" for path in finished}:
         if plan.is_file():
-            load_plugins(load_plan(plan.parent).header.get("plugins", ()), plan)
+            load_plugins(load_comparison(plan.parent).header.get("plugins", ()), plan)
     if not finished:
         told = f"{len(found)} trials, none of them finished" if found else "no trial"
         raise LabError(f"{folder} holds {told}. Run the command that wrote it again: it resumes, then diagnose.")

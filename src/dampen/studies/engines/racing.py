@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError
 from dampen.studies.records.sequential import first_round
 from dampen.studies.records.stats import LEVEL, has_spread, paired_differences, seeds_needed
-from dampen.studies.records.table import plan_table, read_runs
+from dampen.studies.records.table import comparison_table, read_runs
 from dampen.studies.records.verdict import Verdict, judge
 
 MOST_SEEDS = 64
@@ -154,7 +154,7 @@ def _fixed_plan(
 
 
 def race_plan(
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
     run: Callable[[list[Run]], bool],
     *,
@@ -176,7 +176,7 @@ def race_plan(
     plan.header |= {"test": "sequential"} | ({} if margin is None else {"margin": margin})
 
     def table() -> Any:
-        return plan_table(plan, read_runs(plan, folder))
+        return comparison_table(plan, read_runs(plan, folder))
 
     def train(pairs: list[Pair]) -> bool:
         return run([seeded(plan, row, folds * seed + fold) for row, seed in pairs for fold in range(folds)])
@@ -203,7 +203,7 @@ def race_plan(
     return found
 
 
-def seeded(plan: Plan, row: str, seed: int) -> Run:
+def seeded(plan: Comparison, row: str, seed: int) -> Run:
     """The trial of a row with this seed; made after its others and put into the plan where it is not there yet."""
     (point,) = next(r for r in plan.rows if r.name == row).points
     if str(seed) not in point.trials:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dampen.studies.config.plan import Plan, PlannedRow
+from dampen.studies.config.plan import Comparison, Config
 from dampen.studies.records.logged_run import LoggedRun
 from dampen.studies.records.metric import direction
 
@@ -83,10 +83,10 @@ class StudyRuns:
         self.mode = direction(self.metric, known.get(self.metric))
 
 
-def runs_of_plan(plan: Plan, find: Callable[[str], LoggedRun | None]) -> StudyRuns:
+def runs_of_plan(plan: Comparison, find: Callable[[str], LoggedRun | None]) -> StudyRuns:
     """The rows of a plan with the runs that `find` knows by their trials' ids."""
 
-    def cells(row: PlannedRow) -> list[Cell]:
+    def cells(row: Config) -> list[Cell]:
         made = []
         for point in row.points:
             runs = {seed: run for seed, id in point.trials.items() if (run := find(id))}

@@ -1,7 +1,7 @@
 """The one table: mean, spread, cost, comparison with the reference and with the paper, row by row.
 
 Terminal, page, Markdown, CSV, JSON and LaTeX render this table and compute nothing of their own. It is made from a plan
-and its folder (`plan_table`), or from any runs that belong together (`make_table`).
+and its folder (`comparison_table`), or from any runs that belong together (`make_table`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan, PlannedRow, Point
+from dampen.studies.config.plan import Comparison, Config, Setting
 from dampen.studies.errors import DamagedRecord
 from dampen.studies.records.diagnosis import diagnosed
 from dampen.studies.records.logged_run import LoggedRun, read_run
@@ -162,12 +162,12 @@ class ResultTable:
         return [k for k in keys if k != self.study.metric]
 
 
-def plan_table(plan: Plan, runs: Mapping[str, LoggedRun]) -> ResultTable:
+def comparison_table(plan: Comparison, runs: Mapping[str, LoggedRun]) -> ResultTable:
     """The table of a plan, from those of its trials that are recorded."""
     return make_table(runs_of_plan(plan, runs.get))
 
 
-def read_runs(plan: Plan, folder: Path, known: Mapping[str, LoggedRun] | None = None) -> dict[str, LoggedRun]:
+def read_runs(plan: Comparison, folder: Path, known: Mapping[str, LoggedRun] | None = None) -> dict[str, LoggedRun]:
     """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones not read again."""
     known = known or {}
     found = {}
@@ -177,7 +177,7 @@ def read_runs(plan: Plan, folder: Path, known: Mapping[str, LoggedRun] | None = 
     return {i: run for i, run in found.items() if run is not None}
 
 
-def read_results(plan: Plan, folder: Path) -> dict[str, dict[str, Any]]:
+def read_results(plan: Comparison, folder: Path) -> dict[str, dict[str, Any]]:
     """The results of the plan's trials that are done, by id, as they were written; damaged ones are none."""
     found = {}
     for i in plan.trials:
@@ -228,7 +228,7 @@ def chosen_cell(row: StudyRow) -> Cell:
     return row.cells[max(range(len(scores)), key=lambda i: scores[i])]
 
 
-def best_point(row: PlannedRow, results: Mapping[str, dict[str, Any]]) -> Point:
+def best_setting(row: Config, results: Mapping[str, dict[str, Any]]) -> Setting:
     """The same choice for a planned row, from results by trial id."""
     scores = []
     for point in row.points:

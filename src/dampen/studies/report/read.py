@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.errors import LabError
 from dampen.studies.files import read_json
 from dampen.studies.records.diagnosis import parse_diagnosis
@@ -36,7 +36,7 @@ class Collection:
     """Everything found under the given folders."""
 
     runs: dict[Path, LoggedRun] = field(default_factory=dict)
-    plans: dict[Path, Plan] = field(default_factory=dict)  # by the folder of plan.json
+    plans: dict[Path, Comparison] = field(default_factory=dict)  # by the folder of plan.json
     searches: dict[Path, dict[str, Any]] = field(default_factory=dict)  # search.json beside a plan
     benches: list[dict[str, Any]] = field(default_factory=list)  # records of `dampen bench`
     skipped: list[Skipped] = field(default_factory=list)
@@ -90,7 +90,7 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
     files = {p.name for p in folder.iterdir()}
     if "plan.json" in files:
         try:
-            found.plans[folder] = Plan.load(folder)
+            found.plans[folder] = Comparison.load(folder)
         except (LabError, KeyError, TypeError, AttributeError) as error:
             found.skipped.append(Skipped(f"{name}/plan.json", _told(error, folder)))
             rebuilt = rebuild_plan(folder)

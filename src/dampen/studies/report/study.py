@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.config.written import describe
 from dampen.studies.records.logged_run import LoggedRun
 from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
@@ -47,7 +47,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
     return studies, skipped
 
 
-def _why_not(run: LoggedRun, plan: Plan) -> str:
+def _why_not(run: LoggedRun, plan: Comparison) -> str:
     """Why a trial beside a plan is in none of its rows."""
     function = run.config.get("function") or {}
     codes = {t.function["code"] for t in plan.trials.values() if t.function}
@@ -58,7 +58,7 @@ def _why_not(run: LoggedRun, plan: Plan) -> str:
 
 
 def _from_plan(
-    folder: Path, plan: Plan, by_id: Mapping[str, list[LoggedRun]], searches: Mapping[Path, dict[str, Any]]
+    folder: Path, plan: Comparison, by_id: Mapping[str, list[LoggedRun]], searches: Mapping[Path, dict[str, Any]]
 ) -> tuple[StudyRuns, set[Path]]:
     used: set[Path] = set()
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.config.search_space import tuned_recipe
 from dampen.studies.config.trial import Run
 from dampen.studies.engines.grid_tuning import chosen_in_words, own_metric, tune
 from dampen.studies.engines.racing import race_plan, seconds
-from dampen.studies.engines.runner import RunResult, run_plan
+from dampen.studies.engines.runner import RunResult, run_comparison
 from dampen.studies.errors import ConfigError, Interrupted, LabError
 from dampen.studies.study.asked import Asked, ask_own, planned
 from dampen.studies.study.kept import save_function, save_parts
@@ -139,7 +139,7 @@ def _tune(study: Study, asked: Asked, trials: int) -> None:
     study.folder = study.folder.with_name(f"{study.folder.name}-tuned")
     recipe = tuned_recipe(asked.recipe, trials, asked.settings)
 
-    def train(tuning: Plan, place: Path) -> int:
+    def train(tuning: Comparison, place: Path) -> int:
         own = Study(place, tuning, study.function, study.parts, study.settings)
         return run(own, {}, **study.settings).exit_code
 
@@ -179,7 +179,7 @@ def run(
     options |= {"address": address} if engine == "ray" else {}
     trials = plan.chosen() if chosen is None else chosen
     with view_of(study, trials, progress) as view:
-        result = run_plan(plan, folder, trials, execution, view, retry=False, **options)
+        result = run_comparison(plan, folder, trials, execution, view, retry=False, **options)
     if result.exit_code == 130:
         raise Interrupted(f"Stopped; what was recorded is in {folder}. The same call goes on from there.")
     if not any(o.status == "finished" for o in result.outcomes.values()):
