@@ -17,7 +17,7 @@ from dampen.studies.records.metric import describe
 from dampen.studies.records.result import Detected, parse_result
 from dampen.studies.report import make_report
 from dampen.studies.report.detections import drawn, matched, picture_size
-from dampen.studies.study.parts import ask_parts
+from dampen.studies.study.parts import request_parts
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from reproductions.metrics.objects import best_detections, constant_precision, mean_boxes
@@ -203,7 +203,7 @@ def tiny_detr(tmp_path_factory):
 
 def test_the_detr_of_transformers_is_trained_as_well(tmp_path, folder, quick, tiny_detr):
     settings = ["train.epochs=1", "train.batch_size=4", "data.size=[32, 32]"]
-    asked = ask_parts(f"hf/{tiny_detr}", str(folder), "drop_key(rate=0.2)", 1, settings=settings)
+    asked = request_parts(f"hf/{tiny_detr}", str(folder), "drop_key(rate=0.2)", 1, settings=settings)
     execution = quick.__class__(**{**quick.__dict__, "parts": asked.parts})
     for name, spec in asked.plan.trials.items():
         result = run_trial(spec, tmp_path / name, execution)

@@ -14,7 +14,7 @@ from dampen.native import library
 from dampen.studies.config.plan import Comparison, make_comparison
 from dampen.studies.config.recipe import Recipe
 from dampen.studies.data.errors import DamagedData
-from dampen.studies.engines.runner import RunResult, run_comparison
+from dampen.studies.engines.runner import ComparisonResult, run_comparison
 from dampen.studies.engines.twins import training_of
 from dampen.studies.records.events import Event
 from dampen.studies.records.record import RunStore, locked
@@ -38,7 +38,7 @@ def plan_of(*rows: tuple[str, dict[str, Any]], seeds: int = 2) -> Comparison:
 
 def run(
     plan: Comparison, folder: Path, only: str | None = None, **options: Any
-) -> tuple[RunResult, list[str], list[dict[str, Any]]]:
+) -> tuple[ComparisonResult, list[str], list[dict[str, Any]]]:
     """The result, the trials that really began, and the outcomes that were told."""
     began, told = [], []
 

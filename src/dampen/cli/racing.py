@@ -46,7 +46,7 @@ def race_and_conclude(
     """Race the rows of a plan, print its table and how the race ended, exit with the run's code."""
     from dampen.studies.engines.engine import Outcome
     from dampen.studies.engines.racing import race_plan, seconds
-    from dampen.studies.engines.runner import RunResult, run_comparison
+    from dampen.studies.engines.runner import ComparisonResult, run_comparison
     from dampen.studies.records.table import comparison_table, read_runs
     from dampen.studies.records.verdict import Verdict
     from dampen.studies.report.names import listed
@@ -76,7 +76,7 @@ def race_and_conclude(
     told = f"{plan.name}: seeds until every row is decided" + (f", for {budget} at most" if budget else "")
     console.print(f"{told}, in {folder}", soft_wrap=True, markup=False)
     found = race_plan(plan, folder, run, margin=margin, budget=limit, first=first, look=look)
-    final = RunResult(plan, folder, outcomes, comparison_table(plan, read_runs(plan, folder)))
+    final = ComparisonResult(plan, folder, outcomes, comparison_table(plan, read_runs(plan, folder)))
     conclude(console, final, as_json, next_steps, said=found.told())
 
 

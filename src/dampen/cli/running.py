@@ -17,7 +17,7 @@ from dampen.studies.config.trial import Run
 from dampen.studies.records.record import RunStore
 
 if TYPE_CHECKING:
-    from dampen.studies.engines.runner import RunResult
+    from dampen.studies.engines.runner import ComparisonResult
 
 
 def execute(
@@ -57,7 +57,12 @@ def execute(
 
 
 def conclude(
-    console: Console, run: RunResult, as_json: bool, next_steps: list[str], page: Path | None = None, said: str = ""
+    console: Console,
+    run: ComparisonResult,
+    as_json: bool,
+    next_steps: list[str],
+    page: Path | None = None,
+    said: str = "",
 ) -> NoReturn:
     """The end of a run: the page, the table, what was learned in words, what to type next, the exit code."""
     from dampen.studies.report.advice import advise, in_words
@@ -85,7 +90,7 @@ def conclude(
     raise typer.Exit(run.exit_code)
 
 
-def what_went_wrong(run: RunResult) -> list[str]:
+def what_went_wrong(run: ComparisonResult) -> list[str]:
     """Each message once, with the trials that it is about."""
     from dampen.studies.report.names import listed
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dampen.studies.data.sets import load as load_data
     from dampen.studies.diagnose.trained import Trained as Trained
     from dampen.studies.diagnose.trained import from_run as trained_model
-    from dampen.studies.engines.runner import RunResult as RunResult
+    from dampen.studies.engines.runner import ComparisonResult as ComparisonResult
     from dampen.studies.engines.runner import run_comparison as run_comparison
     from dampen.studies.errors import LabError as LabError
     from dampen.studies.files import checksum as checksum
@@ -80,7 +80,7 @@ _HOMES = {
     "config.trial": "TrainOptions Run",
     "data.sets": "load_data=load",
     "diagnose.trained": "Trained trained_model=from_run",
-    "engines.runner": "RunResult run_comparison",
+    "engines.runner": "ComparisonResult run_comparison",
     "errors": "LabError",
     "files": "checksum write_json",
     "records.environment": "describe_machine=describe",
@@ -112,6 +112,7 @@ __all__ = [
     "PAPER_SEEDS",
     "Advice",
     "Comparison",
+    "ComparisonResult",
     "Entry",
     "Execution",
     "LabError",
@@ -121,7 +122,6 @@ __all__ = [
     "Report",
     "ResultTable",
     "Run",
-    "RunResult",
     "RunStore",
     "TrainOptions",
     "Trained",

@@ -10,7 +10,7 @@ from dampen.studies.config.trial import Run
 from dampen.studies.data.errors import DamagedData
 from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import Interrupted
-from dampen.studies.study.parts import ask_parts
+from dampen.studies.study.parts import request_parts
 from dampen.studies.trainer import data_identity
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.state import TrialState
@@ -66,10 +66,10 @@ def test_a_changed_official_set_is_refused_when_a_trial_is_looked_up(tmp_path, q
 
 def test_own_data_that_changes_between_two_trials_of_one_process_is_read_again(tmp_path):
     path = write_csv(tmp_path / "t.csv")
-    before = ask_parts(None, path, "drop_key", 1)
+    before = request_parts(None, path, "drop_key", 1)
     old = load_data(next(iter(before.plan.trials.values())).data, None, before.parts)
     path.write_text(path.read_text().replace("good", "fine"))
-    after = ask_parts(None, path, "drop_key", 1)
+    after = request_parts(None, path, "drop_key", 1)
     assert set(before.plan.trials).isdisjoint(after.plan.trials)
     new = load_data(next(iter(after.plan.trials.values())).data, None, after.parts)
     assert old.info["sha256"] != new.info["sha256"]

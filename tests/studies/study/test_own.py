@@ -14,7 +14,7 @@ from dampen.studies.errors import ConfigError, Diverged, LabError, Stopped
 from dampen.studies.records.events import parse_event
 from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
-from dampen.studies.study.asked import ask_own
+from dampen.studies.study.request import request_own
 from dampen.studies.study.rows import plain_form, read_rows
 from dampen.studies.trainer.function import as_function
 from dampen.studies.trainer.state import Execution
@@ -336,7 +336,7 @@ def test_words_of_ones_own_in_the_log_are_no_fields_of_events(tmp_path, script):
     words = "test=0.4, count=1.5, steps=2.5, terms=1.0, phase=3.0, status=1.0, message=2.0, variance=0.1"
     logged = f"trial.log(epoch=1, valid={{'accuracy': 0.5}}, {words})"
     script.write_text(f"def train(trial):\n    {logged}\n    return {{'accuracy': 0.5}}\n")
-    asked = ask_own(as_if_new(script), "drop_key", 1, folder=tmp_path / "runs")
+    asked = request_own(as_if_new(script), "drop_key", 1, folder=tmp_path / "runs")
     (trial,) = (t for t in asked.plan.trials.values() if not t.methods)
     sent = []
     options = Execution(threads=1, progress_seconds=0.0, function=asked.function)

@@ -9,7 +9,7 @@ import torch
 from dampen.cli import main
 from dampen.studies.config.names import check_data
 from dampen.studies.config.trial import Run
-from dampen.studies.study.parts import ask_parts
+from dampen.studies.study.parts import request_parts
 from dampen.studies.trainer.build import load_data
 from tests.studies.study.test_parts import write_csv
 
@@ -72,7 +72,7 @@ def test_every_example_is_tested_once_in_a_round_of_folds(kind, tmp_path):
     if kind == "digits":
         data, parts = {"name": "digits", "folds": 4}, None
     else:
-        asked = ask_parts(None, write_csv(tmp_path / "t.csv"), "drop_key", 1, folds=4)
+        asked = request_parts(None, write_csv(tmp_path / "t.csv"), "drop_key", 1, folds=4)
         trial = next(iter(asked.plan.trials.values()))
         data, parts = trial.data, asked.parts
     folds = [load_data(data, None, parts, seed) for seed in range(8)]
@@ -108,7 +108,7 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
     draw = np.random.default_rng(0)
     x, y = draw.normal(3, 5, (60, 4, 2)).astype("float32"), np.arange(60) % 3
     np.savez(tmp_path / "a.npz", x=x, y=y)
-    asked = ask_parts(None, tmp_path / "a.npz", "drop_key", 1, folds=3)
+    asked = request_parts(None, tmp_path / "a.npz", "drop_key", 1, folds=3)
     data, parts = next(iter(asked.plan.trials.values())).data, asked.parts
     for seed in (0, 1):
         fold = load_data(data, None, parts, seed)
@@ -122,7 +122,7 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
     words = [f"{'abc'[i % 3] * 3} word{i} word{i}" for i in range(60)]
     lines = "".join(f"{text},{'abc'[i % 3]}\n" for i, text in enumerate(words))
     (tmp_path / "t.csv").write_text("text,label\n" + lines)
-    asked = ask_parts(None, tmp_path / "t.csv", "drop_key", 1, folds=3)
+    asked = request_parts(None, tmp_path / "t.csv", "drop_key", 1, folds=3)
     data, parts = next(iter(asked.plan.trials.values())).data, asked.parts
     one, two = (load_data(data, None, parts, seed) for seed in (0, 1))
     assert not torch.equal(one.train.ids[:5], two.train.ids[:5])

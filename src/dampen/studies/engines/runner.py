@@ -24,7 +24,7 @@ EXIT_CODES = {"disk full": 6, "no data": 3, "interrupted": 130, "failed": 1, "lo
 
 
 @dataclass
-class RunResult:
+class ComparisonResult:
     """What became of a run."""
 
     plan: Comparison
@@ -71,7 +71,7 @@ def run_comparison(
     engine: str = "local",
     retry: bool = False,
     **engine_options: Any,
-) -> RunResult:
+) -> ComparisonResult:
     """Run the trials of a plan in `folder`, one subfolder each."""
     if engine == "local":
         execution.check_here()
@@ -108,4 +108,4 @@ def run_comparison(
     if not plan.header["metric"] and runs:
         plan.header["metric"] = table.study.metric
         plan.save(folder)
-    return RunResult(plan, folder, outcomes, table)
+    return ComparisonResult(plan, folder, outcomes, table)

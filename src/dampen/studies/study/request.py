@@ -26,7 +26,7 @@ from dampen.studies.trainer.parts import Parts
 
 
 @dataclass
-class Asked:
+class ComparisonRequest:
     """A comparison that can start: the recipe, its plan, where it goes, and the function where there is one."""
 
     recipe: Recipe
@@ -67,7 +67,7 @@ def metric_of(metric: str | Sequence[str] | None) -> tuple[str, str] | None:
     return parts[0], parts[1]
 
 
-def ask_own(
+def request_own(
     function: Function,
     methods: Any,
     seeds: int | Sequence[int] = 8,
@@ -81,7 +81,7 @@ def ask_own(
     same_code: bool = False,
     resume: bool = True,
     command: Sequence[str] = (),
-) -> Asked:
+) -> ComparisonRequest:
     """The comparison of a user's own training."""
     rows = read_rows(methods, reference)
     judged = metric_of(metric)
@@ -98,7 +98,7 @@ def ask_own(
     recipe = replace(recipe, grid={f"function.params.{k}": v for k, v in (grid or {}).items()})
     asked = planned(recipe)
     plan = with_recorded(asked, place)
-    return Asked(recipe, plan, place, asked.chosen(), sent(function, plan, rows, judged), remark)
+    return ComparisonRequest(recipe, plan, place, asked.chosen(), sent(function, plan, rows, judged), remark)
 
 
 def recipe_of(
