@@ -16,6 +16,7 @@ tasks, metrics and recipes.
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -163,8 +164,23 @@ __all__ = [
 ]
 
 
+_RENAMED = {
+    "Plan": "Comparison",
+    "Record": "RunStore",
+    "RunResult": "ComparisonResult",
+    "TrialSpec": "Run",
+    "make_plan": "make_comparison",
+    "run_plan": "run_comparison",
+}
+"""Names of 0.2, which work until 0.4 and warn. `Comparison` was what `Verdict` is now."""
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use: the command reads recipes without waiting for torch."""
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(f"dampen.studies.{name} is now dampen.studies.{new}", DeprecationWarning, stacklevel=2)
+        return __getattr__(new)
     for module, names in _HOMES.items():
         for public, _, there in (entry.partition("=") for entry in names.split()):
             if public == name:
