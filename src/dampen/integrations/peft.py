@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from dampen.handle import Regularization
-from dampen.sockets.adapters import connect_adapters, is_lora
+from dampen.hooks.adapters import connect_adapters, is_lora
 
 
 def connect(reg: Regularization) -> int:

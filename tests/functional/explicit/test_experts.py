@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import dampen
 from dampen import AroraDropout, DropConnect, ExplicitDropout, FeedForwardDropout
 from dampen.regularizer import UnsupportedModel
-from tests.sockets.odd_layers import AllAtOnce, D, Experts, ParameterMixture, Sparse
+from tests.hooks.odd_layers import AllAtOnce, D, Experts, ParameterMixture, Sparse
 
 X = torch.randn(4, 6, D, generator=torch.Generator().manual_seed(0))
 VALID = torch.ones(4, 6)
