@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dampen.sockets.stream import STEADY
+from dampen.hooks.stream import STEADY
 from dampen.studies.bench.alternatives import ALTERNATIVES
 from dampen.studies.bench.presets import PRESETS
 from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step

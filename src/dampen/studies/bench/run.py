@@ -176,7 +176,7 @@ def plain_step(subject: Subject, fused: bool = True) -> Step:
 def regularized_step(subject: Subject, variant: Variant) -> Step:
     """The model with a method in it."""
     import dampen
-    from dampen.sockets.find import find_layers
+    from dampen.hooks.find import find_layers
     from dampen.studies.config.methods_text import build_methods
 
     model = subject.copy()

@@ -20,7 +20,7 @@ def attention_pictures(t: Trained, count: int) -> dict[str, Any]:
     """Label, image, rollout map and prediction of the first test images of different classes."""
     from dampen.diagnostics import attention_weights, overlay, rollout, save_images, token_map
     from dampen.diagnostics.predictions import in_mode, run
-    from dampen.formulas.grid import grid_of
+    from dampen.functional.grid import grid_of
 
     pixels = t.pixels
     batch = t.data.test.batch(_of_different_classes(t.data.test, count))
