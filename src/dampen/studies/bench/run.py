@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.kernels.timing import Timings, machine, time_rounds
 from dampen.native.library import available as native_available
 from dampen.studies.allocator import describe_malloc
 from dampen.studies.bench.alternatives import ALTERNATIVES
@@ -20,6 +19,7 @@ from dampen.studies.bench.memory import peak_memory
 from dampen.studies.bench.papers import PAPERS, attention_as, unfused
 from dampen.studies.bench.presets import PRESETS, targets_of
 from dampen.studies.bench.subject import Subject, make_subject
+from dampen.studies.bench.timing import Timings, machine, time_rounds
 from dampen.studies.bench.variants import Variant, find_variants
 from dampen.studies.errors import ConfigError
 from dampen.studies.report.stored import BENCH
