@@ -15,7 +15,7 @@ from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.records.selection import Tried, remarks, select
 from dampen.studies.report import make_report
 from dampen.studies.report.formats import to_json
-from dampen.studies.report.trust import tuned
+from dampen.studies.report.summary import tuned
 from dampen.studies.study.parts import comparison
 
 RECIPE = """

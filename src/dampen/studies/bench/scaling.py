@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 from dampen.regularizer import ATTENTION_STAGES
 from dampen.studies.bench import papers
-from dampen.studies.bench.memory import available_memory, peak_memory
-from dampen.studies.bench.subject import DTYPES, make_subject
+from dampen.studies.bench.rows import Variant
+from dampen.studies.bench.subject import DTYPES, available_memory, make_subject, peak_memory
 from dampen.studies.bench.timing import compare
-from dampen.studies.bench.variants import Variant
 
 if TYPE_CHECKING:
     from dampen.studies.bench.run import Options, Progress
