@@ -238,7 +238,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-
 def _build() -> None:
     from dampen.native.library import BuildError, build
 
