@@ -24,8 +24,7 @@ def preview(
     from dampen.studies.trainer.state import Execution
 
     plan, folder = asked.plan, asked.folder
-    first = tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ()) if tune else None
-    tuning = len(first.trials) if first else 0
+    tuning = tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ())[1] if tune else 0
     probes = probe(plan, Execution(**execution))
     left = [t.id for t in asked.wanted if not (folder / t.id / "final.json").exists()]
     at_once = workers or max(1, min(usable_cores(), len(left) or 1))

@@ -80,8 +80,8 @@ def run(
     if dry_run:
         from dampen.studies.engines.grid_tuning import tuning_plan
 
-        tuning = None if search else tuning_plan(loaded, scale, changes, row or [])
-        _preview(plan, folder, as_json, tuning, row or (), seed or ())
+        tuning = (None, 0) if search else tuning_plan(loaded, scale, changes, row or [])
+        _preview(plan, folder, as_json, *tuning, row or (), seed or ())
         return
     if not search:
         plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)
@@ -115,14 +115,20 @@ def _has_report() -> bool:
 
 
 def _preview(
-    plan: Plan, folder: Path, as_json: bool, tuning: Plan | None, rows: Sequence[str], seeds: Sequence[int]
+    plan: Plan,
+    folder: Path,
+    as_json: bool,
+    tuning: Plan | None,
+    first: int,
+    rows: Sequence[str],
+    seeds: Sequence[int],
 ) -> None:
     from dampen.studies.engines.grid_tuning import as_large
 
     points = sum(len(r.points) for r in plan.rows)
     trials = {i: t.to_dict() for i, t in plan.trials.items()}
     table = plan if tuning is None else as_large(plan, tuning)
-    first, count = len(tuning.trials) if tuning else 0, len(table.chosen(rows, seeds))
+    count = len(table.chosen(rows, seeds))
     if as_json:
         told = {"run": plan.name, "scale": plan.scale, "folder": str(folder), "trials": trials, "tuning": first}
         print_json({**told, "chosen": count})

@@ -54,7 +54,7 @@ def tuned(
     """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
     from dampen.cli.racing import named
     from dampen.cli.running import resume_command
-    from dampen.studies.engines.grid_tuning import BEYOND, chosen_in_words, tune
+    from dampen.studies.engines.grid_tuning import STAGE, chosen_in_words, tune
     from dampen.studies.engines.runner import run_plan
     from dampen.studies.records.record import Record
     from dampen.studies.report.terminal import LiveView, console_for
@@ -66,7 +66,7 @@ def tuned(
         trials = tuning.chosen()
         done = sum(Record(place / t.id).done for t in trials)
         recorded = f", {done} already recorded" if done else ""
-        what = "tuning, beyond the ranges" if tuning.header.get(BEYOND) else "tuning"
+        what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
             made = run_plan(tuning, place, trials, Execution(**named(execution, tuning)), view, **engine)
