@@ -15,7 +15,7 @@ from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check
 from dampen.studies.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dampen.studies.study.asked import Asked
+    from dampen.studies.study.request import ComparisonRequest
 
 
 @command(
@@ -87,9 +87,9 @@ def compare(
 
     heed_signals()
     warm_up()
-    from dampen.studies.study.asked import planned
     from dampen.studies.study.kept import save_function, save_parts
     from dampen.studies.study.preflight import check_rows
+    from dampen.studies.study.request import planned
     from dampen.studies.trainer.state import Execution
 
     check_search(search)
@@ -102,13 +102,13 @@ def compare(
         _only_the_labs({**theirs, "--accelerator": accelerator != "auto"})
         asked = _own(train, methods, seeds, metric, settings or [], same_code, out, tuning or search is not None)
     else:
-        from dampen.studies.study.parts import ask_parts
+        from dampen.studies.study.parts import request_parts
 
         if same_code:
             raise ConfigError("--same-code", ["only your own training, FILE.py:FUNCTION, can be said to be the same"])
         changes = [*(settings or []), *(["data.partial=true"] if partial else [])]
         places: dict[str, Any] = {"data_dir": data_dir, "out": out, "folds": folds}
-        asked = ask_parts(model, data or "digits", methods, seeds, metric=metric, settings=changes, **places)
+        asked = request_parts(model, data or "digits", methods, seeds, metric=metric, settings=changes, **places)
     execution: dict[str, Any] = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
     execution |= {
         "loggers": tuple(logger or ()),
@@ -195,9 +195,9 @@ def _own(
     same_code: bool,
     out: Path,
     searching: bool,
-) -> Asked:
+) -> ComparisonRequest:
     from dampen.studies.config.plan import read_setting
-    from dampen.studies.study.asked import ask_own
+    from dampen.studies.study.request import request_own
     from dampen.studies.trainer.function import function_in_file
 
     problems = []
@@ -215,12 +215,12 @@ def _own(
     command += ["--metric", metric] if metric else []
     command += [part for setting in settings for part in ("--set", setting)]
     function = function_in_file(train)
-    return ask_own(
+    return request_own(
         function, methods, seeds, metric=metric, params=params, out=out, same_code=same_code, command=command
     )
 
 
-def _named(asked: Asked, plan: Any) -> Any:
+def _named(asked: ComparisonRequest, plan: Any) -> Any:
     """The function, told the rows of another plan."""
     from dataclasses import replace
 

@@ -31,13 +31,13 @@ def demo(
     from dampen.cli.running import execute
     from dampen.studies.config.catalog import catalog
     from dampen.studies.config.demo import demo_recipe
-    from dampen.studies.config.plan import make_plan
+    from dampen.studies.config.plan import make_comparison
     from dampen.studies.processes import warm_up
 
     warm_up()
     folder = out / "demo"
     if fresh and folder.is_dir():
         shutil.rmtree(folder)
-    plan = make_plan(demo_recipe(list(catalog()), seeds))
+    plan = make_comparison(demo_recipe(list(catalog()), seeds))
     page = folder / "report.html"
     execute(plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, NEXT, page, workers=workers)

@@ -10,11 +10,11 @@ from rich.console import Console
 from dampen.cli.common import print_json
 
 if TYPE_CHECKING:
-    from dampen.studies.study.asked import Asked
+    from dampen.studies.study.request import ComparisonRequest
 
 
 def preview(
-    asked: Asked, execution: dict[str, Any], workers: int | None, as_json: bool, tune: int | None = None
+    asked: ComparisonRequest, execution: dict[str, Any], workers: int | None, as_json: bool, tune: int | None = None
 ) -> None:
     """Take a few steps of every row and say what would run; exits with 1 if a row cannot."""
     from dampen.studies.config.search_space import tuned_recipe
@@ -61,7 +61,7 @@ def preview(
         raise typer.Exit(1)
 
 
-def identities(asked: Asked) -> dict[str, str]:
+def identities(asked: ComparisonRequest) -> dict[str, str]:
     """What each part of the trials is known by."""
     trial = asked.wanted[0]
     if trial.function is not None:

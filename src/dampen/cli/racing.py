@@ -10,9 +10,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dampen.cli.running import conclude, heed_signals
-from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.records.record import Record
+from dampen.studies.config.plan import Comparison
+from dampen.studies.config.trial import Run
+from dampen.studies.records.record import RunStore
 
 UntilDecided = Annotated[
     bool,
@@ -32,7 +32,7 @@ GOING = (0, 1, 4, 5)
 
 
 def race_and_conclude(
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
     as_json: bool,
     execution: dict[str, Any],
@@ -46,9 +46,9 @@ def race_and_conclude(
     """Race the rows of a plan, print its table and how the race ended, exit with the run's code."""
     from dampen.studies.engines.engine import Outcome
     from dampen.studies.engines.racing import race_plan, seconds
-    from dampen.studies.engines.runner import RunResult, run_plan
-    from dampen.studies.records.table import plan_table, read_runs
-    from dampen.studies.records.verdict import Comparison
+    from dampen.studies.engines.runner import ComparisonResult, run_comparison
+    from dampen.studies.records.table import comparison_table, read_runs
+    from dampen.studies.records.verdict import Verdict
     from dampen.studies.report.names import listed
     from dampen.studies.report.terminal import LiveView, console_for, results_table
     from dampen.studies.trainer.state import Execution
@@ -58,29 +58,29 @@ def race_and_conclude(
     heed_signals()
     outcomes: dict[str, Outcome] = {}
 
-    def run(trials: list[TrialSpec]) -> bool:
-        done = sum(Record(folder / t.id).final() is not None for t in trials)
+    def run(trials: list[Run]) -> bool:
+        done = sum(RunStore(folder / t.id).final() is not None for t in trials)
         where = named(execution, plan)
         with LiveView(console, plan.labels(trials), done, table) as view:
-            result = run_plan(plan, folder, trials, Execution(**where), view, **options)
+            result = run_comparison(plan, folder, trials, Execution(**where), view, **options)
         outcomes.update(result.outcomes)
         return result.exit_code in GOING
 
     def table() -> Any:
-        return results_table(plan_table(plan, read_runs(plan, folder)), verdicts=False)
+        return results_table(comparison_table(plan, read_runs(plan, folder)), verdicts=False)
 
-    def look(round: int, open_: list[str], verdicts: Mapping[str, Comparison]) -> None:
+    def look(round: int, open_: list[str], verdicts: Mapping[str, Verdict]) -> None:
         still = f"{len(open_)} of {len(verdicts)} rows open" + (f": {listed(open_)}" if open_ else "")
         console.print(f"round {round}: {still}", soft_wrap=True, markup=False)
 
     told = f"{plan.name}: seeds until every row is decided" + (f", for {budget} at most" if budget else "")
     console.print(f"{told}, in {folder}", soft_wrap=True, markup=False)
     found = race_plan(plan, folder, run, margin=margin, budget=limit, first=first, look=look)
-    final = RunResult(plan, folder, outcomes, plan_table(plan, read_runs(plan, folder)))
+    final = ComparisonResult(plan, folder, outcomes, comparison_table(plan, read_runs(plan, folder)))
     conclude(console, final, as_json, next_steps, said=found.told())
 
 
-def named(execution: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
     """A training of the user's own knows its row by the trial's id, and every round has new trials."""
     function = execution.get("function")
     if function is None:

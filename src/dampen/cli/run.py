@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command, print_json
 from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
-from dampen.studies.config.plan import Plan, make_plan
+from dampen.studies.config.plan import Comparison, make_comparison
 from dampen.studies.config.recipe import Recipe, load_recipe
 
 
@@ -67,7 +67,7 @@ def run(
         heed_signals()
         warm_up()
         changes += _own_data(loaded, scale, data_dir)
-    plan = make_plan(loaded, scale, changes, seed or None)
+    plan = make_comparison(loaded, scale, changes, seed or None)
     trials = plan.chosen(row or (), seed or ())
     folder = out / run_name(plan, settings or [])
     execution: dict[str, Any] = {
@@ -102,7 +102,7 @@ def _own_data(recipe: Recipe, scale: str | None, data_dir: str | None) -> list[s
     return [f'data.fingerprint="{found}"'] if found else []
 
 
-def run_name(plan: Plan, settings: list[str]) -> str:
+def run_name(plan: Comparison, settings: list[str]) -> str:
     """The folder of a run. Settings make it another run: their trials do not belong in the recipe's own table."""
     name = f"{plan.name.replace('/', '-')}-{plan.scale}"
     return name + (f"-{hashlib.sha256(repr(sorted(settings)).encode()).hexdigest()[:8]}" if settings else "")
@@ -115,10 +115,10 @@ def _has_report() -> bool:
 
 
 def _preview(
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
     as_json: bool,
-    tuning: Plan | None,
+    tuning: Comparison | None,
     first: int,
     rows: Sequence[str],
     seeds: Sequence[int],

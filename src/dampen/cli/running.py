@@ -12,18 +12,18 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import print_json
-from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.records.record import Record
+from dampen.studies.config.plan import Comparison
+from dampen.studies.config.trial import Run
+from dampen.studies.records.record import RunStore
 
 if TYPE_CHECKING:
-    from dampen.studies.engines.runner import RunResult
+    from dampen.studies.engines.runner import ComparisonResult
 
 
 def execute(
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
-    trials: list[TrialSpec],
+    trials: list[Run],
     as_json: bool,
     execution: dict[str, Any],
     next_steps: list[str],
@@ -34,14 +34,14 @@ def execute(
 
     Where a `page` is asked for, the report of the finished run is written there.
     """
-    from dampen.studies.engines.runner import run_plan
-    from dampen.studies.records.table import plan_table, read_runs
+    from dampen.studies.engines.runner import run_comparison
+    from dampen.studies.records.table import comparison_table, read_runs
     from dampen.studies.report.terminal import LiveView, console_for, results_table
     from dampen.studies.trainer.state import Execution
 
     console = console_for(stderr=as_json)
     labels = plan.labels(trials)
-    done = sum(Record(folder / t.id).done for t in trials)
+    done = sum(RunStore(folder / t.id).done for t in trials)
     told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already recorded" if done else "")
     console.print(told, soft_wrap=True)
     heed_signals()
@@ -49,15 +49,20 @@ def execute(
 
     def table() -> Any:
         runs.update(read_runs(plan, folder, known=runs))
-        return results_table(plan_table(plan, runs), verdicts=False)
+        return results_table(comparison_table(plan, runs), verdicts=False)
 
     with LiveView(console, labels, done, table) as view:
-        run = run_plan(plan, folder, trials, Execution(**execution), view, **options)
+        run = run_comparison(plan, folder, trials, Execution(**execution), view, **options)
     conclude(console, run, as_json, next_steps, page)
 
 
 def conclude(
-    console: Console, run: RunResult, as_json: bool, next_steps: list[str], page: Path | None = None, said: str = ""
+    console: Console,
+    run: ComparisonResult,
+    as_json: bool,
+    next_steps: list[str],
+    page: Path | None = None,
+    said: str = "",
 ) -> NoReturn:
     """The end of a run: the page, the table, what was learned in words, what to type next, the exit code."""
     from dampen.studies.report.advice import advise, in_words
@@ -85,7 +90,7 @@ def conclude(
     raise typer.Exit(run.exit_code)
 
 
-def what_went_wrong(run: RunResult) -> list[str]:
+def what_went_wrong(run: ComparisonResult) -> list[str]:
     """Each message once, with the trials that it is about."""
     from dampen.studies.report.names import listed
 

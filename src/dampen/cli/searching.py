@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.config.recipe import Recipe
 from dampen.studies.errors import ConfigError
 
@@ -26,7 +26,7 @@ Storage = Annotated[
 
 
 def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
-    """The options of `run_plan` for an engine; one that nobody offers is refused before anything starts."""
+    """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts."""
     from dampen.studies.engines.engine import check_engine
 
     check_engine(engine)
@@ -43,33 +43,33 @@ def check_search(search: str | None) -> None:
 
 def tuned(
     recipe: Recipe,
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
     execution: dict[str, Any],
     scale: str | None,
     settings: Sequence[str],
     rows: Sequence[str],
     **engine: Any,
-) -> Plan:
+) -> Comparison:
     """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
     from dampen.cli.racing import named
     from dampen.cli.running import resume_command
     from dampen.studies.engines.grid_tuning import STAGE, chosen_in_words, tune
-    from dampen.studies.engines.runner import run_plan
-    from dampen.studies.records.record import Record
+    from dampen.studies.engines.runner import run_comparison
+    from dampen.studies.records.record import RunStore
     from dampen.studies.report.terminal import LiveView, console_for
     from dampen.studies.trainer.state import Execution
 
     console = console_for(stderr=True)
 
-    def run(tuning: Plan, place: Path) -> int:
+    def run(tuning: Comparison, place: Path) -> int:
         trials = tuning.chosen()
-        done = sum(Record(place / t.id).done for t in trials)
+        done = sum(RunStore(place / t.id).done for t in trials)
         recorded = f", {done} already recorded" if done else ""
         what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
-            made = run_plan(tuning, place, trials, Execution(**named(execution, tuning)), view, **engine)
+            made = run_comparison(tuning, place, trials, Execution(**named(execution, tuning)), view, **engine)
         for message in made.messages():
             console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
         return made.exit_code
@@ -94,7 +94,7 @@ def searched(
     scale: str | None = None,
     settings: Sequence[str] = (),
     seeds: Sequence[int] | None = None,
-) -> Plan:
+) -> Comparison:
     """Search every row, with a line per trial on standard error, and return the plan of what was found best."""
     from dampen.studies.engines.search import search
     from dampen.studies.trainer.state import Execution

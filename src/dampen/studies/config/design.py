@@ -38,7 +38,7 @@ MOST_PROBABLE = 0.95
 BEYOND = 0.25
 """How far a range is extended, as a part of its own length."""
 AXIS_KEYS = ("low", "high", "log", "min", "max", "start")
-Setting = dict[str, Any]
+AxisValues = dict[str, Any]
 """A value for each axis of a row."""
 
 
@@ -223,7 +223,7 @@ def _filled(value: Any, variable: str, name: str = "") -> list[str]:
     return [name] if value == variable else []
 
 
-def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[Setting]]:
+def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[AxisValues]]:
     """`count` settings for every row: centered Latin hypercube, its columns spread over each other, the same for all.
 
     >>> found = design({"one": [Axis("lr", 1, 2)], "two": [Axis("lr", 1, 2), Axis("rate", 0, 1)]}, 4)
@@ -242,7 +242,7 @@ def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[Set
     return {row: [{a.key: a.value(places[a.key][i]) for a in own} for i in range(count)] for row, own in axes.items()}
 
 
-def first_stage(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[Setting]]:
+def first_stage(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[AxisValues]]:
     """The settings of the first of two stages: learning rates and weight decays, with each strength at its start.
 
     >>> rate = Axis("rate", 0.1, 0.5, first=0.2)
@@ -256,8 +256,8 @@ def first_stage(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, lis
 
 
 def second_stage(
-    axes: Mapping[str, Sequence[Axis]], best: Mapping[str, Setting], count: int
-) -> dict[str, list[Setting]]:
+    axes: Mapping[str, Sequence[Axis]], best: Mapping[str, AxisValues], count: int
+) -> dict[str, list[AxisValues]]:
     """`count` more settings for every row with a best one: its strengths vary, or else its axes close to the best.
 
     None of them is the best one again. Rows without a best one yet belong to the hypercube too, so that the settings of
@@ -267,7 +267,7 @@ def second_stage(
     for row, own in axes.items():
         common, strengths = _split(own)
         varied[row] = strengths or [a.near(best[row][a.key]) if row in best else a for a in common]
-    found: dict[str, list[Setting]] = {}
+    found: dict[str, list[AxisValues]] = {}
     for drawn in (count + 1, count):  # an even number has no setting in the middle, where the best one often lies
         for row, settings in design(varied, drawn).items():
             new = [s for s in settings if row in best and not _same(s, best[row], varied[row])]
@@ -276,7 +276,7 @@ def second_stage(
     return found
 
 
-def _same(one: Setting, other: Setting, axes: Sequence[Axis]) -> bool:
+def _same(one: AxisValues, other: AxisValues, axes: Sequence[Axis]) -> bool:
     """Whether two settings differ by less than a hundredth of each range."""
     return all(abs(a.place(one[a.key]) - a.place(other[a.key])) < 0.01 for a in axes)
 

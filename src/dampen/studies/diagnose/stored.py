@@ -11,7 +11,7 @@ from typing import Any, cast
 from dampen.studies.diagnose.measure import SECTIONS, Settings
 from dampen.studies.files import read_json, write_json
 from dampen.studies.records.diagnosis import parse_diagnosis
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report.stored import MEASURED
 
 
@@ -41,7 +41,7 @@ def kept(folder: Path, settings: Settings, only: Sequence[str] = ()) -> dict[str
     """What was measured before, if it is of this trial, with these settings, and has all that is asked for."""
     found = _read(folder)
     wanted = [name for name in SECTIONS if not only or name in only]
-    if found.get("trial") != Record(folder).trial().id:
+    if found.get("trial") != RunStore(folder).trial().id:
         return None
     used, asked = _measured_with(found), _plain(asdict(settings))
     return found if all(used.get(name) == asked for name in wanted) else None

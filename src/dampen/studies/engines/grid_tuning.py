@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.design import SETTINGS, STRENGTH_SETTINGS, Axis, Setting, second_stage
-from dampen.studies.config.plan import Plan, PlannedRow, Point, design_of, make_plan
+from dampen.studies.config.design import SETTINGS, STRENGTH_SETTINGS, Axis, AxisValues, second_stage
+from dampen.studies.config.plan import Comparison, Config, Setting, design_of, make_comparison
 from dampen.studies.config.recipe import Recipe
 from dampen.studies.config.search_space import axis_of
 from dampen.studies.errors import ConfigError, LabError
@@ -39,14 +39,14 @@ GOING = (0, 1, 5)
 class Tuning:
     """The settings that are tried: the plan of their trials, the axes of each row, and what extended them."""
 
-    plan: Plan
+    plan: Comparison
     axes: dict[str, list[Axis]]
     settings: int  # of each row, in both stages; 0 for a grid, whose rows may differ
     strength_settings: int = 0  # how many of them belong to the second stage
     inside: dict[str, int] = field(default_factory=dict)  # by row, settings within its ranges; the others extend them
     extended: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by row
 
-    def of(self, rows: Sequence[str], after: Mapping[str, int] | None = None, stage: str = "") -> Plan:
+    def of(self, rows: Sequence[str], after: Mapping[str, int] | None = None, stage: str = "") -> Comparison:
         """The plan of these rows alone, or of all; of the settings after the first so many of each row, where given."""
         kept = [row for row in self.plan.rows if not rows or row.name in rows]
         if after is not None:
@@ -54,7 +54,7 @@ class Tuning:
             kept = [row for row in kept if row.points]
         used = {i for row in kept for point in row.points for i in point.trials.values()}
         header = self.plan.header | ({STAGE: stage} if stage else {})
-        plan = Plan(**{**self.plan.__dict__, "rows": kept, "header": header})
+        plan = Comparison(**{**self.plan.__dict__, "rows": kept, "header": header})
         plan.trials = {i: t for i, t in self.plan.trials.items() if i in used}
         return plan
 
@@ -63,13 +63,13 @@ class Tuning:
         return {row.name: len(row.points) for row in self.plan.rows}
 
     def add(
-        self, recipe: Recipe, scale: str | None, settings: Sequence[str], more: Mapping[str, list[Setting]]
+        self, recipe: Recipe, scale: str | None, settings: Sequence[str], more: Mapping[str, list[AxisValues]]
     ) -> None:
         """Append settings to rows."""
         at = recipe.at(scale)
-        points: dict[str, list[Setting]] = {row["name"]: [] for row in at["rows"]}
+        points: dict[str, list[AxisValues]] = {row["name"]: [] for row in at["rows"]}
         points |= {row.name: [p.grid for p in row.points] + more.get(row.name, []) for row in self.plan.rows}
-        self.plan = make_plan(recipe, scale, settings, at["tuning_seeds"], points=points)
+        self.plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=points)
         self.plan = self.of(list(self.axes))
 
 
@@ -78,11 +78,11 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
     at = recipe.at(scale)
     if at["search"]:
         axes, tried = design_of(recipe, scale, settings)
-        plan = make_plan(recipe, scale, settings, at["tuning_seeds"], points=tried)
+        plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=tried)
         more = at["search"].get(STRENGTH_SETTINGS, 0)
         count = at["search"][SETTINGS] + more
     elif at.get("tuning_seeds"):
-        plan, count = make_plan(recipe, scale, settings, at["tuning_seeds"]), 0
+        plan, count = make_comparison(recipe, scale, settings, at["tuning_seeds"]), 0
         more = 0
         axes = {row.name: _grid_axes(row) for row in plan.rows if len(row.points) > 1}
     else:
@@ -94,7 +94,7 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
 
 def tuning_plan(
     recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]
-) -> tuple[Plan | None, int]:
+) -> tuple[Comparison | None, int]:
     """The trials that choose, as far as they are known before any has run, and how many there will be with those of a
     second stage; extended ranges come on top. None and 0 where nothing is chosen."""
     tuning = make_tuning(recipe, scale, settings)
@@ -104,16 +104,16 @@ def tuning_plan(
     return plan, len(plan.trials) + len(plan.rows) * tuning.strength_settings * len(plan.seeds)
 
 
-def _grid_axes(row: PlannedRow) -> list[Axis]:
+def _grid_axes(row: Config) -> list[Axis]:
     return [axis_of(key, [p.grid[key] for p in row.points]) for key in row.points[0].grid]
 
 
-def as_large(plan: Plan, tuning: Plan) -> Plan:
+def as_large(plan: Comparison, tuning: Comparison) -> Comparison:
     """The plan with as many trials as it will have once its points are chosen, whichever they are."""
     return _at(plan, {row.name: row.points[0].grid for row in tuning.rows})
 
 
-def _at(plan: Plan, chosen: Mapping[str, Setting]) -> Plan:
+def _at(plan: Comparison, chosen: Mapping[str, AxisValues]) -> Comparison:
     """The plan with these rows at these grid points; a table that reports all keeps them all."""
     if plan.header["report"] == "all":
         return plan
@@ -127,13 +127,13 @@ def _at(plan: Plan, chosen: Mapping[str, Setting]) -> Plan:
 
 def tune(
     recipe: Recipe,
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
     scale: str | None,
     settings: Sequence[str],
     rows: Sequence[str],
-    run: Callable[[Plan, Path], int],
-) -> tuple[Plan, int]:
+    run: Callable[[Comparison, Path], int],
+) -> tuple[Comparison, int]:
     """Run the tuning trials with `run` (a plan and a folder to an exit code) and choose. A code that is not 0 says why
     nothing could be chosen.
 
@@ -170,12 +170,12 @@ def tune(
     if not tuning.settings:
         return _at(plan, points), 0
     waiting = {row.name: [p.grid for p in row.points] for row in plan.rows}
-    made = make_plan(recipe, scale, settings, plan.seeds, points=waiting | {k: [v] for k, v in points.items()})
+    made = make_comparison(recipe, scale, settings, plan.seeds, points=waiting | {k: [v] for k, v in points.items()})
     made.header |= plan.header
     return made, 0
 
 
-def _check_chosen(tuning: Plan, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path) -> None:
+def _check_chosen(tuning: Comparison, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path) -> None:
     """A row of which nothing can be chosen stops the run, unless all its runs diverged: then that is its result."""
     for row in tuning.rows:
         ended = [id in results for point in row.points for id in point.trials.values()]
@@ -212,15 +212,15 @@ def chosen_in_words(folder: Path) -> list[str]:
     return lines
 
 
-def _strengths(tuning: Tuning, found: Mapping[str, Selection | None]) -> dict[str, list[Setting]]:
+def _strengths(tuning: Tuning, found: Mapping[str, Selection | None]) -> dict[str, list[AxisValues]]:
     """The settings of the second stage, around the best of the first."""
     best = {row: selection.chosen.values for row, selection in found.items() if selection is not None}
     return second_stage(tuning.axes, best, tuning.strength_settings) if tuning.strength_settings else {}
 
 
-def _extensions(tuning: Tuning, found: Mapping[str, Selection | None]) -> dict[str, list[Setting]]:
+def _extensions(tuning: Tuning, found: Mapping[str, Selection | None]) -> dict[str, list[AxisValues]]:
     """Settings beyond the ends at which rows chose."""
-    points: dict[str, list[Setting]] = {}
+    points: dict[str, list[AxisValues]] = {}
     for row, selection in found.items() if tuning.settings else ():
         more = _beyond(selection, tuning.axes[row], tuning.settings) if selection is not None else []
         for key, upwards, extra in more:
@@ -230,7 +230,7 @@ def _extensions(tuning: Tuning, found: Mapping[str, Selection | None]) -> dict[s
     return points
 
 
-def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[tuple[str, bool, list[Setting]]]:
+def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[tuple[str, bool, list[AxisValues]]]:
     """A quarter of the settings again, shared by the ends at which the choice lies; the other values stay chosen."""
     by_key, chosen = {axis.key: axis for axis in axes}, selection.chosen.values
     ends = [(key, upwards) for key, upwards in selection.edges if by_key[key].beyond(upwards, 1)]
@@ -238,7 +238,7 @@ def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[t
     found = []
     for i, (key, upwards) in enumerate(ends):
         share = count // len(ends) + (i < count % len(ends))
-        extra: list[Setting] = [{**chosen, key: value} for value in by_key[key].beyond(upwards, share)]
+        extra: list[AxisValues] = [{**chosen, key: value} for value in by_key[key].beyond(upwards, share)]
         found.append((key, upwards, extra))
     return found
 
@@ -258,12 +258,12 @@ def _metric(results: Mapping[str, Any]) -> tuple[str, str]:
     return next((tuple(r["selection"]) for r in results.values() if "selection" in r), ("", "max"))
 
 
-def _tried(row: PlannedRow, results: Mapping[str, Any], inside: int) -> list[Tried]:
+def _tried(row: Config, results: Mapping[str, Any], inside: int) -> list[Tried]:
     """The settings of a row; those after the first `inside` came with an extension."""
     return [_one(p, results, i >= inside) for i, p in enumerate(row.points)]
 
 
-def _one(point: Point, results: Mapping[str, Any], extension: bool) -> Tried:
+def _one(point: Setting, results: Mapping[str, Any], extension: bool) -> Tried:
     values: dict[str, float | None] = {}
     states = {}
     for seed, id in point.trials.items():
@@ -295,7 +295,7 @@ def _told(tuning: Tuning, chosen: Mapping[str, Selection], results: Mapping[str,
     return _head(tuning, results) | {"rows": rows}
 
 
-def _row(row: PlannedRow, tuning: Tuning, found: Selection | None, results: Mapping[str, Any]) -> dict[str, Any]:
+def _row(row: Config, tuning: Tuning, found: Selection | None, results: Mapping[str, Any]) -> dict[str, Any]:
     tried, extended = _tried(row, results, tuning.inside[row.name]), tuning.extended.get(row.name, [])
     trials = [
         {"values": t.values, "valid": t.mean, "by_seed": t.by_seed, "ids": t.ids, "states": t.states}

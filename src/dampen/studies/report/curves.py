@@ -6,8 +6,8 @@ import math
 import statistics
 from typing import Any
 
-from dampen.studies.records.final import LogLine
 from dampen.studies.records.metric import describe
+from dampen.studies.records.result import LogLine
 from dampen.studies.records.table import Entry, ResultTable
 from dampen.studies.report.figure import ROW, Column, Figure, Palette, Panel, finish, note, some, tip
 from dampen.studies.report.names import listed

@@ -8,7 +8,7 @@ import re
 from html import escape
 from typing import Any
 
-from dampen.studies.records.final import Detected
+from dampen.studies.records.result import Detected
 from dampen.studies.records.table import ResultTable
 from dampen.studies.report.figure import ROW, Column, Figure
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dampen.studies.errors import LabError
-from dampen.studies.records.recorded import RecordedTrial
+from dampen.studies.records.logged_run import LoggedRun
 
 FREE = ("seed", "methods", "id", "sites")
 """What rows may differ in, beside the learning rate and the axes of the grid."""
@@ -26,7 +26,7 @@ class ProtocolMismatch(LabError):
     exit_code = 2
 
 
-def protocol_of(run: RecordedTrial, free: Iterable[str] = ()) -> dict[str, str]:
+def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
     """What must be equal for runs to be compared, flat, as text: data, model, training, size of the splits."""
     said = {k: v for k, v in run.config.items() if k not in FREE and v is not None}  # older runs know no pretraining
     flat = _flatten(said)
@@ -41,7 +41,7 @@ def protocol_of(run: RecordedTrial, free: Iterable[str] = ()) -> dict[str, str]:
     return flat
 
 
-def check_protocol(name: str, runs: Sequence[RecordedTrial], free: Iterable[str], planned: bool) -> dict[str, str]:
+def check_protocol(name: str, runs: Sequence[LoggedRun], free: Iterable[str], planned: bool) -> dict[str, str]:
     """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they may not be mixed."""
     flats = [protocol_of(run, free) for run in runs]
     lines = []
@@ -62,9 +62,9 @@ def check_protocol(name: str, runs: Sequence[RecordedTrial], free: Iterable[str]
     return {k: v for k, v in first.items() if all(flat.get(k, v) == v for flat in flats)}
 
 
-def protocol_groups(runs: Iterable[RecordedTrial]) -> list[list[RecordedTrial]]:
+def protocol_groups(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
     """The runs, sorted into groups of one protocol each."""
-    groups: dict[str, list[RecordedTrial]] = {}
+    groups: dict[str, list[LoggedRun]] = {}
     for run in runs:
         flat = {k: v for k, v in protocol_of(run).items() if not k.startswith(FACTS)}
         groups.setdefault(json.dumps(flat, sort_keys=True), []).append(run)

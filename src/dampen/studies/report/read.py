@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.errors import LabError
 from dampen.studies.files import read_json
 from dampen.studies.records.diagnosis import parse_diagnosis
-from dampen.studies.records.final import parse_final
+from dampen.studies.records.logged_run import LoggedRun, read_error
 from dampen.studies.records.rebuild import rebuild_plan
-from dampen.studies.records.record import Record
-from dampen.studies.records.recorded import RecordedTrial, read_error
+from dampen.studies.records.record import RunStore
+from dampen.studies.records.result import parse_result
 from dampen.studies.report.stored import BENCH, MEASURED, folders_below, packed_text, unpack
 
 BENCH_KEYS = ("machine", "ratios", "papers", "alternatives", "memory", "targets", "skipped")
@@ -35,8 +35,8 @@ class Skipped:
 class Collection:
     """Everything found under the given folders."""
 
-    runs: dict[Path, RecordedTrial] = field(default_factory=dict)
-    plans: dict[Path, Plan] = field(default_factory=dict)  # by the folder of plan.json
+    runs: dict[Path, LoggedRun] = field(default_factory=dict)
+    plans: dict[Path, Comparison] = field(default_factory=dict)  # by the folder of plan.json
     searches: dict[Path, dict[str, Any]] = field(default_factory=dict)  # search.json beside a plan
     benches: list[dict[str, Any]] = field(default_factory=list)  # records of `dampen bench`
     skipped: list[Skipped] = field(default_factory=list)
@@ -90,7 +90,7 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
     files = {p.name for p in folder.iterdir()}
     if "plan.json" in files:
         try:
-            found.plans[folder] = Plan.load(folder)
+            found.plans[folder] = Comparison.load(folder)
         except (LabError, KeyError, TypeError, AttributeError) as error:
             found.skipped.append(Skipped(f"{name}/plan.json", _told(error, folder)))
             rebuilt = rebuild_plan(folder)
@@ -103,7 +103,7 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
                 found.skipped.append(Skipped(f"{name}/search.json", _told(error, folder)))
     elif "config.json" in files:
         run = _read_run(folder)
-        if isinstance(run, RecordedTrial):
+        if isinstance(run, LoggedRun):
             found.runs[folder] = run
         else:
             found.skipped.append(Skipped(name, run))
@@ -113,16 +113,16 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
         found.skipped.append(Skipped(name, "no config.json: what was run is not known"))
 
 
-def _read_run(folder: Path) -> RecordedTrial | str:
+def _read_run(folder: Path) -> LoggedRun | str:
     """The run, or why it cannot be used."""
-    record = Record(folder)
+    record = RunStore(folder)
     try:
         config = read_json(folder / "config.json")
         content = record.final()
-        final = None if content is None else parse_final(content, config["id"])
+        final = None if content is None else parse_result(content, config["id"])
         measured = parse_diagnosis(read_json(folder / MEASURED) if (folder / MEASURED).exists() else {})
         error = read_error(folder) if final is None else ""
-        run = RecordedTrial(folder, config["id"], config, final, record.sessions(), measured, error)
+        run = LoggedRun(folder, config["id"], config, final, record.sessions(), measured, error)
         _check_config(config)
     except (LabError, OSError, ValueError) as error:
         return _told(error, folder)

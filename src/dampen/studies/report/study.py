@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.config.written import describe
-from dampen.studies.records.recorded import RecordedTrial
+from dampen.studies.records.logged_run import LoggedRun
 from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
 from dampen.studies.report.protocol import check_protocol, protocol_groups
 from dampen.studies.report.read import Collection, Skipped
@@ -20,7 +20,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
     Raises ProtocolMismatch where a folder mixes protocols; `split=True` makes one study per protocol instead.
     """
     studies, skipped, claimed = [], list(found.skipped), set[Path]()
-    by_id: dict[str, list[RecordedTrial]] = {}
+    by_id: dict[str, list[LoggedRun]] = {}
     for run in found.runs.values():
         by_id.setdefault(run.id, []).append(run)
     for folder, plan in found.plans.items():
@@ -35,7 +35,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
             studies.append(study)
         else:
             skipped.append(Skipped(folder.name, f"none of its {len(plan.trials)} planned trials has been started"))
-    loose: dict[Path, list[RecordedTrial]] = {}
+    loose: dict[Path, list[LoggedRun]] = {}
     for run in found.runs.values():
         if run.folder not in claimed:
             loose.setdefault(run.folder.parent, []).append(run)
@@ -47,7 +47,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
     return studies, skipped
 
 
-def _why_not(run: RecordedTrial, plan: Plan) -> str:
+def _why_not(run: LoggedRun, plan: Comparison) -> str:
     """Why a trial beside a plan is in none of its rows."""
     function = run.config.get("function") or {}
     codes = {t.function["code"] for t in plan.trials.values() if t.function}
@@ -58,11 +58,11 @@ def _why_not(run: RecordedTrial, plan: Plan) -> str:
 
 
 def _from_plan(
-    folder: Path, plan: Plan, by_id: Mapping[str, list[RecordedTrial]], searches: Mapping[Path, dict[str, Any]]
+    folder: Path, plan: Comparison, by_id: Mapping[str, list[LoggedRun]], searches: Mapping[Path, dict[str, Any]]
 ) -> tuple[StudyRuns, set[Path]]:
     used: set[Path] = set()
 
-    def find(id: str) -> RecordedTrial | None:
+    def find(id: str) -> LoggedRun | None:
         runs = by_id.get(id, [])
         own = [r for r in runs if r.folder.parent == folder] or runs  # a shared store of trials serves many plans
         used.update(r.folder for r in own[:1])
@@ -73,7 +73,7 @@ def _from_plan(
     return study, used
 
 
-def _from_runs(folder: Path, runs: list[RecordedTrial]) -> StudyRuns:
+def _from_runs(folder: Path, runs: list[LoggedRun]) -> StudyRuns:
     """Trials without a plan: a row per set of methods, a grid point per learning rate."""
     rows: dict[str, StudyRow] = {}
     several_rates = len({_rate(r) for r in runs}) > 1
@@ -93,7 +93,7 @@ def _from_runs(folder: Path, runs: list[RecordedTrial]) -> StudyRuns:
     return study
 
 
-def _rate(run: RecordedTrial) -> float | None:
+def _rate(run: LoggedRun) -> float | None:
     """The learning rate; a training of the user's own has none that we know of."""
     out: float | None = run.config.get("train", {}).get("lr")
     return out

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from dampen.studies.records.recorded import RecordedTrial
+from dampen.studies.records.logged_run import LoggedRun
 from dampen.studies.records.stats import FEWEST, POWER
 from dampen.studies.records.table import Entry, ResultTable
 from dampen.studies.records.verdict import KINDS
@@ -141,7 +141,7 @@ def noise(table: ResultTable) -> list[str]:
 SAME_TEST = "the test set is the same in every run"
 
 
-def _redrawn(runs: list[RecordedTrial]) -> list[str]:
+def _redrawn(runs: list[LoggedRun]) -> list[str]:
     """Which splits each seed drew anew: those that the study draws itself, unless a number fixed them. Records of
     format 1 kept a test split that was drawn."""
     if not runs:
@@ -215,7 +215,7 @@ def _reservations(table: ResultTable) -> list[str]:
     return against
 
 
-def _mixed(runs: list[RecordedTrial]) -> list[str]:
+def _mixed(runs: list[LoggedRun]) -> list[str]:
     """Differences between the places where the runs were made."""
     last = [r.sessions[-1] for r in runs if r.sessions and r.sessions[-1]]
     told = []

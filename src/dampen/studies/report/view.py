@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dampen.studies.records.logged_run import LoggedRun
 from dampen.studies.records.metric import METRICS, Metric, describe
-from dampen.studies.records.recorded import RecordedTrial
 from dampen.studies.records.study_runs import StudyRuns
 from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.records.verdict import KINDS, Comparison, Test, words
+from dampen.studies.records.verdict import KINDS, Test, Verdict, words
 from dampen.studies.report.advice import advise
 from dampen.studies.report.figure import Figure, Palette
 from dampen.studies.report.names import counted
@@ -248,7 +248,7 @@ def _secondary_cell(entry: Entry, metric: str) -> dict[str, Any]:
 MARKS = {"better": "▲", "worse": "▼", "equal": "="}
 
 
-def _signed(c: Comparison, metric: Metric) -> str:
+def _signed(c: Verdict, metric: Metric) -> str:
     interval = "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
     return f"{c.difference:+.{metric.digits}f}{metric.points}{interval}"
 
@@ -346,7 +346,7 @@ def _paper(table: ResultTable) -> list[dict[str, Any]]:
     return rows
 
 
-def _machines(runs: list[RecordedTrial]) -> list[list[tuple[str, str]]]:
+def _machines(runs: list[LoggedRun]) -> list[list[tuple[str, str]]]:
     """The different places of the last sessions, without the time."""
     found: dict[tuple[tuple[str, str], ...], None] = {}
     for run in runs:

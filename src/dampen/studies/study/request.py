@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan, make_plan
+from dampen.studies.config.plan import Comparison, make_comparison
 from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError
 from dampen.studies.plugins import active
-from dampen.studies.records.rebuild import load_plan
-from dampen.studies.records.record import Record
+from dampen.studies.records.rebuild import load_comparison
+from dampen.studies.records.record import RunStore
 from dampen.studies.report.names import plural
 from dampen.studies.study.rows import PLAIN, Rows, check_params, read_rows
 from dampen.studies.trainer.function import Function
@@ -26,13 +26,13 @@ from dampen.studies.trainer.parts import Parts
 
 
 @dataclass
-class Asked:
+class ComparisonRequest:
     """A comparison that can start: the recipe, its plan, where it goes, and the function where there is one."""
 
     recipe: Recipe
-    plan: Plan
+    plan: Comparison
     folder: Path
-    wanted: list[TrialSpec]  # the trials that were asked for; the plan also has what was recorded before
+    wanted: list[Run]  # the trials that were asked for; the plan also has what was recorded before
     function: Function | None = None
     remark: str = ""  # what the user should know before it starts
     parts: Parts | None = None  # the user's own model and data, where the lab trains them
@@ -67,7 +67,7 @@ def metric_of(metric: str | Sequence[str] | None) -> tuple[str, str] | None:
     return parts[0], parts[1]
 
 
-def ask_own(
+def request_own(
     function: Function,
     methods: Any,
     seeds: int | Sequence[int] = 8,
@@ -81,7 +81,7 @@ def ask_own(
     same_code: bool = False,
     resume: bool = True,
     command: Sequence[str] = (),
-) -> Asked:
+) -> ComparisonRequest:
     """The comparison of a user's own training."""
     rows = read_rows(methods, reference)
     judged = metric_of(metric)
@@ -98,7 +98,7 @@ def ask_own(
     recipe = replace(recipe, grid={f"function.params.{k}": v for k, v in (grid or {}).items()})
     asked = planned(recipe)
     plan = with_recorded(asked, place)
-    return Asked(recipe, plan, place, asked.chosen(), sent(function, plan, rows, judged), remark)
+    return ComparisonRequest(recipe, plan, place, asked.chosen(), sent(function, plan, rows, judged), remark)
 
 
 def recipe_of(
@@ -125,11 +125,11 @@ def recipe_of(
     )
 
 
-def planned(recipe: Recipe, settings: Sequence[str] = ()) -> Plan:
+def planned(recipe: Recipe, settings: Sequence[str] = ()) -> Comparison:
     """The plan of a comparison. Problems are told in words of the comparison: nobody wrote a recipe, and what is wrong
     in every row is said once."""
     try:
-        return make_plan(recipe, settings=settings)
+        return make_comparison(recipe, settings=settings)
     except ConfigError as error:
         marks = [f"rows[{i}] {row['name']}: " for i, row in enumerate(recipe.rows)]
         by_row = {mark: [p.removeprefix(mark) for p in error.problems if p.startswith(mark)] for mark in marks}
@@ -139,7 +139,7 @@ def planned(recipe: Recipe, settings: Sequence[str] = ()) -> Plan:
         raise ConfigError("The comparison", rest + common + [p for p in own if not p.endswith(tuple(common))]) from None
 
 
-def sent(function: Function, plan: Plan, rows: Rows, metric: tuple[str, str] | None) -> Function:
+def sent(function: Function, plan: Comparison, rows: Rows, metric: tuple[str, str] | None) -> Function:
     """The function with what its trials need: names of rows, regularizers without a plain form, the metric."""
     names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
     return replace(function, rows=names, objects={**function.objects, **rows.objects}, metric=metric)
@@ -160,7 +160,7 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
     """The hash that trials are known by, and what to say where the code is another than that of earlier records."""
     if not (folder / "plan.json").exists():
         return section["code"], ""
-    earlier = load_plan(folder)
+    earlier = load_comparison(folder)
     done = {
         t.function["code"] for i, t in earlier.trials.items() if t.function and (folder / i / "final.json").exists()
     }
@@ -176,21 +176,21 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
     )
 
 
-def _count(plan: Plan, folder: Path) -> str:
+def _count(plan: Comparison, folder: Path) -> str:
     n = sum((folder / i / "final.json").exists() for i in plan.trials)
     return f"{n} trial{'s' * (n != 1)}"
 
 
-def with_recorded(plan: Plan, folder: Path) -> Plan:
+def with_recorded(plan: Comparison, folder: Path) -> Comparison:
     """The plan, with the rows and seeds that were recorded here before under the same conditions."""
     if not (folder / "plan.json").exists():
         return plan
-    earlier = load_plan(folder)
+    earlier = load_comparison(folder)
     code = {t.function["code"] for t in plan.trials.values() if t.function}
     formats = {t.format for t in plan.trials.values()}
     recorded = {
         i
         for i, t in earlier.trials.items()
-        if Record(folder / i).done and (t.format in formats if t.function is None else t.function["code"] in code)
+        if RunStore(folder / i).done and (t.format in formats if t.function is None else t.function["code"] in code)
     }
     return plan.joined(earlier, recorded) if recorded else plan

@@ -24,7 +24,7 @@ class Detected(msgspec.Struct):
     found: list[tuple[str, float, float, float, float, float]] = []  # class, score, place
 
 
-class Final(msgspec.Struct, kw_only=True):
+class Result(msgspec.Struct, kw_only=True):
     """The result of a trial. A finished one has `test` and `valid`; a diverged one says why it stopped."""
 
     id: str
@@ -94,16 +94,16 @@ class LogLine(msgspec.Struct, kw_only=True):
         return found if isinstance(found, list) else []
 
 
-def parse_final(content: Any, id: str | None = None) -> Final:
+def parse_result(content: Any, id: str | None = None) -> Result:
     """A result from plain data; raises LabError with what is wrong. `id` is the trial it must belong to."""
-    final = _convert(content, Final, "final.json")
+    final = _convert(content, Result, "final.json")
     if id is not None and final.id != id:
         raise LabError(f"final.json belongs to trial {final.id}, config.json to {id}")
     if final.status == "finished":
         missing = [key for key in ("test", "valid", "selection", "primary") if key not in content]
         if missing:
             raise LabError(f"final.json has no {', '.join(missing)}")
-    out: Final = final
+    out: Result = final
     return out
 
 

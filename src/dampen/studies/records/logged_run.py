@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.allocator import AS_FOUND
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.files import read_json
 from dampen.studies.records.diagnosis import Diagnosis
-from dampen.studies.records.final import Final, LogLine, parse_final, parse_lines
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
+from dampen.studies.records.result import LogLine, Result, parse_lines, parse_result
 
 
 @dataclass(frozen=True)
-class RecordedTrial:
+class LoggedRun:
     """One trial's folder, read."""
 
     folder: Path
     id: str
     config: dict[str, Any]
-    final: Final | None
+    final: Result | None
     sessions: list[dict[str, Any]]
     measured: Diagnosis = field(default_factory=Diagnosis)
     error: str = ""  # what stopped it, where that was no divergence
@@ -61,23 +61,21 @@ class RecordedTrial:
     def _read_log(self) -> tuple[list[LogLine], bool]:
         if not self._log:
             try:
-                self._log.append((parse_lines(Record(self.folder).lines()), False))
+                self._log.append((parse_lines(RunStore(self.folder).lines()), False))
             except ValueError:
                 self._log.append(([], True))
         return self._log[0]
 
 
-def read_trial(folder: Path, trial: TrialSpec) -> RecordedTrial | None:
+def read_run(folder: Path, trial: Run) -> LoggedRun | None:
     """A planned trial from its folder; None while it has neither a result nor an error."""
-    record = Record(folder)
+    record = RunStore(folder)
     final = record.final()
     error = read_error(folder) if final is None else ""
     if final is None and not error:
         return None
     config = {"id": trial.id, **trial.to_dict()}
-    return RecordedTrial(
-        folder, trial.id, config, parse_final(final) if final else None, record.sessions(), error=error
-    )
+    return LoggedRun(folder, trial.id, config, parse_result(final) if final else None, record.sessions(), error=error)
 
 
 def read_error(folder: Path) -> str:
