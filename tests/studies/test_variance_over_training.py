@@ -7,7 +7,7 @@ from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, Interrupted
 from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
-from dampen.studies.report.figure import Palette
+from dampen.studies.report.figures import Palette
 from dampen.studies.report.gradient_variance import variance_figure
 from dampen.studies.trainer.build import derive
 from dampen.studies.trainer.state import TrialState

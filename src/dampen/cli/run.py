@@ -1,4 +1,4 @@
-"""`dampen run`: a recipe."""
+"""`dampen run`: a recipe. `dampen demo`: the main job on embedded data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command, print_json
-from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
+from dampen.cli.running import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
 from dampen.studies.config.plan import Comparison, make_comparison
 from dampen.studies.config.recipe import Recipe, load_recipe
 
@@ -80,8 +80,8 @@ def run(
     if dry_run:
         from dampen.studies.engines.grid_tuning import tuning_plan
 
-        tuning = (None, 0) if search else tuning_plan(loaded, scale, changes, row or [])
-        _preview(plan, folder, as_json, *tuning, row or (), seed or ())
+        tuning = None if search else tuning_plan(loaded, scale, changes, row or [])
+        _preview(plan, folder, as_json, tuning, row or (), seed or ())
         return
     if not search:
         plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)
@@ -115,20 +115,14 @@ def _has_report() -> bool:
 
 
 def _preview(
-    plan: Comparison,
-    folder: Path,
-    as_json: bool,
-    tuning: Comparison | None,
-    first: int,
-    rows: Sequence[str],
-    seeds: Sequence[int],
+    plan: Comparison, folder: Path, as_json: bool, tuning: Comparison | None, rows: Sequence[str], seeds: Sequence[int]
 ) -> None:
-    from dampen.studies.engines.grid_tuning import as_large
+    from dampen.studies.engines.grid_tuning import as_large, count_runs
 
     points = sum(len(r.points) for r in plan.rows)
     trials = {i: t.to_dict() for i, t in plan.trials.items()}
     table = plan if tuning is None else as_large(plan, tuning)
-    count = len(table.chosen(rows, seeds))
+    first, count = count_runs(tuning), len(table.chosen(rows, seeds))
     if as_json:
         told = {"run": plan.name, "scale": plan.scale, "folder": str(folder), "trials": trials, "tuning": first}
         print_json({**told, "chosen": count})
@@ -142,3 +136,37 @@ def _preview(
     console.print(f"{trials_told} would run in {folder}. Cost: {plan.header['cost']}", markup=False)
     for departure in plan.departures:
         console.print(f"  departure: {departure}", markup=False)
+
+
+NEXT = [
+    'dampen compare --data FOLDER_OF_IMAGES --methods "patch_dropout, drop_key" --until-decided    # your own data',
+    'dampen compare train.py:train --methods "drop_key, r_drop + drop_head" --tune 10 --metric accuracy    # your loop',
+    "dampen show drop_key    # formula, paper, arguments",
+]
+"""What to type after the demo."""
+
+
+@command("dampen demo\ndampen demo --seeds 12\ndampen demo --json")
+def demo(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 8,
+    workers: Workers = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the trials of an earlier demo.")] = False,
+    out: Out = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Compare one method per idea with the plain model on few handwritten digits; offline, a few minutes."""
+    import shutil
+
+    from dampen.cli.running import execute
+    from dampen.studies.config.catalog import catalog
+    from dampen.studies.config.demo import demo_recipe
+    from dampen.studies.config.plan import make_comparison
+    from dampen.studies.processes import warm_up
+
+    warm_up()
+    folder = out / "demo"
+    if fresh and folder.is_dir():
+        shutil.rmtree(folder)
+    plan = make_comparison(demo_recipe(list(catalog()), seeds))
+    page = folder / "report.html"
+    execute(plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, NEXT, page, workers=workers)

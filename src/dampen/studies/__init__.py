@@ -60,18 +60,18 @@ if TYPE_CHECKING:
     from dampen.studies.report import Report as Report
     from dampen.studies.report import make_report as make_report
     from dampen.studies.report import write_report as write_report
-    from dampen.studies.report.advice import Advice as Advice
-    from dampen.studies.report.advice import advise as advise
     from dampen.studies.report.attention_images import attention_maps as attention_maps
+    from dampen.studies.report.charts import forest as forest
     from dampen.studies.report.charts import results as results_chart
     from dampen.studies.report.detections import COLORS as BOX_COLORS
     from dampen.studies.report.detections import drawn as draw_boxes
     from dampen.studies.report.detections import picture_size as picture_size
-    from dampen.studies.report.figure import Palette as Palette
-    from dampen.studies.report.forest import forest as forest
-    from dampen.studies.report.stored import packed_bytes as packed_bytes
-    from dampen.studies.report.stored import packed_text as packed_text
-    from dampen.studies.report.stored import to_text as to_text
+    from dampen.studies.report.figures import Palette as Palette
+    from dampen.studies.report.packs import packed_bytes as packed_bytes
+    from dampen.studies.report.packs import packed_text as packed_text
+    from dampen.studies.report.packs import to_text as to_text
+    from dampen.studies.report.summary import Advice as Advice
+    from dampen.studies.report.summary import advise as advise
     from dampen.studies.trainer.state import Execution as Execution
     from dampen.studies.trainer.train import run_trial as run_trial
 
@@ -94,13 +94,12 @@ _HOMES = {
     "records.table": "Entry ResultTable grid_text",
     "records.verdict": "Verdict judge judge_pairs sentence words",
     "report": "Report make_report write_report",
-    "report.advice": "Advice advise",
+    "report.summary": "Advice advise",
     "report.attention_images": "attention_maps",
-    "report.charts": "results_chart=results",
+    "report.charts": "forest results_chart=results",
     "report.detections": "BOX_COLORS=COLORS draw_boxes=drawn picture_size",
-    "report.figure": "Palette",
-    "report.forest": "forest",
-    "report.stored": "packed_bytes packed_text to_text",
+    "report.figures": "Palette",
+    "report.packs": "packed_bytes packed_text to_text",
     "trainer.state": "Execution",
     "trainer.train": "run_trial",
 }

@@ -15,7 +15,7 @@ from dampen.cli import build
 from dampen.diagnostics import gradient_variance, measure_calibration
 from dampen.studies.config.trial import Run
 from dampen.studies.diagnose import SECTIONS, Settings, Trained, diagnose, find_trials, from_model, from_run
-from dampen.studies.diagnose.stored import keep, kept
+from dampen.studies.diagnose.output import keep, kept
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.records.record import RunStore
 from dampen.studies.report.diagnosis import measured_figures
@@ -200,7 +200,7 @@ def test_a_section_that_fails_later_is_no_longer_reported(plain, result):
 
 def test_the_report_draws_every_measurement(runs, plain, result, tmp_path):
     from dampen.studies.report import make_report
-    from dampen.studies.report.figure import Palette
+    from dampen.studies.report.figures import Palette
 
     shutil.copytree(plain, tmp_path / plain.name)
     keep(tmp_path / plain.name, result)

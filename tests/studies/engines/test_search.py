@@ -12,7 +12,7 @@ from dampen.studies.engines.search import Search, _release_dead, _study, run_one
 from dampen.studies.errors import LabError
 from dampen.studies.records.record import RunStore
 from dampen.studies.records.table import comparison_table
-from dampen.studies.report.trust import tuned
+from dampen.studies.report.summary import tuned
 
 
 def recipe(grid=None, rows=None, epochs=2):
@@ -185,7 +185,7 @@ def test_the_report_leaves_the_search_aside(tmp_path, quick):
 
 
 def test_the_command_refuses_what_it_does_not_know():
-    from dampen.cli.searching import check_search, engine_options
+    from dampen.cli.running import check_search, engine_options
     from dampen.studies.errors import ConfigError
 
     check_search("optuna")

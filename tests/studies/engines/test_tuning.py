@@ -11,12 +11,12 @@ from dampen.studies.config.design import Axis, design, read_axis
 from dampen.studies.config.plan import Comparison, design_of, make_comparison
 from dampen.studies.config.recipe import parse_recipe
 from dampen.studies.config.search_space import tuned_recipe
-from dampen.studies.engines.grid_tuning import tune, tuning_plan
+from dampen.studies.engines.grid_tuning import count_runs, tune, tuning_plan
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.records.selection import Tried, remarks, select
 from dampen.studies.report import make_report
 from dampen.studies.report.formats import to_json
-from dampen.studies.report.trust import tuned
+from dampen.studies.report.summary import tuned
 from dampen.studies.study.parts import comparison
 
 RECIPE = """
@@ -100,7 +100,7 @@ def test_the_settings_depend_on_the_recipe_alone():
 def test_a_value_said_on_the_command_line_is_not_searched():
     axes, _ = design_of(recipe(), None, ["train.lr=0.004"])
     assert [a.key for a in axes["baseline"]] == ["train.weight_decay"]
-    plan, _ = tuning_plan(recipe(), None, ["train.lr=0.004"], [])
+    plan = tuning_plan(recipe(), None, ["train.lr=0.004"], [])
     assert {t.train.lr for t in plan.trials.values()} == {0.004}
 
 
@@ -141,8 +141,8 @@ def test_a_search_that_cannot_be_meant_is_refused(changes, told):
 def test_a_scale_may_name_fewer_tuning_seeds_and_another_number_of_settings():
     scales = '[scales.laptop]\ntuning_seeds = [7]\nsearch = { settings = 3 }\n[scales.paper]\n[[rows]]\nname = "b'
     found = recipe(('[[rows]]\nname = "b', scales))
-    assert len(tuning_plan(found, "laptop", [], [])[0].trials) == 3 * 3
-    assert len(tuning_plan(found, "paper", [], [])[0].trials) == 3 * 4 * 3
+    assert len(tuning_plan(found, "laptop", [], []).trials) == 3 * 3
+    assert len(tuning_plan(found, "paper", [], []).trials) == 3 * 4 * 3
 
 
 ONE_LIST = [
@@ -359,7 +359,7 @@ def test_two_stages_spend_the_same_budget_on_every_row(tmp_path):
     """An own search over the record: first learning rates and decays at one strength, then what each row has left."""
     answers = Answers(peak)
     found = recipe(*TWO_STAGES)
-    assert tuning_plan(found, None, [], [])[1] == 3 * (6 + 3) * 3
+    assert count_runs(tuning_plan(found, None, [], [])) == 3 * (6 + 3) * 3
     tune(found, make_comparison(found), tmp_path, None, [], [], answers)
     assert [len(p.trials) for p in answers.runs][:2] == [3 * 6 * 3, 3 * 3 * 3]
     told = {row: settings_of(tmp_path, row) for row in ("baseline", "dropkey", "R-Drop")}
@@ -432,9 +432,9 @@ def test_a_comparison_is_tuned_with_its_reference_over_rate_learning_rate_and_de
     assert (axes["plain"][0].low, axes["plain"][0].high) == pytest.approx((0.002, 0.05))
     assert {len(own) for own in settings.values()} == {4}  # and one of the strength alone, at the best of these
     assert {s["drop_key_rate"] for s in settings["drop_key(rate=0.2)"]} == {0.2}  # what the user wrote
-    plan, planned = tuning_plan(found, None, [], [])
+    plan = tuning_plan(found, None, [], [])
     assert len(plan.trials) == 3 * 4 * 3
-    assert planned == 3 * 5 * 3
+    assert count_runs(plan) == 3 * 5 * 3
 
 
 def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):

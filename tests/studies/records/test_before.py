@@ -8,7 +8,7 @@ from dampen.studies.config.plan import Comparison
 from dampen.studies.config.trial import Run
 from dampen.studies.files import read_json
 from dampen.studies.report import make_report
-from dampen.studies.report.trust import noise, tuned
+from dampen.studies.report.summary import noise, tuned
 
 PACKS = ("attentiondrop/cifar10", "dropkey/schedules_cifar10", "explicit_dropout/table_1", "explicit_dropout/table_5")
 REPRODUCTIONS = Path(__file__).parents[3] / "reproductions"

@@ -13,8 +13,8 @@ from dampen.studies.records.rebuild import load_comparison, rebuild_plan
 from dampen.studies.records.record import RunStore
 from dampen.studies.records.table import read_results
 from dampen.studies.report import make_report
+from dampen.studies.report.packs import pack, to_text
 from dampen.studies.report.read import collect
-from dampen.studies.report.stored import pack, to_text
 from dampen.studies.study.parts import comparison
 from dampen.studies.trainer.checkpoint import load_state, save_state, saved_states
 from dampen.studies.trainer.train import run_trial

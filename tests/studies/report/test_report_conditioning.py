@@ -8,7 +8,7 @@ import pytest
 from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
 from dampen.studies.report.conditioning import conditioning_figure
-from dampen.studies.report.figure import Palette
+from dampen.studies.report.figures import Palette
 from tests.studies.synthetic_runs import write_study
 
 

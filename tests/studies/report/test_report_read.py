@@ -8,8 +8,8 @@ import pytest
 from dampen.studies.config.trial import Run
 from dampen.studies.errors import LabError
 from dampen.studies.report import make_report, write_report
-from dampen.studies.report.advice import advise
-from dampen.studies.report.protocol import ProtocolMismatch
+from dampen.studies.report.read import ProtocolMismatch
+from dampen.studies.report.summary import advise
 from tests.studies.synthetic_runs import edit, loose, write, write_study, write_trial
 
 

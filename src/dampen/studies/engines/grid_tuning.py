@@ -30,6 +30,8 @@ FOLDER = "search"
 """Trials of the tuning lie here, apart from those of the table."""
 STAGE = "stage"
 """Key in the header of a plan of tuning trials: which part of the tuning they are."""
+LATER = "later"
+"""Key in that header: how many trials a second stage will have."""
 SECOND, BEYOND = "second stage", "beyond the ranges"
 GOING = (0, 1, 5)
 """Exit codes after which a choice is possible: settings whose runs failed or diverged lose, and nothing else does."""
@@ -92,16 +94,20 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
     return tuning if tuning.plan.rows else None
 
 
-def tuning_plan(
-    recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]
-) -> tuple[Comparison | None, int]:
-    """The trials that choose, as far as they are known before any has run, and how many there will be with those of a
-    second stage; extended ranges come on top. None and 0 where nothing is chosen."""
+def tuning_plan(recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]) -> Comparison | None:
+    """The trials that choose, as far as they are known before any has run; None where nothing is chosen. Its header
+    says how many follow in a second stage; extended ranges come on top of that."""
     tuning = make_tuning(recipe, scale, settings)
     plan = tuning.of(rows) if tuning is not None else None
     if tuning is None or plan is None or not plan.rows:
-        return None, 0
-    return plan, len(plan.trials) + len(plan.rows) * tuning.strength_settings * len(plan.seeds)
+        return None
+    plan.header[LATER] = len(plan.rows) * tuning.strength_settings * len(plan.seeds)
+    return plan
+
+
+def count_runs(plan: Comparison | None) -> int:
+    """How many trials choose, those of a second stage included."""
+    return len(plan.trials) + plan.header[LATER] if plan is not None else 0
 
 
 def _grid_axes(row: Config) -> list[Axis]:

@@ -24,7 +24,7 @@ from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import not_measured, primary
 from dampen.studies.records.fingerprint import fingerprint
 from dampen.studies.records.metric import direction
-from dampen.studies.report.names import plural
+from dampen.studies.report.summary import plural
 from dampen.studies.study.own_dropout import own_dropout, told
 from dampen.studies.study.request import ComparisonRequest, metric_of, planned, recipe_of, seeds_of, with_recorded
 from dampen.studies.study.rows import PLAIN, Rows, read_rows

@@ -12,7 +12,7 @@ from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Report
 from dampen.studies.records.events import Event
 from dampen.studies.records.record import RunStore
-from dampen.studies.report.pace import Pace
+from dampen.studies.report.terminal import Pace
 from dampen.studies.study.notebook import table_html
 
 if TYPE_CHECKING:

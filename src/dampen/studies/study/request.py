@@ -18,7 +18,7 @@ from dampen.studies.errors import ConfigError
 from dampen.studies.plugins import active
 from dampen.studies.records.rebuild import load_comparison
 from dampen.studies.records.record import RunStore
-from dampen.studies.report.names import plural
+from dampen.studies.report.summary import plural
 from dampen.studies.study.rows import PLAIN, Rows, check_params, read_rows
 from dampen.studies.trainer.function import Function
 from dampen.studies.trainer.own_result import direction

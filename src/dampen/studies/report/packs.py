@@ -1,4 +1,4 @@
-"""Where records are stored: run folders, or one small file that holds what they hold, without weights."""
+"""Packs: the records of run folders in one small file, without weights."""
 
 from __future__ import annotations
 
