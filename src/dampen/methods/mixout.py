@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from dampen.calls import check_whole
-from dampen.functional.explicit.layer import fit, sequence_first
-from dampen.functional.explicit.linear import Term, map_penalty
-from dampen.functional.explicit.precision import as_wide, no_autocast
+from dampen.functional.explicit.layers import Term, map_penalty
+from dampen.functional.explicit.projections import fit, sequence_first
+from dampen.functional.explicit.reductions import as_wide, no_autocast
 from dampen.hooks.roles import weight_of
 from dampen.masks import drop
 from dampen.methods.drop_connect import GROUPS, check_targets
