@@ -11,9 +11,14 @@ import torch
 from torch import nn
 
 import dampen
-from dampen.diagnostics.conditioning import ConditionProbe, condition_of, measure_conditioning
+from dampen.diagnostics.conditioning import (
+    ConditionProbe,
+    condition_of,
+    linear_attention_bound,
+    linear_attention_condition,
+    measure_conditioning,
+)
 from dampen.diagnostics.jacobian import estimate_condition, measure_jacobian
-from dampen.diagnostics.linear_attention import linear_attention_bound, linear_attention_condition
 from reproductions.models.convmixer import ConvMixer
 from reproductions.models.seq2seq import Seq2Seq
 from tests.oracles import skips as reference
@@ -213,7 +218,7 @@ def test_under_skip_ablation_the_branch_is_what_goes_on():
 
 def test_token_graying_is_measured_with_its_input_grayed():
     model = small_vit()
-    plain = measure_conditioning(model, dampen.formulas.graying.gray_images(images(), 4, "svd"))
+    plain = measure_conditioning(model, dampen.functional.graying.gray_images(images(), 4, "svd"))
     dampen.regularize(model, dampen.TokenGraying("svd"))
     result = measure_conditioning(model, images())
     assert result.layers[0].conditions["tokens"].log_mean == pytest.approx(
