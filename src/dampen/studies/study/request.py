@@ -21,7 +21,7 @@ from dampen.studies.records.record import RunStore
 from dampen.studies.report.summary import plural
 from dampen.studies.study.rows import PLAIN, Rows, check_params, read_rows
 from dampen.studies.trainer.function import Function
-from dampen.studies.trainer.own_result import direction
+from dampen.studies.trainer.own_result import guess_direction
 from dampen.studies.trainer.parts import Parts
 
 
@@ -61,7 +61,7 @@ def metric_of(metric: str | Sequence[str] | None) -> tuple[str, str] | None:
         return None
     parts = metric.split(":") if isinstance(metric, str) else list(metric)
     if len(parts) == 1:
-        parts.append(direction(parts[0]))
+        parts.append(guess_direction(parts[0]))
     if len(parts) != 2 or parts[1] not in ("max", "min") or not parts[0]:
         raise ConfigError("The comparison", [f"metric: expected a name, 'name:max' or 'name:min', got {metric!r}"])
     return parts[0], parts[1]
