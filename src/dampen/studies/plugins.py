@@ -72,11 +72,11 @@ if TYPE_CHECKING:
     from dampen.studies.data.stratified import stratified as stratified
     from dampen.studies.data.stratified import train_and_valid as train_and_valid
     from dampen.studies.errors import LabError as LabError
+    from dampen.studies.metric import Metric as Metric
     from dampen.studies.metrics.base import Metrics as Metrics
     from dampen.studies.metrics.base import Task as Task
     from dampen.studies.metrics.base import require_batches as require_batches
     from dampen.studies.metrics.language import LanguageMetrics as LanguageMetrics
-    from dampen.studies.records.metric import Metric as Metric
     from dampen.studies.text import BEGIN as BEGIN
     from dampen.studies.text import END as END
     from dampen.studies.text import PAD as PAD
@@ -104,7 +104,7 @@ _HOMES = {
     "errors": ("LabError",),
     "metrics.base": ("Metrics", "Task", "require_batches"),
     "metrics.language": ("LanguageMetrics",),
-    "records.metric": ("Metric",),
+    "metric": ("Metric",),
     "text": ("BEGIN", "END", "PAD", "Bpe", "pad_tokens"),
     "trainer.build": ("derive",),
 }

@@ -5,10 +5,10 @@ import statistics
 
 import pytest
 
-from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
 from dampen.studies.report.conditioning import conditioning_figure
 from dampen.studies.report.figures import Palette
+from dampen.studies.store import RunStore
 from tests.studies.synthetic_runs import write_study
 
 

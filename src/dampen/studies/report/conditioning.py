@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from dampen.studies.records.table import Entry, ResultTable
 from dampen.studies.report.charts import band_chart
 from dampen.studies.report.diagnosis import STAGES
 from dampen.studies.report.figures import ROW, Column, Figure, Palette, Panel, finish, note, some
+from dampen.studies.table import Entry, ResultTable
 
 
 def conditioning_figure(table: ResultTable, palette: Palette) -> Figure | None:

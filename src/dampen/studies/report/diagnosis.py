@@ -17,9 +17,9 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from dampen.studies.records.table import Entry, ResultTable
 from dampen.studies.report.charts import band_chart
 from dampen.studies.report.figures import ROW, Column, Figure, Palette, Panel, finish, note, some
+from dampen.studies.table import Entry, ResultTable
 
 PANELS = 12
 """Rows that have pictures of their own."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from dampen.studies.records.table import Entry, ResultTable
 from dampen.studies.report.charts import band_chart
 from dampen.studies.report.figures import ROW, Column, Figure, Palette, Panel, finish, note, some
+from dampen.studies.table import Entry, ResultTable
 
 
 def variance_figure(table: ResultTable, palette: Palette) -> Figure | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dampen.studies.records.stats import summarize
-from dampen.studies.records.study_runs import Cell
-from dampen.studies.records.table import ResultTable, axis_name, chosen_cell
 from dampen.studies.report.figures import ROW, Column, Figure, Panel, finish, known, tip
+from dampen.studies.stats import summarize
+from dampen.studies.table import Cell, ResultTable, axis_name, chosen_cell
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.records.table import ResultTable
 from dampen.studies.report.charts import bench_figures, cost, curves, forest, results, searched
 from dampen.studies.report.conditioning import conditioning_figure
 from dampen.studies.report.detections import detections
@@ -22,6 +21,7 @@ from dampen.studies.report.gradient_variance import variance_figure
 from dampen.studies.report.heatmap import grid
 from dampen.studies.report.read import Skipped
 from dampen.studies.report.view import PAGED, bench_view, chosen_rows, pairs_view, rows_view, runs_view, study_view
+from dampen.studies.table import ResultTable
 
 HERE = Path(__file__).parent
 METHOD = (
