@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 import dampen
-from dampen.kernels.timing import compare
+from dampen.studies.bench.timing import compare
 from dampen.studies.catalog import catalog
 from dampen.studies.comparison import make_comparison
 from dampen.studies.environment import describe

@@ -250,11 +250,11 @@ def preview(
     from dampen.studies.compare import probe
     from dampen.studies.environment import usable_cores
     from dampen.studies.trainer.state import Execution
-    from dampen.studies.tuning import tuned_recipe, tuning_plan
+    from dampen.studies.tuning import count_runs, tuned_recipe, tuning_plan
 
     plan, folder = asked.plan, asked.folder
     first = tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ()) if tune else None
-    tuning = len(first.trials) if first else 0
+    tuning = count_runs(first)
     probes = probe(plan, Execution(**execution))
     left = [t.id for t in asked.wanted if not (folder / t.id / "final.json").exists()]
     at_once = workers or max(1, min(usable_cores(), len(left) or 1))

@@ -239,7 +239,7 @@ def tuned(
     from dampen.studies.report.terminal import LiveView, console_for
     from dampen.studies.store import RunStore
     from dampen.studies.trainer.state import Execution
-    from dampen.studies.tuning import BEYOND, chosen_in_words, tune
+    from dampen.studies.tuning import STAGE, chosen_in_words, tune
 
     console = console_for(stderr=True)
 
@@ -247,7 +247,7 @@ def tuned(
         trials = tuning.chosen()
         done = sum(RunStore(place / t.id).done for t in trials)
         recorded = f", {done} already recorded" if done else ""
-        what = "tuning, beyond the ranges" if tuning.header.get(BEYOND) else "tuning"
+        what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
             made = run_comparison(tuning, place, trials, Execution(**named(execution, tuning)), view, **engine)

@@ -1,4 +1,4 @@
-"""Rows x grid x seeds of a recipe as independent trials, and the manifest of which trial belongs to which row."""
+"""Configurations x settings x seeds as independent runs, and the manifest of which run belongs where (plan.json)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ from dampen.studies.files import read_json, write_json
 from dampen.studies.recipe import ROW_SECTIONS, SECTIONS, Recipe, merge
 from dampen.studies.run import Run, TrainOptions
 from dampen.studies.schema import check_plain
-from dampen.studies.search_space import SETTINGS, Axis, AxisValues, axes_of_row, design, mentions
+from dampen.studies.search_space import (
+    COUNTS,
+    SETTINGS,
+    STRENGTH_SETTINGS,
+    Axis,
+    AxisValues,
+    axes_of_row,
+    design,
+    first_stage,
+    mentions,
+)
 from dampen.studies.store import RunStore
 
 MOST = 100_000
@@ -201,7 +211,8 @@ def design_of(
     over, _ = read_settings(settings)
     axes = {row["name"]: axes_of_row(at["search"], row, _config(at, row, over)) for row in at["rows"]}
     axes = {row: [a for a in own if not _is_set(over, a.key)] for row, own in axes.items()}
-    tried = design(axes, at["search"][SETTINGS])
+    staged = STRENGTH_SETTINGS in at["search"]
+    tried = (first_stage if staged else design)(axes, at["search"][SETTINGS])
     problems = [f"search.{k}: no row says '${k}'" for k in _unused(at["search"], axes.values())]
     for row in at["rows"]:
         own = axes[row["name"]]
@@ -218,7 +229,7 @@ def design_of(
 
 def _unused(search: Mapping[str, Any], axes: Iterable[Sequence[Axis]]) -> list[str]:
     known = {axis.key for own in axes for axis in own}
-    return [k for k, v in search.items() if k != SETTINGS and "." not in k and v is not False and k not in known]
+    return [k for k, v in search.items() if k not in COUNTS and "." not in k and v is not False and k not in known]
 
 
 def _is_set(over: Mapping[str, Any], key: str) -> bool:
