@@ -25,7 +25,11 @@ from typing import Any, Generic, TypeVar
 from dampen.names import nearest
 
 GROUPS = tuple(
-    f"dampen.{kind}" for kind in ("methods", "models", "data", "tasks", "metrics", "engines", "loggers", "recipes")
+    f"dampen.{kind}"
+    for kind in (
+        *("methods", "models", "data", "tasks", "metrics", "engines", "loggers", "recipes"),
+        *("figures", "formulations"),
+    )
 )
 IN_FILE = re.compile(r"(?P<file>[^:*?\"<>|]+\.py):(?P<name>[A-Za-z_]\w*)")
 """`my.py:HeadDropout`, with any path before it."""
