@@ -72,15 +72,11 @@ if TYPE_CHECKING:
     from dampen.studies.data.stratified import stratified as stratified
     from dampen.studies.data.stratified import train_and_valid as train_and_valid
     from dampen.studies.errors import LabError as LabError
+    from dampen.studies.metric import Metric as Metric
     from dampen.studies.metrics.base import Metrics as Metrics
     from dampen.studies.metrics.base import Task as Task
     from dampen.studies.metrics.base import require_batches as require_batches
     from dampen.studies.metrics.language import LanguageMetrics as LanguageMetrics
-    from dampen.studies.records.metric import Metric as Metric
-    from dampen.studies.records.result import Detected as Detected
-    from dampen.studies.records.study_runs import Cell as Cell
-    from dampen.studies.records.table import axis_name as axis_name
-    from dampen.studies.records.table import chosen_cell as chosen_cell
     from dampen.studies.report.diagnosis import diagnosed as diagnosed
     from dampen.studies.report.diagnosis import measured as measured
     from dampen.studies.report.figures import ROW as ROW
@@ -94,6 +90,10 @@ if TYPE_CHECKING:
     from dampen.studies.report.figures import note as note
     from dampen.studies.report.figures import some as some
     from dampen.studies.report.figures import tip as tip
+    from dampen.studies.result import Detected as Detected
+    from dampen.studies.table import Cell as Cell
+    from dampen.studies.table import axis_name as axis_name
+    from dampen.studies.table import chosen_cell as chosen_cell
     from dampen.studies.text import BEGIN as BEGIN
     from dampen.studies.text import END as END
     from dampen.studies.text import PAD as PAD
@@ -121,10 +121,9 @@ _HOMES = {
     "errors": ("LabError",),
     "metrics.base": ("Metrics", "Task", "require_batches"),
     "metrics.language": ("LanguageMetrics",),
-    "records.metric": ("Metric",),
-    "records.result": ("Detected",),
-    "records.study_runs": ("Cell",),
-    "records.table": ("axis_name", "chosen_cell"),
+    "metric": ("Metric",),
+    "result": ("Detected",),
+    "table": ("Cell", "axis_name", "chosen_cell"),
     "report.diagnosis": ("diagnosed", "measured"),
     "report.figures": (
         *("ROW", "Column", "Figure", "Palette", "Panel", "band_chart", "finish", "known", "note"),

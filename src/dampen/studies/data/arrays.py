@@ -14,7 +14,7 @@ from dampen.studies.data.errors import DamagedData
 from dampen.studies.data.images import image_dataset
 from dampen.studies.data.labeled import ArraySplit, class_numbers, split_rows
 from dampen.studies.data.limits import read_npz
-from dampen.studies.records.fingerprint import file_hash
+from dampen.studies.files import file_hash
 
 LAYOUT = "x and y, or x_train, y_train, x_test, y_test (also x_valid, y_valid); x also as images, features, inputs"
 IMAGE_ARRAYS = DataSpec(

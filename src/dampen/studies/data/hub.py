@@ -16,7 +16,7 @@ from dampen.studies.data.labeled import class_numbers
 from dampen.studies.data.limits import read_file, read_image
 from dampen.studies.data.text_sets import Columns, Texts, text_reader
 from dampen.studies.data.texts import LABEL, NAMES, column_of, texts_of
-from dampen.studies.records.fingerprint import fingerprint
+from dampen.studies.files import fingerprint
 
 LAYOUT = "what datasets.Dataset or DatasetDict.save_to_disk writes; splits train, validation, test where they exist"
 HUB_TEXT = DataSpec("hub_text", "text", "a folder saved by Hugging Face datasets, with texts", "yours", LAYOUT)

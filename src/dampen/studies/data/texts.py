@@ -13,7 +13,7 @@ from dampen.studies.data.dataset import DataSpec
 from dampen.studies.data.errors import DamagedData, MissingData
 from dampen.studies.data.limits import read_file, require_within
 from dampen.studies.data.text_sets import Columns, Texts, text_reader
-from dampen.studies.records.fingerprint import file_hash
+from dampen.studies.files import file_hash
 
 TABLE = DataSpec(
     "table",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from dampen.studies.config.trial import Run
+from dampen.studies.run import Run
 
 
 class TensorBoardLogger:

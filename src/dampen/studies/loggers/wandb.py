@@ -12,7 +12,7 @@ from typing import Any
 
 import wandb
 
-from dampen.studies.config.trial import Run
+from dampen.studies.run import Run
 
 
 class WandbLogger:

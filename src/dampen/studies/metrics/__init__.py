@@ -17,12 +17,12 @@ from typing import Any
 from dampen.extensions import Registry, from_plugins
 from dampen.names import nearest
 from dampen.studies.data.dataset import Dataset, Split
+from dampen.studies.metric import direction
 from dampen.studies.metrics.base import Metrics, Task
 from dampen.studies.metrics.classification import ClassificationMetrics
 from dampen.studies.metrics.language import LanguageMetrics
 from dampen.studies.metrics.outside import with_others
 from dampen.studies.metrics.text import TextMetrics
-from dampen.studies.records.metric import direction
 
 __all__ = [
     "TASKS",
