@@ -45,7 +45,8 @@ class Socket(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.seen = True
-            if self._is_over_channels(*args, **kwargs):
+            over_tokens = self.site.over_tokens and not torch.compiler.is_compiling()  # as mostly
+            if (self.site.over_channels or not over_tokens) and self._is_over_channels(*args, **kwargs):
                 self._leave_out()
                 return func(*args, **kwargs)
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)

@@ -62,7 +62,8 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 return cast(Tensor, y.unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
 
-        y = run_linear(frame, work.at_role(site.role), call, multiply, plain)
+        here = work.roles.get(site.role) or work.at_role(site.role)
+        y = run_linear(frame, here, call, multiply, plain)
         return y if routing is None else routing.put(y, valid)
 
     return forward

@@ -111,7 +111,8 @@ def attend(
     if needs.regularizers and query.is_nested:
         refuse_nested(query, "attention")
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
-    k, v = _fitting(q, k, v)
+    if not (q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
+        k, v = _fitting(q, k, v)
     # a batch of no samples, or no tokens: nothing to act on
     if not torch.compiler.is_compiling() and not (q.numel() and k.numel()):
         needs = Needs(())

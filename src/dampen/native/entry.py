@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from dampen._torch import functorch_level, in_forward_mode
+from dampen._torch import forward_level, functorch_level
 from dampen.native.library import library
 
 # The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack bytes
@@ -78,7 +78,7 @@ def transformed() -> str:
         return "inside torch.func"
     if torch.jit.is_tracing():
         return "inside torch.jit.trace"
-    return "in forward-mode differentiation" if in_forward_mode() else ""
+    return "in forward-mode differentiation" if forward_level() >= 0 else ""
 
 
 def unfit_for_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:

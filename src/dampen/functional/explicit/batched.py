@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dampen._torch import apply_directly, has_numbers, norms_of_all, saved_tensors_are_hooked, scale_all, version_of
-from dampen.calls.later import Later
+from dampen._torch import apply_directly, functorch_level, norms_of_all, saved_tensor_hooks, scale_all, written_to
+from dampen.calls import Deferred
 from dampen.functional.explicit.reductions import Number
 from dampen.functional.explicit.squares import Cut, bias_row
-from dampen.native.entry import Place, unreadable
+from dampen.native.entry import Place, first_unreadable
 from dampen.native.library import available as native_available
 
 BATCHED_UP_TO = 2**17
@@ -45,15 +45,17 @@ def may_wait(like: Tensor, weight: Tensor, bias: Tensor | None, factor: Number |
     not where processes train together, because sharded parameters are not there any more when penalties are taken.
     """
     return (
-        isinstance(factor, float)
+        type(factor) is float
         and 0 < size <= BATCHED_UP_TO
         and like.dtype is weight.dtype is torch.float32
         and like.device.type == "cpu"
         and weight.requires_grad  # then autograd itself sees to it that the input stays as it was
         and (bias is None or (bias.dtype is torch.float32 and bias.is_contiguous()))
         and torch.is_grad_enabled()
-        and has_numbers(like)
-        and not saved_tensors_are_hooked()
+        and type(like) is Tensor
+        and not torch.compiler.is_compiling()
+        and functorch_level() is None
+        and saved_tensor_hooks(True) is None
         and not torch.is_autocast_enabled("cpu")
         and not (torch.distributed.is_available() and torch.distributed.is_initialized())
     )
@@ -61,10 +63,10 @@ def may_wait(like: Tensor, weight: Tensor, bias: Tensor | None, factor: Number |
 
 def wait(
     y: Tensor, bias: Tensor | None, factor: Number | None, x: Tensor, weight: Tensor, cut: Cut | None = None
-) -> Later:
+) -> Deferred:
     """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others'; as for `tap`."""
     assert isinstance(factor, float)  # `may_wait` has looked
-    return Later((Tapped(y, bias, factor, cut, x, weight, version_of(y)),), sum_up)
+    return Deferred((Tapped(y, bias, factor, cut, x, weight, written_to(y)),), sum_up)
 
 
 def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
@@ -72,14 +74,16 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     plan, ys, biases, changed = [], [], [], []
     for number, parts in enumerate(penalties):
         for part in parts:
-            if version_of(part.y) != part.version or not _is_read(part):  # the model went on in place
+            y, cut = part.y, part.cut
+            # by heads (B, H, N, dh) where it is a cut, else as rows in order
+            readable = y.ndim > 1 and y.is_contiguous() if cut is None else y.stride(-1) == 1
+            if written_to(y) != part.version or not readable:  # the model went on in place
                 changed.append((number, part))
                 continue
-            plan.append((number, part.factor, part.cut))
-            whole_map_in_2d = (
-                part.cut is None and part.y.ndim == 4
-            )  # (B, height, width, out): four axes mean heads below
-            ys.append(part.y.flatten(0, 2) if whole_map_in_2d else part.y)
+            plan.append((number, part.factor, cut))
+            if cut is None and y.ndim == 4:  # (B, height, width, out): four axes mean heads below
+                y = y.flatten(0, 2)
+            ys.append(y)
             biases.append(part.bias)
     nothing = [torch.zeros((), dtype=torch.float32, device="cpu")] * len(penalties)
     values: list[Tensor] = list(_apply(plan, len(penalties), *ys, *biases)) if plan else nothing
@@ -87,11 +91,6 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
         weight = part.weight if part.cut is None else part.weight.narrow(0, *part.cut)
         values[number] = values[number] + part.factor * torch.nn.functional.linear(part.x, weight).square().sum()
     return values
-
-
-def _is_read(part: Tapped) -> bool:
-    """Whether the function below can read it: by heads (B, H, N, dh) where it is a cut, else as rows in order."""
-    return part.y.stride(-1) == 1 if part.cut is not None else part.y.ndim > 1 and part.y.is_contiguous()
 
 
 class _Batched(torch.autograd.Function):
@@ -104,7 +103,7 @@ class _Batched(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         ys, biases = cast(tuple[Tensor, ...], tensors[: len(plan)]), tensors[len(plan) :]
-        ctx.native = native_available() and not any(unreadable(t) for t in tensors if t is not None)
+        ctx.native = native_available() and first_unreadable(tensors) is None
         values = [torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(count)]
         if ctx.native:
             from dampen.native.taps import all_sums, layouts_of  # only where it was built
@@ -181,7 +180,10 @@ def _again(
 
 
 def _room(biases: Sequence[Tensor | None]) -> int:
-    return sum(0 if b is None else b.shape[0] for b in biases)
+    room = 0
+    for b in biases:
+        room += 0 if b is None else b.shape[0]
+    return room
 
 
 def _places(
