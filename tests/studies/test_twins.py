@@ -13,7 +13,7 @@ import dampen
 from dampen.native import library
 from dampen.studies.config.plan import Plan, make_plan
 from dampen.studies.config.recipe import Recipe
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.data.dataset import DamagedData
 from dampen.studies.engines.runner import RunResult, run_plan
 from dampen.studies.engines.twins import training_of
 from dampen.studies.records.events import Event

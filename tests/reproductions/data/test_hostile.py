@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from dampen.studies.data import load
-from dampen.studies.data.errors import DamagedData, IncompleteData, MissingData
-from dampen.studies.data.limits import parse_json, parse_npy, read_file, read_image, read_npz
+from dampen.studies.data.dataset import DamagedData, IncompleteData, MissingData
+from dampen.studies.data.files import parse_json, parse_npy, read_file, read_image, read_npz
 from dampen.studies.errors import Interrupted
 from dampen.studies.trainer.build import _load
 from dampen.studies.trainer.train import run_trial

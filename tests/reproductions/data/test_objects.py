@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from dampen.studies.data import DamagedData, IncompleteData, augment, load
-from dampen.studies.data.recognize import recognize
+from dampen.studies.data.sets import recognize
 from reproductions.data.markup import parse_xml
 from reproductions.data.objects import ObjectSplit, checked_box
 from tests.reproductions.data import writers

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from dampen.studies.data.label_noise import with_label_noise, wrong_labels
 
 import reproductions  # noqa: F401 - more sets
 from dampen.studies.config.names import check_data
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.data import load
-from dampen.studies.data.label_noise import with_label_noise, wrong_labels
 from dampen.studies.data.sets import DATASETS
 from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import TASKS

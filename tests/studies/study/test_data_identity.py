@@ -7,7 +7,7 @@ import pytest
 
 from dampen.studies.config.plan import Plan, PlannedRow, Point
 from dampen.studies.config.trial import TrialSpec
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.data.dataset import DamagedData
 from dampen.studies.engines.runner import run_plan
 from dampen.studies.errors import Interrupted
 from dampen.studies.study.parts import ask_parts

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dampen.cli import main
-from dampen.studies.data.errors import DamagedData, MissingData
-from dampen.studies.data.recognize import recognize
+from dampen.studies.data.dataset import DamagedData, MissingData
+from dampen.studies.data.sets import recognize
 from dampen.studies.errors import ConfigError
 from dampen.studies.records.fingerprint import fingerprint
 from dampen.studies.study.parts import ask_parts
@@ -89,9 +89,8 @@ def test_a_csv_is_tokenized_by_bpe_of_its_training_part(tmp_path):
 
 
 def test_text_metrics_agree_with_scikit_learn():
+    from dampen.studies.metrics.classification import TextMetrics
     from sklearn.metrics import f1_score, matthews_corrcoef
-
-    from dampen.studies.metrics.text import TextMetrics
 
     draw = torch.Generator().manual_seed(0)
     logits, target = torch.randn(200, 4, generator=draw), torch.randint(0, 4, (200,), generator=draw)

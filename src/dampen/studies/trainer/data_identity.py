@@ -16,7 +16,7 @@ from typing import Any
 
 from dampen.studies.config.trial import TrialSpec
 from dampen.studies.data import DATASETS
-from dampen.studies.data.errors import DamagedData, MissingData
+from dampen.studies.data.dataset import DamagedData, MissingData
 from dampen.studies.data.sets import locate
 from dampen.studies.records.fingerprint import cached, keep, sizes_and_times
 from dampen.studies.trainer.build import load_data

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dampen.names import nearest
 from dampen.studies.config.methods_text import build_methods
 from dampen.studies.config.trial import TrialSpec
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.data.dataset import DamagedData
 from dampen.studies.errors import ConfigError
 from dampen.studies.loggers import check_loggers
 from dampen.studies.metrics import TASKS
