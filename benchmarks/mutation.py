@@ -49,7 +49,7 @@ MODULES = {
         ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py", "native/test_native.py"),
     ),
     "attend": Module("kernels/attend.py", ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py")),
-    "explicit": Module("formulas/explicit/*.py", ("explicit", "methods/test_explicit_dropout.py")),
+    "explicit": Module("functional/explicit/*.py", ("functional/explicit", "methods/test_explicit_dropout.py")),
     "handle": Module("handle.py", ("test_handle.py", "test_handle_modes.py", "calls/test_ledger.py")),
     "stats": Module("studies/records/stats.py", ("studies/records/test_stats.py",)),
     "record": Module("studies/records/record.py", ("studies/records/test_record.py", "studies/records/test_damage.py")),

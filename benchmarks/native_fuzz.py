@@ -41,8 +41,8 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import DropKey, HardMasking
-from dampen.formulas.explicit import tap as taps
-from dampen.formulas.explicit import together
+from dampen.functional.explicit import tap as taps
+from dampen.functional.explicit import together
 from dampen.kernels.attend import attend
 from dampen.native import library
 from dampen.regularizer import Regularizer

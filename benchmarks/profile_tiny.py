@@ -30,12 +30,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dampen.sockets.stream import STEADY
+from dampen.hooks.stream import STEADY
 from dampen.studies.bench.alternatives import ALTERNATIVES
-from dampen.studies.bench.presets import PRESETS
+from dampen.studies.bench.rows import PRESETS, find_variants
 from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.studies.bench.subject import Subject, make_subject
-from dampen.studies.bench.variants import find_variants
 
 METHODS = (
     "drop_key(rate=0.2), hard_masking, explicit_dropout(value=0.06, ffn=0.06), feed_forward_dropout(rate=0.2), "

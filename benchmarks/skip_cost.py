@@ -22,8 +22,8 @@ from torch.nn import functional as F
 import dampen
 from dampen import Regularizer, SkipAblation, TokenGraying
 from dampen.diagnostics.conditioning import ConditionProbe
-from dampen.formulas.graying import gray_images
-from dampen.formulas.patches import patchify, unpatchify
+from dampen.functional.graying import gray_images
+from dampen.functional.patches import patchify, unpatchify
 from dampen.kernels.timing import compare, machine
 from dampen.studies.files import write_json
 from tests.oracles import skips as reference_skip

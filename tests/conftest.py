@@ -21,7 +21,7 @@ settings.load_profile("tests")
 
 BUDGETS = {
     "tests/checking": 1200,
-    "tests/sockets": 300,
+    "tests/hooks": 300,
     "tests/integrations": 300,
     "tests/studies": 600,
     "tests/pages": 200,

@@ -39,7 +39,8 @@ def _taken_apart(where: Path) -> dict[str, tuple[bytes, Callable[[bytes], Any]]]
     import numpy as np
     from PIL import Image
 
-    from dampen.studies.data.files import Store, parse_json, parse_npy, read_image, read_npz
+    from dampen.studies.data.files import parse_npy, read_image, read_npz
+    from reproductions.data.archives import Store, parse_json
     from reproductions.data.unpickle import safe_unpickle
     from reproductions.data.waves import read_audio
     from tests.reproductions.data import writers

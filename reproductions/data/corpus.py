@@ -42,9 +42,7 @@ class TextSplit(Split):
 
     def __init__(self, tokens: Tensor, context: int, stride: int):
         if context < 1 or stride < 1:
-            raise ValueError(
-                f"context and stride count tokens from 1: got {context} and {stride}."
-            )
+            raise ValueError(f"context and stride count tokens from 1: got {context} and {stride}.")
         self.tokens, self.context = tokens, context
         self.starts = torch.arange(0, max(len(tokens) - 1, 0), stride)
         if stride < context:  # leave out windows whose targets the one before already has
@@ -116,15 +114,12 @@ def load_corpus(
     begin = max(pool - request.limit, 0) if request.limit is not None else 0
     if begin:
         departures.append(
-            f"only {request.limit} of {pool} characters before the test split were used "
-            f"(limit={request.limit})"
+            f"only {request.limit} of {pool} characters before the test split were used (limit={request.limit})"
         )
     middle = begin + round((pool - begin) * request.train_fraction)
     parts = {"train": text[begin:middle], "valid": text[middle:pool], "test": text[pool:]}
     if min(len(part) for part in parts.values()) < 2:
-        raise DamagedData(
-            f"{path} is too short: its {len(text)} characters cannot be split into three parts."
-        )
+        raise DamagedData(f"{path} is too short: its {len(text)} characters cannot be split into three parts.")
     if tokens == "character":
         ids, characters, extras = _by_character(text, parts)
     else:
@@ -171,9 +166,7 @@ def _read(path: Path) -> str:
         ) from error
 
 
-def _by_character(
-    text: str, parts: dict[str, str]
-) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+def _by_character(text: str, parts: dict[str, str]) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
     alphabet = sorted(set(text))
     points = np.array([ord(c) for c in alphabet])
     ids = {}
@@ -183,14 +176,9 @@ def _by_character(
     return ids, torch.ones(len(alphabet), dtype=torch.float64), {"alphabet": alphabet}
 
 
-def _by_bpe(
-    parts: dict[str, str], vocabulary: int
-) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+def _by_bpe(parts: dict[str, str], vocabulary: int) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
     bpe = Bpe.train(parts["train"].splitlines(keepends=True), vocabulary)
-    ids = {
-        name: torch.tensor(bpe.encode([content])[0], dtype=torch.int32)
-        for name, content in parts.items()
-    }
+    ids = {name: torch.tensor(bpe.encode([content])[0], dtype=torch.int32) for name, content in parts.items()}
     return ids, bpe.characters(), {"bpe": bpe}
 
 
@@ -229,7 +217,6 @@ SHAKESPEARE = DataSource(
     ["tinyshakespeare"],
     steps=(
         "mkdir tinyshakespeare && cd tinyshakespeare",
-        "curl -LO https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-        "tinyshakespeare/input.txt",
+        "curl -LO https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     ),
 )

@@ -147,10 +147,7 @@ def object_dataset(
     counts = Counter(label for example in parts["train"] for label in example.labels)
     strata = {part: _strata(own, counts) for part, own in parts.items()}
     rows = split_rows(strata, **ask.cuts, test_fraction=test_fraction, test_limit=test_limit)
-    chosen = {
-        part: [parts[source][i] for i in index.tolist()]
-        for part, (source, index) in rows.rows.items()
-    }
+    chosen = {part: [parts[source][i] for i in index.tolist()] for part, (source, index) in rows.rows.items()}
     splits = {part: ObjectSplit(examples, (height, width), channels) for part, examples in chosen.items()}
     train = splits["train"]
     normalization = channel_statistics(train.pixels(range(min(len(train), SAMPLED if train.images is None else 10**9))))

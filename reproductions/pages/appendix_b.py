@@ -44,7 +44,7 @@ For a linear map with input X (tokens x features) and weight W, arXiv 2604.20505
 
 `dampen.explicit.r_arora`, `r_cross` and `appendix_b` compute them from the map's input and weight; `R_cross` needs no
 d x d matrix, because it is the whole less its diagonal. They agree with the sums over all pairs to ten digits
-(`tests/explicit/test_appendix_b.py`). `alpha R_arora = p^2/2 sum_j ||x_:j||^2 ||W_:j||^2` is never negative;
+(`tests/functional/explicit/test_appendix_b.py`). `alpha R_arora = p^2/2 sum_j ||x_:j||^2 ||W_:j||^2` is never negative;
 `R_cross` can be.
 
 What the table says: the share of J that is `R_cross`, in percent (the rest to 100 is Arora's part; below 0, features

@@ -50,7 +50,7 @@ The sum needs every column of J. But for random signs s on the outputs, independ
 so that 1/2 r sum (x g)^2 is an unbiased estimate of half of (*), from one vector-Jacobian product through whatever
 stands between X and o: biases, rotary positions, norms of q and k, masks, grouped heads. Its gradient is unbiased too.
 Over all 256 sign vectors of a small attention the mean agrees with the whole Jacobian to ten digits
-(`tests/explicit/test_joint_mask.py`).
+(`tests/functional/explicit/test_joint_mask.py`).
 
 What is refused: `form="paper"` and `"exact"` (masks that are not rescaled shift X by -p X, which is no deviation to
 expand around), `detach_inputs` (the Jacobian runs through the activations), cross-attention and inputs that differ

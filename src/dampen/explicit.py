@@ -1,4 +1,4 @@
-"""The penalties of Explicit Dropout as plain functions of tensors, under their public path; see `formulas/explicit`."""
+"""The penalties of Explicit Dropout as plain functions of tensors (public path of `functional.explicit`)."""
 
-from dampen.formulas.explicit import *  # noqa: F403
-from dampen.formulas.explicit import __all__ as __all__
+from dampen.functional.explicit import *  # noqa: F403
+from dampen.functional.explicit import __all__ as __all__

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from dampen.calls import later
 from dampen.calls.ledger import Ledger, makes_penalties
+from dampen.hooks.attach import attach, check_model
+from dampen.hooks.carrier import CarrierSite
+from dampen.hooks.describe import describe
+from dampen.hooks.detach import remove
+from dampen.hooks.example import run_example
+from dampen.hooks.own_dropout import OwnRate, choose_own, depth_of, own_rates
+from dampen.hooks.sampling import sampling_own
+from dampen.hooks.state import Layer, ModelSite
+from dampen.hooks.swap import swap
 from dampen.kernels.kernel import use_tuned_table
 from dampen.native.library import use_native_kernels
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value, as_schedule, check_progress, per_layer
-from dampen.sockets.attach import attach, check_model
-from dampen.sockets.carrier import CarrierSite
-from dampen.sockets.describe import describe
-from dampen.sockets.detach import remove
-from dampen.sockets.example import run_example
-from dampen.sockets.own_dropout import OwnRate, choose_own, depth_of, own_rates
-from dampen.sockets.sampling import sampling_own
-from dampen.sockets.state import Layer, ModelSite
-from dampen.sockets.swap import swap
 from dampen.two_pass.reuse import SharedBlocks
 
 

@@ -3,12 +3,12 @@
 from dampen import methods as _methods
 from dampen import models
 from dampen.handle import Regularization, regularize
+from dampen.hooks.detach import remove
+from dampen.hooks.determinism import deterministic
 from dampen.kernels.attend import attention
 from dampen.methods import *  # noqa: F403
 from dampen.regularizer import Call, LinearCall, Regularizer, Site
 from dampen.schedules import constant, cosine, curriculum, early, last, late, linear, vshape, warmup
-from dampen.sockets.detach import remove
-from dampen.sockets.determinism import deterministic
 
 __all__ = [
     "Call",

@@ -13,7 +13,7 @@ from dampen.checking import SUBJECTS, check_contract, check_pair
 from dampen.checking.attached import Attached, telling
 from dampen.checking.contracts import check_finite, check_leak, same
 from dampen.checking.pairs import COMPANIONS
-from dampen.formulas.explicit import FORMS
+from dampen.functional.explicit import FORMS
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
 

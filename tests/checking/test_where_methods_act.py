@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import dampen
+from dampen.hooks.find import parts_of
 from dampen.registry import methods
 from dampen.regularizer import MODEL_STAGES, UnsupportedModel
-from dampen.sockets.find import parts_of
 from tests.families import NanoBlock
-from tests.sockets.odd_layers import AllAtOnce, D, Experts, Hybrid, ParameterMixture, Sparse
+from tests.hooks.odd_layers import AllAtOnce, D, Experts, Hybrid, ParameterMixture, Sparse
 
 X = torch.randn(3, 6, D, generator=torch.Generator().manual_seed(0))
 STRONG = {"rate": 0.5, "weight": 1.0}

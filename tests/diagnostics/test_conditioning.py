@@ -213,7 +213,7 @@ def test_under_skip_ablation_the_branch_is_what_goes_on():
 
 def test_token_graying_is_measured_with_its_input_grayed():
     model = small_vit()
-    plain = measure_conditioning(model, dampen.formulas.graying.gray_images(images(), 4, "svd"))
+    plain = measure_conditioning(model, dampen.functional.graying.gray_images(images(), 4, "svd"))
     dampen.regularize(model, dampen.TokenGraying("svd"))
     result = measure_conditioning(model, images())
     assert result.layers[0].conditions["tokens"].log_mean == pytest.approx(

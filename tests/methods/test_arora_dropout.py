@@ -7,7 +7,7 @@ from torch import nn
 
 import dampen
 from dampen import AroraDropout, ExplicitDropout
-from tests.explicit.toy import Case
+from tests.functional.explicit.toy import Case
 from tests.oracles import explicit as slow
 
 MAPS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}

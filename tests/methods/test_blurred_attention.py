@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import BlurredAttention
-from dampen.formulas import blur
+from dampen.functional import blur
 from dampen.regularizer import Call
 from tests.oracles.stochastic import blur_scores, blurred_attention, gaussian
 

@@ -34,7 +34,7 @@ from dampen import (
     ProjectionDropout,
     regularize,
 )
-from dampen.formulas.explicit import regularize_convolutions
+from dampen.functional.explicit import regularize_convolutions
 
 WIDTH, HEADS, SIZE, BATCH, TOKENS, P = 6, 2, 3, 3, 5, 0.25
 MAPS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")

@@ -8,8 +8,8 @@ from torch import nn
 
 import dampen
 from dampen import EmbeddingDropout, NEFTune, regularize
+from dampen.hooks.embeddings import find_embeddings
 from dampen.regularizer import Regularizer, UnsupportedModel
-from dampen.sockets.embeddings import find_embeddings
 from tests.families import FAMILIES, IMAGES, PADDING, TEXT, output
 from tests.oracles.stochastic import neftune_bound
 

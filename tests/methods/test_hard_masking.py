@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import HardMasking
-from dampen.formulas.top_k import in_top, transposed_scores
+from dampen.functional.top_k import in_top, transposed_scores
 from dampen.methods import hard_masking
 from dampen.regularizer import Call
 from tests.oracles.stochastic import attend_scores, top_keys

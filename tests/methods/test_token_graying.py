@@ -11,8 +11,8 @@ from torch import nn
 
 import dampen
 from dampen.checking import check_regularizer
-from dampen.formulas.graying import GrayImages, dct_matrix, gray_dct, gray_images, gray_svd, gray_tokens
-from dampen.formulas.patches import patchify
+from dampen.functional.graying import GrayImages, dct_matrix, gray_dct, gray_images, gray_svd, gray_tokens
+from dampen.functional.patches import patchify
 from dampen.methods.token_graying import find_patch_size
 from dampen.regularizer import UnsupportedModel
 from reproductions.models.mae import MaskedAutoencoder

@@ -18,7 +18,7 @@ from torch.nn import functional
 from dampen.masks import any_in_row, causal_rows
 
 if TYPE_CHECKING:
-    from dampen.formulas.explicit.low_rank import LowRank
+    from dampen.functional.explicit.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Call:
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
     cuts: dict[str, tuple[str, Any]] = field(default_factory=dict)  # q, k, v: which map, and its rows, where it is seen
     unknown: dict[str, str] = field(default_factory=dict)  # q, k, v: the fused map whose rows for it cannot be told
-    followed: Any = None  # from which channels the operands come; see `sockets/channels.py`
+    followed: Any = None  # from which channels the operands come; see `hooks/channels.py`
     weights: Tensor | None = None  # A in `heads`, where the model computes it itself and its rows may not sum to 1
     memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
 

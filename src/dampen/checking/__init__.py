@@ -18,8 +18,8 @@ from dampen.checking.contracts import CONTRACTS, ONCE
 from dampen.checking.outcomes import ContractBroken
 from dampen.checking.pairs import PAIR_CONTRACTS
 from dampen.checking.subjects import SUBJECTS, Subject
+from dampen.hooks.blame import blame
 from dampen.regularizer import Regularizer, UnsupportedModel
-from dampen.sockets.blame import blame
 
 __all__ = [
     "CONTRACTS",

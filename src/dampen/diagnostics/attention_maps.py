@@ -124,7 +124,7 @@ def token_map(
     >>> token_map(torch.rand(2, 17, 17), size=(32, 32)).shape
     torch.Size([2, 32, 32])
     """
-    from dampen.formulas.grid import grid_of
+    from dampen.functional.grid import grid_of
 
     rows, columns = grid_of(relevance.shape[-1], grid)
     values = relevance[:, query, relevance.shape[-1] - rows * columns :].unflatten(-1, (rows, columns))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.sockets.find import LayerPlan, is_cross
-from dampen.sockets.roles import weight_of
+from dampen.hooks.find import LayerPlan, is_cross
+from dampen.hooks.roles import weight_of
 
 
 def linear_attention_condition(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:

@@ -7,7 +7,7 @@
     model = get_peft_model(base, LoraConfig(...))          # LoRA afterwards: say so
     dampen.integrations.peft.connect(reg)
 
-Penalties of an adapted map are those of W + s B A, in closed form (`dampen.formulas.explicit.low_rank`).
+Penalties of an adapted map are those of W + s B A, in closed form (`dampen.functional.explicit.low_rank`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from dampen.handle import Regularization
-from dampen.sockets.adapters import connect_adapters, is_lora
+from dampen.hooks.adapters import connect_adapters, is_lora
 
 
 def connect(reg: Regularization) -> int:

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dampen.formulas.explicit.forms import is_off
-from dampen.formulas.explicit.layer import check_roles, sequence_first, tap_projection
-from dampen.formulas.explicit.linear import Term, map_penalty, multiply
-from dampen.formulas.explicit.precision import as_wide, no_autocast
+from dampen.functional.explicit.forms import is_off
+from dampen.functional.explicit.layer import check_roles, sequence_first, tap_projection
+from dampen.functional.explicit.linear import Term, map_penalty, multiply
+from dampen.functional.explicit.precision import as_wide, no_autocast
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import has_numbers
-from dampen.formulas.blur import (
+from dampen.functional.blur import (
     DENSE_UP_TO,
     Edge,
     Neighbors,
@@ -22,9 +22,9 @@ from dampen.formulas.blur import (
     on_line,
     seen_together,
 )
-from dampen.formulas.explicit.precision import as_wide
-from dampen.formulas.grid import check_grid, model_grid
-from dampen.formulas.learnable import count_heads, device_of, per_head, scale_divergence, spread
+from dampen.functional.explicit.precision import as_wide
+from dampen.functional.grid import check_grid, model_grid
+from dampen.functional.learnable import count_heads, device_of, per_head, scale_divergence, spread
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from dampen.hooks.find import find_attentions
+from dampen.hooks.layout import heads_of
 from dampen.masks import few_kept
 from dampen.regularizer import Call, Regularizer, UnsupportedModel
 from dampen.schedules import Value
-from dampen.sockets.find import find_attentions
-from dampen.sockets.layout import heads_of
 
 
 class DropHead(Regularizer):

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.formulas.explicit.attended import attended_bias, attended_bias_from_weights, attended_variance
-from dampen.formulas.explicit.diagonal import diagonal_weights, shared_mask_excess
-from dampen.formulas.explicit.forms import check_form, combine, is_off, single
-from dampen.formulas.explicit.joint_mask import check_joint, joint_variance, with_gradient
-from dampen.formulas.explicit.layer import (
+from dampen.functional.explicit.attended import attended_bias, attended_bias_from_weights, attended_variance
+from dampen.functional.explicit.diagonal import diagonal_weights, shared_mask_excess
+from dampen.functional.explicit.forms import check_form, combine, is_off, single
+from dampen.functional.explicit.joint_mask import check_joint, joint_variance, with_gradient
+from dampen.functional.explicit.layer import (
     HeadMap,
     as_one_head,
     check_roles,
@@ -26,11 +26,11 @@ from dampen.formulas.explicit.layer import (
     tap_projection,
     valid_pairs,
 )
-from dampen.formulas.explicit.linear import BRANCHES, Term, map_penalty, multiply, tap_branch
-from dampen.formulas.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
-from dampen.formulas.explicit.precision import as_wide, no_autocast, wide_dtype
-from dampen.formulas.explicit.reductions import check_reduction, pair_rows
-from dampen.formulas.explicit.scores import (
+from dampen.functional.explicit.linear import BRANCHES, Term, map_penalty, multiply, tap_branch
+from dampen.functional.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
+from dampen.functional.explicit.precision import as_wide, no_autocast, wide_dtype
+from dampen.functional.explicit.reductions import check_reduction, pair_rows
+from dampen.functional.explicit.scores import (
     chunked_pairs,
     count_visible,
     restricts_pairs,

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.formulas.explicit.precision import as_wide
-from dampen.formulas.learnable import (
+from dampen.functional.explicit.precision import as_wide
+from dampen.functional.learnable import (
     count_heads,
     device_of,
     logit,
@@ -21,7 +21,7 @@ from dampen.formulas.learnable import (
     soft_top,
     spread,
 )
-from dampen.formulas.top_k import in_top, in_top_of_rows, top_share, transposed_scores
+from dampen.functional.top_k import in_top, in_top_of_rows, top_share, transposed_scores
 from dampen.masks import bernoulli
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value

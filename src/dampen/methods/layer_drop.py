@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen.hooks.find import find_layers
+from dampen.hooks.swap import is_swapped
 from dampen.masks import few_kept
 from dampen.names import leave_out
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value
-from dampen.sockets.find import find_layers
-from dampen.sockets.swap import is_swapped
 
 
 class LayerDrop(Regularizer):

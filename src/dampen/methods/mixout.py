@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from dampen.calls import check_whole
-from dampen.formulas.explicit.layer import fit, sequence_first
-from dampen.formulas.explicit.linear import Term, map_penalty
-from dampen.formulas.explicit.precision import as_wide, no_autocast
+from dampen.functional.explicit.layer import fit, sequence_first
+from dampen.functional.explicit.linear import Term, map_penalty
+from dampen.functional.explicit.precision import as_wide, no_autocast
+from dampen.hooks.roles import weight_of
 from dampen.masks import drop
 from dampen.methods.drop_connect import GROUPS, check_targets
 from dampen.regularizer import Call, LinearCall, Regularizer, UnsupportedModel
 from dampen.schedules import Value
-from dampen.sockets.roles import weight_of
 from dampen.start_weights import StartWeight
 
 PROJECTIONS = frozenset({"q", "k", "v", "qkv", "kv"})

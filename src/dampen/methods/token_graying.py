@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dampen.formulas.graying import DEFAULT_EPS, Kind, check_eps, check_kind, gray_images, gray_tokens
-from dampen.formulas.patches import pair
+from dampen.functional.graying import DEFAULT_EPS, Kind, check_eps, check_kind, gray_images, gray_tokens
+from dampen.functional.patches import pair
 from dampen.regularizer import Regularizer, UnsupportedModel
 
 _PATCHES = re.compile(r"patch_?embed|patch_?conv|conv_proj", re.IGNORECASE)
@@ -26,7 +26,7 @@ class TokenGraying(Regularizer):
     (`restore_scale=True`), so that the model sees pixels of the usual size; the SVD runs through `eigh` of the
     smaller Gram matrix in float64 with a floor on tiny eigenvalues. A masked autoencoder sees, and reconstructs, the
     grayed image. ONNX has no `eigh`: export the dct kind, or gray the images outside the model with
-    `dampen.formulas.graying.GrayImages`, which is also the way to do it once per image in the data loader.
+    `dampen.functional.graying.GrayImages`, which is also the way to do it once per image in the data loader.
 
     Args:
         kind: dct (the paper's +1 % training time) or svd (6.3x in the paper; see benchmarks/skip_cost.py for ours).

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from dampen.extensions import Registry, hint
-from dampen.formulas.patches import patchify
+from dampen.functional.patches import patchify
 from dampen.models.block import (
     Block,
     Mlp,

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from dampen.formulas.patches import pair, patch_grid
+from dampen.functional.patches import pair, patch_grid
 
 
 class PatchEmbed(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from dampen.extensions import Registry
 from dampen.names import nearest
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ class TensorBoardLogger:
     Points after the step that a trial resumes at are removed from the curves.
     """
 
-    def __init__(self, folder: Path, trial: TrialSpec, step: int):
+    def __init__(self, folder: Path, trial: Run, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
@@ -71,7 +71,7 @@ class WandbLogger:
     WANDB_MODE=offline.
     """
 
-    def __init__(self, folder: Path, trial: TrialSpec, step: int):
+    def __init__(self, folder: Path, trial: Run, step: int):
         import wandb
 
         self.run: Any = wandb.init(
@@ -97,9 +97,7 @@ class WandbLogger:
         self.run.finish()
 
 
-LOGGERS: Registry[Any] = Registry(
-    "dampen.loggers", {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
-)
+LOGGERS: Registry[Any] = Registry("dampen.loggers", {"tensorboard": TensorBoardLogger, "wandb": WandbLogger})
 """The loggers by name: the built-in ones, and those that packages and plug-ins add."""
 
 
@@ -115,7 +113,7 @@ def check_loggers(names: Sequence[str]) -> None:
         raise ConfigError("--logger", problems)
 
 
-def open_loggers(names: Sequence[str], folder: Path, trial: TrialSpec, step: int) -> list[Logger]:
+def open_loggers(names: Sequence[str], folder: Path, trial: Run, step: int) -> list[Logger]:
     """The chosen loggers for a trial.
 
     Args:
@@ -131,9 +129,7 @@ def open_loggers(names: Sequence[str], folder: Path, trial: TrialSpec, step: int
             opened.append(LOGGERS[name](folder, trial, step))
         except ModuleNotFoundError as error:
             problem = f"{name} is not installed here ({error.name})"
-            raise ConfigError(
-                "--logger", [f"{problem}; run: pip install 'dampen[{name}]'"]
-            ) from error
+            raise ConfigError("--logger", [f"{problem}; run: pip install 'dampen[{name}]'"]) from error
     return opened
 
 

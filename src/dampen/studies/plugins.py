@@ -85,9 +85,7 @@ ENVIRONMENT = "DAMPEN_PLUGINS"
 KINDS = tuple(group.removeprefix("dampen.") for group in extensions.GROUPS)
 
 _HOMES = {
-    "data.arrays": (
-        "ArraySplit",
-    ),
+    "data.arrays": ("ArraySplit",),
     "data.dataset": (
         "TEST_SEED",
         "Batch",

@@ -26,7 +26,7 @@ from dampen.two_pass.doubled import BEGUN_APART, PLAIN, DoubledBatch, plan_doubl
 from dampen.two_pass.own_randomness import own_randomness
 
 if TYPE_CHECKING:
-    from dampen.sockets.find import LayerPlan
+    from dampen.hooks.find import LayerPlan
 
 
 class SharedBlocks:

@@ -19,13 +19,13 @@ from dampen.registry import methods
 from dampen.studies.bench import NOISY, Options, bench, find_variants, make_subject, papers, peak_memory
 from dampen.studies.bench.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention, wrapped
 from dampen.studies.bench.output import remarks, save_chart
-from dampen.studies.bench.presets import PRESETS, targets_of
+from dampen.studies.bench.rows import PRESETS, targets_of
 from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.studies.bench.scaling import _too_much, scale_attention, scale_batch
 from dampen.studies.bench.subject import Subject
 from dampen.studies.errors import ConfigError
 from dampen.studies.report import make_report, write_report
-from dampen.studies.report.costs import bench_rows
+from dampen.studies.report.charts import bench_rows
 from tests.oracles import attention as reference
 from tests.oracles import skips as reference_skip
 from tests.oracles import stochastic as reference_stochastic
@@ -340,7 +340,7 @@ def test_published_traces_equal_explicit_dropout():
 
 
 def test_published_graying_is_the_reference():
-    from dampen.formulas.patches import patchify
+    from dampen.functional.patches import patchify
 
     images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
     grayed = papers.gray_svd(images, (4, 4), eps=0.7)

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from dampen.cli import build
 from dampen.diagnostics import gradient_variance, measure_calibration
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.diagnose import SECTIONS, Settings, Trained, diagnose, find_trials, from_model, from_run
-from dampen.studies.diagnose.stored import keep, kept
+from dampen.studies.diagnose.output import keep, kept
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report.diagnosis import measured_figures
 from dampen.studies.trainer.build import derive, make_model, seed_all
 from dampen.studies.trainer.state import Execution
@@ -27,7 +27,7 @@ QUICK = Settings(examples=200, attack_examples=40, eps=(2.0, 8.0), steps=3, grad
 
 
 def trial(methods=(), seed=0):
-    return TrialSpec.from_dict(
+    return Run.from_dict(
         {
             "data": {"name": "digits", "limit": 400},
             "model": {"name": "vit", "patch_size": 2, "width": 16, "depth": 2, "heads": 2, "mlp": 16},
@@ -71,7 +71,7 @@ def test_every_section_is_measured(result):
 
 def test_the_rebuilt_model_is_the_one_that_was_tested(runs, plain):
     for folder in find_trials(runs):
-        recorded = Record(folder).final()["test"]
+        recorded = RunStore(folder).final()["test"]
         found = diagnose(from_run(folder), Settings(examples=10**6), only=["calibration"])["calibration"]
         assert found["accuracy"] == pytest.approx(recorded["accuracy"])
         assert found["nll"] == pytest.approx(recorded["nll"], rel=1e-5)
@@ -200,7 +200,7 @@ def test_a_section_that_fails_later_is_no_longer_reported(plain, result):
 
 def test_the_report_draws_every_measurement(runs, plain, result, tmp_path):
     from dampen.studies.report import make_report
-    from dampen.studies.report.figure import Palette
+    from dampen.studies.report.figures import Palette
 
     shutil.copytree(plain, tmp_path / plain.name)
     keep(tmp_path / plain.name, result)

@@ -7,7 +7,7 @@ import pytest
 
 from dampen.cli import main
 from dampen.studies.config.design import Axis, design, read_axis
-from dampen.studies.config.plan import Plan, design_of, make_plan
+from dampen.studies.config.plan import Comparison, design_of, make_comparison
 from dampen.studies.config.recipe import parse_recipe
 from dampen.studies.config.search_space import tuned_recipe
 from dampen.studies.engines.grid_tuning import tune, tuning_plan
@@ -15,7 +15,7 @@ from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.records.selection import Tried, remarks, select
 from dampen.studies.report import make_report
 from dampen.studies.report.formats import to_json
-from dampen.studies.report.trust import tuned
+from dampen.studies.report.summary import tuned
 from dampen.studies.study.parts import comparison
 
 RECIPE = """
@@ -128,7 +128,7 @@ def test_rows_can_leave_an_axis_out():
 )
 def test_a_search_that_cannot_be_meant_is_refused(changes, told):
     with pytest.raises(ConfigError) as error:
-        make_plan(recipe(*changes))
+        make_comparison(recipe(*changes))
     assert told in str(error.value)
 
 
@@ -147,17 +147,17 @@ ONE_LIST = [
 
 def test_lists_that_make_too_few_settings_are_refused():
     with pytest.raises(ConfigError, match="its axes make only 3 different settings of 4"):
-        make_plan(recipe(("low = 1e-3, high = 1e-2, log = true }", "low = 1e-3, high = 1e-2 }"), *ONE_LIST))
+        make_comparison(recipe(("low = 1e-3, high = 1e-2, log = true }", "low = 1e-3, high = 1e-2 }"), *ONE_LIST))
 
 
 def test_planning_twelve_rows_with_sixty_seeds_takes_no_time_to_speak_of(monkeypatch):
     """Counted, not timed: each trial is hashed once."""
-    from dampen.studies.config.trial import TrialSpec
+    from dampen.studies.config.trial import Run
 
     hashed = []
-    before = TrialSpec.canonical
-    monkeypatch.setattr(TrialSpec, "canonical", lambda self: hashed.append(1) or before(self))
-    plan = make_plan(recipe(), seeds=range(60))
+    before = Run.canonical
+    monkeypatch.setattr(Run, "canonical", lambda self: hashed.append(1) or before(self))
+    plan = make_comparison(recipe(), seeds=range(60))
     plan.labels(plan.chosen())
     assert len(plan.chosen()) == 3 * 60
     assert len(hashed) == 3 * 60
@@ -239,11 +239,11 @@ class Answers:
         self.value, self.runs, self.trained = value, [], 0
 
     def __call__(self, plan, place):
-        from dampen.studies.records.record import Record
+        from dampen.studies.records.record import RunStore
 
         self.runs.append(plan)
         for id, trial in plan.trials.items():
-            record = Record(place / id)
+            record = RunStore(place / id)
             if record.done:
                 continue
             self.trained += 1
@@ -265,7 +265,7 @@ def test_a_choice_at_the_end_of_a_range_extends_it_once_for_every_row_alike(tmp_
     alone += [("weight = [0.3, 1, 3]", ""), ('"$rate"', "0.2"), ('"$weight"', "1.0")]
     alone += [("search = { rate = { low = 0.2, high = 0.9 }, weight = { low = 0.1, high = 10, log = true } }\n", "")]
     found = recipe(("settings = 4", "settings = 8"), *alone)
-    plan, code = tune(found, make_plan(found), tmp_path, None, [], [], answers)
+    plan, code = tune(found, make_comparison(found), tmp_path, None, [], [], answers)
     assert code == 0
     assert len(answers.runs) == 2
     assert [len(p.trials) for p in answers.runs] == [3 * 8 * 3, 3 * 2 * 3]
@@ -283,7 +283,7 @@ def test_a_choice_at_the_end_of_a_range_extends_it_once_for_every_row_alike(tmp_
 
 def test_each_value_by_tuning_seed_is_recorded(tmp_path):
     answers = Answers(lambda t: t.seed - 10_000 - abs(t.train.lr - 0.004))
-    tune(recipe(), make_plan(recipe()), tmp_path, None, [], [], answers)
+    tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)
     record = json.loads((tmp_path / "search.json").read_text())
     assert record["seeds"] == [10_000, 10_001, 10_002]
     for row in record["rows"].values():
@@ -298,40 +298,40 @@ def test_each_value_by_tuning_seed_is_recorded(tmp_path):
 
 def test_the_same_command_again_trains_nothing_and_chooses_the_same(tmp_path):
     answers = Answers(lambda t: t.train.lr)
-    first, _ = tune(recipe(), make_plan(recipe()), tmp_path, None, [], [], answers)
+    first, _ = tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)
     trained = answers.trained
-    again, _ = tune(recipe(), make_plan(recipe()), tmp_path, None, [], [], answers)
+    again, _ = tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)
     assert answers.trained == trained
     assert again == first
 
 
 def test_a_row_whose_runs_all_failed_stops_and_one_that_diverged_does_not(tmp_path):
     def fails(plan, place):
-        plan = Plan(**{**plan.__dict__, "trials": {i: t for i, t in plan.trials.items() if not t.methods}})
+        plan = Comparison(**{**plan.__dict__, "trials": {i: t for i, t in plan.trials.items() if not t.methods}})
         return Answers(lambda t: 0.5)(plan, place) or 1
 
     with pytest.raises(LabError, match="No setting of 'dropkey' can be chosen: no tuning run of it came to an end"):
-        tune(recipe(), make_plan(recipe()), tmp_path / "failed", None, [], [], fails)
+        tune(recipe(), make_comparison(recipe()), tmp_path / "failed", None, [], [], fails)
     answers = Answers(lambda t: None if t.methods else 0.5)
-    plan, code = tune(recipe(), make_plan(recipe()), tmp_path / "diverged", None, [], [], answers)
+    plan, code = tune(recipe(), make_comparison(recipe()), tmp_path / "diverged", None, [], [], answers)
     assert code == 0
     assert settings_of(tmp_path / "diverged", "dropkey")["chosen"] is None
     assert len(plan.rows) == 3
 
 
 def test_seeds_of_the_tuning_are_refused_as_seeds_of_the_table(tmp_path):
-    plan = make_plan(recipe(), seeds=[10_001])
+    plan = make_comparison(recipe(), seeds=[10_001])
     with pytest.raises(ConfigError, match="are tuning seeds"):
         tune(recipe(), plan, tmp_path, None, [], [], Answers(lambda t: 0.5))
 
 
 def test_one_row_can_be_tuned_alone_and_the_others_later(tmp_path):
     answers = Answers(lambda t: t.train.lr)
-    tune(recipe(), make_plan(recipe()), tmp_path, None, [], ["dropkey"], answers)
+    tune(recipe(), make_comparison(recipe()), tmp_path, None, [], ["dropkey"], answers)
     assert {r.name for p in answers.runs for r in p.rows} == {"dropkey"}
     alone = settings_of(tmp_path, "dropkey")
     assert settings_of(tmp_path, "baseline")["chosen"] is None
-    tune(recipe(), make_plan(recipe()), tmp_path, None, [], [], answers)
+    tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)
     assert settings_of(tmp_path, "dropkey") == alone
     assert settings_of(tmp_path, "baseline")["chosen"] is not None
 
@@ -363,7 +363,7 @@ def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
     said = run()
     assert "baseline: lr" in said.err
     folder = tmp_path / "runs" / "tuned-laptop"
-    record, plan = json.loads((folder / "search.json").read_text()), Plan.load(folder)
+    record, plan = json.loads((folder / "search.json").read_text()), Comparison.load(folder)
     assert list(record["rows"]) == ["baseline", "dropkey", "R-Drop"]
     for row in plan.rows:
         (point,) = row.points

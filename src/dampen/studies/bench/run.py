@@ -16,13 +16,11 @@ from dampen.kernels.timing import Timings, machine, time_rounds
 from dampen.native.library import available as native_available
 from dampen.studies.allocator import describe_malloc
 from dampen.studies.bench.alternatives import ALTERNATIVES
-from dampen.studies.bench.memory import peak_memory
 from dampen.studies.bench.papers import PAPERS, attention_as, unfused
-from dampen.studies.bench.presets import PRESETS, targets_of
-from dampen.studies.bench.subject import Subject, make_subject
-from dampen.studies.bench.variants import Variant, find_variants
+from dampen.studies.bench.rows import PRESETS, Variant, find_variants, targets_of
+from dampen.studies.bench.subject import Subject, make_subject, peak_memory
 from dampen.studies.errors import ConfigError
-from dampen.studies.report.stored import BENCH
+from dampen.studies.report.packs import BENCH
 
 NOISY = 0.03
 """An interval wider than this, as a fraction of its median, cannot tell small costs apart."""
@@ -176,7 +174,7 @@ def plain_step(subject: Subject, fused: bool = True) -> Step:
 def regularized_step(subject: Subject, variant: Variant) -> Step:
     """The model with a method in it."""
     import dampen
-    from dampen.sockets.find import find_layers
+    from dampen.hooks.find import find_layers
     from dampen.studies.config.methods_text import build_methods
 
     model = subject.copy()

@@ -26,7 +26,7 @@ MOST_PROBABLE = 0.95
 BEYOND = 0.25
 """How far a range is extended, as a part of its own length."""
 AXIS_KEYS = ("low", "high", "log", "min", "max")
-Setting = dict[str, Any]
+AxisValues = dict[str, Any]
 """A value for each axis of a row."""
 
 
@@ -186,7 +186,7 @@ def _filled(value: Any, variable: str, name: str = "") -> list[str]:
     return [name] if value == variable else []
 
 
-def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[Setting]]:
+def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[AxisValues]]:
     """`count` settings for every row: centered Latin hypercube, its columns spread over each other, the same for all.
 
     >>> found = design({"one": [Axis("lr", 1, 2)], "two": [Axis("lr", 1, 2), Axis("rate", 0, 1)]}, 4)

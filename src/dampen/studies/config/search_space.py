@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dampen.studies.config.design import SETTINGS, Axis
-from dampen.studies.config.plan import Plan, design_of, make_plan, read_settings
+from dampen.studies.config.plan import Comparison, design_of, make_comparison, read_settings
 from dampen.studies.config.recipe import Recipe, merge
 from dampen.studies.config.trial import TrainOptions
 from dampen.studies.errors import ConfigError
@@ -136,12 +136,12 @@ def plan_at(
     row: str,
     chosen: Mapping[str, Any],
     seeds: Sequence[int],
-) -> Plan:
+) -> Comparison:
     """The plan of one row with the chosen values in place of the grid."""
     name = recipe.at(scale)["scale"]
     own = {k: v for k, v in recipe.scales[name].items() if k not in ("grid", "search")}
     point = replace(recipe, grid={k: [v] for k, v in chosen.items()}, search={}, scales={name: own}, scale=name)
-    plan = make_plan(point, name, settings, seeds, check_names=False)
+    plan = make_comparison(point, name, settings, seeds, check_names=False)
     plan.rows = [r for r in plan.rows if r.name == row]
     wanted = {trial for p in plan.rows[0].points for trial in p.trials.values()}
     plan.trials = {i: t for i, t in plan.trials.items() if i in wanted}

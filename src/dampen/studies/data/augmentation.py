@@ -48,9 +48,7 @@ class PixelTransform:
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
         by = dataset.normalization
         if by is None:
-            raise ValueError(
-                f"{dataset.name} is not normalized per channel, so its pixels cannot be recovered."
-            )
+            raise ValueError(f"{dataset.name} is not normalized per channel, so its pixels cannot be recovered.")
         x, *rest = batch["inputs"]
         mean, std = (values.to(x).view(1, -1, 1, 1) for values in (by.mean, by.std))
         pixels = (x * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
@@ -172,9 +170,7 @@ class CutMix:
 
 def _check_alpha(alpha: float) -> None:
     if not alpha > 0:
-        raise ValueError(
-            f"alpha is a parameter of the Beta distribution and must be positive: got {alpha}."
-        )
+        raise ValueError(f"alpha is a parameter of the Beta distribution and must be positive: got {alpha}.")
 
 
 def _soft(target: Tensor, dataset: Dataset) -> Tensor:
@@ -235,9 +231,7 @@ class Augment:
         return f"Augment({', '.join(map(repr, self.changes))})"
 
 
-def augment(
-    chosen: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]], dataset: Dataset
-) -> Augment:
+def augment(chosen: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]], dataset: Dataset) -> Augment:
     """Build augmentations from their names.
 
     Args:
@@ -261,13 +255,10 @@ def _build(item: str | Mapping[str, Any], dataset: Dataset) -> Any:
     known = [f.name for f in fields(kind)]
     for key in table:
         if key not in known:
-            raise ValueError(
-                f"Augmentation {name!r} takes no option {key!r}{nearest(key, known)}"
-            )
+            raise ValueError(f"Augmentation {name!r} takes no option {key!r}{nearest(key, known)}")
     if dataset.task not in kind.tasks and not (dataset.mirror and name in MIRRORS):
         raise ValueError(
-            f"Augmentation {name!r} is for {' and '.join(kind.tasks)} tasks: "
-            f"{dataset.name} is {dataset.task}."
+            f"Augmentation {name!r} is for {' and '.join(kind.tasks)} tasks: {dataset.name} is {dataset.task}."
         )
     if problem := missing_for(name):
         raise ValueError(f"Augmentation {problem}.")

@@ -45,10 +45,7 @@ def damaged(path: Path | str, what: str, got: object, expected: object) -> Damag
     >>> print(damaged("data_batch_1.bin", "bytes", 100, "a multiple of 3073"))
     data_batch_1.bin is damaged or truncated: got 100 bytes, expected a multiple of 3073. Fetch the file again.
     """
-    return DamagedData(
-        f"{path} is damaged or truncated: got {got} {what}, expected {expected}. "
-        "Fetch the file again."
-    )
+    return DamagedData(f"{path} is damaged or truncated: got {got} {what}, expected {expected}. Fetch the file again.")
 
 
 def require_complete(problems: list[str], partial: bool, name: str) -> list[str]:
@@ -125,9 +122,7 @@ class Split(ABC):
         """
         indices = torch.as_tensor(indices, dtype=torch.int64)
         if indices.dim() != 1:
-            raise ValueError(
-                f"A batch is requested by a list of indices: got shape {tuple(indices.shape)}."
-            )
+            raise ValueError(f"A batch is requested by a list of indices: got shape {tuple(indices.shape)}.")
         return self.gather(indices) | {"index": indices}
 
 
@@ -176,13 +171,8 @@ class Dataset:
                 continue
             notes = self.info.get("departures", [])
             if lacking := [d for d in notes if d.startswith("incomplete copy")]:
-                raise IncompleteData(
-                    f"The {name} split of {self.name} is empty ({'; '.join(lacking)}). Fetch it."
-                )
-            raise ValueError(
-                f"The {name} split of {self.name} is empty: raise the limit or change the "
-                "fractions."
-            )
+                raise IncompleteData(f"The {name} split of {self.name} is empty ({'; '.join(lacking)}). Fetch it.")
+            raise ValueError(f"The {name} split of {self.name} is empty: raise the limit or change the fractions.")
         self.info = {"name": self.name, "task": self.task, "examples": counts, **self.info}
 
     @property
@@ -201,9 +191,7 @@ class Normalization:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if value.dim() != 1 or not torch.isfinite(value).all():
-                raise ValueError(
-                    f"The {entry.name} of each channel must be finite: got {value}."
-                )
+                raise ValueError(f"The {entry.name} of each channel must be finite: got {value}.")
 
     def facts(self) -> dict[str, list[float]]:
         """For the record."""

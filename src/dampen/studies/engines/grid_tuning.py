@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.design import SETTINGS, Axis, Setting
-from dampen.studies.config.plan import Plan, PlannedRow, Point, design_of, make_plan
+from dampen.studies.config.design import SETTINGS, Axis, AxisValues
+from dampen.studies.config.plan import Comparison, Config, Setting, design_of, make_comparison
 from dampen.studies.config.recipe import Recipe
 from dampen.studies.config.search_space import axis_of
 from dampen.studies.errors import ConfigError, LabError
@@ -38,19 +38,19 @@ GOING = (0, 1, 5)
 class Tuning:
     """The settings that are tried: the plan of their trials, the axes of each row, and what extended them."""
 
-    plan: Plan
+    plan: Comparison
     axes: dict[str, list[Axis]]
     settings: int  # of each row; 0 for a grid, whose rows may differ
     extended: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by row
 
-    def of(self, rows: Sequence[str], extension: bool = False) -> Plan:
+    def of(self, rows: Sequence[str], extension: bool = False) -> Comparison:
         """The plan of these rows alone, or of all; or that of their extensions."""
         kept = [row for row in self.plan.rows if not rows or row.name in rows]
         if extension:
             kept = [replace(row, points=row.points[self.settings :]) for row in kept if row.points[self.settings :]]
         used = {i for row in kept for point in row.points for i in point.trials.values()}
         header = self.plan.header | ({BEYOND: True} if extension else {})
-        plan = Plan(**{**self.plan.__dict__, "rows": kept, "header": header})
+        plan = Comparison(**{**self.plan.__dict__, "rows": kept, "header": header})
         plan.trials = {i: t for i, t in self.plan.trials.items() if i in used}
         return plan
 
@@ -60,10 +60,10 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
     at = recipe.at(scale)
     if at["search"]:
         axes, tried = design_of(recipe, scale, settings)
-        plan = make_plan(recipe, scale, settings, at["tuning_seeds"], points=tried)
+        plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=tried)
         count = at["search"][SETTINGS]
     elif at.get("tuning_seeds"):
-        plan, count = make_plan(recipe, scale, settings, at["tuning_seeds"]), 0
+        plan, count = make_comparison(recipe, scale, settings, at["tuning_seeds"]), 0
         axes = {row.name: _grid_axes(row) for row in plan.rows if len(row.points) > 1}
     else:
         return None
@@ -72,23 +72,23 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
     return tuning if tuning.plan.rows else None
 
 
-def tuning_plan(recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]) -> Plan | None:
+def tuning_plan(recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]) -> Comparison | None:
     """The trials that choose, without those of extended ranges; None where nothing is chosen."""
     tuning = make_tuning(recipe, scale, settings)
     plan = tuning.of(rows) if tuning is not None else None
     return plan if plan is not None and plan.rows else None
 
 
-def _grid_axes(row: PlannedRow) -> list[Axis]:
+def _grid_axes(row: Config) -> list[Axis]:
     return [axis_of(key, [p.grid[key] for p in row.points]) for key in row.points[0].grid]
 
 
-def as_large(plan: Plan, tuning: Plan) -> Plan:
+def as_large(plan: Comparison, tuning: Comparison) -> Comparison:
     """The plan with as many trials as it will have once its points are chosen, whichever they are."""
     return _at(plan, {row.name: row.points[0].grid for row in tuning.rows})
 
 
-def _at(plan: Plan, chosen: Mapping[str, Setting]) -> Plan:
+def _at(plan: Comparison, chosen: Mapping[str, AxisValues]) -> Comparison:
     """The plan with these rows at these grid points; a table that reports all keeps them all."""
     if plan.header["report"] == "all":
         return plan
@@ -102,13 +102,13 @@ def _at(plan: Plan, chosen: Mapping[str, Setting]) -> Plan:
 
 def tune(
     recipe: Recipe,
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
     scale: str | None,
     settings: Sequence[str],
     rows: Sequence[str],
-    run: Callable[[Plan, Path], int],
-) -> tuple[Plan, int]:
+    run: Callable[[Comparison, Path], int],
+) -> tuple[Comparison, int]:
     """Run the tuning trials with `run` (a plan and a folder to an exit code) and choose. A code that is not 0 says why
     nothing could be chosen.
 
@@ -141,12 +141,12 @@ def tune(
     if not tuning.settings:
         return _at(plan, points), 0
     waiting = {row.name: [p.grid for p in row.points] for row in plan.rows}
-    made = make_plan(recipe, scale, settings, plan.seeds, points=waiting | {k: [v] for k, v in points.items()})
+    made = make_comparison(recipe, scale, settings, plan.seeds, points=waiting | {k: [v] for k, v in points.items()})
     made.header |= plan.header
     return made, 0
 
 
-def _check_chosen(tuning: Plan, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path) -> None:
+def _check_chosen(tuning: Comparison, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path) -> None:
     """A row of which nothing can be chosen stops the run, unless all its runs diverged: then that is its result."""
     for row in tuning.rows:
         ended = [id in results for point in row.points for id in point.trials.values()]
@@ -196,14 +196,14 @@ def _extend(recipe: Recipe, scale: str | None, settings: Sequence[str], tuning: 
     if not tuning.extended:
         return False
     at = recipe.at(scale)
-    others: dict[str, list[Setting]] = {row["name"]: [] for row in at["rows"] if row["name"] not in points}
+    others: dict[str, list[AxisValues]] = {row["name"]: [] for row in at["rows"] if row["name"] not in points}
     axes = tuning.axes
-    tuning.plan = make_plan(recipe, scale, settings, at["tuning_seeds"], points=points | others)
+    tuning.plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=points | others)
     tuning.plan = tuning.of(list(axes))
     return True
 
 
-def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[tuple[str, bool, list[Setting]]]:
+def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[tuple[str, bool, list[AxisValues]]]:
     """A quarter of the settings again, shared by the ends at which the choice lies; the other values stay chosen."""
     by_key, chosen = {axis.key: axis for axis in axes}, selection.chosen.values
     ends = [(key, upwards) for key, upwards in selection.edges if by_key[key].beyond(upwards, 1)]
@@ -211,7 +211,7 @@ def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[t
     found = []
     for i, (key, upwards) in enumerate(ends):
         share = count // len(ends) + (i < count % len(ends))
-        extra: list[Setting] = [{**chosen, key: value} for value in by_key[key].beyond(upwards, share)]
+        extra: list[AxisValues] = [{**chosen, key: value} for value in by_key[key].beyond(upwards, share)]
         found.append((key, upwards, extra))
     return found
 
@@ -229,12 +229,12 @@ def _metric(results: Mapping[str, Any]) -> tuple[str, str]:
     return next((tuple(r["selection"]) for r in results.values() if "selection" in r), ("", "max"))
 
 
-def _tried(row: PlannedRow, results: Mapping[str, Any], settings: int) -> list[Tried]:
+def _tried(row: Config, results: Mapping[str, Any], settings: int) -> list[Tried]:
     """The settings of a row; those after the first `settings` came with an extension."""
     return [_one(p, results, bool(settings) and i >= settings) for i, p in enumerate(row.points)]
 
 
-def _one(point: Point, results: Mapping[str, Any], extension: bool) -> Tried:
+def _one(point: Setting, results: Mapping[str, Any], extension: bool) -> Tried:
     values: dict[str, float | None] = {}
     states = {}
     for seed, id in point.trials.items():
@@ -265,7 +265,7 @@ def _told(tuning: Tuning, chosen: Mapping[str, Selection], results: Mapping[str,
     return _head(tuning, results) | {"rows": rows}
 
 
-def _row(row: PlannedRow, tuning: Tuning, found: Selection | None, results: Mapping[str, Any]) -> dict[str, Any]:
+def _row(row: Config, tuning: Tuning, found: Selection | None, results: Mapping[str, Any]) -> dict[str, Any]:
     tried, extended = _tried(row, results, tuning.settings), tuning.extended.get(row.name, [])
     trials = [
         {"values": t.values, "valid": t.mean, "by_seed": t.by_seed, "ids": t.ids, "states": t.states}

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dampen.handle import Regularization
+from dampen.hooks.own_dropout import OwnRate, choose_own, find_own
+from dampen.hooks.sampling import sampling_own
 from dampen.schedules import as_schedule, check_progress, per_layer
-from dampen.sockets.own_dropout import OwnRate, choose_own, find_own
-from dampen.sockets.sampling import sampling_own
 from dampen.studies.trainer.build import derive
 
 

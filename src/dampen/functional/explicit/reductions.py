@@ -1,0 +1,116 @@
+"""How the sum over tokens becomes one number: reductions, padding, and the authors' scale.
+
+Every penalty is a sum over tokens (or over pairs of tokens) of a token's own part. A reduction gives each token a
+row weight and the whole a factor, in which the 1/2 of the formulas sits:
+
+    mean        1/2 sum / number of valid tokens in the batch (pairs for query, key and query_key): then lambda
+                depends on neither batch size nor length
+    sum         1/2 sum
+    token_mean  1/2 batch sum of token means: each sample's sum divided by its valid tokens (queries), for pairs too
+    author      as token_mean, without the 1/2: what the authors' public code does
+
+Padded tokens have row weight 0 and are in no divisor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dampen.functional.explicit.forms import Number
+
+REDUCTIONS = ("mean", "sum", "token_mean", "author")
+
+
+class RowWeights(NamedTuple):
+    """Row weights (B, N) or None where all are 1, and the factor of the whole sum."""
+
+    weights: Tensor | None
+    factor: Number
+
+
+class Pairs(NamedTuple):
+    """Row weights of queries (B, N) and keys (B, M) or None where all are 1, and the factor of the whole sum."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+    factor: Number
+
+
+def check_reduction(reduction: str, who: str) -> None:
+    """Raise for a reduction that does not exist."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{who}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
+
+
+def token_rows(
+    reduction: str, batch: int, tokens: int, valid: Tensor | None, dtype: torch.dtype = torch.float32
+) -> RowWeights:
+    """The weights for a sum over tokens; `valid` is (B or 1, N), False on padded tokens.
+
+    >>> token_rows("mean", batch=4, tokens=5, valid=None)
+    RowWeights(weights=None, factor=0.025)
+    """
+    half = 1.0 if reduction == "author" else 0.5
+    if valid is None:
+        divisor = {"mean": batch * tokens, "sum": 1}.get(reduction, tokens)
+        return RowWeights(None, half / max(1, divisor))
+    weights = valid.to(dtype).expand(batch, tokens)
+    if reduction == "sum":
+        return RowWeights(weights, half)
+    if reduction == "mean":
+        return RowWeights(weights, half / weights.sum().clamp(min=1))
+    return RowWeights(weights / weights.sum(1, keepdim=True).clamp(min=1), half)
+
+
+def pair_rows(
+    reduction: str,
+    batch: int,
+    queries: int,
+    keys: int,
+    valid: Tensor | None,
+    valid_keys: Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> Pairs:
+    """The weights for a sum over pairs of a query and a key.
+
+    >>> pair_rows("mean", batch=4, queries=5, keys=5, valid=None, valid_keys=None).factor
+    0.005
+    """
+    rows = token_rows("sum" if reduction == "mean" else reduction, batch, queries, valid, dtype)
+    key_weights = None if valid_keys is None else valid_keys.to(dtype).expand(batch, keys)
+    if reduction != "mean":
+        return Pairs(rows.weights, key_weights, rows.factor)
+    if rows.weights is None and key_weights is None:
+        return Pairs(None, None, token_rows("mean", batch * queries, keys, None).factor)
+    n = queries if rows.weights is None else rows.weights.sum(1)
+    m = keys if key_weights is None else key_weights.sum(1)
+    return Pairs(rows.weights, key_weights, 0.5 / (n * m).sum().clamp(min=1))  # type: ignore[union-attr]
+
+
+def author_weight(weight: float, batch: int, tokens: int | None = None) -> float:
+    """A lambda as the authors publish it, converted to our `reduction="mean"`, so that settings can be typed as
+    published.
+
+    The authors' code adds up the samples' token means without the 1/2, so their lambda counts 2 x batch times as
+    much for value, attended value and feed-forward; for query, key and query_key it divides by n where we divide by
+    the n^2 pairs: give `tokens` for those.
+
+    Args:
+        weight: lambda of arXiv 2604.20505, whose useful window is 5e-4 to 1e-3 at rate 0.2.
+        batch: the batch size that it was published for.
+        tokens: n, for query, key and query_key only.
+
+    >>> round(author_weight(5e-4, batch=64), 6)  # value, attended value, ffn
+    0.064
+    >>> round(author_weight(5e-4, batch=64, tokens=65), 6)  # query, key, query_key
+    4.16
+    """
+    for name, count in (("batch", batch), ("tokens", 1 if tokens is None else tokens)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"author_weight: {name} is a whole number of at least 1, got {count!r}.")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+        raise ValueError(f"author_weight: weight is a finite number >= 0, got {weight!r}.")
+    return 2.0 * batch * (1 if tokens is None else tokens) * weight

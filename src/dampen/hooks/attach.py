@@ -1,0 +1,347 @@
+"""Put clones of the regularizers into a model: which sites open, and what each keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from dampen.hooks.adapters import connect_adapters, is_lora
+from dampen.hooks.embeddings import find_embeddings, open_embeddings
+from dampen.hooks.entry import EntrySite
+from dampen.hooks.experts import ExpertsSite, check_experts, is_dispatched
+from dampen.hooks.find import (
+    FEED_FORWARD,
+    ROLES_OF_ATTENTION,
+    LayerPlan,
+    find_layers,
+    is_cross,
+    is_keyless,
+    parts_of,
+)
+from dampen.hooks.instance import check_own_forward
+from dampen.hooks.library_backend import find_backend, models_of
+from dampen.hooks.library_eager import find_eager
+from dampen.hooks.order import Order, sites_of
+from dampen.hooks.owner import OwnerSite, PartSite, owner_of, parts_with_forward
+from dampen.hooks.padding import open_padding
+from dampen.hooks.roles import kind_of, weight_of
+from dampen.hooks.scope import LinearPlan
+from dampen.hooks.source import calls_socket, shows_no_softmax
+from dampen.hooks.state import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
+from dampen.hooks.swap import is_swapped, swap
+from dampen.hooks.whole_model import first_argument, model_input
+from dampen.names import leave_out
+from dampen.regularizer import (
+    ATTENTION_STAGES,
+    BLOCK_STAGES,
+    LINEAR_STAGES,
+    MODEL_STAGES,
+    Regularizer,
+    Site,
+    UnsupportedModel,
+)
+from dampen.schedules import always_zero
+from dampen.two_pass.own_randomness import own_randomness
+from dampen.two_pass.reuse import SharedBlocks, plan_prefix
+
+
+def check_model(model: Any) -> None:
+    """Raise where a model cannot be regularized, saying the right order of things."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"regularize takes an nn.Module, got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("regularize cannot change a TorchScript module. Regularize the Python model instead.")
+    for name, module in model.named_modules():
+        where = f"'{name}'" if name else "the model"
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise ValueError(f"{where} is compiled already. Regularize first, then torch.compile(model).")
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            raise ValueError(
+                f"{where} is wrapped in {type(module).__name__} already. Regularize first, then wrap: "
+                f"{type(module).__name__}(model)."
+            )
+        if any(c.__name__ in ("FSDPModule", "FullyShardedDataParallel") for c in type(module).__mro__):
+            raise ValueError(f"{where} is sharded already. Regularize first, then fully_shard(model).")
+        if is_swapped(module):
+            raise ValueError(
+                "the model is regularized already. Give all methods in one "
+                "call, regularize(model, [a, b]), or reg.remove() first."
+            )
+
+
+def attach(
+    model: nn.Module,
+    methods: Sequence[Regularizer],
+    sites: str | Sequence[str],
+    attention: str,
+    projections: Mapping[str, str] | None,
+    depth: str = "stack",
+) -> tuple[list[Layer], list[Regularizer], SharedBlocks]:
+    """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is
+    wrong."""
+    _check_methods(methods)
+    plans = find_layers(model, sites, attention, projections, whole_stacks=True)
+    layered = [m for m in methods if m.stages - set(MODEL_STAGES)]
+    whole = [m for m in methods if m.stages & set(MODEL_STAGES)]
+    _check_plans(layered, plans, _readable_adapters(model))
+    sites_by_layer = sites_of([plan.name for plan in plans], depth)
+    layers = [_layer(layered, plan, site) for plan, site in zip(plans, sites_by_layer, strict=True)]
+    own = [_clone(m, Site("")) for m in whole]
+    clones = [c for layer in layers for c in layer.clones] + own
+    _check_zeros(methods, clones, len(layers))
+    for clone in clones:
+        clone.prepare(model)
+    embedded = [c for c in own if "embeddings" in c.stages]
+    embeddings = find_embeddings(model) if embedded else {}
+    _check_passes(methods, clones, model)
+    comparing = any(m.passes > 1 for m in methods)
+    everywhere = find_layers(model, projections=projections, whole_stacks=True) if comparing else []
+    prefix, blocks = plan_prefix(everywhere, {layer.site.name: layer.clones for layer in layers}, own)
+    for plan, layer in zip(plans, layers, strict=True):
+        _check_modules(plan, layer)
+    for plan, layer in zip(plans, layers, strict=True):
+        _open(plan, layer)
+        # never a ModuleList or Sequential, which would count the newcomer
+        holder = next(m for m in (*plan.attentions.values(), plan.block) if m is not None)
+        here = [*layer.clones, *own] if layer is layers[0] else layer.clones
+        holder.add_module("dampen_regularizers", nn.ModuleList(here))
+        for clone in here:
+            clone.train(holder.training)
+    _open_owners(model, plans, layers)
+    for block, place in blocks:
+        swap(block, "prefix", place)
+    blockless = [layer for plan, layer in zip(plans, layers, strict=True) if plan.block is None]
+    whole_model = ModelSite(clones, own, model_input(model), blockless)
+    whole_model.layers, whole_model.order = layers, Order(layers, depth)
+    whole_model.doubled = prefix.doubled if comparing else None
+    for module, kind, state in open_embeddings(model, embeddings, embedded, whole_model):
+        swap(module, kind, state)
+    if any("inputs" in c.stages or c.passes > 1 for c in own):
+        entry = EntrySite()
+        whole_model.watch_entry(entry)
+        swap(plans[0].block or next(iter(plans[0].attentions.values())), "entry", entry)
+    whole_model.padding = open_padding(model, layers)
+    _switch_library(model, plans, layers)
+    swap(model, "model", whole_model)
+    connect_adapters(model)
+    return layers, clones, prefix
+
+
+def _switch_library(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[Layer]) -> None:
+    """Where a library computes attention behind a back end without a socket, or by itself although it has a better one,
+    switch it in training forwards."""
+    attentions = {name: m for plan in plans for name, m in plan.attentions.items()}
+    backend = find_backend(model, attentions, layers) or find_eager(model, attentions, layers)
+    if backend is None:
+        return
+    for name, module in attentions.items():
+        swap(module, "hidden", (backend, name))
+    for module in models_of(model):
+        swap(module, "backend", backend)
+
+
+def _check_methods(methods: Sequence[Any]) -> None:
+    if not methods:
+        raise ValueError("regularize needs at least one regularizer, got an empty list.")
+    for m in methods:
+        if isinstance(m, type) and issubclass(m, Regularizer):
+            raise TypeError(f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}(...).")
+        if not isinstance(m, Regularizer):
+            raise TypeError(
+                f"regularize takes regularizers such as DropKey(0.1), got {m!r} of type {type(m).__name__}."
+            )
+        if not m.stages:
+            raise ValueError(f"{type(m).__name__} overrides no stage, so it would do nothing.")
+        if m.does_nothing:
+            name, arguments = type(m).__name__, ", ".join(f"{k}={v}" for k, v in m.example.items())
+            raise ValueError(
+                f"{name}() would do nothing: everything that it can act on is left at 0 or off. "
+                f"Say what it should act on, for example {name}({arguments or '...'})."
+            )
+
+
+def _check_zeros(methods: Sequence[Regularizer], clones: Sequence[Regularizer], layers: int) -> None:
+    """Raise where a schedule over depth leaves nothing of a method, as DropPath's default in a model of one layer. A
+    method that was asked for at 0 is a plain one, and `print(reg)` says so."""
+    for m in methods:
+        placed = [c for c in clones if c.name == m.name]
+        meant = [n for n, s in m.schedules.items() if not all(always_zero(s, depth) for depth in (0.0, 0.5, 1.0))]
+        if placed and meant and all(c.idle_forever for c in placed):
+            deepest = max(c.site.depth for c in placed if c.site is not None)
+            raise ValueError(
+                f"{type(m).__name__}({meant[0]}={m.schedules[meant[0]]}) would do nothing: on the {layers} layer(s) "
+                f"chosen, whose depths run from 0 to {deepest:.3g}, it is 0 for the whole of training. "
+                f"Give a number, as in {type(m).__name__}({meant[0]}=0.1), or a list with one value per layer."
+            )
+
+
+def _check_passes(methods: Sequence[Regularizer], clones: Sequence[Regularizer], model: nn.Module) -> None:
+    comparing = [m for m in methods if m.passes > 1]
+    drawing = [c for c in clones if c.stochastic and c.passes == 1]
+    if comparing and all(c.always_idle for c in drawing) and not own_randomness(model.named_modules()):
+        name = type(comparing[0]).__name__
+        beside = f"{drawing[0]} never drops anything" if drawing else "no stochastic method stands beside it"
+        raise ValueError(
+            f"{name} compares {comparing[0].passes} passes, but nothing is random in them: {beside} and "
+            f"{type(model).__name__} has no dropout, so it would always be zero. Add one: "
+            f"regularize(model, [DropKey(0.1), {name}(...)])."
+        )
+
+
+def _readable_adapters(model: nn.Module) -> set[int]:
+    """The maps whose low-rank adapters can be read (peft's), by the ids of the two modules of each."""
+    layers = [m for m in model.modules() if is_lora(m)]
+    return {id(part) for m in layers for parts in (m.lora_A, m.lora_B) for part in parts.modules()}  # type: ignore[union-attr]
+
+
+def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], readable: set[int]) -> None:
+    found = {role for plan in plans for role in plan.roles}
+    for method in methods:
+        suitable = [plan for plan in plans if plan.reached(method)] or plans
+        if "attention" in parts_of(method) and not any(plan.has_softmax for plan in plans):
+            raise UnsupportedModel(
+                f"{type(method).__name__} finds nothing to act on: the attention of every layer chosen "
+                f"('{plans[0].name}') has no softmax over tokens (it is of channels, linear or deformable)."
+            )
+        if parts_of(method) == {"blocks"} and all(plan.pools for plan in plans):
+            raise UnsupportedModel(
+                f"{type(method).__name__} finds nothing to act on: the attention of every layer chosen "
+                f"('{plans[0].name}') only pools tokens, without a residual."
+            )
+        for plan in suitable:
+            if "feed-forward" in parts_of(method):
+                check_experts(method, plan.experts, plan.name)
+            known = {p.role for p in plan.linears.values() if p.role.startswith("lora_") and id(p.module) in readable}
+            roles = plan.roles - known if method.reads_adapters else plan.roles
+            if not plan.has_softmax:  # what only an attention has is not missed in a layer without one
+                roles |= ROLES_OF_ATTENTION & (found | {"q", "k", "v"})
+            if not plan.roles & FEED_FORWARD:  # nor a feed-forward in a layer that has none, if others have
+                roles |= FEED_FORWARD & found
+            method.check_layer(roles, plan.name)
+            # of a layer that is no module, the branches can be seen, but not what goes in and comes out
+            needed = sorted(method.stages & (set(BLOCK_STAGES) - {"branch"} if plan.elements else set(BLOCK_STAGES)))
+            if needed and plan.block is None:
+                raise ValueError(
+                    f"{type(method).__name__} acts on whole blocks (stage {', '.join(needed)}), but around the "
+                    f"attention '{next(iter(plan.attentions))}' no module is the block. "
+                    "Put attention and feed-forward of one layer into one module."
+                )
+
+
+def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer:
+    index = site.index
+    # what acts on the tokens sits in the first layer
+    chosen = [m for m in methods if (index == 0 or m.stages != {"tokens"}) and plan.reached(m)]
+    layer = Layer(site, [_clone(m, site) for m in chosen])
+    layer.attentions = list(plan.attentions)
+    layer.tells_padding = bool(plan.attentions) and plan.has_softmax
+    layer.reached = {m.name: plan.reached(m) for m in chosen}
+    around = [*plan.attentions.values(), *(linear.module for linear in plan.linears.values())]
+    for clone in layer.clones:
+        clone.neighbors = around or [m for m in (plan.block,) if m is not None]
+        clone.linears = [(linear.module, linear.role) for linear in plan.linears.values()]
+        others = [c for c in layer.clones if c is not clone and not c.only_reads and c.stages & set(LINEAR_STAGES)]
+        clone.changed_maps = frozenset(role for c in others for role in c.roles)
+    return layer
+
+
+def _clone(method: Regularizer, site: Site) -> Regularizer:
+    clone = copy.deepcopy(method)
+    clone.place(site)
+    return clone
+
+
+def _check_modules(plan: LayerPlan, layer: Layer) -> None:
+    """Raise where a module of the layer cannot be opened although the code of the model does not show it."""
+    for name, linear in _wanted_linears(plan, layer).items():
+        check_own_forward(linear.module, name)
+        weight = weight_of(linear.module)
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"'{name}' ({type(linear.module).__name__}) keeps its weight as {weight.dtype} (a quantized load), "
+                "which is not the matrix that it multiplies with, and "
+                f"{', '.join(type(c).__name__ for c in layer.clones if linear.role in c.roles)} would read it as one. "
+                f"Load the model without quantization, or {leave_out(plan.name)}."
+            )
+    looking = [c for c in layer.clones if c.stages & set(ATTENTION_STAGES)]
+    for name, module in plan.attentions.items():
+        if isinstance(module, nn.MultiheadAttention):
+            check_own_forward(module, name)
+        elif looking and not is_keyless(module) and not calls_socket(type(module)) and shows_no_softmax(module):
+            raise UnsupportedModel(
+                f"{type(looking[0]).__name__} acts inside softmax attention, but the code of {type(module).__name__} "
+                f"at '{name}' has no softmax and calls no attention of torch (is it linear attention?). "
+                f"If so, {leave_out(name)}."
+            )
+
+
+def _wanted_linears(plan: LayerPlan, layer: Layer) -> dict[str, LinearPlan]:
+    """The linear maps of a layer that its clones ask to see."""
+    roles = {r for c in layer.clones for r in c.roles}
+    return {
+        name: linear
+        for name, linear in plan.linears.items()
+        if linear.role in roles and (linear.attention is None or linear.attention in plan.attentions)
+    }
+
+
+def _open(plan: LayerPlan, layer: Layer) -> None:
+    """Swap the classes of the modules that the layer's clones need to see."""
+    stages = {s for c in layer.clones for s in c.stages}
+    roles = {r for c in layer.clones for r in c.roles}
+    linear_sites: dict[str, list[nn.Module]] = {name: [] for name in plan.attentions}
+    for linear in _wanted_linears(plan, layer).values():
+        swap(linear.module, "linear", LinearSite(layer, linear.role, kind_of(linear.module), linear.expert))
+        if linear.attention is not None:
+            linear_sites[linear.attention].append(linear.module)
+    torch_maps = any(isinstance(m, nn.MultiheadAttention) for m in plan.attentions.values())  # it inlines its maps
+    maps = roles & ({"q", "k", "v", "out"} if torch_maps else {"q", "k", "v"})
+    if stages & set(ATTENTION_STAGES) or maps or any(c.needs_valid for c in layer.clones):
+        for name, module in plan.attentions.items():
+            if is_keyless(module):
+                layer.kernels[name] = "left out (no softmax over tokens)"
+                swap(module, "mark", layer)
+                continue
+            layer.kernels[name] = ""  # nothing ran yet; a place that appears in the first step would compile it twice
+            swap(module, "attention", AttentionSite(layer, name, is_cross(name, module), linear_sites[name]))
+    elif "branch" in stages:
+        for module in plan.attentions.values():
+            swap(module, "mark", layer)
+    for module in plan.mixers if "branch" in stages else ():
+        swap(module, "mark", layer)
+    if stages & set(LINEAR_STAGES) and roles & FEED_FORWARD:
+        _open_experts(plan, layer)
+    if plan.block is not None:
+        wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(roles & plan.roles)
+        first = layer.site.index == 0
+        swap(plan.block, "block", BlockSite(layer, first, plan.branches, wants_linear, first_argument(plan.block)))
+
+
+def _open_experts(plan: LayerPlan, layer: Layer) -> None:
+    """Watch the modules of a layer that route tokens to experts, and have these run one by one."""
+    for experts in plan.experts.values():
+        for owner in experts.owners.values():
+            if is_dispatched(owner):
+                swap(owner, "eager_experts", layer)
+        swap(experts.router, "experts", ExpertsSite(layer, experts))
+
+
+def _open_owners(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[Layer]) -> None:
+    """Follow the modules that run layers which are no modules, where a method acts on their branches."""
+    owners: dict[str, OwnerSite] = {}
+    for plan, layer in zip(plans, layers, strict=True):
+        if not plan.elements or not any("branch" in c.stages for c in layer.clones):
+            continue
+        name = owner_of(model, plan.name)
+        if name not in owners:
+            owners[name] = OwnerSite(name)
+            swap(model.get_submodule(name), "owner", owners[name])
+        owners[name].layers.append((layer, "ffn_out" in plan.roles))
+        for element in plan.elements:
+            for part in parts_with_forward(model.get_submodule(element)):
+                swap(part, "part", PartSite(layer, name))

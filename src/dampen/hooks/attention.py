@@ -1,0 +1,328 @@
+"""An attention module while regularizers are at work in it: `F.scaled_dot_product_attention` means `dampen.attention`
+there, and softmax(q k^T) v too. Sockets are opened per module and not around the whole step, because activation
+checkpointing runs a module's forward again during the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from dampen._torch import is_empty, refuse_nested
+from dampen.containers import first_of, with_tensors
+from dampen.hooks.channels import attends_over_channels, start_following, tell_heads, tell_rows
+from dampen.hooks.eager import EagerAttention
+from dampen.hooks.equations import PRODUCTS
+from dampen.hooks.frame import Frame, close_frame, frame_of, open_frame
+from dampen.hooks.layout import layout_of
+from dampen.hooks.linear import apply_linear
+from dampen.hooks.residual import call_torch
+from dampen.hooks.state import AttentionSite
+from dampen.hooks.torch_mha import mha_forward
+from dampen.kernels.attend import attend
+from dampen.names import leave_out
+from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
+
+
+class Socket(TorchFunctionMode):
+    """Inside one attention module, F.scaled_dot_product_attention means `attention`, and softmax(q k^T) v too."""
+
+    def __init__(self, site: AttentionSite, frame: Frame, regularizers: Sequence[Regularizer], call: Call) -> None:
+        super().__init__()
+        self.site, self.frame, self.regularizers, self.call, self.seen = site, frame, regularizers, call, False
+        self.eager = EagerAttention(cast(nn.Module, call.module), site, self._watch, self._leave_out)
+        start_following(site, call)
+        self.eager.start(regularizers, call)
+        self.run = call_torch if call.followed is None else self._followed
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.seen = True
+            if self._is_over_channels(*args, **kwargs):
+                self._leave_out()
+                return func(*args, **kwargs)
+            return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
+        if func is F.linear and not self.frame.multiplying and not (args and self.eager.knows(args[0])):
+            return self._linear(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name not in PRODUCTS and (not self.eager.ways or self.eager.passes_by(name, args, kwargs)):  # nearly all
+            return self.run(func, args, kwargs)
+        return self.eager.meet(func, args, kwargs, self.run)
+
+    def _followed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, and go with the channels that it moves."""
+        out = call_torch(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ("conv1d", "conv2d", "conv3d"):
+            weight: Tensor = args[1] if len(args) > 1 else kwargs["weight"]
+            self.call.followed.start(out, 1 - weight.ndim)  # also without samples: (C, ...)
+        else:
+            self.call.followed.follow(func, name, args, kwargs, out)
+        return out
+
+    def close(self) -> None:
+        """No circle of references is left; see `close_frame`."""
+        self.run, self.eager.watch, self.eager.leave_out = call_torch, nobody, nothing
+
+    def _watch(self, call: Call, before: bool) -> None:
+        """Before and after an attention that the module computes itself."""
+        needs_valid = any(r.needs_valid for r in self.regularizers)
+        if before:
+            if needs_valid:
+                call.seen = None
+                call.seen = call.valid_keys
+            call.valid = self.frame.valid if call.cross else call.seen if needs_valid else None
+            made = call.maps.get("v")
+            strange = made is not None and made.input.ndim == 3 and made.input.shape[1] != call.shape[3]  # ProphetNet
+            if not call.cross and call.valid is not None and (call.shape[2] != call.shape[3] or strange):
+                raise RuntimeError(
+                    f"{type(call.module).__name__} at '{self.site.name}' attends from {call.shape[2]} queries to "
+                    f"{call.shape[3]} keys, so its mask of keys does not tell which of its tokens are padding. "
+                    f"Take a method without penalties, or {leave_out(self.site.name)}."
+                )
+            return
+        self.seen = True
+        attention_done(self.site, self.frame, call, needs_valid, "eager (the model computes its scores itself)")
+
+    def _is_over_channels(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
+        """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
+        if self.site.over_channels or self.site.knows_tokens():
+            return self.site.over_channels
+        followed = self.call.followed
+        companions = [None if followed is None else followed.of(t) for t in (query, key)]
+        found = query.ndim > 2 and attends_over_channels(companions, query, self.call.given)
+        return self.site.note_channels(found)
+
+    def _leave_out(self) -> None:
+        """An attention over channels: it runs as the model has it, now and in later forwards."""
+        self.seen = True
+        pass_by(self.site)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """F.linear called by the module itself with the weight of one of its maps (timm's EVA with a qkv bias)."""
+        for module in self.site.linears:
+            if module.weight is weight:
+                linear: Any = module._dampen_linear
+                call = LinearCall(linear.role, input, weight, bias, module, self.site.layer.site)
+                return apply_linear(self.frame, self.regularizers, call, F.linear)
+        out = F.linear(input, weight, bias)
+        if self.call.followed is not None:
+            self.call.followed.start(out, -1)
+        return out
+
+
+def nobody(call: Call, before: bool) -> None:
+    """Who watches an attention after its forward."""
+
+
+def nothing() -> None:
+    """Who leaves an attention out after its forward."""
+
+
+def socket_attention(
+    site: AttentionSite,
+    frame: Frame,
+    regularizers: Sequence[Regularizer],
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None] | Tensor:
+    """`attention` as an attention site runs it: what it learns about padding is for the rest of the block."""
+    if call.cross:
+        call.valid = frame.valid  # the queries are the tokens that this layer's self-attention has seen
+    layout, followed = None, call.followed
+    companions = [None if followed is None else followed.of(t) for t in (query, key, value)]
+    if query.ndim != 4 and any(sees_attention(r) for r in regularizers):
+        leading = query.shape[:-2]
+        told = tell_heads(site, call, companions, leading)
+        layout = layout_of(leading, call.module, site.name, query.shape[-2], call.given, told)
+        query, key, value = (layout.fold(t) for t in (query, key, value))
+        companions = [None if c is None else layout.fold(c) for c in companions]
+        attn_mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else layout.fold(attn_mask)
+    if query.ndim == 4:  # else nobody asks
+        call.shape, call.head_size, call.value_size = (*query.shape[:3], key.shape[2]), query.shape[3], value.shape[3]
+        tell_rows(site, call, companions, (query, key, value))
+    o, weights, kernel = attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, regularizers, call, need_weights
+    )
+    o = o if layout is None else layout.unfold(o)
+    attention_done(site, frame, call, any(r.needs_valid for r in regularizers), str(kernel))
+    return (o, weights) if need_weights else o
+
+
+def attention_done(site: AttentionSite, frame: Frame, call: Call, needs_valid: bool, kernel: str) -> None:
+    """What an attention has told: padding, for the rest of its block, and the kernel that ran."""
+    if not call.cross and needs_valid:
+        frame.valid = call.valid
+        if site.layer.padding is not None and call.valid is not None:
+            site.layer.padding.report(call.valid)
+        if frame.early and frame.valid is not None:
+            raise RuntimeError(
+                f"The feed-forward of '{site.layer.site.name}' ({frame.early}) runs before its attention, whose mask "
+                "says which tokens are padding: its penalty would count padded tokens. Leave the feed-forward terms "
+                "out, or give batches without padding."
+            )
+    site.layer.kernels[site.name] = kernel
+
+
+def pass_by(site: AttentionSite) -> None:
+    """Methods inside attention do not act in a layer whose attentions are all over channels."""
+    layer = site.layer
+    layer.kernels[site.name] = "left out (attends over channels, not over tokens)"
+    if all(layer.kernels.get(name, "").startswith("left out") for name in layer.attentions):
+        layer.tells_padding, layer.passed_by = False, True
+        layer.reached = {name: parts - {"attention"} for name, parts in layer.reached.items()}
+
+
+def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an attention module with its socket open."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: AttentionSite = self._dampen_attention
+        layer = site.layer
+        frame = frame_of(layer)
+        active = [] if site.over_channels else [r for r in layer.active(self) if sees_attention(r)]
+        if active and (first := first_of((args, kwargs))) is not None:
+            refuse_nested(first, f"{type(self).__name__} at '{site.name}'")
+            active = [] if is_empty(first) else active
+        if frame is not None:
+            if not active:
+                return in_attention(self, frame, base, self, *args, **kwargs)
+            return in_attention(self, frame, run_attention, self, base, site, frame, active, args, kwargs)
+        if not active:
+            return base(self, *args, **kwargs)
+        frame = open_frame(layer, in_block=False)  # the block is not known, or the attention was called without it
+        try:
+            return run_attention(self, base, site, frame, active, args, kwargs)
+        finally:
+            close_frame(layer, frame)
+
+    return forward
+
+
+def run_attention(
+    self: Any,
+    base: Callable[..., Any],
+    site: AttentionSite,
+    frame: Frame,
+    active: Sequence[Regularizer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The forward of an attention module in which regularizers are at work."""
+    if not torch.is_grad_enabled() and any(
+        r.takes_jacobian and r.ledger is not None and r.ledger.asked() for r in active
+    ):
+        return with_jacobian(active, run_attention, self, base, site, frame, active, args, kwargs)
+    first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+    before, call = frame.call, Call(self, site.layer.site, site.cross, given=None if first is None else first.shape)
+    frame.call = call
+    try:
+        if isinstance(self, nn.MultiheadAttention):
+            return mha_forward(self, site, frame, active, call, socket_attention, *args, **kwargs)
+        socket = Socket(site, frame, active, call)
+        switched = switch_on(self, site)
+        try:
+            with socket:
+                out = base(self, *args, **kwargs)
+        finally:
+            socket.close()
+            if switched:
+                switch_off(self, site)
+        if not socket.seen:
+            raise_without_socket(self, site, socket.eager.why)
+        socket.eager.remember()
+        return socket.eager.put_weights(out)
+    finally:
+        frame.call = before
+
+
+def with_jacobian(measuring: Sequence[Regularizer], run: Callable[..., Any], *args: Any) -> Any:
+    """An attention whose derivative is a penalty, in a `reg.loss` without gradients: nothing of its graph gets out."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "joint is a derivative of the attention, and under torch.inference_mode() there is none. Measure this loss "
+            "under torch.no_grad() instead."
+        )
+    for r in measuring:
+        r.measuring = True
+    try:
+        with torch.enable_grad():
+            return with_tensors(run(*args), Tensor.detach)
+    finally:
+        for r in measuring:
+            r.measuring = False
+
+
+def switch_on(module: Any, site: AttentionSite) -> bool:
+    """timm's Swin and others are unfused by default: they call SDPA in this forward only, so eval stays bit-exact.
+
+    Forwards are counted, because another thread may be in the same module."""
+    if site.switched == 0 and getattr(module, "fused_attn", None) is not False:
+        return False
+    site.switched += 1
+    module.fused_attn = True
+    return True
+
+
+def switch_off(module: Any, site: AttentionSite) -> None:
+    """The last forward that needed the switch sets it back."""
+    site.switched -= 1
+    if site.switched == 0:
+        module.fused_attn = False
+
+
+def in_attention(module: nn.Module, frame: Frame, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an attention module of a block, which learns that it ran and what it gave."""
+    if frame.residual is None or module is frame.block:
+        return run(*args, **kwargs)
+    frame.inside += 1
+    try:
+        out = run(*args, **kwargs)
+        frame.residual.leave(out)
+        return out
+    finally:
+        frame.inside -= 1
+
+
+def sees_attention(r: Regularizer) -> bool:
+    """Whether anything of a regularizer happens inside attention; one of the branches alone leaves the kernel be."""
+    return bool(r.roles) or r.needs_valid or not r.stages.isdisjoint(ATTENTION_STAGES)
+
+
+def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an attention module that only tells its block what it is, for branches without SDPA (Swin)."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = frame_of(self._dampen_mark)
+        if frame is None:
+            return base(self, *args, **kwargs)
+        return in_attention(self, frame, base, self, *args, **kwargs)
+
+    return forward
+
+
+def raise_without_socket(module: nn.Module, site: AttentionSite, why: str) -> None:
+    """Nothing may be silent: a regularizer that was never asked for has done nothing."""
+    stages = sorted({s for r in site.layer.clones for s in r.stages if s in ATTENTION_STAGES})
+    raise RuntimeError(
+        f"{type(module).__name__} at '{site.name}' ran without calling F.scaled_dot_product_attention, and {why}, so "
+        f"its regularizers (stages {', '.join(stages) or 'watching for padding'}) did nothing. "
+        "Where the library can, give the model an SDPA back end (transformers: model.set_attn_implementation('sdpa')); "
+        "in your own code call F.scaled_dot_product_attention or dampen.attention. "
+        f"If that cannot be (talking heads, linear attention), {leave_out(site.name)}."
+    )

@@ -1,0 +1,114 @@
+"""The printed report of a regularized model: what sits where, at which rate or weight, and which kernel runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dampen.hooks.find import find_attentions, parts_of
+from dampen.hooks.own_dropout import describe_own
+from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, needs_matrix
+
+if TYPE_CHECKING:
+    from dampen.handle import Regularization
+    from dampen.hooks.state import Layer
+
+
+def describe(reg: Regularization) -> str:
+    """One line per layer, and the reason for each kernel once."""
+    if "_dampen_model" not in vars(reg.model):
+        return "dampen: removed"
+    methods = ", ".join(dict.fromkeys(type(m).__name__ for m in reg.methods))
+    layers = f"{len(reg.layers)} layer{'s' * (len(reg.layers) != 1)}"
+    lines = [
+        f"dampen: {methods} on {type(reg.model).__name__}, {layers}, progress {reg._progress:.3g}, "
+        f"{reg.passes} pass{'es' if reg.passes > 1 else ''} per step"
+    ]
+    for r in reg.clones:
+        if r.stages & set(MODEL_STAGES):
+            lines.append(f"  (model)  {r}")
+    if reg.passes > 1:
+        lines.append(f"  (passes)  {reg.prefix.describe()}")
+    width = max(len(layer.site.name) for layer in reg.layers)
+    for layer in reg.layers:
+        here = "; ".join(map(str, layer.clones)) or "-"
+        lines.append(f"  {layer.site.name:<{width}}  {here}  [{'; '.join(_kernels(layer)) or 'attention untouched'}]")
+    return "\n".join([*lines, *_coverage(reg), *_library(reg), *_unreached(reg), *_zeros(reg), *_own(reg)])
+
+
+def _coverage(reg: Regularization) -> list[str]:
+    """The methods that do not act in every layer: "FeedForwardDropout: feed-forward in 2 of 8 layers"."""
+    lines = []
+    for m in {type(m).__name__: m for m in reg.methods}.values():
+        for part in sorted(parts_of(m)):
+            acting = [layer for layer in reg.layers if all(c.acts_here for c in layer.clones if c.name == m.name)]
+            reached = sum(part in layer.reached.get(m.name, ()) for layer in acting)
+            if m.stages != {"tokens"} and reached < len(reg.layers):
+                lines.append(f"  (partial)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers")
+    return lines
+
+
+def _library(reg: Regularization) -> list[str]:
+    """The back ends of a library that are switched while methods are at work, if any."""
+    kept = [vars(m) for m in reg.model.modules()]
+    found = next((k["_dampen_backend"] for k in kept if "_dampen_backend" in k), None)
+    lines = [] if found is None else [f"  (library)  {found.describe()}"]
+    unfused = sum("_dampen_attention" in k and k.get("fused_attn") is False for k in kept)
+    if unfused:
+        lines.append(f"  (library)  fused_attn=False of {unfused} attentions is True in training forwards")
+    return lines
+
+
+def _zeros(reg: Regularization) -> list[str]:
+    """The methods that were asked for at 0 and stay there."""
+    lines = []
+    for name in dict.fromkeys(r.name for r in reg.clones):
+        clones = [r for r in reg.clones if r.name == name]
+        if all(r.always_idle for r in clones):
+            lines.append(
+                f"  (note)  {type(clones[0]).__name__} is 0 everywhere for the whole of training: does nothing"
+            )
+    return lines
+
+
+def _own(reg: Regularization) -> list[str]:
+    """The dropout that the model brings itself, and whether a method does the same once more."""
+    rates = reg.own()
+    lines = describe_own(rates)
+    twice = [r for r in rates if r.kind == "drop path" and r.rate > 0]
+    if twice and any(m.name == "drop_path" for m in reg.methods):
+        lines.append(
+            f"  (note)  DropPath acts beside the model's own drop path ({twice[0]}): a branch must survive both. "
+            "reg.own(rate=0, sites='drop path') leaves DropPath alone"
+        )
+    return lines
+
+
+def _unreached(reg: Regularization) -> list[str]:
+    """The attentions in which nothing happens although the model has them: left out, or never run so far."""
+    chosen = {name for layer in reg.layers for name in layer.attentions}
+    left_out = [name or "(the model itself)" for name in find_attentions(reg.model) if name not in chosen]
+    acting = [layer for layer in reg.layers if not all(c.idle for c in layer.clones)]
+    ran = {name: kernel for layer in acting for name, kernel in layer.kernels.items()}
+    skipped = [name for name, kernel in ran.items() if not kernel] if any(ran.values()) else []
+    lines = [f"  (skipped)  {_names(skipped)}: not run by the forwards so far, though others were"] if skipped else []
+    return [*lines, f"  (left out)  {_names(left_out)}: not chosen by sites= or attention="] if left_out else lines
+
+
+def _names(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _kernels(layer: Layer) -> list[str]:
+    if any(layer.kernels.values()):
+        return [f"{name.rsplit('.', 1)[-1]}: {kernel}" for name, kernel in layer.kernels.items() if kernel]
+    if layer.clones and all(c.idle for c in layer.clones):
+        return ["nothing runs at 0"]
+    return [declared_kernel(layer.clones)] if any(c.stages & set(ATTENTION_STAGES) for c in layer.clones) else []
+
+
+def declared_kernel(clones: list[Regularizer]) -> str:
+    """What the stages alone say, before any forward."""
+    if needs_matrix(clones):
+        return "plain (a stage needs the matrix of scores); no forward yet"
+    return "fused unless the kernel table knows better; no forward yet"

@@ -1,0 +1,443 @@
+"""Attention that a model computes itself, softmax(q k^T + bias + mask) v, found by following the data.
+
+Inside an attention module a product of two tensors may be the scores. What is done to it (scale, bias, mask, softcap,
+reshaping) is remembered; if it enters a softmax over its last axis and the result, after dropout, is multiplied with a
+third tensor, then that is attention. There, at the second product, q, k, v, the scores and the way from the scores to
+the weights are all known, so every stage runs there, in the order of `attention`, and the way is gone again with the
+scores that the stages give. The model's own first softmax serves only to go on until then; its dropout waits.
+
+Attention sinks, columns of scores that belong to no key (gpt-oss), are part of the way too: they are laid beside the
+scores before the softmax and cut off after it, and the stages see the keys alone.
+
+Heads that are mixed on the way (talking heads: a linear map or a convolution over the axis of the heads, before the
+softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
+
+The way that a module's first forward took is remembered by the order of its functions. A later forward whose scores
+come the same way to the softmax is at the same place, so the stages run there, once: no second softmax, no way gone
+twice, and a function that touches nothing on the way is passed by. A forward that departs is followed as the first was.
+
+What cannot be told is refused: another function between, a softmax over another axis, weights that the module also uses
+for something else (token pruning) or mixes with others (ConViT's gate)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dampen._torch import saved_tensors_are_hooked
+from dampen.containers import with_tensors
+from dampen.hooks.channels import attends_over_channels, tell_heads, tell_rows
+from dampen.hooks.eager_scores import fit, read_model_mask, stages_of_scores
+from dampen.hooks.equations import Equation, Flipped, product_equation
+from dampen.hooks.layout import layout_of
+from dampen.hooks.mixing import MOVES_AXES, moved_axes
+from dampen.hooks.ways import Product, Way, name_of
+from dampen.kernels.attend import reads_apart, run_heads
+from dampen.names import leave_out
+from dampen.regularizer import check_only_reads
+
+if TYPE_CHECKING:
+    from dampen.hooks.state import AttentionSite
+    from dampen.regularizer import Call, Regularizer
+
+_FORM = "to float half double bfloat16 type type_as contiguous clone view reshape unflatten flatten unsqueeze squeeze "
+_TO_SCORES = set(
+    (
+        _FORM + "add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __isub__ mul mul_ __mul__ __rmul__ __imul__ div "
+        "div_ __truediv__ __itruediv__ true_divide masked_fill masked_fill_ where clamp clamp_ clip tanh max maximum"
+    ).split()
+)
+_TO_WEIGHTS = set(
+    (_FORM + "dropout mul mul_ __mul__ __rmul__ __imul__ masked_fill masked_fill_ where nan_to_num").split()
+)
+_KEEPS_SUMS = set((_FORM + "permute transpose swapaxes movedim dropout").split())
+"""After these the rows of the weights sum to what they summed to."""
+_IN_PLACE = {name for name in _TO_SCORES if name.endswith("_") != name.endswith("__") or name.startswith("__i")}
+_JOINS = {"cat", "concat", "concatenate"}
+_NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
+_LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
+
+
+class EagerAttention:
+    """Follows the tensors of one forward of an attention module."""
+
+    def __init__(
+        self, module: nn.Module, site: AttentionSite, watch: Callable[..., None], leave_out: Callable[[], None]
+    ) -> None:
+        self.module, self.site, self.where, self.watch = module, site, site.name, watch
+        self.leave_out = leave_out  # what to do where there is no attention over tokens
+        self.ways: list[tuple[Way, Product]] = []
+        self.ids: set[int] = set()  # of the tensors on a way, which `ways` keeps alive; compiled graphs know no ids
+        self.call: Call  # that of this forward, as `start` sets it
+        self.regularizers: Sequence[Regularizer] = ()  # those that are at work in it
+        self.stages: set[str] = set()  # theirs
+        self.reading: list[Regularizer] = []  # those among them that need weights which no other has changed
+        self.products = 0
+        self.path: tuple[int, list[str]] | None = None  # the way of the forwards before, where this one may take it
+        self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
+        self.done = 0
+        self.why = "no softmax of a product of two tensors was seen"
+        self.told = False  # whether `why` names what stood in the way first
+
+    def start(self, regularizers: Sequence[Regularizer], call: Call) -> None:
+        """The beginning of a forward. `qkv` needs the values too, which come after the softmax. A checkpoint counts the
+        tensors that its recompute saves, so both must go the same way: the long one."""
+        self.regularizers, self.call = regularizers, call
+        self.stages = {stage for r in regularizers for stage in r.stages}
+        self.reading = reads_apart(regularizers)
+        if torch.compiler.is_compiling() or self.site.path is None or call.followed is not None:
+            return
+        if "qkv" not in self.stages and not saved_tensors_are_hooked():
+            self.path = self.site.path
+
+    def passes_by(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a function has nothing to do with a known way, in a forward that may take one."""
+        if self.path is None or name in _JOINS:
+            return False
+        return self.ids.isdisjoint(map(id, args)) and self.ids.isdisjoint(map(id, kwargs.values()))
+
+    def remember(self) -> None:
+        """The end of a forward: the way that its one attention took, for those after it."""
+        if torch.compiler.is_compiling():
+            return
+        met = list({id(product): product for _, product in self.ways if product.softmax is not None}.values())
+        if self.done != 1 or len(met) != 1 or met[0].keys is not None:
+            self.site.path = None
+        elif not met[0].early and met[0].scores is not None:
+            self.site.path = met[0].number, met[0].scores.names()
+
+    def meet(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
+        """Run a torch function of the module; `run` runs one as it is."""
+        name = name_of(func)
+        if name in _LOOKS:
+            return run(func, args, kwargs)
+        if name == "einsum" and len(args) == 2 and isinstance(args[1], list | tuple):
+            args = (args[0], *args[1])
+        if name in _JOINS:
+            return self._join(func, args, kwargs, run)
+        found = self._known(args, kwargs)
+        equation = product_equation(name, args, kwargs)
+        if equation is not None:
+            if found is None:
+                return self._product(equation, func, args, kwargs, run)
+            way, product = found
+            turned = name != "einsum" and equation.right is way.tensor and product.turned is way
+            if product.softmax is not None and turned:
+                flipped = Flipped(equation.left, equation.right, None)
+                return self._attend(flipped, way, product, func, args, kwargs)
+            if product.softmax is not None and equation.left is way.tensor and product.turned is None:
+                return self._attend(equation, way, product, func, args, kwargs)
+        if found is None:
+            return run(func, args, kwargs)
+        way, product = found
+        if name == "softmax" and product.softmax is None:
+            return self._softmax(way, product, func, args, kwargs, run)
+        if product.softmax is None:
+            return self._follow(way, product, func, args, kwargs, run, _TO_SCORES)
+        if name == "__getitem__" and product.keys is not None and product.softmax is way and args[1] == _NO_SINK:
+            product.softmax = Way(run(func, args, kwargs), func, args, kwargs, way)
+            self._put(product.softmax, product)
+            return product.softmax.tensor
+        if name == "dropout" and not product.early:  # it waits until the weights are those of the stages
+            self._put(Way(way.tensor, func, args, kwargs, way), product)
+            return way.tensor
+        if name == "transpose" and product.turned is None and _swaps_last(args, kwargs, way.tensor.ndim):
+            out = run(func, args, kwargs)
+            product.turned = Way(out, func, args, kwargs, way)
+            self._put(product.turned, product)
+            return out
+        return self._follow(way, product, func, args, kwargs, run, _TO_WEIGHTS)
+
+    def knows(self, tensor: Any) -> bool:
+        """Whether a tensor is on its way from scores to the product with values."""
+        if self.path is not None:
+            return id(tensor) in self.ids
+        return any(way.tensor is tensor for way, _ in self.ways)
+
+    def _put(self, way: Way, product: Product) -> None:
+        self.ways.append((way, product))
+        if self.path is not None:
+            self.ids.add(id(way.tensor))
+
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Way, Product] | None:
+        """The newest way that one of the arguments has come."""
+        if not self.ways:
+            return None
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                for way, product in reversed(self.ways):
+                    if way.tensor is value:
+                        return way, product
+        return None
+
+    def _join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        """Sinks beside the scores of one head and query, or something that is not followed."""
+        out = run(func, args, kwargs)
+        parts = args[0] if args else kwargs.get("tensors", ())
+        found = self._known(tuple(parts), {})
+        if found is None:
+            return out
+        way, product = found
+        beside = out.shape[:-1] == way.tensor.shape[:-1] and len(parts) == 2 and parts[1].shape[-1] == 1
+        if product.softmax is None and product.keys is None and way.in_order and parts[0] is way.tensor and beside:
+            product.keys = way
+            self._put(Way(out, func, args, kwargs, way), product)
+        elif product.softmax is None:
+            self._tell(f"its scores go through '{name_of(func)}' before the softmax")
+        else:
+            self._refuse(f"it also uses its attention weights in '{name_of(func)}'")
+        return out
+
+    def _product(
+        self, equation: Equation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Tensor:
+        out: Tensor = run(func, args, kwargs)
+        weights = isinstance(equation.left, nn.Parameter) or isinstance(equation.right, nn.Parameter)
+        if not weights and out.ndim >= 2:  # a product with a bare parameter is a linear map
+            start = Way(out, func, args, kwargs, None)
+            self._put(start, Product(equation, self.products, start))
+            self.products += 1
+        return out
+
+    def _follow(
+        self,
+        way: Way,
+        product: Product,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any],
+        allowed: set[str],
+    ) -> Any:
+        name, numel = name_of(func), way.tensor.numel()
+        if name in _IN_PLACE and args[0] is not way.tensor:
+            self._tell(f"its scores are written into another tensor by '{name}'")
+            return run(func, args, kwargs)
+        out = run(func, args, kwargs)
+        axes = moved_axes(name, way.axes, args, kwargs) if name in MOVES_AXES or not way.in_order else None
+        if name in allowed | MOVES_AXES and isinstance(out, Tensor) and out.numel() == numel and axes != ():
+            here = Way(out, func, args, kwargs, way)
+            here.axes = here.axes if axes is None else axes
+            self._put(here, product)
+        elif product.softmax is None and name in ("max", "amax"):
+            pass  # the largest of each row, to subtract it: the softmax does not see it
+        elif product.softmax is not None:
+            self._refuse(f"it also uses its attention weights in '{name}'")
+        else:
+            self._tell(f"its scores go through '{name}' before the softmax")
+        return out
+
+    def _softmax(
+        self,
+        way: Way,
+        product: Product,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any],
+    ) -> Tensor:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        keys = way if product.keys is None else product.keys
+        scores, known = keys.tensor, self.path == (product.number, keys.names()) and product.keys is None
+        out: Tensor = way.tensor if known else run(func, args, kwargs)
+        why = ""
+        if not product.equation.scores_last(product.start.tensor, scores):
+            why = f"its scores {tuple(scores.shape)} have no axes for queries and keys at their end"
+        elif not way.in_order:
+            why = f"its softmax sees the axes of its scores in the order {way.axes}"
+        elif dim not in (-1, scores.ndim - 1):
+            why = f"its softmax is over axis {dim} of {tuple(scores.shape)}, not over the keys at the end"
+        if why:
+            self._tell(why)
+            return run(func, args, kwargs) if known else out
+        product.scores, product.softmax = keys, Way(out, func, args, kwargs, way)
+        if known:
+            product.early = True
+            product.softmax.tensor = self._weigh(product, None)[0]
+        self._put(product.softmax, product)
+        self._tell("its attention weights were never multiplied with values")
+        return product.softmax.tensor
+
+    def _tell(self, why: str) -> None:
+        if not self.told:
+            self.why, self.told = why, True
+
+    def _attend(
+        self, equation: Equation, way: Way, product: Product, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The product with the values: every stage has run when it is done."""
+        if product.scores is None or product.softmax is None or way.tensor.ndim < 2:
+            raise RuntimeError("values met weights without a softmax")  # cannot happen: the caller has looked
+        keys = product.scores.tensor.shape[-1]
+        if not way.in_order or not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
+            self._refuse("its attention weights are not multiplied with one value per key")
+        call, a, values = self.call, way.tensor, equation.values
+        if not product.early and self._is_over_channels(product.equation, call):
+            a = way.again(product.softmax.tensor, product.softmax)  # as the model has it
+            self.done += 1
+            self.leave_out()
+            return func(*(a if x is way.tensor else x for x in args), **kwargs)  # type: ignore[no-any-return]
+        if product.early:
+            call.value_size = equation.values_last().shape[-1]
+        else:
+            new, values = self._weigh(product, equation)
+            a = way.again(new, product.softmax)
+            self.weights.append((way.tensor, a))
+
+        def multiply(a: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = func(*(a if x is way.tensor else v if x is equation.values else x for x in args), **kwargs)
+            return out
+
+        o = multiply(a, values)
+        readers = [r for r in self.regularizers if r.only_reads and not r.stages.isdisjoint(("probs", "heads"))]
+        if readers and product.clean is not None:  # weights and output as the model alone has them, without its dropout
+            clean, clean_o = a, o if any("heads" in r.stages for r in readers) else None
+            if product.clean is not product.used or way.drops(product.softmax):
+                clean = way.again(product.clean, product.softmax, dropout=False)
+                clean_o = None if clean_o is None else multiply(clean, equation.values)
+            self._read(readers, clean, clean_o, equation, way, product)
+        if "heads" in self.stages:
+            acting = [r for r in self.regularizers if not r.only_reads]
+            o = self._heads(o, equation, product, acting)
+        call.scores = None
+        self.done += 1
+        self.watch(call, before=False)
+        return o
+
+    def _weigh(self, product: Product, outputs: Equation | None) -> tuple[Tensor, Tensor]:
+        """The weights as the stages make them of the scores, and the values; those wait where none needs them yet."""
+        if product.scores is None or product.softmax is None:
+            raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
+        call, scores = self.call, product.scores.tensor
+        leading = scores.shape[:-2]
+        companions = [None] * 3 if outputs is None else self._companions(product.equation, outputs, leading, call)
+        told = tell_heads(self.site, call, companions, leading)
+        layout = product.layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given, told)
+        q, k = (layout.fold(t.reshape(*fit(t, leading), *t.shape[-2:])) for t in product.equation.tokens_last())
+        call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
+        call.head_size, call.scale, call.is_causal = q.shape[3], 1.0, False
+        if outputs is not None:
+            v = outputs.values_last()
+            v = layout.fold(v.reshape(*fit(v, leading), *v.shape[-2:]))
+            call.value_size = v.shape[3]
+            tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions], (q, k, v))
+        s = layout.fold(scores)
+        mask = read_model_mask(product, layout)
+        call.bias, call.mask, call.blind = None, None, None
+        if mask is not None:
+            call.mask, call.blind = mask.keep, mask.blind
+        call.scores = s
+        values, new_q, new_k = scores, q, k
+        if outputs is None:
+            self.watch(call, before=True)
+        else:
+            values = outputs.values
+            self.watch(call, before=True)
+            new_v = v
+            for r in self.regularizers:
+                if "qkv" in r.stages:
+                    new_q, new_k, new_v = r.qkv(new_q, new_k, new_v, call)
+            if new_q is not q or new_k is not k:
+                start = product.equation.remake(layout.unfold(new_q), layout.unfold(new_k), product.start)
+                s = layout.fold(product.scores.again(start, product.start))
+                call.scores = s
+            values = values if new_v is v else outputs.values_back(layout.unfold(new_v))
+        inside = [r for r in self.regularizers if r not in self.reading]
+        a = self._softmax_again(product, s, new_q, new_k, inside)
+        product.clean = a
+        if self.reading:
+            product.clean = self._softmax_again(product, layout.fold(scores), q, k, self.reading)
+        acting = [r for r in inside if "probs" in r.stages and not r.only_reads]
+        if acting:
+            folded = layout.fold(a)
+            for r in acting:
+                folded = r.probs(folded, call)
+            a = layout.unfold(folded)
+        product.used = a
+        return a, values
+
+    def _softmax_again(
+        self, product: Product, s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Regularizer]
+    ) -> Tensor:
+        """The weights of some scores, with the stages mask and logits."""
+        layout: Any = product.layout
+        if product.scores is None or product.softmax is None:
+            raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
+        s = stages_of_scores(s, q, k, regularizers, self.call)
+        return product.softmax.again(layout.unfold(s), product.scores)
+
+    def _read(
+        self,
+        readers: Sequence[Regularizer],
+        a: Tensor,
+        o: Tensor | None,
+        equation: Equation,
+        way: Way,
+        product: Product,
+    ) -> None:
+        """The stages probs and heads of those who only read: the weights `a` that meet the values, and their output."""
+        layout: Any = product.layout
+        a = a.mT if product.turned is not None else a
+        weights = layout.fold(a.reshape(*layout.leading, *a.shape[-2:]))
+        for r in readers:
+            if "probs" in r.stages:
+                check_only_reads(r, "probs", weights, r.probs(weights, self.call))
+        odd = not _KEEPS_SUMS.issuperset(way.names(product.softmax))
+        if self.call.mask is not None or product.keys is not None or odd:
+            self.call.weights = weights
+        if o is not None:
+            self._heads(o, equation, product, readers)
+        self.call.weights = None
+
+    def _companions(
+        self, scores: Equation, outputs: Equation, leading: Sequence[int], call: Call
+    ) -> list[Tensor | None]:
+        """Where the channels of queries, keys and values came from, in the shapes of these."""
+        if call.followed is None:
+            return [None, None, None]
+        q, k = (call.followed.of(t) for t in (scores.left, scores.right))
+        v = call.followed.of(outputs.values)
+        like = scores.like(q, k).tokens_last()
+        ordered = [None if q is None else like[0], None if k is None else like[1]]
+        ordered.append(None if v is None else outputs.like(None, v).values_last())
+        return [None if c is None else c.reshape(*fit(c, leading), *c.shape[-2:]) for c in ordered]
+
+    def put_weights(self, out: Any) -> Any:
+        """A module's output with the attention weights, where it gives them out, as the stages left them."""
+        if not self.weights or isinstance(out, Tensor):
+            return out
+        return with_tensors(out, lambda t: next((new for old, new in self.weights if old is t), t))
+
+    def _heads(self, o: Tensor, equation: Equation, product: Product, regularizers: Sequence[Regularizer]) -> Tensor:
+        layout: Any = product.layout
+        ordered = equation.outputs_last(o)
+        folded = run_heads(layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:])), regularizers, self.call)
+        return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
+
+    def _is_over_channels(self, scores: Equation, call: Call) -> bool:
+        """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
+        if self.site.over_channels or self.site.knows_tokens():
+            return self.site.over_channels
+        q, _ = scores.tokens_last()
+        found = [None if call.followed is None else call.followed.of(t) for t in (scores.left, scores.right)]
+        like = scores.like(*found).tokens_last()
+        companions = [None if t is None else c for t, c in zip(found, like, strict=True)]
+        q = q if q.ndim > 2 else q.unsqueeze(0)
+        return self.site.note_channels(attends_over_channels(companions, q, call.given))
+
+    def _refuse(self, why: str) -> None:
+        raise RuntimeError(
+            f"{type(self.module).__name__} at '{self.where}' computes its attention itself, but {why}, so regularizers "
+            f"cannot act inside it. Call F.scaled_dot_product_attention there, or {leave_out(self.where)}."
+        )
+
+
+def _swaps_last(args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> bool:
+    """Whether a transpose is of the last two axes."""
+    axes = [*args[1:3], *(kwargs[k] for k in ("dim0", "dim1") if k in kwargs)]
+    return sorted(a % ndim for a in axes if isinstance(a, int)) == [ndim - 2, ndim - 1]

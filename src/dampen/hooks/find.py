@@ -1,0 +1,302 @@
+"""Where regularizers can sit: the layers of a model, found by structure.
+
+A layer is one attention (or several, in a decoder block) with the feed-forward maps beside it. An attention module is
+one whose `forward` calls `F.scaled_dot_product_attention`, directly or through Hugging Face's attention interface; by
+name alone where the code does not tell (such a module must then prove itself on its first forward)."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from dampen.hooks.experts import ExpertsPlan, find_experts
+from dampen.hooks.roles import attention_role, feed_forward_roles, is_convolution, is_linear
+from dampen.hooks.scope import (
+    LISTS,
+    NAME,
+    PROJECTIONS,
+    LinearPlan,
+    find_linears,
+    group_sublayers,
+    inside,
+    is_whole_block,
+    refine_scopes,
+    scope_of,
+)
+from dampen.hooks.source import calls_socket, computes_attention, shows_parts
+from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, ROLES, Regularizer
+
+_KEYLESS = re.compile(r"outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE)
+_FEED_FORWARD = re.compile(r"(mlp|ffn?|feed_?forward)\b", re.IGNORECASE)
+FEED_FORWARD = {"ffn_in", "ffn_out"}
+ROLES_OF_ATTENTION = set(ROLES) - FEED_FORWARD
+_CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|multihead_attn|encoder_attention", re.IGNORECASE)
+
+
+@dataclass
+class LayerPlan:
+    """One layer of a model, before anything is attached to it."""
+
+    name: str
+    block: nn.Module | None  # None where no single module is the layer
+    attentions: dict[str, nn.Module] = field(default_factory=dict)
+    linears: dict[str, LinearPlan] = field(default_factory=dict)
+    branches: int = 0  # residual branches that the block should have: one per attention, one for the feed-forward
+    experts: dict[str, ExpertsPlan] = field(default_factory=dict)  # its mixtures of experts, by the module that routes
+    elements: list[str] = field(default_factory=list)  # what it consists of, where no single module is the layer
+    mixers: list[nn.Module] = field(default_factory=list)  # what stands in the place of attention (Mamba)
+
+    @property
+    def pools(self) -> bool:
+        """Whether this is a head that pools tokens by attention: no residual goes around it."""
+        modules = [*self.attentions.values(), *([] if self.block is None else [self.block])]
+        return any("pool" in type(m).__name__.lower() for m in modules) or "pool" in self.name.lower()
+
+    @property
+    def has_softmax(self) -> bool:
+        """Whether an attention here has a softmax over tokens."""
+        return not all(is_keyless(m) for m in self.attentions.values())
+
+    def reached(self, method: Regularizer) -> set[str]:
+        """The parts of this layer that a method acts on, of those in `parts_of`."""
+        has = {
+            "attention": self.has_softmax,
+            "feed-forward": bool(method.roles & self.roles & FEED_FORWARD),
+            "projections": bool(method.roles & self.roles - FEED_FORWARD),
+            "blocks": self._has_blocks(method) and bool(method.branch_roles & self.branch_roles),
+        }
+        return {part for part in parts_of(method) if has[part]}
+
+    def _has_blocks(self, method: Regularizer) -> bool:
+        """Whether the layer has what the stages of blocks of a method need: a module, or branches that its owner adds.
+        A head that pools has no residual."""
+        whole = method.stages & set(BLOCK_STAGES) - {"branch"}
+        return not self.pools and (self.block is not None or bool(self.elements and not whole))
+
+    @property
+    def branch_roles(self) -> set[str]:
+        """The roles of its residual branches."""
+        return {"attention" if self.attentions else "mixer", "ffn"}
+
+    @property
+    def roles(self) -> set[str]:
+        """The roles of the linear maps found."""
+        mha = {r for m in self.attentions.values() if isinstance(m, nn.MultiheadAttention) for r in "qkv"}
+        experts = {role for plan in self.experts.values() for role in plan.parameters.values() if role}
+        return mha | experts | {plan.role for plan in self.linears.values()}
+
+
+def parts_of(method: Regularizer) -> set[str]:
+    """The parts of a layer that a method acts on, by its stages and roles: attention, feed-forward, projections (the
+    linear layers of attention), blocks (residual branches, or the block as a whole)."""
+    attends, multiplies = method.stages & set(ATTENTION_STAGES), method.stages & set(LINEAR_STAGES)
+    read = {"out"} if attends else ROLES_OF_ATTENTION  # a method inside attention only reads what made q, k and v
+    wanted = {
+        "attention": bool(attends),
+        "feed-forward": bool(multiplies and method.roles & FEED_FORWARD),
+        "projections": bool(multiplies and method.roles & read),
+        "blocks": bool(method.stages & set(BLOCK_STAGES)),
+    }
+    return {part for part, acts in wanted.items() if acts}
+
+
+def find_layers(
+    model: nn.Module,
+    sites: str | Sequence[str] = "*",
+    attention: str = "all",
+    projections: Mapping[str, str] | None = None,
+    whole_stacks: bool = False,
+) -> list[LayerPlan]:
+    """The layers of `model` whose attention modules match `sites` (patterns of dotted names) and the kind asked for.
+
+    `whole_stacks`: also the layers without attention that stand in one list with these (hybrids with Mamba)."""
+    if attention not in ("self", "cross", "all"):
+        raise ValueError(f"attention must be 'self', 'cross' or 'all', got {attention!r}.")
+    found = find_attentions(model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention module: nothing calls F.scaled_dot_product_attention and no "
+            f"module is attention by its name or code.{describe_candidates(model)} Write the attention as a module "
+            "that calls F.scaled_dot_product_attention."
+        )
+    plans = _all_layers(model, found, projections)
+    if whole_stacks and attention != "cross":
+        plans += find_beside(model, plans, found)
+    chosen = []
+    for plan in plans:
+        names = {n: m for n, m in plan.attentions.items() if attention == "all" or kind_of(n, m) == attention}
+        matching = {n: m for n, m in names.items() if matches(sites, n, plan.name)}
+        if matching or (not plan.attentions and matches(sites, plan.name)):
+            plan.attentions = matching
+            chosen.append(plan)
+    if not chosen:
+        candidates = "\n  ".join(f"{n or '(the model itself)'}  [{kind_of(n, m)}]" for n, m in found.items())
+        raise ValueError(
+            f"no attention of {type(model).__name__} matches sites={sites!r}, attention={attention!r}. "
+            f"Candidates:\n  {candidates}"
+        )
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(chosen, key=lambda plan: order[plan.name]) if whole_stacks else chosen
+
+
+def matches(sites: str | Sequence[str], *names: str) -> bool:
+    """Whether one of the names fits a pattern and none fits an exclusion, a pattern that begins with "!". Exclusions
+    alone leave everything else.
+
+    >>> matches("blocks.*", "blocks.0"), matches("!blocks.0", "blocks.0"), matches("!blocks.0", "blocks.1")
+    (True, False, True)
+    """
+    patterns = [sites] if isinstance(sites, str) else list(sites)
+    wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
+    unwanted = [p[1:] for p in patterns if p.startswith("!")]
+    fits = any(fnmatch.fnmatch(n, p) for n in names for p in wanted)
+    return fits and not any(fnmatch.fnmatch(n, p) for n in names for p in unwanted)
+
+
+def _all_layers(
+    model: nn.Module, found: Mapping[str, nn.Module], projections: Mapping[str, str] | None
+) -> list[LayerPlan]:
+    """Every layer with attention, in the order of its first one."""
+    scopes = refine_scopes(model, {name: scope_of(model, name, found) for name in found})
+    scopes, groups = group_sublayers(model, scopes, lambda name: is_cross(name, found[name]))
+    layers: dict[str, LayerPlan] = {}
+    for name, module in found.items():
+        scope = scopes[name]
+        if scope not in layers:
+            layers[scope] = _plan_layer(model, name, scope, found, groups.get(scope), projections)
+        layers[scope].attentions[name] = module
+    return list(layers.values())
+
+
+def _plan_layer(
+    model: nn.Module,
+    name: str,
+    scope: str,
+    found: Mapping[str, nn.Module],
+    group: tuple[str, list[str]] | None,
+    projections: Mapping[str, str] | None,
+) -> LayerPlan:
+    """The layer around the attention `name`: the module `scope`, or a group of the elements of a list."""
+    whole, elements = group or (scope, [scope])
+    block = model.get_submodule(scope)
+    callable_block = not isinstance(block, nn.ModuleList | nn.ModuleDict) and (scope != name or is_whole_block(block))
+    plan = LayerPlan(scope, block if callable_block and group is None else None)
+    plan.linears = find_linears(model, whole, found, projections)
+    if group is not None:
+        plan.linears = {n: p for n, p in plan.linears.items() if any(n == e or inside(n, e) for e in elements)}
+    plan.experts = find_experts(model, elements, found, plan.linears)
+    plan.elements = elements if plan.block is None and isinstance(model.get_submodule(whole), LISTS) else []
+    around = sum(n == e or inside(n, e) for n in found for e in elements)
+    plan.branches = around + ("ffn_out" in plan.roles)
+    return plan
+
+
+def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Mapping[str, nn.Module]) -> list[LayerPlan]:
+    """The layers without attention beside those with one, in the same list: of the same class, or with a feed-forward
+    whose linear layers have the same names, or usual ones."""
+    beside: dict[str, LayerPlan] = {}
+    lists = {plan.name.rpartition(".")[0] for plan in plans if plan.block is not None}
+    for holder in (name for name in lists if isinstance(model.get_submodule(name), nn.ModuleList | nn.Sequential)):
+        known = [plan for plan in plans if plan.block is not None and plan.name.rpartition(".")[0] == holder]
+        kinds = {type(plan.block) for plan in known}
+        roles = {n[len(p.name) + 1 :]: m.role for p in known for n, m in p.linears.items() if m.attention is None}
+        for key, block in model.get_submodule(holder).named_children():
+            name = f"{holder}.{key}" if holder else key
+            if isinstance(block, LISTS) or any(n == name or inside(n, name) for n in found):
+                continue
+            maps = {n: m for n, m in block.named_modules() if is_linear(m)}
+            experts = find_experts(model, [name], {}, {})
+            feeding = {n: m for n, m in maps.items() if _FEED_FORWARD.match(n)}
+            usual = feed_forward_roles(maps, by_shape=False) | feed_forward_roles(feeding)
+            told = {n: roles.get(n) or role for n, role in usual.items()}
+            alike = type(block) in kinds and bool(maps)
+            if not alike and not experts and not set(told.values()) >= FEED_FORWARD:
+                continue
+            plan = LayerPlan(name, block)
+            plan.linears = {f"{name}.{n}": LinearPlan(m, told[n]) for n, m in maps.items()}
+            plan.experts = find_experts(model, [name], {}, plan.linears)
+            feeds = {n.split(".")[0] for n, role in told.items() if role in FEED_FORWARD}
+            feeds |= {n[len(name) + 1 :].split(".")[0] for n in experts}
+            plan.mixers = [m for n, m in block.named_children() if n not in feeds and _mixes(m)]
+            plan.branches = int(bool(feeds))
+            beside[name] = plan
+    return list(beside.values())
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether a part of a layer without attention stands in its place: it multiplies."""
+    return any(p.ndim > 1 for p in module.parameters()) and not isinstance(module, LISTS)
+
+
+def find_attentions(model: nn.Module) -> dict[str, nn.Module]:
+    """The innermost attention modules by name: those that call the socket, then those that are only named like one."""
+    modules = dict(model.named_modules())
+    certain = {n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention) or calls_socket(type(m))}
+    certain -= {n for n in certain if any(inside(other, n) for other in certain)}
+    certain = {_with_projections(n, modules, certain) for n in certain}
+    named = {n for n, m in modules.items() if NAME.search(type(m).__name__) and not isinstance(m, LISTS)}
+    # not a helper of one (timm's CvT): it has linear layers, or computes attention of what convolutions make
+    named = {n for n in named if computes_attention(modules[n]) or any(is_linear(m) for m in modules[n].modules())}
+    named -= {n for n in named if any(inside(other, n) for other in named | certain)}
+    named -= {n for n in named if any(n == c or inside(n, c) for c in certain)}
+    if not certain | named:  # maps of another kind (convolutions, quantized), or another name: the code tells
+        named = {n for n, m in modules.items() if not isinstance(m, LISTS) and computes_attention(m)}
+        named -= {n for n in named if any(inside(other, n) for other in named)}
+    return {n: m for n, m in modules.items() if n in certain | named}
+
+
+def describe_candidates(model: nn.Module, most: int = 6) -> str:
+    """The modules that come closest to attention in a model without any, and why each is none."""
+    lines: list[str] = []
+    for name, module in model.named_modules():
+        softmax, product = (False, False) if isinstance(module, LISTS) else shows_parts(module)
+        called = bool(NAME.search(type(module).__name__))
+        if called:
+            why = "is named like attention, but has no linear layers, and its code no softmax of a product"
+        elif softmax:
+            why = "has a softmax, but no product of two tensors"
+        elif product:
+            why = "multiplies two tensors, but has no softmax"
+        if called or softmax or product:
+            lines.append(f"\n  '{name}' ({type(module).__name__}) {why}")
+    more = f"\n  and {len(lines) - most} more" if len(lines) > most else ""
+    return f" Looked at:{''.join(lines[:most])}{more}\n" if lines else ""
+
+
+def _with_projections(name: str, modules: Mapping[str, nn.Module], attentions: set[str]) -> str:
+    """The attention that calls a function kept as a module (x-transformers' `Attend`, which has no parameters): the
+    closest module around it, if that makes its queries, keys or values. The name itself for any other attention."""
+    if next(modules[name].parameters(), None) is not None:
+        return name
+    parts = name.split(".")
+    for end in range(len(parts) - 1, -1, -1):
+        above = ".".join(parts[:end])
+        around = modules[above]
+        if isinstance(around, LISTS):
+            continue
+        roles = {attention_role(n, {}) for n, m in around.named_modules() if is_linear(m) or is_convolution(m)}
+        alone = not any(n != name and inside(n, above) for n in attentions)
+        return above if alone and roles & PROJECTIONS else name
+    return name
+
+
+def is_keyless(module: nn.Module) -> bool:
+    """Whether an attention has no softmax over keys that are tokens, by the name of its class: it attends over channels
+    (DaViT, XCiT), is linear, samples points (deformable DETR), or has weights without keys (VOLO's outlook)."""
+    return bool(_KEYLESS.search(type(module).__name__))
+
+
+def is_cross(name: str, module: nn.Module) -> bool:
+    """Whether an attention reads its keys from another sequence, by its flag, its attribute or its class."""
+    flag = getattr(module, "is_cross_attention", None)
+    return (
+        flag if isinstance(flag, bool) else bool(_CROSS.search(name.rsplit(".", 1)[-1] + " " + type(module).__name__))
+    )
+
+
+def kind_of(name: str, module: nn.Module) -> str:
+    return "cross" if is_cross(name, module) else "self"

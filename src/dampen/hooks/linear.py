@@ -1,0 +1,172 @@
+"""A linear map of a layer while regularizers are at work in it: seen with its own input, weight and bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dampen._torch import is_empty, refuse_nested
+from dampen.hooks.adapters import read_adapter
+from dampen.hooks.frame import Frame, frame_of
+from dampen.hooks.roles import kind_of, weight_of
+from dampen.hooks.state import Layer, LinearSite
+from dampen.regularizer import LinearCall, Regularizer, check_only_reads
+
+
+def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a linear map with the stages operands and product open."""
+
+    plain = base is nn.Linear.forward
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        site: LinearSite = self._dampen_linear
+        layer = site.layer
+        active = layer.active(self)
+        if active:
+            refuse_nested(input, f"the linear layer '{site.role}' at '{layer.site.name}'")
+        if active and is_empty(input):  # an expert, a modality or a batch without tokens
+            if (frame := frame_of(layer)) is not None:
+                frame.hits += 1
+            active = []
+        if not active:
+            return base(self, input)  # type: ignore[no-any-return]
+        kind = site.kind or kind_of(self)
+        if kind == "convolution":
+            return _convolve(base, self, site, active, input)
+        weight, frame = weight_of(self, kind), frame_of(layer)
+        routing = frame.routing if frame is not None and site.expert else None
+        valid = layer_valid(layer, frame, input, site.role, active) if routing is None else routing.rows(input)
+        call = LinearCall(site.role, input, weight, self.bias, self, layer.site, valid)
+        call.tokens = None if routing is None else routing.tokens
+        if site.adapter is not None:
+            call.adapter = read_adapter(site.adapter, layer.site.name)
+
+        def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+            if x is input and w is weight:
+                return base(self, input)  # type: ignore[no-any-return]
+            if kind == "conv1d":  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
+                y = torch.addmm(self.bias, x.flatten(0, -2), w.t())
+                return cast(Tensor, y.unflatten(0, x.shape[:-1]))
+            return F.linear(x, w, bias)
+
+        y = apply_linear(frame, active, call, multiply, plain)
+        return y if routing is None else routing.put(y, valid)
+
+    return forward
+
+
+def _convolve(
+    base: Callable[..., Any], module: Any, site: LinearSite, active: Sequence[Regularizer], input: Tensor
+) -> Tensor:
+    """A convolution that is one position wide: its positions are tokens, (B, C, ...) as (B, positions, C)."""
+    frame, places = frame_of(site.layer), input.shape[2:]
+    if input.ndim != module.weight.ndim:
+        raise RuntimeError(
+            f"the convolution '{site.role}' at '{site.layer.site.name}' got {tuple(input.shape)}, without samples. "
+            "Give batches, or leave the layer out with sites=."
+        )
+    tokens, weight = input.flatten(2).transpose(1, 2), weight_of(module, "convolution")
+
+    def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        if x is tokens and w is weight:
+            y: Tensor = base(module, input)
+            return y.flatten(2).transpose(1, 2)
+        return F.linear(x, w, bias)
+
+    call = LinearCall(site.role, tokens, weight, module.bias, module, site.layer.site)
+    return cast(Tensor, apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places))
+
+
+def layer_valid(
+    layer: Layer, frame: Frame | None, input: Tensor, role: str, active: Sequence[Regularizer]
+) -> Tensor | None:
+    """Which tokens of a linear map's input are no padding, as far as the layer knows by now; None: all."""
+    if frame is None:
+        return None
+    valid = frame.valid
+    if not layer.tells_padding and layer.padding is not None and any(r.needs_valid for r in active):
+        valid = layer.padding.of(layer)
+    if valid is not None:
+        return fit_valid(valid.t() if frame.sequence_first and frame.call is None else valid, input)
+    if not frame.early and layer.tells_padding and is_early(frame, role, active):
+        frame.early = role
+    return None
+
+
+def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:
+    """Whether a map of the feed-forward runs in a block whose attention has not told yet what is padding."""
+    return frame.in_block and role.startswith("ffn") and any(r.needs_valid for r in active)
+
+
+def fit_valid(valid: Tensor, input: Tensor) -> Tensor | None:
+    """The validity (B, N) of a layer's tokens, as a linear map sees them: (B, N, D), or (B * N, D) where flattened."""
+    if input.ndim == 2 and input.shape[0] % valid.shape[1] == 0:
+        samples = input.shape[0] // valid.shape[1]
+        return valid.expand(samples, -1).flatten() if valid.shape[0] in (1, samples) else None
+    if input.ndim == 3 and valid.shape[1] == input.shape[1]:
+        return valid
+    return None  # windows: the attention's rows are not this map's tokens, and none of them is padding
+
+
+def apply_linear(
+    frame: Frame | None,
+    regularizers: Sequence[Regularizer],
+    call: LinearCall,
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    plain: bool = True,
+) -> Tensor:
+    """operands -> x W^T + b -> product, and the call kept for the attention under way.
+
+    `plain` where `multiply` is `F.linear` and no more, for which a method may have a function of its own."""
+    if frame is not None:
+        frame.multiplying = True  # what happens here is no other map of the attention, whatever weight it reads
+    try:
+        y = _product(regularizers, call, multiply, plain)
+    finally:
+        if frame is not None:
+            frame.multiplying = False
+    if frame is not None:
+        frame.hits += 1
+        if frame.call is not None:
+            frame.call.maps[call.role] = call
+            if frame.call.followed is not None:
+                frame.call.followed.start(y, -1, call)
+    return y
+
+
+def _product(
+    regularizers: Sequence[Regularizer],
+    call: LinearCall,
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    plain: bool,
+) -> Tensor:
+    """The product with its stages. Methods that only read come first and are shown what no method has changed."""
+    at_work = [r for r in regularizers if call.role in r.roles]
+    x, weight = call.input, call.weight
+    for r in at_work:
+        if "operands" in r.stages:
+            x, weight = r.operands(x, weight, call)
+    changed = x is not call.input or weight is not call.weight
+    y = done = None  # who has multiplied
+    for r in at_work if plain and not changed else ():
+        if r.multiplies and (y := r.multiply(call)) is not None:
+            done = r
+            break
+    if y is None:
+        y = multiply(x, weight, call.bias)
+    call.output = None if changed else y
+    for r in at_work:
+        if r is done or "product" not in r.stages:
+            continue
+        if changed and r.only_reads:
+            if r.reads_product and call.output is None:
+                call.output = multiply(call.input, call.weight, call.bias)
+            seen = y if call.output is None else call.output
+            check_only_reads(r, "product", seen, r.product(seen, call))
+        else:
+            y = check_only_reads(r, "product", y, r.product(y, call))
+    return y

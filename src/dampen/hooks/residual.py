@@ -1,0 +1,320 @@
+"""Residual branches, found in any block by following the data.
+
+While a block runs, each of its tensors is known as *clean* (computed from the block's input without any map: a norm,
+a reshape, the input itself, a sum of the residual stream) or by the sublayers whose maps it went through. An addition
+of a clean tensor and one that came through a sublayer is a residual addition, the second operand is the branch, with
+whatever the block has put in it (LayerScale, DropPath, dropout, a post-norm), and the sum is clean again. So pre-norm,
+post-norm, sandwich, parallel and decoder blocks of any library are read without an adapter of their own.
+
+Where both operands came through a map, two forms are read as well. *A projected shortcut*: one operand is the stream
+after a single map and nothing else but norms and pooling, and it is not as large as the stream was, so that the stream
+itself could not have been added (MViT, Hiera, ResNet-like blocks). *A stream that was remade*: the other operand was
+computed from this one, x + f(x), where x is the stream after a single map (TinyViT's convolution, NextViT) or after an
+attention that changed its size (LeViT's downsampling); there is no residual around that map, so nothing to drop.
+
+In the end every sublayer that ran must have been added and the block's output must be clean; a block that adds in some
+other way raises.
+
+To follow every tensor costs more than the methods that ask for it. So what a forward did is remembered: its torch
+functions in their order, and where the operands of each residual addition came from, by whatever rule it was found.
+While the next forward calls the same functions, it is only compared with that; where it departs, it is followed from
+its start after all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dampen._torch import version_of
+from dampen.calls import BranchCall
+from dampen.containers import first_of, tensors_in
+from dampen.hooks.memory import ADDITIONS, Entry, Found, Memory, attends, remember, role_of
+from dampen.hooks.origins import CLEAN, MAPS, Origins, leaves
+from dampen.names import leave_out
+from dampen.regularizer import Regularizer
+
+if TYPE_CHECKING:
+    from dampen.hooks.frame import Frame
+    from dampen.hooks.state import Layer
+
+_LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "get_device", "__len__"}
+
+
+def call_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function as a mode received it."""
+    if getattr(func, "__name__", "") == "unflatten":  # its super() cannot be traced below a mode by torch.compile
+        return torch.unflatten(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+class ResidualSocket(TorchFunctionMode):
+    """Shows each residual branch of one block's forward to the regularizers, just before it is added."""
+
+    def __init__(
+        self, regularizers: Sequence[Regularizer], roots: Sequence[Tensor], layer: Layer, frame: Frame
+    ) -> None:
+        super().__init__()
+        self.regularizers, self.layer, self.frame, self.roots = regularizers, layer, frame, roots
+        self.root = roots[0]  # the block's first input
+        self.log: list[Entry] = []
+        self.memory: Memory | None = None if torch.compiler.is_compiling() else layer.residual_memory
+        self.removed = False  # whether a skip was left out
+        self.buffers: list[tuple[Tensor, int]] = []  # of the block, with their versions, where it is followed
+        if self.memory is None and not torch.compiler.is_compiling():
+            self.buffers = [(b, version_of(b)) for b in frame.block.buffers() if not b.is_inference()]
+        self._fresh()
+        frame.residual = self
+
+    def _fresh(self) -> None:
+        self.origins = Origins(self.roots)
+        self.found: list[str] = []
+        self.covered: set[str] = set()  # the sublayers whose branches were added
+        self.last: Tensor | None = None  # the last sum
+        self.read = False  # whether anything was computed from it
+        self.resized: int | None = None  # elements of the last sum with a projected shortcut
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.memory is not None:
+            number = len(self.log)
+            if number < len(self.memory.functions) and func is self.memory.functions[number]:
+                if number not in self.memory.additions:
+                    out = func(*args, **kwargs)
+                    self.log.append((func, args, kwargs, out, self.frame.inside, None))
+                    return out
+                plan = self.memory.additions[number]
+                if plan is None:
+                    self._see_batch(args)
+                    return self._run(func, args, kwargs, None)
+                made = self._made(plan.left) is args[0] and self._made(plan.right) is args[1]
+                if made and self._is_as_large(plan.found, args):
+                    self.read = plan.found.read
+                    return self._run(func, args, kwargs, plan.found)
+        name = getattr(func, "__name__", "")
+        if name in _LOOKS:
+            return call_torch(func, args, kwargs)
+        self._follow()
+        found = self._find(args) if name in ADDITIONS and len(args) == 2 and not kwargs else None
+        out = self._run(func, args, kwargs, found)
+        if found is None:
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found | None) -> Any:
+        """Run a call, which may be an addition of a branch, and keep it."""
+        if found is None:
+            out = call_torch(func, args, kwargs)
+        else:
+            residual, branch = (args[1], args[0]) if found.branch_first else args
+            out = self._add(residual, branch, found)
+        if not torch.compiler.is_compiling():
+            self.log.append((func, args, kwargs, out, self.frame.inside, found))
+        return out
+
+    # --- a forward that is followed -----------------------------------------------------------------------------------
+
+    def _find(self, args: tuple[Any, ...]) -> Found | None:
+        """What the sum of two tensors is, where it is one of the stream and a branch."""
+        left, right = self.origins.of(args[0]), self.origins.of(args[1])
+        # scalars are sums inside another method's penalty, never a stream of tokens
+        if left is None or right is None or not args[0].ndim == args[1].ndim >= 2:
+            return None
+        if bool(left) != bool(right):
+            return Found(left or right, bool(left), self.read)
+        if left and right and not self.frame.inside:
+            return self._remade(args[0], args[1], False) or self._remade(args[1], args[0], True)
+        return None
+
+    def _remade(self, residual: Tensor, branch: Tensor, branch_first: bool) -> Found | None:
+        """The addition, where `residual` is a projected shortcut or the stream remade; None: neither."""
+        known = self.origins
+        made, other = known.place(residual), known.place(branch)
+        if made is None or other is None:
+            return None
+        resized = residual.numel() != self._stream().numel()
+        single, attended = known.is_single_map(made), any(x.startswith("attention") for x in known.labels[made])
+        if known.comes_from(other, made) and (single or (attended and resized)):
+            labels = (known.labels[other] - known.labels[made]) or frozenset([f"ffn {len(self.found)}"])
+            around = known.labels[made] if attended else CLEAN
+            return Found(labels, branch_first, self.read, around, resized=resized)
+        # the inside of an activation, x + 0.04 x^3 or b x + a x^2, reads one map on both sides
+        derived = single and known.comes_from(other, known.map_behind(made), mapped=True)
+        if single and resized and not derived and not known.is_beside_a_map(other):
+            return Found(known.labels[other], branch_first, self.read, projected=True, resized=resized)
+        return None
+
+    def _stream(self) -> Tensor:
+        return self.root if self.last is None else self.last
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Where the result of a call came from."""
+        read, labels = [], CLEAN
+        name = getattr(func, "__name__", "")
+        out = args[0] if name == "__setitem__" else out  # experts that write their tokens into one tensor
+        for value in leaves(args, kwargs):
+            place = self.origins.place(value)
+            if place is not None:
+                read.append(place)
+                labels = labels | self.origins.labels[place]
+                self.read = self.read or value is self.last
+        if read:
+            whole = attends(func)
+            if whole:
+                self._see_batch(args)
+            if whole or (name in MAPS and not labels):
+                labels = self._label(whole)
+            self.origins.put(out, labels, name, read)
+
+    # --- a forward like the last one ----------------------------------------------------------------------------------
+
+    def _made(self, number: int) -> Any:
+        """What the call with this number gave; the block's inputs are counted from -1 downwards."""
+        return self.roots[-1 - number] if number < 0 else self.log[number][3]
+
+    def _is_as_large(self, found: Found, args: tuple[Any, ...]) -> bool:
+        """Whether a shortcut has changed its size as before, where that was a reason to take it for one."""
+        residual: Tensor = args[1] if found.branch_first else args[0]
+        return found.resized is None or (residual.numel() != self._stream().numel()) == found.resized
+
+    def _follow(self) -> None:
+        """From now on follow the tensors, and do so for the calls that were only compared until here."""
+        if self.memory is None:
+            return
+        self.memory = None
+        if self.regularizers:
+            self.layer.residual_changes = True
+        inside, self.frame.attended = self.frame.inside, 0
+        self._fresh()
+        for func, args, kwargs, out, within, found in self.log:
+            self.frame.inside = within
+            if func is None:
+                self._left(out)
+            elif found is None:
+                self._note(func, args, kwargs, out)
+            else:
+                self._added(out, args[1] if found.branch_first else args[0], found)
+        self.frame.inside = inside
+
+    def leave(self, out: Any) -> None:
+        """An attention module has run: what it gives out came through it, unless it has added its residual itself
+        (ALBERT)."""
+        number = len(self.log)
+        if self.memory is not None and number < len(self.memory.functions) and self.memory.functions[number] is None:
+            self.frame.attended += 1
+        else:
+            self._follow()
+            self._left(out)
+        if not torch.compiler.is_compiling():
+            self.log.append((None, (), {}, out, self.frame.inside, None))
+
+    def _left(self, out: Any) -> None:
+        labels = self._label(True)
+        self.frame.attended += 1
+        for value in tensors_in(out):
+            if not (self.origins.of(value) == CLEAN and labels <= self.covered):
+                place = self.origins.place(value)
+                self.origins.put(value, labels, "leave", [] if place is None else [place])
+
+    def _label(self, whole: bool) -> frozenset[str]:
+        """The name of the sublayer that is running."""
+        kind = "attention" if self.layer.attentions else "mixer"
+        if self.frame.inside:
+            return frozenset([f"{kind} {self.frame.attended + 1}"])
+        return frozenset([f"{kind + ' beside' if whole else 'ffn'} {len(self.found)}"])
+
+    def _see_batch(self, args: tuple[Any, ...]) -> None:
+        """Attention's own layout (B, H, N, D) tells a block that works on (N, B, D)."""
+        x, q = self.root, args[0] if args else None
+        if not isinstance(q, Tensor) or q.ndim != 4 or x.ndim != 3 or x.shape[0] == x.shape[1]:
+            return
+        if x.shape[1] == q.shape[0] and x.shape[0] == q.shape[2]:
+            self.frame.sequence_first = True
+
+    def _add(self, residual: Tensor, branch: Tensor, found: Found) -> Tensor:
+        role = role_of(found.labels)
+        flat = self._flattened(branch)
+        axis = 1 if self.frame.sequence_first else None
+        call = BranchCall(role, residual, self.layer.site, batch_axis=axis, memory=self.frame.memory)
+        branch = branch if flat is None else branch.unflatten(0, flat)
+        for r in self.regularizers:
+            branch = r.branch(branch, call)
+        branch = branch if flat is None else branch.flatten(0, 1)
+        self.removed = self.removed or not call.skip
+        if self.removed and self.found and not self.read:
+            raise RuntimeError(
+                f"The block at '{self.layer.site.name}' adds {self.found[-1]} and {role} to the same input, side by "
+                "side: one skip goes around both, and to take it from one would lose the other. "
+                f"To go on, {leave_out(self.layer.site.name)}."
+            )
+        if call.skip:
+            out = torch.add(residual, branch)
+        else:  # in the dtype and shape that the sum would have had
+            out = branch.to(torch.promote_types(residual.dtype, branch.dtype)).expand_as(residual)
+        self._added(out, residual, found)
+        return out
+
+    def _added(self, out: Tensor, residual: Tensor, found: Found) -> None:
+        self.found.append(role_of(found.labels))
+        self.covered |= found.labels | found.around
+        if found.projected:
+            self.resized = residual.numel()
+        self.origins.put(out, CLEAN)
+        self.last, self.read = out, False
+
+    def _flattened(self, branch: Tensor) -> tuple[int, int] | None:
+        """Batch and tokens of a branch that the block has flattened (OPT), or None; an error where samples are lost."""
+        x = self.root
+        if branch.ndim == 2 and x.ndim == 3 and branch.shape[0] == x.shape[0] * x.shape[1]:
+            return x.shape[0], x.shape[1]
+        if branch.shape[0] != x.shape[0]:
+            raise RuntimeError(
+                f"The block at '{self.layer.site.name}' got {tuple(x.shape)} and adds a branch of shape "
+                f"{tuple(branch.shape)}, whose first axis is not its samples (windows?), so that methods that draw per "
+                f"sample would draw for something else. To go on, {leave_out(self.layer.site.name)}."
+            )
+        return None
+
+    def check(self, block: nn.Module, expected: int, out: Any) -> None:
+        """Raise where a sublayer that ran was not added, or the block gives out something else than the stream."""
+        first = first_of(out)
+        if self.memory is not None:
+            if len(self.log) == len(self.memory.functions) and first is self._made(self.memory.result):
+                self.layer.residual_same += 1
+                return
+            self._follow()
+        kind = "attention" if self.layer.attentions else "mixer"
+        attended = {f"{kind} {i + 1}" for i in range(self.frame.attended)}
+        missing = sorted(attended - self.covered)
+        wants_ffn = expected > len(self.layer.attentions)
+        if wants_ffn and not any(label.startswith("ffn") for label in self.covered):
+            missing.append("ffn")
+        unmarked = expected - wants_ffn - len(self.layer.attentions)  # attentions that sites= or attention= left out
+        if unmarked and sum(label.startswith("attention") for label in self.covered) < len(attended) + unmarked:
+            missing.append("attention")
+        # a sum of another size than the block's output was inside a sublayer, and its shortcut none
+        inner = first is not None and self.resized not in (None, first.numel())
+        if not missing and first is not None and self.origins.of(first) == CLEAN and not inner:
+            self._remember(first)
+            return
+        names = ", ".join(sorted({r.name for r in self.regularizers}))
+        why = f"{', '.join(missing)} not among them" if missing else "and its output is not their sum"
+        raise RuntimeError(
+            f"{type(block).__name__} at '{self.layer.site.name}': found {len(self.found)} residual additions "
+            f"({', '.join(self.found) or 'none'}), {why}, so {names} cannot act on its branches. "
+            "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or "
+            f"{leave_out(self.layer.site.name)}."
+        )
+
+    def _remember(self, out: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stateless = all(version_of(b) == version for b, version in self.buffers)  # a stream may have to run again
+        may_stream = stateless and not self.frame.sequence_first and not self.removed
+        self.layer.residual_memory = remember(self.roots, self.log, out, may_stream)
+        self.layer.residual_same = 0

@@ -1,0 +1,237 @@
+"""The layer around an attention, told by structure: which module it is, and which linear maps are in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from dampen.hooks.roles import (
+    attention_role,
+    feed_forward_roles,
+    is_adapter,
+    is_convolution,
+    is_linear,
+    weight_of,
+)
+from dampen.hooks.source import adds
+
+NAME = re.compile(r"attention|attn", re.IGNORECASE)
+PROJECTIONS = {"q", "k", "v", "qkv", "kv"}
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Containers: only a Sequential has a forward, and none of them is a block that adds its residual."""
+
+
+@dataclass
+class LinearPlan:
+    """A linear map of a layer: its module, its role, and the attention module it lies in, if any."""
+
+    module: nn.Module
+    role: str
+    attention: str | None = None
+    expert: bool = False  # whether it is one expert's, of several
+
+
+def inside(inner: str, outer: str) -> bool:
+    """Whether the dotted name `inner` lies strictly below `outer`."""
+    return inner != outer and (outer == "" or inner.startswith(outer + "."))
+
+
+def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> str:
+    """The name of the layer around an attention: the closest ancestor that also holds linear maps outside attention."""
+    parts = name.split(".") if name else []
+    for i in range(len(parts) - 1, 0, -1):
+        ancestor = ".".join(parts[:i])
+        module = model.get_submodule(ancestor)
+        if NAME.search(type(module).__name__) and not _holds_feed_forward(module, ancestor, attentions):
+            continue  # a wrapper that adds the output projection (BERT) or the norm (T5) is not yet the layer
+        if _outside_attention(model, ancestor, attentions):
+            element = ".".join(parts[: i + 1])
+            return element if _is_layer_of_list(model, ancestor, element, name) else _owner(model, parts, i)
+    elements = [i for i in range(len(parts), 0, -1) if isinstance(model.get_submodule(".".join(parts[: i - 1])), LISTS)]
+    for i in elements:  # no linear map beside it: the smallest element of a list that has other maps (convolutions)
+        if _has_other_maps(model, ".".join(parts[:i]), attentions):
+            return ".".join(parts[:i])
+    if elements:
+        return ".".join(parts[: elements[-1]])
+    roles = feed_forward_roles(_outside_attention(model, "", attentions))
+    return "" if {"ffn_in", "ffn_out"} <= set(roles.values()) and len(parts) == 1 else name
+
+
+def _is_layer_of_list(model: nn.Module, holder: str, element: str, attention: str) -> bool:
+    """Whether an element of a list adds its residual itself, so that it is a layer although its neighbors hold all the
+    linear layers beside attention (experts kept as parameters, blocks of one sublayer each)."""
+    if not isinstance(model.get_submodule(holder), nn.ModuleList) or holder.rpartition(".")[2].isdigit():
+        return False
+    module = model.get_submodule(element)
+    owned = _owner(model, element.split("."), element.count(".")) != holder
+    return element != attention and not owned and not isinstance(module, LISTS) and adds(type(module))
+
+
+def group_sublayers(
+    model: nn.Module, scopes: Mapping[str, str], crossing: Callable[[str], bool]
+) -> tuple[dict[str, str], dict[str, tuple[str, list[str]]]]:
+    """Split scopes that are flat lists of sublayers, [attention, feed-forward, attention, feed-forward, ...]
+    (x-transformers), into layers: an attention, a cross-attention after it, and what follows up to the next attention.
+
+    Returns the scopes by attention, and for each layer made here the list and the names of its elements."""
+    grouped, made = dict(scopes), {}
+    for scope in dict.fromkeys(scopes.values()):
+        holder = model.get_submodule(scope)
+        if not isinstance(holder, LISTS):
+            continue
+        groups: list[tuple[list[str], list[str], bool]] = []  # elements, attentions, whether a feed-forward was met
+        for key, module in holder.named_children():
+            element = f"{scope}.{key}" if scope else key
+            here = [n for n, s in scopes.items() if s == scope and (n == element or inside(n, element))]
+            feeds = not here and any(is_linear(m) for m in module.modules())
+            same = bool(groups) and any(crossing(a) == crossing(b) for a in here for b in groups[-1][1])
+            if not groups or (here and groups[-1][1] and (groups[-1][2] or same)):
+                groups.append(([], [], False))
+            elements, attentions, fed = groups[-1]
+            groups[-1] = ([*elements, element], attentions + here, fed or (feeds and bool(attentions)))
+        if len(groups) < 2:
+            continue
+        for elements, attentions, _ in groups:
+            made[elements[0]] = scope, elements
+            grouped |= dict.fromkeys(attentions, elements[0])
+    return grouped, made
+
+
+def refine_scopes(model: nn.Module, scopes: Mapping[str, str]) -> dict[str, str]:
+    """Scopes that are layers: one that holds other layers (CrossViT), or attentions of several blocks without linear
+    maps (MobileNetV4, iFormer), is a stage, and the layer is the block in it that adds its residual."""
+    refined = dict(scopes)
+    for name, scope in scopes.items():
+        others = [n for n in scopes if n != name and inside(n, scope)]
+        holds_layers = any(scopes[n] != scope and inside(scopes[n], scope) for n in others)
+        if holds_layers or (others and scope != name and not _outside_attention(model, scope, dict.fromkeys(scopes))):
+            refined[name] = _own_block(model, name, scope, scopes) or scope
+    return refined
+
+
+def _own_block(model: nn.Module, name: str, scope: str, attentions: Mapping[str, str]) -> str:
+    """The largest module between a stage and an attention that holds no other attention and adds in its forward."""
+    parts, start = name.split("."), len(scope.split(".")) if scope else 0
+    for i in range(start + 1, len(parts)):
+        above = ".".join(parts[:i])
+        module = model.get_submodule(above)
+        alone = not any(n != name and inside(n, above) for n in attentions)
+        if (
+            alone
+            and not isinstance(module, LISTS)
+            and any(adds(type(model.get_submodule(".".join(parts[:j])))) for j in range(i, len(parts)))
+        ):
+            return above
+    return ""
+
+
+def _holds_feed_forward(module: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> bool:
+    """Whether a module named like attention has both maps of a feed-forward beside the attention (MaxViT)."""
+    maps = {
+        n: m
+        for n, m in module.named_modules()
+        if is_linear(m) and not any(f"{name}.{n}" == a or inside(f"{name}.{n}", a) for a in attentions)
+    }
+    if {"ffn_in", "ffn_out"} <= set(feed_forward_roles(maps, by_shape=False).values()):
+        return True
+    roles = feed_forward_roles(maps)  # by shape: square maps are projections (DAB-DETR), whatever their order
+    widths = {tuple(weight_of(maps[n]).shape) for n, role in roles.items() if role == "ffn_in"}
+    return any(
+        role == "ffn_out" and a != b and (b, a) in widths
+        for n, role in roles.items()
+        for a, b in [weight_of(maps[n]).shape]
+    )
+
+
+def _has_other_maps(model: nn.Module, scope: str, attentions: Mapping[str, nn.Module]) -> bool:
+    """Whether something below `scope`, outside attention, multiplies: a convolution, or a map of its own kind."""
+    return any(
+        p.ndim > 1 and not any(inside(f"{scope}.{n}", a) for a in attentions)
+        for n, p in model.get_submodule(scope).named_parameters()
+    )
+
+
+def _owner(model: nn.Module, parts: Sequence[str], end: int) -> str:
+    """Where a layer's sublayers stand in a ModuleList (T5), the layer is the module that owns the list, if it is one
+    of many."""
+    inner, outer = ".".join(parts[:end]), ".".join(parts[: end - 1])
+    if (
+        isinstance(model.get_submodule(inner), nn.ModuleList)
+        and end > 2
+        and not isinstance(model.get_submodule(outer), LISTS)
+        and isinstance(model.get_submodule(".".join(parts[: end - 2])), LISTS)
+    ):
+        return outer
+    return inner
+
+
+def is_whole_block(module: nn.Module) -> bool:
+    """Whether an attention module carries its own feed-forward, so that it is the block as well."""
+    return {"ffn_in", "ffn_out"} <= set(_inner_feed_forward(module).values())
+
+
+def _outside_attention(model: nn.Module, scope: str, attentions: Mapping[str, object]) -> dict[str, nn.Module]:
+    """The linear maps below `scope` that belong to no attention, by their names inside the scope."""
+    outside = {}
+    prefix = scope + "." if scope else ""
+    for name, module in model.get_submodule(scope).named_modules():
+        if is_linear(module) and not _attention_above(prefix + name, scope, attentions, model):
+            outside[name] = module
+    return outside
+
+
+def _attention_above(name: str, scope: str, attentions: Mapping[str, object], model: nn.Module) -> bool:
+    """Whether a map lies in an attention module, or in a wrapper of one (BERT's output.dense)."""
+    start = len(scope.split(".")) if scope else 0
+    parts = name.split(".")
+    for i in range(start + 1, len(parts)):
+        above = ".".join(parts[:i])
+        if above in attentions or (
+            any(inside(a, above) for a in attentions) and not isinstance(model.get_submodule(above), LISTS)
+        ):
+            return True
+    return False
+
+
+def find_linears(
+    model: nn.Module, scope: str, attentions: Mapping[str, nn.Module], projections: Mapping[str, str] | None
+) -> dict[str, LinearPlan]:
+    """All linear maps of a layer with their roles."""
+    plans: dict[str, LinearPlan] = {}
+    prefix = scope + "." if scope else ""
+    said = {local: role for role, local in (projections or {}).items()}
+    outside = feed_forward_roles(_outside_attention(model, scope, attentions))
+    inner_modules = dict(model.get_submodule(scope).named_modules())
+    for local, module in model.get_submodule(scope).named_modules():
+        name = prefix + local
+        home = next((a for a in attentions if a == "" or inside(name, a)), None)
+        if home is not None and is_convolution(module):
+            inner = name[len(home) + 1 :] if home else name
+            role = said.get(inner) or attention_role(inner, {})
+            if role in PROJECTIONS:
+                plans[name] = LinearPlan(module, role, home)
+        if not is_linear(module):
+            continue
+        if home is not None:
+            inner = name[len(home) + 1 :] if home else name
+            role = said.get(inner) or attention_role(inner, dict(attentions[home].named_modules()))
+            if role == "other" and local in (whole := _inner_feed_forward(attentions[home])):
+                role = whole[local]
+            plans[name] = LinearPlan(module, role, home)
+        elif local in outside:
+            plans[name] = LinearPlan(module, outside[local])
+        else:  # in a wrapper of an attention: its output projection, where it has one map or the name says so
+            above = local.rpartition(".")[0]
+            alone = sum(n.rpartition(".")[0] == above and is_linear(m) for n, m in inner_modules.items()) == 1
+            role = "out" if alone or is_adapter(local) else attention_role(local.rpartition(".")[2], {})
+            plans[name] = LinearPlan(module, f"lora_{role}" if is_adapter(local) else role)
+    return plans
+
+
+def _inner_feed_forward(module: nn.Module) -> dict[str, str]:
+    return feed_forward_roles(
+        {n: m for n, m in module.named_modules() if is_linear(m) and attention_role(n, {}) == "other"}
+    )
