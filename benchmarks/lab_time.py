@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional as F
 
 import dampen
-from dampen.kernels.timing import compare
 from dampen.studies.allocator import keep_freed_memory
+from dampen.studies.bench.timing import compare
 from dampen.studies.config.catalog import catalog
 from dampen.studies.config.demo import demo_recipe
 from dampen.studies.config.methods_text import build_methods

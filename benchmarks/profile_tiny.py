@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, found in record[path].items():
             print(f"{path:<7} {name:<45} {found}", flush=True)
     if options.json:
-        from dampen.kernels.timing import machine
+        from dampen.studies.bench.timing import machine
         from dampen.studies.files import write_json
 
         told = {

@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from dampen.kernels.timing import Ratio, summarize
 from dampen.studies import train as train_module
+from dampen.studies.bench.timing import Ratio, summarize
 from dampen.studies.config.trial import Run
 from dampen.studies.records.environment import describe
 from dampen.studies.trainer.bookkeeping import Bookkeeping

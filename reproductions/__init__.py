@@ -44,5 +44,13 @@ plugins.register(
         "reconstruction": "reproductions.metrics.tasks:RECONSTRUCTION",
         "translation": "reproductions.metrics.tasks:TRANSLATE",
     },
+    figures={
+        "grid": "reproductions.figures.grid:grid",
+        "detections": "reproductions.figures.detections:detections",
+        "conditioning": "reproductions.figures.conditioning:conditioning",
+        "training": "reproductions.figures.conditioning:conditioning_over_training",
+        "variance": "reproductions.figures.gradient_variance:gradient_variance",
+        "attention": "reproductions.figures.attention_maps:attention_maps",
+    },
     recipes={path.relative_to(HERE).with_suffix("").as_posix(): path for path in sorted(HERE.glob("*/*.toml"))},
 )

@@ -28,7 +28,7 @@ GROUPS = tuple(
     f"dampen.{kind}"
     for kind in (
         *("methods", "models", "data", "transforms", "augmentations", "tasks", "metrics"),
-        *("engines", "loggers", "recipes"),
+        *("engines", "loggers", "recipes", "figures", "formulations"),
     )
 )
 IN_FILE = re.compile(r"(?P<file>[^:*?\"<>|]+\.py):(?P<name>[A-Za-z_]\w*)")

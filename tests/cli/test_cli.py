@@ -332,6 +332,7 @@ def test_doctor_and_data(capsys, tmp_path):
     code, out, _ = run(capsys, "doctor", "--json", "--data-dir", tmp_path)
     answer = json.loads(out)
     assert answer["ok"] is (code == 0)
+    assert "--tune was removed" in run(capsys, "doctor", "--json", "--data-dir", tmp_path, "--tune")[2]
     found = {f["what"]: f for f in answer["findings"]}
     assert found["fused attention"]["ok"]
     assert found["data digits"]["found"] == "embedded"

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import reproductions  # noqa: F401  (its figures are part of the page that is tested here)
 from dampen.studies.report import make_report, write_report
 from tests.browser import Browser
 from tests.studies.synthetic_runs import ROWS, big_study, write, write_study

@@ -248,14 +248,14 @@ def preview(
 ) -> None:
     """Take a few steps of every row and say what would run; exits with 1 if a row cannot."""
     from dampen.studies.config.search_space import tuned_recipe
-    from dampen.studies.engines.grid_tuning import tuning_plan
+    from dampen.studies.engines.grid_tuning import count_runs, tuning_plan
     from dampen.studies.records.environment import usable_cores
     from dampen.studies.study.preflight import probe
     from dampen.studies.trainer.state import Execution
 
     plan, folder = asked.plan, asked.folder
     first = tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ()) if tune else None
-    tuning = len(first.trials) if first else 0
+    tuning = count_runs(first)
     probes = probe(plan, Execution(**execution))
     left = [t.id for t in asked.wanted if not (folder / t.id / "final.json").exists()]
     at_once = workers or max(1, min(usable_cores(), len(left) or 1))

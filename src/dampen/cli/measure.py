@@ -206,13 +206,11 @@ def _print(results: list[dict[str, Any]], what: str) -> None:
         console.print(f"Next: dampen report {what}", soft_wrap=True, markup=False)
 
 
-@command("dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --tune\ndampen doctor --build")
+@command("dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --build")
 def doctor(
     data_dir: DataDir = None,
     out: Out = Path("runs"),
-    tune: Annotated[
-        bool, typer.Option("--tune", help="First measure which attention kernel is faster here, and keep it.")
-    ] = False,
+    tune: Annotated[bool, typer.Option("--tune", hidden=True)] = False,
     build: Annotated[
         bool, typer.Option("--build", help="First build the native kernels for this processor, unless they are there.")
     ] = False,
@@ -224,7 +222,7 @@ def doctor(
     if build:
         _build()
     if tune:
-        _tune()
+        typer.echo("--tune was removed: a table measured here gained less than 5 % of a step. Leave it out.", err=True)
     findings = examine(data_dir, out)
     if as_json:
         print_json(to_json(findings))
@@ -238,16 +236,6 @@ def doctor(
         Console(highlight=False).print(table)
     if not all(f.ok for f in findings):
         raise typer.Exit(1)
-
-
-def _tune() -> None:
-    from rich.progress import Progress
-
-    from dampen.kernels.tuning import tune
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring attention kernels", total=None)
-        tune(progress=lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _build() -> None:

@@ -117,12 +117,12 @@ def _has_report() -> bool:
 def _preview(
     plan: Comparison, folder: Path, as_json: bool, tuning: Comparison | None, rows: Sequence[str], seeds: Sequence[int]
 ) -> None:
-    from dampen.studies.engines.grid_tuning import as_large
+    from dampen.studies.engines.grid_tuning import as_large, count_runs
 
     points = sum(len(r.points) for r in plan.rows)
     trials = {i: t.to_dict() for i, t in plan.trials.items()}
     table = plan if tuning is None else as_large(plan, tuning)
-    first, count = len(tuning.trials) if tuning else 0, len(table.chosen(rows, seeds))
+    first, count = count_runs(tuning), len(table.chosen(rows, seeds))
     if as_json:
         told = {"run": plan.name, "scale": plan.scale, "folder": str(folder), "trials": trials, "tuning": first}
         print_json({**told, "chosen": count})

@@ -235,7 +235,7 @@ def tuned(
 ) -> Comparison:
     """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
     from dampen.cli.running import named, resume_command
-    from dampen.studies.engines.grid_tuning import BEYOND, chosen_in_words, tune
+    from dampen.studies.engines.grid_tuning import STAGE, chosen_in_words, tune
     from dampen.studies.engines.runner import run_comparison
     from dampen.studies.records.record import RunStore
     from dampen.studies.report.terminal import LiveView, console_for
@@ -247,7 +247,7 @@ def tuned(
         trials = tuning.chosen()
         done = sum(RunStore(place / t.id).done for t in trials)
         recorded = f", {done} already recorded" if done else ""
-        what = "tuning, beyond the ranges" if tuning.header.get(BEYOND) else "tuning"
+        what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
             made = run_comparison(tuning, place, trials, Execution(**named(execution, tuning)), view, **engine)

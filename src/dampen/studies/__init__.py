@@ -60,12 +60,8 @@ if TYPE_CHECKING:
     from dampen.studies.report import Report as Report
     from dampen.studies.report import make_report as make_report
     from dampen.studies.report import write_report as write_report
-    from dampen.studies.report.attention_images import attention_maps as attention_maps
     from dampen.studies.report.charts import forest as forest
     from dampen.studies.report.charts import results as results_chart
-    from dampen.studies.report.detections import COLORS as BOX_COLORS
-    from dampen.studies.report.detections import drawn as draw_boxes
-    from dampen.studies.report.detections import picture_size as picture_size
     from dampen.studies.report.figures import Palette as Palette
     from dampen.studies.report.packs import packed_bytes as packed_bytes
     from dampen.studies.report.packs import packed_text as packed_text
@@ -95,9 +91,7 @@ _HOMES = {
     "records.verdict": "Verdict judge judge_pairs sentence words",
     "report": "Report make_report write_report",
     "report.summary": "Advice advise",
-    "report.attention_images": "attention_maps",
     "report.charts": "forest results_chart=results",
-    "report.detections": "BOX_COLORS=COLORS draw_boxes=drawn picture_size",
     "report.figures": "Palette",
     "report.packs": "packed_bytes packed_text to_text",
     "trainer.state": "Execution",
@@ -106,7 +100,6 @@ _HOMES = {
 """Module -> the public names from there; `public=name` where the module has another name for it."""
 
 __all__ = [
-    "BOX_COLORS",
     "FEWEST_SEEDS",
     "LEVEL",
     "PAPER_SEEDS",
@@ -127,13 +120,11 @@ __all__ = [
     "Trained",
     "Verdict",
     "advise",
-    "attention_maps",
     "checksum",
     "describe_machine",
     "describe_metric",
     "detectable",
     "deviation",
-    "draw_boxes",
     "effect_agreement",
     "forest",
     "grid_text",
@@ -148,7 +139,6 @@ __all__ = [
     "packed_text",
     "paired_differences",
     "paired_interval",
-    "picture_size",
     "results_chart",
     "run_comparison",
     "run_trial",

@@ -74,6 +74,23 @@ if TYPE_CHECKING:
     from dampen.studies.metrics import Task as Task
     from dampen.studies.metrics import require_batches as require_batches
     from dampen.studies.records.metric import Metric as Metric
+    from dampen.studies.records.result import Detected as Detected
+    from dampen.studies.records.study_runs import Cell as Cell
+    from dampen.studies.records.table import axis_name as axis_name
+    from dampen.studies.records.table import chosen_cell as chosen_cell
+    from dampen.studies.report.diagnosis import diagnosed as diagnosed
+    from dampen.studies.report.diagnosis import measured as measured
+    from dampen.studies.report.figures import ROW as ROW
+    from dampen.studies.report.figures import Column as Column
+    from dampen.studies.report.figures import Figure as Figure
+    from dampen.studies.report.figures import Palette as Palette
+    from dampen.studies.report.figures import Panel as Panel
+    from dampen.studies.report.figures import band_chart as band_chart
+    from dampen.studies.report.figures import finish as finish
+    from dampen.studies.report.figures import known as known
+    from dampen.studies.report.figures import note as note
+    from dampen.studies.report.figures import some as some
+    from dampen.studies.report.figures import tip as tip
     from dampen.studies.text import BEGIN as BEGIN
     from dampen.studies.text import END as END
     from dampen.studies.text import PAD as PAD
@@ -129,6 +146,14 @@ _HOMES = {
     "errors": ("LabError",),
     "metrics": ("Metrics", "Task", "require_batches"),
     "records.metric": ("Metric",),
+    "records.result": ("Detected",),
+    "records.study_runs": ("Cell",),
+    "records.table": ("axis_name", "chosen_cell"),
+    "report.diagnosis": ("diagnosed", "measured"),
+    "report.figures": (
+        *("ROW", "Column", "Figure", "Palette", "Panel", "band_chart", "finish", "known", "note"),
+        *("some", "tip"),
+    ),
     "text": ("BEGIN", "END", "PAD", "Bpe", "pad_tokens"),
     "trainer.build": ("derive",),
 }
@@ -142,8 +167,12 @@ def register(plugin: str, **kinds: Mapping[str, Any]) -> None:
 
     Args:
         plugin: the plug-in's `__name__`.
-        kinds: `data`, `models`, `tasks`, `metrics`, `methods`, `engines`, `loggers` or `recipes`; each a table from
-            the name that users type to the thing, or to "module:attribute". Recipes are paths of TOML files.
+        kinds: `data`, `transforms`, `augmentations`, `models`, `tasks`, `metrics`, `methods`,
+            `engines`, `loggers`, `recipes`, `figures` or `formulations`; each a table from a name to
+            the thing, or to
+            "module:attribute". Recipes are paths of TOML files. A figure is a function of a
+            ResultTable and a Palette that returns a Figure for the report, or None. A formulation
+            is a step that `dampen bench` times beside a method: see `dampen.studies.bench`.
     """
     for kind, things in kinds.items():
         if kind not in KINDS:

@@ -339,7 +339,7 @@ def test_a_table_with_more_values_than_names(tmp_path, rows):
 def test_a_partial_copy_without_its_test_part_says_what_is_missing(tmp_path):
     folder = writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", writers.cifar10_parts())
     (folder / "test_batch.bin").unlink()
-    with pytest.raises(IncompleteData, match="The test part of cifar10 is empty .incomplete copy: .*test_batch"):
+    with pytest.raises(IncompleteData, match="The test split of cifar10 is empty .incomplete copy: .*test_batch"):
         read("cifar10 binary", tmp_path)
 
 

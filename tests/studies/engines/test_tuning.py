@@ -1,6 +1,7 @@
 """A recipe's search: the same settings for all rows, ties, edges, seeds of its own, and one real run on digits."""
 
 import json
+import math
 import tomllib
 
 import pytest
@@ -10,7 +11,7 @@ from dampen.studies.config.design import Axis, design, read_axis
 from dampen.studies.config.plan import Comparison, design_of, make_comparison
 from dampen.studies.config.recipe import parse_recipe
 from dampen.studies.config.search_space import tuned_recipe
-from dampen.studies.engines.grid_tuning import tune, tuning_plan
+from dampen.studies.engines.grid_tuning import count_runs, tune, tuning_plan
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.records.selection import Tried, remarks, select
 from dampen.studies.report import make_report
@@ -120,6 +121,11 @@ def test_rows_can_leave_an_axis_out():
         ([("low = 0.05, high = 0.6", "lo = 0.05, high = 0.6")], "search.rate.lo: unknown key"),
         ([("low = 0.01, high = 3,", "low = 0, high = 3,")], "a logarithmic range starts above 0"),
         ([("[0.3, 1, 3]", "[1]")], "search.weight: expected at least two different values"),
+        (
+            [("settings = 4", "settings = 4\nstrength_settings = 0")],
+            "strength_settings: expected a whole number from 1",
+        ),
+        ([("low = 0.05, high = 0.6", "low = 0.05, high = 0.6, start = 0.7")], "start must lie between low and high"),
         ([("seeds = [0, 1, 2]", "seeds = [0]\ntuning_seeds = [7, 8]")], "a search needs at least 3"),
         ([("seeds = [0, 1, 2]", "seeds = [0, 7]\ntuning_seeds = [7, 8, 9]")], "are seeds of the table too"),
         ([("rate = { low = 0.05", "share = { low = 0.05")], "search.share: no row says '$share'"),
@@ -336,6 +342,86 @@ def test_one_row_can_be_tuned_alone_and_the_others_later(tmp_path):
     assert settings_of(tmp_path, "baseline")["chosen"] is not None
 
 
+TWO_STAGES = [
+    ("settings = 4", "settings = 6\nstrength_settings = 3"),
+    ("rate = { low = 0.05, high = 0.6 }", "rate = { low = 0.05, high = 0.6, start = 0.2 }"),
+]
+
+
+def peak(trial, rate=0.5):
+    """Validation that is best at learning rate 0.003, weight decay 0.3 and this rate of DropKey."""
+    away = abs(math.log(trial.train.lr / 0.003)) + abs(math.log(trial.train.weight_decay / 0.3)) / 5
+    found = [m["rate"] for m in trial.methods if m["name"] == "drop_key" and not isinstance(m["rate"], dict)]
+    return -away - abs(found[0] - rate) / 10 if found else -away
+
+
+def test_two_stages_spend_the_same_budget_on_every_row(tmp_path):
+    """An own search over the record: first learning rates and decays at one strength, then what each row has left."""
+    answers = Answers(peak)
+    found = recipe(*TWO_STAGES)
+    assert count_runs(tuning_plan(found, None, [], [])) == 3 * (6 + 3) * 3
+    tune(found, make_comparison(found), tmp_path, None, [], [], answers)
+    assert [len(p.trials) for p in answers.runs][:2] == [3 * 6 * 3, 3 * 3 * 3]
+    told = {row: settings_of(tmp_path, row) for row in ("baseline", "dropkey", "R-Drop")}
+    values = {row: [t["values"] for t in own["trials"]] for row, own in told.items()}
+    common = {row: [(s["train.lr"], s["train.weight_decay"]) for s in own] for row, own in values.items()}
+    assert common["baseline"][:6] == common["dropkey"][:6] == common["R-Drop"][:6]
+    assert {s["rate"] for s in values["dropkey"][:6]} == {0.2}
+    assert {s["weight"] for s in values["R-Drop"][:6]} == {1.0}  # no start: the middle of 0.1 to 10
+    best = max(told["dropkey"]["trials"][:6], key=lambda t: t["valid"])["values"]
+    assert [s | {"rate": 0} for s in values["dropkey"][6:9]] == [best | {"rate": 0}] * 3
+    assert sorted(s["rate"] for s in values["dropkey"][6:9]) == [0.1417, 0.325, 0.5083]  # a third of the range each
+    assert told["dropkey"]["chosen"] == best | {"rate": 0.5083}
+    around = max(told["baseline"]["trials"][:6], key=lambda t: t["valid"])["values"]
+    assert len(set(common["baseline"][:9])) == 9
+    for lr, decay in common["baseline"][6:9]:  # half the logarithmic range, centered or moved inside
+        assert abs(math.log10(lr / around["train.lr"])) <= 0.5
+        assert abs(math.log10(decay / around["train.weight_decay"])) <= 0.5 * math.log10(300)
+    assert not any(t["extension"] for own in told.values() for t in own["trials"][:9])
+
+
+def test_the_second_stage_of_a_row_does_not_depend_on_the_others(tmp_path):
+    found = recipe(*TWO_STAGES)
+    tune(found, make_comparison(found), tmp_path / "all", None, [], [], Answers(peak))
+    tune(found, make_comparison(found), tmp_path / "one", None, [], ["dropkey"], Answers(peak))
+    assert settings_of(tmp_path / "one", "dropkey") == settings_of(tmp_path / "all", "dropkey")
+    again = Answers(peak)
+    tune(found, make_comparison(found), tmp_path / "all", None, [], [], again)
+    assert again.trained == 0
+
+
+def test_ties_of_the_first_stage_go_to_the_middle_and_ends_extend_once_after_the_second(tmp_path):
+    found = recipe(*TWO_STAGES)
+    tune(found, make_comparison(found), tmp_path / "ties", None, [], [], Answers(lambda t: 0.5))
+    tied = settings_of(tmp_path / "ties", "dropkey")
+    assert (tied["tied"], tied["extended"]) == (9, [])
+    answers = Answers(lambda t: peak(t, rate=0.9))
+    tune(found, make_comparison(found), tmp_path / "ends", None, [], [], answers)
+    end = settings_of(tmp_path / "ends", "dropkey")
+    assert [t["extension"] for t in end["trials"]].count(True) == 3  # a quarter of 9, rounded up
+    assert {"axis": "rate", "end": "upper", "to": 0.7375} in end["extended"]
+    assert end["chosen"] == max(end["trials"], key=lambda t: t["valid"])["values"]
+
+
+def test_a_row_whose_first_stage_diverged_has_no_second(tmp_path):
+    found = recipe(*TWO_STAGES)
+    tune(found, make_comparison(found), tmp_path, None, [], [], Answers(lambda t: None if t.methods else peak(t)))
+    assert len(settings_of(tmp_path, "dropkey")["trials"]) == 6
+    assert len(settings_of(tmp_path, "baseline")["trials"]) >= 9
+
+
+def test_strengths_alone_need_no_second_kind_of_stage(tmp_path):
+    """With the learning rate and the decay fixed, both stages search the strength, the second close to the best."""
+    given = ["train.lr=0.003", "train.weight_decay=0.3"]
+    found = recipe(*TWO_STAGES)
+    tune(found, make_comparison(found, settings=given), tmp_path, None, given, [], Answers(lambda t: peak(t, rate=0.3)))
+    rates = [t["values"]["rate"] for t in settings_of(tmp_path, "dropkey")["trials"]]
+    assert len(rates) >= 9
+    chosen = max(settings_of(tmp_path, "dropkey")["trials"][:6], key=lambda t: t["valid"])["values"]["rate"]
+    assert chosen not in rates[6:9]  # nothing is tried twice
+    assert max(abs(r - 0.3) for r in rates[6:9]) <= 0.25 * 0.55 + 0.05
+
+
 def test_a_comparison_is_tuned_with_its_reference_over_rate_learning_rate_and_decay():
     asked = comparison("digits", "vit(depth=1)", "drop_key(rate=0.2), params(weight_decay=0.3)", 3)
     found = tuned_recipe(asked, 5, ["train.lr=0.01"])
@@ -344,9 +430,11 @@ def test_a_comparison_is_tuned_with_its_reference_over_rate_learning_rate_and_de
     assert [a.key for a in axes["drop_key(rate=0.2)"]] == ["train.lr", "train.weight_decay", "drop_key_rate"]
     assert [a.key for a in axes["params(weight_decay=0.3)"]] == ["train.lr"]  # what it says stays
     assert (axes["plain"][0].low, axes["plain"][0].high) == pytest.approx((0.002, 0.05))
-    assert {len(own) for own in settings.values()} == {5}
+    assert {len(own) for own in settings.values()} == {4}  # and one of the strength alone, at the best of these
+    assert {s["drop_key_rate"] for s in settings["drop_key(rate=0.2)"]} == {0.2}  # what the user wrote
     plan = tuning_plan(found, None, [], [])
-    assert len(plan.trials) == 3 * 5 * 3
+    assert len(plan.trials) == 3 * 4 * 3
+    assert count_runs(plan) == 3 * 5 * 3
 
 
 def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):

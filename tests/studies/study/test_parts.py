@@ -329,7 +329,7 @@ def test_a_bad_part_is_blamed_on_that_part(tmp_path, build, capsys):
     ("content", "words"),
     [
         ("text,label\na,1\nb\n", "row 2 does not have the columns"),
-        ("words,label\na,1\n", "no column that is called like a text; it has words, label. Say --set data.text=NAME"),
+        ("words,label\na,1\n", "no column named like a text; it has words, label. Pass --set data.text=NAME"),
         ("text,label\na,1\nb,1\n", "all examples are of one class"),
         ("text,label\na,\n", "row 1 has no 'label'"),
     ],
@@ -344,7 +344,7 @@ def test_tables_that_cannot_be_used_say_why(tmp_path, content, words):
 
 def test_what_is_not_recognized_says_what_would_be(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"1")
-    with pytest.raises(MissingData, match="none of what is recognized: a folder with one folder of images per class"):
+    with pytest.raises(MissingData, match="Supported: a folder with one folder of images per class"):
         recognize(tmp_path / "x.bin")
     np.savez(tmp_path / "flat.npz", x=np.zeros((4, 3)), y=np.arange(4))
     with pytest.raises(MissingData, match="shape"):

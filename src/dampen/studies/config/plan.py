@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from dampen.names import nearest
-from dampen.studies.config.design import SETTINGS, Axis, AxisValues, axes_of_row, design, mentions
+from dampen.studies.config.design import (
+    COUNTS,
+    SETTINGS,
+    STRENGTH_SETTINGS,
+    Axis,
+    AxisValues,
+    axes_of_row,
+    design,
+    first_stage,
+    mentions,
+)
 from dampen.studies.config.plain import check_plain
 from dampen.studies.config.recipe import ROW_SECTIONS, SECTIONS, Recipe, merge
 from dampen.studies.config.trial import Run, TrainOptions
@@ -199,7 +209,8 @@ def design_of(
     over, _ = read_settings(settings)
     axes = {row["name"]: axes_of_row(at["search"], row, _config(at, row, over)) for row in at["rows"]}
     axes = {row: [a for a in own if not _is_set(over, a.key)] for row, own in axes.items()}
-    tried = design(axes, at["search"][SETTINGS])
+    staged = STRENGTH_SETTINGS in at["search"]
+    tried = (first_stage if staged else design)(axes, at["search"][SETTINGS])
     problems = [f"search.{k}: no row says '${k}'" for k in _unused(at["search"], axes.values())]
     for row in at["rows"]:
         own = axes[row["name"]]
@@ -216,7 +227,7 @@ def design_of(
 
 def _unused(search: Mapping[str, Any], axes: Iterable[Sequence[Axis]]) -> list[str]:
     known = {axis.key for own in axes for axis in own}
-    return [k for k, v in search.items() if k != SETTINGS and "." not in k and v is not False and k not in known]
+    return [k for k, v in search.items() if k not in COUNTS and "." not in k and v is not False and k not in known]
 
 
 def _is_set(over: Mapping[str, Any], key: str) -> bool:

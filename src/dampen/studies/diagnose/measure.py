@@ -16,7 +16,7 @@ from dampen.studies.diagnose.trained import Trained, inputs_of
 from dampen.studies.records.diagnosis import FORMAT
 from dampen.studies.trainer.losses import loss_of
 
-COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps", "draws")
+COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps")
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,14 @@ class Settings:
     gradient_batches: int = 20
     samples: int = 16  # for condition numbers and attention
     maps: int = 4
-    sigmas: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
-    draws: int = 25
     seed: int = 0
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} must be 1 or more: got {getattr(self, name)}" for name in COUNTS if getattr(self, name) < 1
         ]
-        for name in ("eps", "sigmas"):
-            values = getattr(self, name)
-            if not values or not all(0 < v < math.inf for v in values):
-                problems.append(f"{name} must be positive numbers: got {', '.join(map(str, values)) or 'none'}")
+        if not self.eps or not all(0 < v < math.inf for v in self.eps):
+            problems.append(f"eps must be positive numbers: got {', '.join(map(str, self.eps)) or 'none'}")
         if problems:
             raise ValueError("; ".join(problems) + ".")
 
@@ -161,45 +157,11 @@ def attention_maps(t: Trained, s: Settings) -> dict[str, Any]:
 
 
 def generalization(t: Trained, s: Settings) -> dict[str, Any]:
-    """Training against test, and a PAC-Bayes bound on the test error under Gaussian weight noise."""
+    """Accuracy and calibration on training and on test data, and their differences."""
     from dampen.diagnostics import generalization_gap
 
-    train = t.batches("train", s.examples)
-    found = asdict(generalization_gap(t.model, train, t.batches("test", s.examples), bins=s.bins))
-    if t.data.task in ("image", "audio"):
-        found["pac_bayes"] = _bound(t, s)
-    else:
-        found["pac_bayes"] = None  # the bound is for independent examples; tokens of one text are not
-    return found
-
-
-def _bound(t: Trained, s: Settings) -> dict[str, Any]:
-    """The best bound over the sigmas, which pay for the choice (union bound); the prior is the initial weights."""
-    from dampen.diagnostics import binary_kl_inverse, gaussian_kl, pac_bayes_bound
-
-    train, n = t.batches("train", s.examples), min(s.examples, len(t.data.train))
-    named = {k: p.detach() for k, p in t.model.named_parameters() if p.requires_grad}
-    origin = t.initial or {k: torch.zeros_like(p) for k, p in named.items()}
-    distance = sum(float((p.double() - origin[k].double()).square().sum()) for k, p in named.items())
-    best = None
-    for sigma in s.sigmas:
-        kl = gaussian_kl(distance, sum(p.numel() for p in named.values()), sigma, sigma)
-        hopeless = binary_kl_inverse(0.0, (kl + math.log(2 * math.sqrt(n) * len(s.sigmas) / 0.04)) / n) > 0.99
-        draws = 1 if hopeless else s.draws  # even without a single error the bound would say nothing
-        found = pac_bayes_bound(t.model, train, sigma, origin, draws=draws, choices=len(s.sigmas), seed=s.seed)
-        best = found if best is None or found.bound < best.bound else best
-    if best is None:
-        raise ValueError("the bound needs at least one sigma: got none.")
-    return {**asdict(best), "prior": "the initial weights, before any training" if t.initial else "zeros"}
-
-
-def consistency(t: Trained, s: Settings) -> dict[str, Any]:
-    """How much two draws of the masks disagree, and the bound on the averaged prediction that follows from it."""
-    from dampen.diagnostics import consistency_bound
-
-    if t.data.task not in ("image", "audio", "text", "classification"):
-        raise ValueError(f"the bound is for independent examples with one class each; {t.data.name} is {t.data.task}")
-    return asdict(consistency_bound(t.model, t.batches("test", s.examples), t.handle, seed=s.seed))
+    train, test = (t.batches(split, s.examples) for split in ("train", "test"))
+    return asdict(generalization_gap(t.model, train, test, bins=s.bins))
 
 
 def _some_inputs(t: Trained, count: int) -> Any:
@@ -215,7 +177,6 @@ SECTIONS: dict[str, Callable[[Trained, Settings], Any]] = {
     "conditioning": conditioning,
     "attention_maps": attention_maps,
     "generalization": generalization,
-    "consistency": consistency,
 }
 """Name -> how to measure it. The names are the keys of diagnose.json, which the report reads."""
 

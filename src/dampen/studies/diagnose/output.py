@@ -132,8 +132,12 @@ def kept(folder: Path, settings: Settings, only: Sequence[str] = ()) -> dict[str
     wanted = [name for name in SECTIONS if not only or name in only]
     if found.get("trial") != RunStore(folder).trial().id:
         return None
-    used, asked = _measured_with(found), _plain(asdict(settings))
-    return found if all(used.get(name) == asked for name in wanted) else None
+    used, now = _measured_with(found), _plain(asdict(settings))
+    for name in wanted:
+        before = used.get(name) or {}
+        if {key: before.get(key) for key in now} != now:  # a setting that exists no more decides nothing
+            return None
+    return found
 
 
 def _measured_with(found: Mapping[str, Any]) -> dict[str, Any]:

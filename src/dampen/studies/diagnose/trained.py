@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.diagnostics.pixels import Pixels
+from dampen.diagnostics.robustness import Pixels
 from dampen.studies.config.methods_text import build_methods
 from dampen.studies.config.names import brings_task
 from dampen.studies.errors import ConfigError, LabError

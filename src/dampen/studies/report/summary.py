@@ -262,6 +262,8 @@ def _tuned_equally(table: ResultTable, seeds: str) -> str:
     tied = [name for name, row in rows.items() if row.get("tied", 1) > 1]
     fixed = [name for name in names if name not in rows]
     several = plural(search["settings"], "setting")
+    if second := search.get("strength_settings"):
+        several += f" ({second} of them of the strength alone, or of a row without one close to its best)"
     told = [f"Settings were tuned: {several} of every row, the reference too, chosen by the mean of validation{seeds}."]
     told += [f"{plural(further, 'row')} chose at the end of a range, which was then extended once."] * bool(further)
     told += [f"Still at the end of a range: {listed(edge)}."] * bool(edge)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.diagnostics.generalization import binary_kl_inverse
-from dampen.diagnostics.predictions import Data, device_of, predict
+from dampen.diagnostics import predict
+from reproductions.metrics.pac_bayes import Data, binary_kl_inverse
 
 ONE_PER_FORWARD = ("BlurredAttention", "LayerDrop", "DropConnect", "Mixout")
 """Methods one of whose draws serves a whole batch: its examples are then not independent."""
@@ -111,7 +111,7 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def _draw(model: nn.Module, data: Data, handle: Any, draws: int, seed: int) -> list[Tensor]:
     """The logits of each pass, with random masks in eval mode; the global random state is put back."""
-    device = device_of(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         with handle.mc_mode():

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dampen.studies.records.stats import summarize
-from dampen.studies.records.study_runs import Cell
-from dampen.studies.records.table import ResultTable, axis_name, chosen_cell
-from dampen.studies.report.figures import ROW, Column, Figure, Panel, finish, known, tip
+from dampen.studies import ResultTable, summarize
+from dampen.studies.plugins import ROW, Cell, Column, Figure, Palette, Panel, axis_name, chosen_cell, finish, known, tip
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,13 @@ def matrix(table: ResultTable) -> Matrix | None:
     return Matrix(axis_name(x_key), axis_name(y_key), _order(cells, x_key), _order(cells, y_key), records)
 
 
-def grid(table: ResultTable) -> Figure | None:
-    """The matrix as heat maps, a panel per row; the outlined cell is what validation chose."""
+def grid(table: ResultTable, palette: Palette) -> Figure | None:
+    """The matrix as heat maps, one panel per configuration; the outlined cell is the one selected on validation.
+
+    Args:
+        table: the runs of a study whose grid has two axes or more.
+        palette: not used; the cells have a color scale of their own.
+    """
     found = matrix(table)
     if found is None:
         return None
@@ -63,7 +66,7 @@ def grid(table: ResultTable) -> Figure | None:
     columns = [ROW, Column("y", found.y), Column("x", found.x), Column("mean", "Mean", 2)]
     columns += [Column("sd", "SD", 2), Column("n", "n", 0), Column("paper", "Paper", 2)]
     caption = f"Test {table.metric.title} at every grid point, one color scale for all panels. "
-    caption += "Outlined: the point that validation chooses."
+    caption += "Outlined: the point selected on validation."
     title = f"{found.y} x {found.x}"
     return Figure("grid", title, caption, panels, columns, found.records, wide=len(panels) > 2)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from dampen.native.machine import cpu_name
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -183,18 +185,10 @@ def _interval(n: int) -> tuple[int, int]:
 def machine() -> dict[str, Any]:
     """What a record says about where it was measured. No host names."""
     return {
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": date.today().isoformat(),
     }
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from dampen.studies.records.table import Entry, ResultTable
-from dampen.studies.report.charts import band_chart
-from dampen.studies.report.figures import ROW, Column, Figure, Palette, Panel, finish, note, some
+from dampen.studies import Entry, ResultTable
+from dampen.studies.plugins import ROW, Column, Figure, Palette, Panel, band_chart, finish, note, some
 
 
-def variance_figure(table: ResultTable, palette: Palette) -> Figure | None:
-    """tr Cov of the mini-batch gradient by step; mean and one standard deviation over seeds."""
+def gradient_variance(table: ResultTable, palette: Palette) -> Figure | None:
+    """tr Cov of the mini-batch gradient by step; mean and one standard deviation over seeds.
+
+    Args:
+        table: the runs of a study.
+        palette: the color and dash of each configuration.
+    """
     import altair as alt
 
     entries = [e for e in table.ranked() if measured(e)]

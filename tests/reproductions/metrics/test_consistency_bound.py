@@ -9,8 +9,7 @@ from torch import nn
 
 import dampen
 from dampen import DropKey, LayerDrop, RDrop, regularize
-from dampen.diagnostics import consistency_bound
-from dampen.diagnostics.consistency_bound import _upper
+from reproductions.metrics.consistency_bound import _upper, consistency_bound
 
 CLASSES = 4
 

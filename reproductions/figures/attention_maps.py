@@ -8,15 +8,34 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from dampen.studies.records.table import Entry
-from dampen.studies.report.figures import ROW, Column, Figure
+from dampen.studies import Entry, ResultTable
+from dampen.studies.plugins import ROW, Column, Figure, Palette, diagnosed
 
 # Five points of viridis: dark blue, blue, green, light green, yellow.
 RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 
 
-def attention_maps(entries: list[Entry], most_examples: int = 4) -> Figure | None:
-    """The maps of the first seed of each row, next to the image; None without any."""
+def attention_maps(table: ResultTable, palette: Palette) -> Figure | None:
+    """The attention maps of the configurations that `dampen diagnose` measured.
+
+    Args:
+        table: the runs of a study.
+        palette: not used; each map has the colors of its own values.
+    """
+    shown, remark = diagnosed(table)
+    figure = maps_of(shown)
+    if figure is not None:
+        figure.caption += remark
+    return figure
+
+
+def maps_of(entries: list[Entry], most_examples: int = 4) -> Figure | None:
+    """The maps of the first seed of each configuration, next to the image; None without any.
+
+    Args:
+        entries: the configurations, in the order to be shown.
+        most_examples: images at most.
+    """
     images: list[dict[str, str]] = []
     records: list[dict[str, Any]] = []
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Between a layer's calls and the formulas: which tokens are valid, which maps are there, and errors in words."""
+"""The projections of an attention call: its valid tokens, its linear layers by head, and errors that name the layer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from dampen._torch import addresses_known
 from dampen.calls.later import Penalty
-from dampen.functional.explicit.linear import Term, map_penalty, only_weight, tap_linear
-from dampen.functional.explicit.low_rank import merge
-from dampen.functional.explicit.precision import wide, wide_dtype
-from dampen.functional.explicit.reductions import RowWeights, token_rows
+from dampen.functional.explicit.layers import Term, map_penalty, merge, only_weight, tap_linear
+from dampen.functional.explicit.reductions import RowWeights, token_rows, wide, wide_dtype
 from dampen.names import leave_out
 from dampen.regularizer import Call, UnsupportedModel
 

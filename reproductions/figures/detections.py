@@ -8,9 +8,8 @@ import re
 from html import escape
 from typing import Any
 
-from dampen.studies.records.result import Detected
-from dampen.studies.records.table import ResultTable
-from dampen.studies.report.figures import ROW, Column, Figure
+from dampen.studies import ResultTable
+from dampen.studies.plugins import ROW, Column, Detected, Figure, Palette
 
 # Okabe and Ito's bright colors: they must stand out on a photograph, whatever the ground of the page.
 COLORS = ("#e69f00", "#56b4e9", "#ff5ea8", "#f0e442", "#00e09a", "#ff7b39")
@@ -19,13 +18,21 @@ WIDTH = 208
 ADDRESS = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+={0,2}")
 
 
-def detections(table: ResultTable, most_rows: int = 6) -> Figure | None:
-    """The images of the first seed of each row; None where no row has any."""
+MOST_ROWS = 6
+
+
+def detections(table: ResultTable, palette: Palette) -> Figure | None:
+    """The images of the first seed of each configuration; None where no run recorded any.
+
+    Args:
+        table: the runs of an object detection study.
+        palette: not used; boxes are colored by class.
+    """
     images: list[dict[str, str]] = []
     records: list[dict[str, Any]] = []
     colors: dict[str, str] = {}
     groups: dict[int, list[dict[str, str]]] = {}
-    for entry in table.entries[:most_rows]:
+    for entry in table.entries[:MOST_ROWS]:
         run = next((r for _, r in sorted(entry.cell.finished().items()) if r.final and r.final.detections), None)
         for i, seen in enumerate(run.final.detections if run and run.final else []):
             size = picture_size(seen.image)
@@ -50,7 +57,7 @@ def detections(table: ResultTable, most_rows: int = 6) -> Figure | None:
     told = ", ".join(f"{label} {names.get(color, 'red')}" for label, color in list(colors.items())[: len(COLORS)])
     caption = "The same test images under each method, first seed. Solid: found with a score of 0.3 or more; "
     caption += f"dashed white: the truth. {told}."
-    return Figure("detections", "What was found", caption, [], columns, records, wide=True, images=images)
+    return Figure("detections", "Detected objects", caption, [], columns, records, wide=True, images=images)
 
 
 def matched(seen: Detected) -> int:

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from dampen.calls import Call, LinearCall
-from dampen.functional.explicit.forms import Number
-from dampen.functional.explicit.layer import at
-from dampen.functional.explicit.linear import ATTENTION
-from dampen.functional.explicit.precision import wide
-from dampen.functional.explicit.reductions import RowWeights
+from dampen.functional.explicit.layers import ATTENTION
+from dampen.functional.explicit.projections import at
+from dampen.functional.explicit.reductions import Number, RowWeights, wide
 
 
 def check_joint(form: str, detach_inputs: bool, heads: str) -> None:

@@ -1,10 +1,10 @@
-"""The sums of squares of all maps of a small model in one function, made when the penalties are taken.
+"""The sums of squares of all maps of a small model in one function, computed when the penalties are consumed.
 
     J = sum_l factor_l ||y_l - bias_l||^2
 
-A tap in each map (`tap.py`) costs a small model more in calls than in numbers: here the maps run as they are and leave
-their outputs behind, and one function of all of them sums them up and gives all gradients at once, which autograd adds
-where they meet the maps' own. All gradients are there at the same time, so this is for small tensors alone.
+A tap in each layer (`squares.tap`) costs a small model more in Python calls than in arithmetic. Here the layers run as
+they are and keep their outputs, and one function of all of them computes the sum and all gradients at once. Autograd
+adds these where they meet the layers' own. All gradients exist at the same time, so this is for small tensors alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from dampen._torch import apply_directly, has_numbers, norms_of_all, saved_tensors_are_hooked, scale_all, version_of
 from dampen.calls.later import Later
-from dampen.functional.explicit.forms import Number
-from dampen.functional.explicit.tap import Cut, bias_row
+from dampen.functional.explicit.reductions import Number
+from dampen.functional.explicit.squares import Cut, bias_row
 from dampen.native.entry import Place, unreadable
 from dampen.native.library import available as native_available
 
-TOGETHER_UP_TO = 2**17
+BATCHED_UP_TO = 2**17
 """Numbers of an output up to which it waits for the others: above, calls are no longer what a step is made of."""
 
 
@@ -46,7 +46,7 @@ def may_wait(like: Tensor, weight: Tensor, bias: Tensor | None, factor: Number |
     """
     return (
         isinstance(factor, float)
-        and 0 < size <= TOGETHER_UP_TO
+        and 0 < size <= BATCHED_UP_TO
         and like.dtype is weight.dtype is torch.float32
         and like.device.type == "cpu"
         and weight.requires_grad  # then autograd itself sees to it that the input stays as it was
@@ -94,7 +94,7 @@ def _is_read(part: Tapped) -> bool:
     return part.y.stride(-1) == 1 if part.cut is not None else part.y.ndim > 1 and part.y.is_contiguous()
 
 
-class _Together(torch.autograd.Function):
+class _Batched(torch.autograd.Function):
     """Takes the plan (which penalty, its factor, the cut of its bias), how many penalties, all outputs, all biases."""
 
     @staticmethod
@@ -160,7 +160,7 @@ class _Together(torch.autograd.Function):
         return (None, None, *to_ys, *to_biases)
 
 
-_apply: Any = apply_directly(_Together)
+_apply: Any = apply_directly(_Batched)
 
 
 def _again(

@@ -1,16 +1,23 @@
-"""The penalty of one linear map y = x W^T: value, output, and both feed-forward layers (arXiv 2604.20505).
+"""The penalty of one linear layer y = x W^T: value, output, and both feed-forward layers (arXiv 2604.20505).
 
     J = 1/2 (bias factor * b + variance factor * v)
     b = sum_i ||x_i W^T||^2        v = sum_j (sum_i x_ij^2) (sum_o W_oj^2)
 
-A map of a layer and its penalty are one function, `multiply`; the penalty is read off beside the map where that cannot
-be (compiled graphs, adapters, modules with a forward of their own). Nothing of shape in x in or out x out is built.
+A layer and its penalty are one function, `multiply`. The penalty is computed beside the layer where that is impossible
+(compiled graphs, adapters, modules with a forward of their own). No x in x in or out x out matrix is built.
+
+With a low-rank adapter beside the layer, W' = W + s B A (LoRA, arXiv 2106.09685), the penalty reads
+
+    output     x W'^T = x W^T + s (x A^T) B^T                  a path of rank r of its own, without LoRA's dropout
+    columns    sum_o W'_oj^2 = sum_o W_oj^2 + 2 s sum_r A_rj (B^T W)_rj + s^2 A_:j^T (B^T B) A_:j
+
+Neither builds the merged matrix; `merged` does, for the terms that need all of it (query and key in the exact forms).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +27,19 @@ from torch.nn import functional
 from dampen._torch import apply_directly, in_functorch, saved_tensors_are_hooked, version_of
 from dampen.calls import LinearCall
 from dampen.calls.later import Penalty, now
-from dampen.functional.explicit.by_hand import by_hand
-from dampen.functional.explicit.forms import Number, single
-from dampen.functional.explicit.precision import no_autocast, wide, wide_dtype
-from dampen.functional.explicit.reductions import RowWeights, token_rows
-from dampen.functional.explicit.squares import column_power, feature_power
-from dampen.functional.explicit.tap import Cut, add_bare, native_fits, sum_of_squares, tap, twice_of
-from dampen.functional.explicit.together import may_wait, wait
+from dampen.functional.explicit.batched import may_wait, wait
+from dampen.functional.explicit.reductions import Number, RowWeights, no_autocast, single, token_rows, wide, wide_dtype
+from dampen.functional.explicit.squares import (
+    Cut,
+    add_bare,
+    by_hand,
+    column_power,
+    feature_power,
+    native_fits,
+    sum_of_squares,
+    tap,
+    twice_of,
+)
 
 BRANCHES = ("out", "ffn_out")
 """The maps that give out a residual branch."""
@@ -95,7 +108,7 @@ def multiply(call: LinearCall, term: Term, swapped: bool) -> tuple[Tensor, Penal
     if factor is None:  # nothing is read of the output
         y, value = functional.linear(x, weight, call.bias), 0.0
     else:
-        y, value = _apply(x, weight, call.bias, rows.weights, factor)
+        y, value = _apply_linear(x, weight, call.bias, rows.weights, factor)
     if variance is not None:
         value = value + variance * torch.dot(feature_power(x, rows.weights), column_power(weight))
     return y, value
@@ -251,4 +264,40 @@ class _Linear(torch.autograd.Function):
         )
 
 
-_apply: Any = apply_directly(_Linear)
+_apply_linear: Any = apply_directly(_Linear)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The active adapters of one map: (A, B, s) each, A (r, in) and B (out, r)."""
+
+    parts: tuple[tuple[Tensor, Tensor, float], ...]
+
+    def rows(self, cut: slice | Tensor) -> LowRank:
+        """The adapters of some rows of a fused map."""
+        return LowRank(tuple((a, b[cut], s) for a, b, s in self.parts))
+
+    def output(self, x: Tensor) -> Tensor:
+        """What the adapters add to x W^T."""
+        added = [s * ((wide(x) @ wide(a).t()) @ wide(b).t()) for a, b, s in self.parts]
+        return sum(added[1:], start=added[0])
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """W + s B A."""
+        added = [s * (wide(b) @ wide(a)) for a, b, s in self.parts]
+        return sum(added, start=wide(weight))
+
+    def columns(self, weight: Tensor) -> Tensor:
+        """sum_o W'_oj^2, from products with r columns only."""
+        a = torch.cat([wide(a) for a, _, _ in self.parts])  # several adapters are one of the summed rank
+        b = torch.cat([s * wide(b) for _, b, s in self.parts], dim=1)
+        cross = (a * (b.t() @ wide(weight))).sum(0)
+        return column_power(weight) + 2 * cross + (a * ((b.t() @ b) @ a)).sum(0)
+
+
+def merge(call: LinearCall) -> LinearCall:
+    """The call of the whole map: its weight and output with the adapters in them. The call itself where it has none."""
+    if call.adapter is None:
+        return call
+    output = None if call.output is None else wide(call.output) + call.adapter.output(call.input)
+    return replace(call, weight=call.adapter.merged(call.weight), output=output, adapter=None)

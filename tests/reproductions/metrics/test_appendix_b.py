@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dampen.explicit import appendix_b, linear_penalty, r_arora, r_cross
-from dampen.functional.explicit.appendix_b import alpha
+from dampen.explicit import linear_penalty
+from reproductions.metrics.appendix_b import alpha, appendix_b, r_arora, r_cross
 
 
 def by_pairs(x, w, p):
