@@ -169,9 +169,8 @@ def register(plugin: str, **kinds: Mapping[str, Any]) -> None:
         plugin: the plug-in's `__name__`.
         kinds: `data`, `transforms`, `augmentations`, `models`, `tasks`, `metrics`, `methods`,
             `engines`, `loggers`, `recipes`, `figures` or `formulations`; each a table from a name to
-            the thing, or to
-            "module:attribute". Recipes are paths of TOML files. A figure is a function of a
-            ResultTable and a Palette that returns a Figure for the report, or None. A formulation
+            the thing, or to "module:attribute". Recipes are paths of TOML files. A figure is a
+            function of a ResultTable and a Palette that returns a Figure for the report, or None. A formulation
             is a step that `dampen bench` times beside a method: see `dampen.studies.bench`.
     """
     for kind, things in kinds.items():
