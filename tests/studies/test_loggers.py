@@ -8,8 +8,8 @@ import pytest
 
 from dampen import extensions
 from dampen.studies.errors import ConfigError
-from dampen.studies.records.record import RunStore
 from dampen.studies.report.terminal import LiveView
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 from tests.studies.study.conftest import ask, run, script  # noqa: F401
@@ -90,8 +90,8 @@ def test_an_unknown_logger_and_one_that_is_not_installed(monkeypatch, tmp_path, 
 def test_without_a_terminal_there_is_a_line_per_minute(monkeypatch, capsys):
     from rich.console import Console
 
-    from dampen.studies.records.events import Event
     from dampen.studies.report import terminal
+    from dampen.studies.result import Event
 
     now = [100.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])

@@ -116,7 +116,7 @@ def test_packed_layouts_are_known_by_their_pixels(tmp_path, case):
 
 
 def test_a_trial_does_not_resume_on_other_data(tmp_path, small, quick):
-    from dampen.studies.config.trial import Run
+    from dampen.studies.run import Run
 
     data = writers.image_folder(tmp_path / "images", n=20)
     execution = quick.__class__(**{**quick.__dict__, "data_dir": str(data)})

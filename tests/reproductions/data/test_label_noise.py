@@ -3,13 +3,19 @@
 import pytest
 import torch
 
+<<<<<<< HEAD:tests/reproductions/data/test_label_noise.py
 from dampen.studies.config.names import check_data
 from dampen.studies.config.trial import Run
+=======
+import reproductions  # noqa: F401 - more sets
+from dampen.studies.checks import check_data
+>>>>>>> next:tests/studies/data/test_label_noise.py
 from dampen.studies.data import load
 from dampen.studies.data.sets import DATASETS
 from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import TASKS
-from dampen.studies.records.record import RunStore
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from dampen.studies.config.names import check_data
+from dampen.studies.checks import check_data
 from dampen.studies.data import AUGMENTATIONS, augment, load
 from dampen.studies.doctor import _torchvision
 from tests.reproductions.data import writers

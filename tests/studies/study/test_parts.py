@@ -13,8 +13,8 @@ from dampen.cli import main
 from dampen.studies.data.dataset import DamagedData, MissingData
 from dampen.studies.data.sets import recognize
 from dampen.studies.errors import ConfigError
-from dampen.studies.records.fingerprint import fingerprint
-from dampen.studies.study.parts import request_parts
+from dampen.studies.files import fingerprint
+from dampen.studies.request import request_parts
 from dampen.studies.trainer.build import load_data, make_model
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
@@ -194,7 +194,7 @@ def test_two_folders_of_the_general_readers_never_mix(tmp_path, name):
 def test_a_fingerprint_reads_a_file_again_only_when_size_or_time_changed(tmp_path, monkeypatch):
     import os
 
-    from dampen.studies.records import fingerprint as module
+    from dampen.studies import files as module
 
     monkeypatch.setenv("DAMPEN_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "data"

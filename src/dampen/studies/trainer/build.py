@@ -92,7 +92,7 @@ def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = 
 
 def _newest(path: Path | None) -> tuple[int, int]:
     """Sizes and times of the files of a set, added up: data that is changed between two trials is read again."""
-    from dampen.studies.records.fingerprint import files_of
+    from dampen.studies.files import files_of
 
     stats = [file.stat() for file in files_of(path)] if path is not None and path.exists() else []
     return sum(s.st_size for s in stats), sum(s.st_mtime_ns for s in stats)
@@ -100,8 +100,13 @@ def _newest(path: Path | None) -> tuple[int, int]:
 
 def _check_fingerprint(planned: str, place: Any) -> None:
     """The data must be what the trial was planned with; sizes and times are looked at, and hashes where they differ."""
+<<<<<<< HEAD
     from dampen.studies.data.dataset import DamagedData
     from dampen.studies.records.fingerprint import fingerprint
+=======
+    from dampen.studies.data.dataset import DamagedData
+    from dampen.studies.files import fingerprint
+>>>>>>> next
 
     found = fingerprint(place)
     if found != planned:
