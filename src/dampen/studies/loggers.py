@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from dampen.extensions import Registry
 from dampen.names import nearest
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError
+from dampen.studies.run import Run
 
 
 class Logger(Protocol):

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from dampen.extensions import Registry, from_plugins
 from dampen.names import nearest
 from dampen.studies.data.dataset import Dataset, Split
-from dampen.studies.records.metric import direction
+from dampen.studies.metric import direction
 
 __all__ = [
     "TASKS",

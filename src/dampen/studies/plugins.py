@@ -70,22 +70,10 @@ if TYPE_CHECKING:
     from dampen.studies.data.splits import stratified as stratified
     from dampen.studies.data.splits import train_and_valid as train_and_valid
     from dampen.studies.errors import LabError as LabError
-<<<<<<< HEAD
-    from dampen.studies.metrics import Metrics as Metrics
-    from dampen.studies.metrics import Task as Task
-    from dampen.studies.metrics import require_batches as require_batches
-    from dampen.studies.records.metric import Metric as Metric
-    from dampen.studies.records.result import Detected as Detected
-    from dampen.studies.records.study_runs import Cell as Cell
-    from dampen.studies.records.table import axis_name as axis_name
-    from dampen.studies.records.table import chosen_cell as chosen_cell
-=======
     from dampen.studies.metric import Metric as Metric
     from dampen.studies.metrics import Metrics as Metrics
     from dampen.studies.metrics import Task as Task
     from dampen.studies.metrics import require_batches as require_batches
-    from dampen.studies.metrics.language import LanguageMetrics as LanguageMetrics
->>>>>>> next
     from dampen.studies.report.diagnosis import diagnosed as diagnosed
     from dampen.studies.report.diagnosis import measured as measured
     from dampen.studies.report.figures import ROW as ROW
@@ -156,19 +144,10 @@ _HOMES = {
         "train_and_valid",
     ),
     "errors": ("LabError",),
-<<<<<<< HEAD
     "metrics": ("Metrics", "Task", "require_batches"),
-    "records.metric": ("Metric",),
-    "records.result": ("Detected",),
-    "records.study_runs": ("Cell",),
-    "records.table": ("axis_name", "chosen_cell"),
-=======
-    "metrics.base": ("Metrics", "Task", "require_batches"),
-    "metrics.language": ("LanguageMetrics",),
     "metric": ("Metric",),
     "result": ("Detected",),
     "table": ("Cell", "axis_name", "chosen_cell"),
->>>>>>> next
     "report.diagnosis": ("diagnosed", "measured"),
     "report.figures": (
         *("ROW", "Column", "Figure", "Palette", "Panel", "band_chart", "finish", "known", "note"),

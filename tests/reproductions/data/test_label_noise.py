@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-<<<<<<< HEAD:tests/reproductions/data/test_label_noise.py
-from dampen.studies.config.names import check_data
-from dampen.studies.config.trial import Run
-=======
-import reproductions  # noqa: F401 - more sets
 from dampen.studies.checks import check_data
->>>>>>> next:tests/studies/data/test_label_noise.py
 from dampen.studies.data import load
 from dampen.studies.data.sets import DATASETS
 from dampen.studies.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dampen.studies.config.names import check_data
+from dampen.studies.checks import check_data
 from dampen.studies.data import DamagedData, IncompleteData, augment, load
 from dampen.studies.data.sets import recognize
 from reproductions.data.markup import parse_xml

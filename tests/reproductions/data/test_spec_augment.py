@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dampen.studies.config.names import check_data
+from dampen.studies.checks import check_data
 from dampen.studies.data import augment, load
 from tests.reproductions.data import writers
 

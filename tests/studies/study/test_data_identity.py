@@ -5,14 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-<<<<<<< HEAD
-from dampen.studies.config.plan import Comparison, Config, Setting
-from dampen.studies.config.trial import Run
-from dampen.studies.data.dataset import DamagedData
-=======
 from dampen.studies.comparison import Comparison, Config, Setting
 from dampen.studies.data.dataset import DamagedData
->>>>>>> next
 from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import Interrupted
 from dampen.studies.request import request_parts

@@ -13,15 +13,9 @@ from dampen.cli import main
 from dampen.studies.compare import check_rows
 from dampen.studies.data import load
 from dampen.studies.errors import ConfigError, OwnCodeError
-<<<<<<< HEAD
-from dampen.studies.metrics import TASKS, TextMetrics, make_metrics
-from dampen.studies.study.parts import request_parts
-from dampen.studies.study.preflight import check_rows
-=======
 from dampen.studies.methods_text import parse_rows
-from dampen.studies.metrics import TASKS, LanguageMetrics, TextMetrics, make_metrics
+from dampen.studies.metrics import TASKS, TextMetrics, make_metrics
 from dampen.studies.request import request_parts
->>>>>>> next
 from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
 from reproductions.metrics.translation import corpus_scores

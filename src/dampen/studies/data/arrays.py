@@ -23,14 +23,8 @@ from dampen.studies.data.dataset import (
 )
 from dampen.studies.data.files import read_npz
 from dampen.studies.data.images import image_dataset
-<<<<<<< HEAD
 from dampen.studies.data.splits import class_numbers, split_rows
-from dampen.studies.records.fingerprint import file_hash
-=======
-from dampen.studies.data.splits import ArraySplit, class_numbers, split_rows
-from dampen.studies.data.files import read_npz
 from dampen.studies.files import file_hash
->>>>>>> next
 
 LAYOUT = "x and y, or x_train, y_train, x_test, y_test (also x_valid, y_valid); x also as images, features, inputs"
 IMAGE_ARRAYS = DataSpec(

@@ -12,17 +12,9 @@ from dampen.studies.data.dataset import DamagedData, Dataset, DataSpec, MissingD
 from dampen.studies.data.files import read_file, read_image
 from dampen.studies.data.folder import FORMATS, fitted
 from dampen.studies.data.images import image_dataset
-<<<<<<< HEAD
 from dampen.studies.data.splits import class_numbers
 from dampen.studies.data.texts import LABEL, NAMES, Columns, Texts, column_of, text_reader, texts_of
-from dampen.studies.records.fingerprint import fingerprint
-=======
-from dampen.studies.data.splits import class_numbers
-from dampen.studies.data.files import read_file, read_image
-from dampen.studies.data.texts import Columns, Texts, text_reader
-from dampen.studies.data.texts import LABEL, NAMES, column_of, texts_of
 from dampen.studies.files import fingerprint
->>>>>>> next
 
 LAYOUT = "what datasets.Dataset or DatasetDict.save_to_disk writes; splits train, and optionally validation and test"
 HUB_TEXT = DataSpec("hub_text", "text", "a folder saved by Hugging Face datasets, with texts", "yours", LAYOUT)

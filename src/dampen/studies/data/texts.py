@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
 import torch
 from torch import Tensor
 
@@ -26,15 +25,8 @@ from dampen.studies.data.dataset import (
 )
 from dampen.studies.data.files import read_file, require_within
 from dampen.studies.data.splits import class_numbers, split_rows
-from dampen.studies.records.fingerprint import file_hash
-from dampen.studies.text import BEGIN, END, PAD, Bpe
-=======
-from dampen.studies.data.dataset import DataSpec
-from dampen.studies.data.dataset import DamagedData, MissingData
-from dampen.studies.data.files import read_file, require_within
-from dampen.studies.data.texts import Columns, Texts, text_reader
 from dampen.studies.files import file_hash
->>>>>>> next
+from dampen.studies.text import BEGIN, END, PAD, Bpe
 
 TABLE = DataSpec(
     "table",

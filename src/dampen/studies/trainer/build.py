@@ -100,13 +100,8 @@ def _newest(path: Path | None) -> tuple[int, int]:
 
 def _check_fingerprint(planned: str, place: Any) -> None:
     """The data must be what the trial was planned with; sizes and times are looked at, and hashes where they differ."""
-<<<<<<< HEAD
-    from dampen.studies.data.dataset import DamagedData
-    from dampen.studies.records.fingerprint import fingerprint
-=======
     from dampen.studies.data.dataset import DamagedData
     from dampen.studies.files import fingerprint
->>>>>>> next
 
     found = fingerprint(place)
     if found != planned:

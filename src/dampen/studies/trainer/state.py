@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.names import nearest
-<<<<<<< HEAD
-from dampen.studies.config.methods_text import build_methods
-from dampen.studies.config.trial import Run
 from dampen.studies.data.dataset import DamagedData
-=======
-from dampen.studies.data.dataset import DamagedData
->>>>>>> next
 from dampen.studies.errors import ConfigError
 from dampen.studies.loggers import check_loggers
 from dampen.studies.methods_text import build_methods
