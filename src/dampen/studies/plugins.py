@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from dampen.studies.report.figures import note as note
     from dampen.studies.report.figures import some as some
     from dampen.studies.report.figures import tip as tip
+    from dampen.studies.report.formats import markdown_text as markdown_text
     from dampen.studies.text import BEGIN as BEGIN
     from dampen.studies.text import END as END
     from dampen.studies.text import PAD as PAD
@@ -130,6 +131,7 @@ _HOMES = {
         *("ROW", "Column", "Figure", "Palette", "Panel", "band_chart", "finish", "known", "note"),
         *("some", "tip"),
     ),
+    "report.formats": ("markdown_text",),
     "text": ("BEGIN", "END", "PAD", "Bpe", "pad_tokens"),
     "trainer.build": ("derive",),
 }
