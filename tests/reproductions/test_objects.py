@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from dampen.cli import main
-from dampen.studies.config.names import preset
-from dampen.studies.config.trial import Run
+from dampen.studies.checks import preset
 from dampen.studies.data import load
 from dampen.studies.errors import LabError
+from dampen.studies.metric import describe
 from dampen.studies.metrics import make_metrics
-from dampen.studies.records.metric import describe
-from dampen.studies.records.result import Detected, parse_result
 from dampen.studies.report import make_report
-from dampen.studies.study.parts import request_parts
+from dampen.studies.request import request_parts
+from dampen.studies.result import Detected, parse_result
+from dampen.studies.run import Run
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from reproductions.figures.detections import drawn, matched, picture_size

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, Interrupted
-from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
 from dampen.studies.report.figures import Palette
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.build import derive
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial

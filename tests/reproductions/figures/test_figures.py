@@ -9,8 +9,8 @@ import pytest
 import reproductions  # noqa: F401  (registers the figures)
 from dampen.extensions import references
 from dampen.studies.plugins import Palette
-from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
+from dampen.studies.store import RunStore
 from reproductions.figures.attention_maps import attention_maps
 from reproductions.figures.conditioning import conditioning, conditioning_over_training
 from reproductions.figures.grid import grid, matrix

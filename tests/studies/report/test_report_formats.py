@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.records.diagnosis import parse_diagnosis
-from dampen.studies.records.table import diagnosed
 from dampen.studies.report import format_of, make_report, write_report
 from dampen.studies.report.charts import forest
 from dampen.studies.report.figures import Palette
 from dampen.studies.report.summary import advise
 from dampen.studies.report.view import about_test
+from dampen.studies.result import parse_diagnosis
+from dampen.studies.table import diagnosed
 from tests.studies.synthetic_runs import ROWS, loose, recipe, write, write_study
 
 HOSTILE = """<script>alert(1)</script><img src=x onerror="alert(2)">'"&`|_*=\\{{7*7}}</script><!--"""

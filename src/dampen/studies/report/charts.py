@@ -6,10 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from dampen.studies.records.metric import describe
-from dampen.studies.records.result import LogLine
-from dampen.studies.records.stats import t_interval
-from dampen.studies.records.table import Entry, ResultTable, axis_name
+from dampen.studies.metric import describe
 from dampen.studies.report.figures import (
     LIGHT,
     REFERENCE_LIGHT,
@@ -27,6 +24,9 @@ from dampen.studies.report.figures import (
     tip,
 )
 from dampen.studies.report.summary import listed, shortened, small_model_note
+from dampen.studies.result import LogLine
+from dampen.studies.stats import t_interval
+from dampen.studies.table import Entry, ResultTable, axis_name
 
 MOST_POINTS = 16
 """Names that find room beside their points."""

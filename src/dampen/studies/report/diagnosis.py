@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from dampen.studies.records.table import Entry, ResultTable
 from dampen.studies.report.figures import (
     ROW,
     Column,
@@ -27,6 +26,7 @@ from dampen.studies.report.figures import (
     note,
     some,
 )
+from dampen.studies.table import Entry, ResultTable
 
 PANELS = 12
 """Configurations that have panels of their own."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dampen.studies.records.metric import describe
+from dampen.studies.metric import describe
 
 if TYPE_CHECKING:
     from altair import Color, Legend, Shape, StrokeDash, Tooltip

@@ -11,14 +11,14 @@ from dataclasses import asdict
 from typing import Any
 
 from dampen.extensions import from_plugins
-from dampen.studies.records.metric import METRICS, describe
-from dampen.studies.records.plain import finite
-from dampen.studies.records.table import Entry, ResultTable, grid_text
+from dampen.studies.files import finite
+from dampen.studies.metric import METRICS, describe
 from dampen.studies.report.charts import bench_rows
 from dampen.studies.report.figures import Palette
 from dampen.studies.report.read import Skipped
 from dampen.studies.report.summary import advise, smallest_difference
 from dampen.studies.report.view import MARKS, about_test, facts, gain_text, number, p_text
+from dampen.studies.table import Entry, ResultTable, grid_text
 
 QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dampen.extensions import from_plugins
-from dampen.studies.records.table import ResultTable
 from dampen.studies.report.charts import bench_figures, cost, curves, forest, results, searched
 from dampen.studies.report.diagnosis import measured_figures
 from dampen.studies.report.figures import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
 from dampen.studies.report.read import Skipped
 from dampen.studies.report.view import PAGED, bench_view, chosen_rows, pairs_view, rows_view, runs_view, study_view
+from dampen.studies.table import ResultTable
 
 HERE = Path(__file__).parent
 METHOD = (

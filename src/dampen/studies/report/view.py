@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dampen.studies.config.written import describe as written
+from dampen.studies.methods_text import methods_as_text as written
+from dampen.studies.metric import METRICS, Metric, describe
 from dampen.studies.plugins import active
-from dampen.studies.records.logged_run import LoggedRun
-from dampen.studies.records.metric import METRICS, Metric, describe
-from dampen.studies.records.study_runs import StudyRuns
-from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.records.verdict import KINDS, Test, Verdict, words
 from dampen.studies.report.figures import CHOSEN, MOST, Figure, Palette
 from dampen.studies.report.summary import advise, counted, listed
+from dampen.studies.store import LoggedRun
+from dampen.studies.table import Entry, ResultTable, StudyRuns, grid_text
+from dampen.studies.verdict import KINDS, Test, Verdict, words
 
 SHOWN = 60
 """Rows of a table that are shown before one asks for all."""
