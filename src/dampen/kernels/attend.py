@@ -1,4 +1,5 @@
-"""`attention`: a drop-in for `F.scaled_dot_product_attention` with the stages of regularizers open."""
+"""`attention`: a drop-in for `F.scaled_dot_product_attention` with the stages of regularizers
+open."""
 
 import math
 from collections.abc import Sequence
@@ -26,17 +27,21 @@ def attention(
     regularizers: Sequence[Regularizer] = (),
     call: Call | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v, with every stage of `regularizers` open, in whatever order they are given.
+    """softmax(q k^T * scale + mask) v, with every stage of `regularizers` open, in whatever order
+    they are given.
 
-    Takes the arguments of `F.scaled_dot_product_attention`, broadcasting and all. Without regularizers the result is
-    the same; with them, the fused kernel runs unless one of them needs the matrix of scores.
+    Takes the arguments of `F.scaled_dot_product_attention`, broadcasting and all. Without
+    regularizers the result is the same; with them, the fused kernel runs unless one of them needs
+    the matrix of scores.
 
     >>> import torch, dampen
     >>> q = k = v = torch.randn(2, 4, 5, 8)
     >>> dampen.attention(q, k, v, regularizers=[dampen.DropKey(0.2)]).shape
     torch.Size([2, 4, 5, 8])"""
     ordered = in_order(regularizers)
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ordered, call)[0]
+    return attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ordered, call
+    )[0]
 
 
 def attend(
@@ -52,10 +57,12 @@ def attend(
     call: Call | None,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Kernel | None]:
-    """As `attention`, of methods in their order; also the weights (when asked for) and the kernel that ran."""
+    """As `attention`, of methods in their order; also the weights (when asked for) and the kernel
+    that ran."""
     if is_causal and attn_mask is not None:
         raise ValueError(
-            "attention: give attn_mask or is_causal=True, not both (as in F.scaled_dot_product_attention)."
+            "attention: give attn_mask or is_causal=True, not both (as in "
+            "F.scaled_dot_product_attention)."
         )
     if regularizers:
         refuse_nested(query, "attention")
@@ -71,12 +78,25 @@ def attend(
         kernel = choose_kernel(q, k, regularizers, need_weights, native)
         if kernel.name == "fused":
             out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
             return out, None, kernel
     known = None if mask is None else read_mask(mask)
     call = _fill(
-        Call() if call is None else call, q, k, known, is_causal, scale, any(r.needs_valid for r in regularizers)
+        Call() if call is None else call,
+        q,
+        k,
+        known,
+        is_causal,
+        scale,
+        any(r.needs_valid for r in regularizers),
     )
     call.value_size = v.shape[3]
     at_operands = [r for r in regularizers if "qkv" in r.stages]
@@ -87,7 +107,8 @@ def attend(
     for r in at_operands:
         if not r.only_reads:
             q, k, v = r.qkv(q, k, v, call)
-    if regularizers:  # by what the kernel is given in the end
+    # by what the kernel is given in the end
+    if regularizers:
         kernel = choose_kernel(q, k, inside, need_weights, native, v, call.mask)
     if apart:
         kernel = kernel._replace(why=f"{kernel.why}; {apart}")
@@ -100,16 +121,25 @@ def attend(
     return (o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])), weights, kernel
 
 
-def reads_apart(regularizers: Sequence[Regularizer], dropout: float | bool = 0.0) -> list[Regularizer]:
-    """The methods that read weights or outputs of an attention which other methods, or the model's own dropout, change
-    first: they are given one without them. Mostly none."""
-    reading = [r for r in regularizers if r.only_reads and not r.stages.isdisjoint(ATTENTION_STAGES[1:])]
+def reads_apart(
+    regularizers: Sequence[Regularizer], dropout: float | bool = 0.0
+) -> list[Regularizer]:
+    """The methods that read weights or outputs of an attention which other methods, or the model's
+    own dropout, change first: they are given one without them. Mostly none."""
+    reading = [
+        r for r in regularizers if r.only_reads and not r.stages.isdisjoint(ATTENTION_STAGES[1:])
+    ]
     if not reading or (len(reading) == len(regularizers) and not dropout):
         return []
     changed = [i for r in regularizers if not r.only_reads for i in _places(r)]
-    first = min([*changed, ATTENTION_STAGES.index("probs")] if dropout else changed, default=len(ATTENTION_STAGES))
+    first = min(
+        [*changed, ATTENTION_STAGES.index("probs")] if dropout else changed,
+        default=len(ATTENTION_STAGES),
+    )
     late = any(i > first for r in reading for i in _places(r))
-    return reading if late else []
+    if late:
+        return reading
+    return []
 
 
 def _places(r: Regularizer) -> list[int]:
@@ -118,7 +148,8 @@ def _places(r: Regularizer) -> list[int]:
 
 
 def _read(reading: Sequence[Regularizer], q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
-    """Run an attention for those who read it, as the model alone would compute it; returns the kernel in words."""
+    """Run an attention for those who read it, as the model alone would compute it; returns the
+    kernel in words."""
     own = choose_kernel(q, k, reading)
     run_heads(run_kernel(own, q, k, v, 0.0, reading, call), reading, call)
     names = ", ".join(r.name for r in reading)
@@ -134,20 +165,31 @@ def run_heads(o: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Ten
 
 
 def _fitting(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with the same number of heads; raise where the three do not fit, because a kernel would read past their
-    ends. SDPA repeats each for itself: a library may have repeated the values alone (Nemotron's speech encoder)."""
+    """k and v with the same number of heads; raise where the three do not fit, because a kernel
+    would read past their ends. SDPA repeats each for itself: a library may have repeated the values
+    alone (Nemotron's speech encoder)."""
     (b, h, _, d), (bk, hk, m, dk), (bv, hv, mv, _) = q.shape, k.shape, v.shape
     if bk != b or bv != b or mv != m or dk != d or h % hk or h % hv:
         raise ValueError(
-            f"attention: q, k and v of the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)} do not fit "
-            "together: they need the same batch, q and k the same channels, k and v the same tokens, and the heads of "
+            f"attention: q, k and v of the shapes {tuple(q.shape)}, {tuple(k.shape)} and "
+            f"{tuple(v.shape)} do not fit "
+            "together: they need the same batch, q and k the same channels, k and v the same "
+            "tokens, and the heads of "
             "q must be a multiple of those of k and of v (with enable_gqa=True)."
         )
-    return (k, v) if hk == hv else (k.repeat_interleave(h // hk, 1), v.repeat_interleave(h // hv, 1))
+    if hk == hv:
+        return (k, v)
+    return (k.repeat_interleave(h // hk, 1), v.repeat_interleave(h // hv, 1))
 
 
 def _fill(
-    call: Call, q: Tensor, k: Tensor, mask: ModelMask | None, is_causal: bool, scale: float | None, need_valid: bool
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    mask: ModelMask | None,
+    is_causal: bool,
+    scale: float | None,
+    need_valid: bool,
 ) -> Call:
     """Write into the call what is known once q and k are."""
     call.shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -165,17 +207,24 @@ def _fill(
 def _four_dims(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Sequence[int]]:
-    """Views of the operands as (B, H, ., D) and of the mask as (B or 1, H or 1, N or 1, M); and the leading shape."""
+    """Views of the operands as (B, H, ., D) and of the mask as (B or 1, H or 1, N or 1, M); and the
+    leading shape."""
     if min(q.ndim, k.ndim, v.ndim) < 2:
         raise ValueError(
-            f"attention: q, k and v need at least two dimensions (tokens, channels), got shapes {tuple(q.shape)}, "
+            f"attention: q, k and v need at least two dimensions (tokens, channels), got shapes "
+            f"{tuple(q.shape)}, "
             f"{tuple(k.shape)}, {tuple(v.shape)}."
         )
     leading = q.shape[:-2]
-    own = 3 if gqa else 2  # axes at the end that are each operand's own: with grouped keys the heads too
+    # axes at the end that are each operand's own: with grouped keys the heads too
+    if gqa:
+        own = 3
+    else:
+        own = 2
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[:-own] == k.shape[:-own] == v.shape[:-own]
     if same and (mask is None or mask.ndim == 4):
-        return q, k, v, mask, leading  # the usual call needs no views
+        # the usual call needs no views
+        return q, k, v, mask, leading
     if not gqa:
         leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (t.expand(*leading, *t.shape[-2:]) for t in (q, k, v))
@@ -187,7 +236,9 @@ def _four_dims(
     q, k, v = (t.reshape(batch, t.shape[-3] if t.ndim > 2 else 1, *t.shape[-2:]) for t in (q, k, v))
     if mask is not None:
         if mask.ndim > 2 and len(leading) > 2:
-            mask = mask.expand(*leading, *mask.shape[-2:]).reshape(batch, leading[-1], *mask.shape[-2:])
+            mask = mask.expand(*leading, *mask.shape[-2:]).reshape(
+                batch, leading[-1], *mask.shape[-2:]
+            )
         else:
             mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
     return q, k, v, mask, leading

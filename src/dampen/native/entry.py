@@ -1,4 +1,5 @@
-"""The one place where tensors become pointers: what is asked of them first, and the calls of the C functions.
+"""The one place where tensors become pointers: what is asked of them first, and the calls of the C
+functions.
 
 Nothing else in dampen hands an address to C. `unreadable` says why a kernel may not see a tensor,
 and its caller then stays on torch. What was let in is laid out as the kernels read it (`rows_of`),
@@ -18,26 +19,30 @@ from torch import Tensor
 from dampen._torch import in_forward_mode, in_functorch
 from dampen.native.library import library
 
-# The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack bytes
-# is several times quicker than to fill a ctypes structure, and these calls are made in every layer.
+# The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack
+# bytes is several times quicker than to fill a ctypes structure, and these calls are made in every
+# layer.
 _PROBLEM = struct.Struct("12q2dQ11Q28q11q")
 _TAPPED = struct.Struct("4q7Q9q7qd")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_LONGEST_ROW = 2**31 - 64  # numbers between two rows: `LARGEST` of checks.h
+# numbers between two rows: `LARGEST` of checks.h
+_LONGEST_ROW = 2**31 - 64
 _NO_STRIDES = (0, 0, 0)
 
 
 class NativeError(RuntimeError):
-    """A kernel refused its arguments. Nothing was read or written; what should have been asked before was not."""
+    """A kernel refused its arguments. Nothing was read or written; what should have been asked
+    before was not."""
 
 
-# --- what may be read -------------------------------------------------------------------------------------------------
+# --- what may be read
 
 
 def unreadable(t: Tensor, dtype: torch.dtype = torch.float32) -> str:
     """Why no kernel may read this tensor, in a few words; "" where one may.
 
-    In a graph only what a fake tensor knows is asked: the operator asks the rest of the numbers themselves."""
+    In a graph only what a fake tensor knows is asked: the operator asks the rest of the numbers
+    themselves."""
     if t.dtype is not dtype:
         return str(t.dtype).removeprefix("torch.")
     if not t.is_cpu:
@@ -53,18 +58,23 @@ def unreadable(t: Tensor, dtype: torch.dtype = torch.float32) -> str:
     address = t.data_ptr()
     if not address and t.numel():
         return "without memory (freed, or sharded away)"
-    return "not aligned in memory" if address % dtype.itemsize else ""
+    if address % dtype.itemsize:
+        return "not aligned in memory"
+    return ""
 
 
 def transformed() -> str:
-    """Why no kernel may run now, whatever the tensors are: they can be differentiated backward alone. "" if one may."""
+    """Why no kernel may run now, whatever the tensors are: they can be differentiated backward
+    alone. "" if one may."""
     if torch.compiler.is_compiling():
         return ""
     if in_functorch():
         return "inside torch.func"
     if torch.jit.is_tracing():
         return "inside torch.jit.trace"
-    return "in forward-mode differentiation" if in_forward_mode() else ""
+    if in_forward_mode():
+        return "in forward-mode differentiation"
+    return ""
 
 
 def require(tensors: Iterable[Tensor | None], dtype: torch.dtype = torch.float32) -> None:
@@ -72,19 +82,24 @@ def require(tensors: Iterable[Tensor | None], dtype: torch.dtype = torch.float32
     for t in tensors:
         if t is not None and (why := unreadable(t, dtype)):
             raise NativeError(
-                f"dampen's native kernels were given a tensor of shape {tuple(t.shape)} that is {why}. They read plain "
-                f"{str(dtype).removeprefix('torch.')} tensors on the CPU; everything else runs on torch "
+                f"dampen's native kernels were given a tensor of shape {tuple(t.shape)} that is "
+                f"{why}. They read plain "
+                f"{str(dtype).removeprefix('torch.')} tensors on the CPU; everything else runs on "
+                "torch "
                 "(DAMPEN_NATIVE=0 switches the kernels off)."
             )
 
 
-# --- how it is laid out -----------------------------------------------------------------------------------------------
+# --- how it is laid out
 
 
 def settled(t: Tensor) -> Tensor:
-    """The same numbers as a kernel may read them: no change of signs on the way, aligned in memory."""
+    """The same numbers as a kernel may read them: no change of signs on the way, aligned in
+    memory."""
     t = t.resolve_neg()
-    return t.clone() if t.data_ptr() % t.itemsize else t
+    if t.data_ptr() % t.itemsize:
+        return t.clone()
+    return t
 
 
 def rows_of(t: Tensor) -> Tensor:
@@ -107,13 +122,14 @@ def _at(t: Tensor | None) -> tuple[int, int]:
     return t.data_ptr(), int(t.untyped_storage().nbytes() // size - t.storage_offset())
 
 
-# --- the calls --------------------------------------------------------------------------------------------------------
+# --- the calls
 
 
 def _check(refused: bytes | None) -> None:
     if refused is not None:
         raise NativeError(
-            f"dampen's native kernels refused what they were given: {refused.decode()}. Nothing was read or written. "
+            f"dampen's native kernels refused what they were given: {refused.decode()}. Nothing "
+            "was read or written. "
             "Please report this; DAMPEN_NATIVE=0 switches the kernels off until then."
         )
 
@@ -155,12 +171,26 @@ def _problem(
         pointers.append(t.data_ptr())
         strides += t.stride()[:3]
         rooms.append(int(t.untyped_storage().nbytes() // 4 - t.storage_offset()))
-    (q_at, k_at, v_at, o_at, *to), (*rooms_in, room_o, room_go, room_dq, room_dk, room_dv) = pointers, rooms
+    (q_at, k_at, v_at, o_at, *to), (*rooms_in, room_o, room_go, room_dq, room_dk, room_dv) = (
+        pointers,
+        rooms,
+    )
     keep_at, room_keep = _at(keep)
     lse_at, room_lse = _at(lse)
     top_at, room_top = _at(top)
     return _PROBLEM.pack(
-        *(b, h, g, n, m, d, d if v is None else v.shape[3], torch.get_num_threads(), settings.mode, settings.causal),
+        *(
+            b,
+            h,
+            g,
+            n,
+            m,
+            d,
+            d if v is None else v.shape[3],
+            torch.get_num_threads(),
+            settings.mode,
+            settings.causal,
+        ),
         *(settings.num, settings.den, settings.scale, settings.rate, settings.seed),
         *(q_at, k_at, v_at, to[0], keep_at, o_at, lse_at, top_at, *to[1:]),
         *strides,
@@ -196,13 +226,18 @@ def attend_backward(
     grads: Sequence[Tensor],
     settings: AttentionSettings,
 ) -> None:
-    """Write the gradients of q, k and v into the last three of `grads`, from that of o, the first."""
+    """Write the gradients of q, k and v into the last three of `grads`, from that of o, the
+    first."""
     require((q, k, v, grads[0], o, lse, top))
     require((keep,), torch.bool)
-    _check(library().dampen_attention_backward(_problem(settings, q, k, v, keep, top, o, lse, grads)))
+    _check(
+        library().dampen_attention_backward(_problem(settings, q, k, v, keep, top, o, lse, grads))
+    )
 
 
-def kept_keys(q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: AttentionSettings) -> Tensor:
+def kept_keys(
+    q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: AttentionSettings
+) -> Tensor:
     """Which keys attention shows each query under a seed: bool (B, H, N, M)."""
     require((q, k, top))
     require((keep,), torch.bool)
@@ -216,7 +251,9 @@ def dropped(x: Tensor, seed: int, rate: float) -> Tensor:
     require((x,))
     x = x.contiguous()
     y = torch.empty_like(x)
-    _check(library().dampen_dropout(*_at(x), *_at(y), x.numel(), rate, seed, torch.get_num_threads()))
+    _check(
+        library().dampen_dropout(*_at(x), *_at(y), x.numel(), rate, seed, torch.get_num_threads())
+    )
     return y
 
 
@@ -228,7 +265,8 @@ def factors(shape: Sequence[int], seed: int, rate: float) -> Tensor:
 
 
 def hidden_keys(slabs: int, queries: int, keys: int, rate: float, seed: int) -> Tensor:
-    """Which keys attention hides under a seed where the model shows all: bool (slabs, queries, keys), True hides."""
+    """Which keys attention hides under a seed where the model shows all: bool (slabs, queries,
+    keys), True hides."""
     out = torch.empty(slabs, queries, keys, dtype=torch.uint8, device="cpu")
     _check(library().dampen_mask(*_at(out), slabs, queries, keys, rate, seed))
     return out.view(torch.bool)
@@ -256,7 +294,8 @@ def _placed(place: Place | None) -> tuple[int, int]:
 
 
 class TapJob(NamedTuple):
-    """One tensor whose squares are summed up, as slabs, groups, rows and numbers; see `struct Tapped`."""
+    """One tensor whose squares are summed up, as slabs, groups, rows and numbers; see `struct
+    Tapped`."""
 
     shape: tuple[int, int, int, int]
     y: Tensor
