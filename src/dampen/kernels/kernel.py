@@ -19,7 +19,7 @@ from dampen._torch import half_in_hardware
 from dampen.kernels.blocks import attention_by_blocks, fits_blocks
 from dampen.kernels.flex import attend_flex, fits_flex
 from dampen.masks import keep_keys, may_empty
-from dampen.native.entry import transformed, unreadable
+from dampen.native.entry import unfit_for_attention
 from dampen.native.library import available as native_available
 from dampen.regularizer import Call, Regularizer, check_only_reads, needs_matrix
 
@@ -124,8 +124,6 @@ def run_kernel(
     call: Call,
 ) -> Tensor:
     """softmax(q k^T * scale + bias) v with the stages mask, logits and probs open."""
-    if kernel.name == "native":
-        return _native(q, k, v, regularizers, call)
     if kernel.name == "flex":
         return attend_flex(q, k, v, regularizers, call)
     run = _fused if kernel.name == "fused" else _plain
@@ -252,13 +250,8 @@ def _unfit_for_native(
     CPU."""
     if torch.is_autocast_enabled("cpu"):
         return "autocast"
-    if why := transformed():
+    if why := unfit_for_attention(q, k, v, mask):
         return why
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if why := unreadable(t):
-            return f"{name} is {why}"
-    if mask is not None and (why := unreadable(mask, torch.bool)):
-        return f"the mask is {why}"
     compiling, keys, size = torch.compiler.is_compiling(), k.shape[2], q.shape[3]
     if not (isinstance(keys, int) and isinstance(size, int)):
         return "a length that changes inside a graph"
@@ -281,23 +274,6 @@ def _unfit_for_native(
     return None
 
 
-def _native(
-    q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call
-) -> Tensor:
-    from dampen.native.ops import Hiding, attention  # only where it was built
-
-    found = (
-        h
-        for r in regularizers
-        if "mask" in r.stages and (h := r.native_hiding(k.shape[2])) is not None
-    )
-    hiding = next(found, None)
-    keep = None if call.is_causal else call.mask
-    return attention(
-        q, k, v, keep, call.is_causal, call.scale, None if hiding is None else Hiding(*hiding)
-    )
-
-
 def _hide(s: Tensor, hidden: Tensor, own: bool) -> Tensor:
     """The scores with what is hidden far below all others: a finite number, because a row without
     any key must not become NaN, nor its gradient."""
@@ -309,8 +285,8 @@ def _hide(s: Tensor, hidden: Tensor, own: bool) -> Tensor:
 
 
 def _adds(t: Tensor) -> bool:
-    """Whether `HIDE` can be added to scores of this dtype, outside a graph, which makes one loop of
-    it anyway."""
+    """Whether `HIDE` can be added to scores of this dtype, outside a graph, which makes one loop
+    of it anyway."""
     return t.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
 
 

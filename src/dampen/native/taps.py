@@ -20,15 +20,15 @@ __all__ = [
     "all_gradients",
     "all_sums",
     "fits_tap",
-    "layout_of",
+    "layouts_of",
     "tap_gradient",
     "tap_sums",
 ]
 
 
 def fits_tap(y: Tensor, bias: Tensor | None) -> bool:
-    """Whether the functions below can read these: float32 on a CPU, the bias one row per group of
-    heads or none."""
+    """Whether the functions below can read these: float32 on a CPU, the bias one row per group
+    of heads or none."""
     return (
         not unreadable(y)
         and y.numel() > 0
@@ -40,8 +40,8 @@ def fits_tap(y: Tensor, bias: Tensor | None) -> bool:
 
 
 def _in_rows(t: Tensor) -> bool:
-    """Whether the numbers of a vector lie side by side, and vectors in order where they are not by
-    heads."""
+    """Whether the numbers of a vector lie side by side, and vectors in order where they are not
+    by heads."""
     return t.ndim > 0 and t.stride(-1) == 1 and (t.ndim == 4 or t.is_contiguous())
 
 
@@ -100,17 +100,22 @@ class Strided(NamedTuple):
     out: tuple[int, int, int]
 
 
-def layout_of(y: Tensor) -> Strided:
-    """By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which attention gives its own
-    too."""
-    if y.ndim != 4:
+def layouts_of(ys: Sequence[Tensor]) -> list[Strided]:
+    """How each tensor lies. By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which
+    attention gives its own too."""
+    found = []
+    for y in ys:
         size = y.shape[-1]
-        return Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size))
-    (b, h, n, size), strides = y.shape, y.stride()
-    # heads side by side: one long row
-    if strides[1] == size:
-        return Strided((b, 1, n, h * size), strides[:3], (n * h * size, 0, h * size))
-    return Strided((b, h, n, size), strides[:3], (n * h * size, size, h * size))
+        if y.ndim != 4:
+            found.append(Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size)))
+            continue
+        (b, h, n, _), strides = y.shape, y.stride()[:3]
+        # heads side by side: one long row
+        if strides[1] == size:
+            found.append(Strided((b, 1, n, h * size), strides, (n * h * size, 0, h * size)))
+        else:
+            found.append(Strided((b, h, n, size), strides, (n * h * size, size, h * size)))
+    return found
 
 
 def all_sums(
@@ -141,7 +146,13 @@ def all_gradients(
     to_biases: Sequence[Place | None],
 ) -> list[Tensor]:
     """scale (y - bias) of each y, and -scale sums where `to_biases` stands."""
-    outs = [_empty_as(y) for y in ys]
+    outs = []
+    for y in ys:
+        if y.ndim != 4:
+            outs.append(y.new_empty(y.shape))
+            continue
+        b, h, n, size = y.shape
+        outs.append(y.new_empty(b, n, h, size).transpose(1, 2))
     spread_squares(
         [
             TapJob(
@@ -161,13 +172,6 @@ def all_gradients(
         ]
     )
     return outs
-
-
-def _empty_as(y: Tensor) -> Tensor:
-    if y.ndim != 4:
-        return y.new_empty(y.shape)
-    b, h, n, size = y.shape
-    return y.new_empty(b, n, h, size).transpose(1, 2)
 
 
 def _place(t: Tensor | None) -> Place | None:

@@ -32,8 +32,8 @@ from dampen.native.entry import Place, unreadable
 from dampen.native.library import available as native_available
 
 BATCHED_UP_TO = 2**17
-"""Numbers of an output up to which it waits for the others: above, calls are no longer what a step
-is made of."""
+"""Numbers of an output up to which it waits for the others: above, calls are no longer what a
+step is made of."""
 
 
 class Tapped(NamedTuple):
@@ -82,8 +82,8 @@ def wait(
     weight: Tensor,
     cut: Cut | None = None,
 ) -> Later:
-    """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others'; as
-    for `tap`."""
+    """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others';
+    as for `tap`."""
     assert isinstance(factor, float)  # `may_wait` has looked
     return Later((Tapped(y, bias, factor, cut, x, weight, version_of(y)),), sum_up)
 
@@ -137,10 +137,10 @@ class _Batched(torch.autograd.Function):
         ctx.native = native_available() and not any(unreadable(t) for t in tensors if t is not None)
         values = [torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(count)]
         if ctx.native:
-            from dampen.native.taps import all_sums, layout_of  # only where it was built
+            from dampen.native.taps import all_sums, layouts_of  # only where it was built
 
             sums = torch.empty(_room(biases), dtype=torch.float32, device="cpu")
-            ctx.layouts = [layout_of(y) for y in ys]
+            ctx.layouts = layouts_of(ys)
             factors, totals = (
                 [factor for _, factor, _ in plan],
                 [values[number] for number, _, _ in plan],
@@ -234,8 +234,8 @@ def _places(
     plan: list[tuple[int, float, Cut | None]],
     room: Tensor | None = None,
 ) -> list[Place | None]:
-    """Where the biases stand, or their cuts where a fused map has one; with a room for all of them,
-    where there."""
+    """Where the biases stand, or their cuts where a fused map has one; with a room for all of
+    them, where there."""
     found: list[Place | None] = []
     first = 0
     for bias, (_, _, cut) in zip(biases, plan, strict=True):
