@@ -111,8 +111,8 @@ def require(tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32
         i, why = found
         shape = tuple(tensors[i].shape)  # type: ignore[union-attr]
         raise NativeError(
-            f"dampen's native kernels were given a tensor of shape {shape} that is {why}. They read "
-            f"plain {str(dtype).removeprefix('torch.')} tensors on the CPU; everything else runs on "
+            f"dampen's native kernels were given a tensor of shape {shape} that is {why}. They "
+            f"read plain {str(dtype).removeprefix('torch.')} tensors on the CPU; all else runs on "
             "torch (DAMPEN_NATIVE=0 switches the kernels off)."
         )
 
