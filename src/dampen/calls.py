@@ -386,10 +386,8 @@ class Penalties:
     def counts(self, clone: Regularizer) -> bool:
         """Whether a penalty that is being made is to be kept: in training, with gradients, or where it was asked
         for."""
-        if self.askers:
-            here = threading.get_ident()
-            if torch.compiler.is_compiling() or ("" if here == MAIN_THREAD else str(here)) in self.askers:
-                return True
+        if self.asked():
+            return True
         if not clone.training:
             return False
         if not torch.is_grad_enabled():  # reentrant checkpointing turns gradients off inside a forward that has them

@@ -264,10 +264,13 @@ class Regularizer(nn.Module):
         compiling = torch.compiler.is_compiling()
         if not compiling and graph_task_id() != -1:  # inside a backward: a checkpoint's recompute
             return
-        if self.ledger is None or self.ledger.counts(self):
+        thread = MAIN_THREAD if compiling else threading.get_ident()
+        me = "" if thread == MAIN_THREAD else str(thread)
+        ledger = self.ledger
+        # `reg.loss` consumes what its forwards make, whatever the mode
+        if ledger is None or (ledger.askers and me in ledger.askers) or ledger.counts(self):
             key = self._name if name is None else f"{self._name}.{name}"
-            if not compiling and (thread := threading.get_ident()) != MAIN_THREAD:
-                key = f"{key}@{thread}"
+            key = f"{key}@{me}" if me else key
             value = now(value).detach() if self.measuring else value
             old = self._penalties.get(key)
             self._penalties[key] = value if old is None else total([old, value])

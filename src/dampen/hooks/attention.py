@@ -4,6 +4,7 @@ checkpointing runs a module's forward again during the backward pass."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -227,7 +228,12 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: AttentionSite = self._dampen_attention
         layer = site.layer
-        frame = frame_of(layer) if layer.frames else None
+        frame = None
+        if layer.frames:
+            # the innermost is mostly this thread's; a graph knows no thread
+            last = layer.frames[-1]
+            mine = not torch.compiler.is_compiling() and last.thread == threading.get_ident()
+            frame = last if mine else frame_of(layer)
         work = frame.work if frame is not None else None
         if work is None or work.training is not self.training:  # no block has asked for this module
             work = layer.at_work(self)

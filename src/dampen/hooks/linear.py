@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,7 +25,12 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input: Tensor) -> Tensor:
         site: LinearSite = self._dampen_linear
         layer = site.layer
-        frame = frame_of(layer) if layer.frames else None
+        frame = None
+        if layer.frames:
+            # the innermost is mostly this thread's; a graph knows no thread
+            last = layer.frames[-1]
+            mine = not torch.compiler.is_compiling() and last.thread == threading.get_ident()
+            frame = last if mine else frame_of(layer)
         work = frame.work if frame is not None else None
         if work is None or work.training is not self.training:  # no block has asked for this module
             work = layer.at_work(self)
