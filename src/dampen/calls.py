@@ -292,11 +292,6 @@ class Deferred(NamedTuple):
     parts: Parts
     sum_up: Sum
 
-    @property
-    def requires_grad(self) -> bool:
-        """True: what has no gradient is summed at once."""
-        return True
-
 
 Penalty = Tensor | Deferred
 
@@ -466,7 +461,7 @@ class Penalties:
     def _waiting(self) -> set[str]:
         """The threads whose penalties wait, as far as they could change the training."""
         waiting = [slot for c in self.clones for slot in list(c._penalties.items())]
-        return {key.partition("@")[2] for key, value in waiting if value.requires_grad}
+        return {key.partition("@")[2] for key, value in waiting if isinstance(value, Deferred) or value.requires_grad}
 
     def forget(self) -> None:
         """Drop what waits in this thread, after an error: its step is over."""

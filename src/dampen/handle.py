@@ -227,7 +227,7 @@ class Regularization:
             bare = r.name if lost else None  # a term without gradient
             for name, value in consume(r).items():  # layers may lie on several devices
                 found.setdefault(name, []).append(value)
-                if not value.requires_grad:
+                if isinstance(value, Tensor) and not value.requires_grad:  # what is deferred has one
                     bare = name
             if bare is not None and torch.is_grad_enabled():
                 self._check_gradient(r, bare)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dampen
-from dampen.calls import Deferred
+from dampen.calls import Deferred, now
 from dampen.functional.explicit import batched
 from dampen.native import library
 
@@ -221,7 +221,7 @@ def test_maps_on_grids_of_tokens_are_rows(path, shape):
     x = torch.randn(*shape, requires_grad=True)
     weight, bias = (torch.randn(*s, requires_grad=True) for s in ((6, 7), (6,)))
     y = F.linear(x, weight, bias)
-    found = batched.wait(y, bias, 0.7, x, weight).now()
+    found = now(batched.wait(y, bias, 0.7, x, weight))
     expected = 0.7 * F.linear(x, weight).square().sum()
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(

@@ -29,7 +29,7 @@ from dampen.calls import Deferred
 from dampen.functional.explicit.reductions import Number
 from dampen.functional.explicit.squares import Cut, bias_row
 from dampen.native import library
-from dampen.native.entry import Place, first_unreadable
+from dampen.native.entry import Place, TapJob, first_unreadable, spread_squares, sum_squares
 
 BATCHED_UP_TO = 2**17
 """Numbers of an output up to which it waits for the others: above, calls are no longer what a
@@ -130,12 +130,10 @@ class _Batched(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         ys, biases = cast(tuple[Tensor, ...], tensors[: len(plan)]), tensors[len(plan) :]
-        there = library.loaded is not None or library.available()
+        there = library.loaded is not None if library.looked else library.available()
         ctx.native = there and first_unreadable(tensors) is None
         values = [torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(count)]
         if ctx.native:
-            from dampen.native.taps import all_sums, layouts_of  # only where it was built
-
             sums = torch.empty(_room(biases), dtype=torch.float32, device="cpu")
             ctx.layouts = layouts_of(ys)
             factors, totals = (
@@ -147,8 +145,11 @@ class _Batched(torch.autograd.Function):
             )
             ctx.save_for_backward(*tensors, sums)
             return tuple(values)
-        rows = (bias_row(b, y, cut) for b, y, (_, _, cut) in zip(biases, ys, plan, strict=True))
-        bares = [y if row is None else y - row for y, row in zip(ys, rows, strict=True)]
+        bares = []
+        for y, bias, (_, _, cut) in zip(ys, biases, plan, strict=True):
+            if bias is not None and cut is not None:  # as it stands in y
+                bias = bias.narrow(0, *cut).view(y.shape[1], 1, y.shape[3])
+            bares.append(y if bias is None else y - bias)
         squares = torch.stack(norms_of_all(bares)).square_()
         for number, value in enumerate(values):
             own = [f if n == number else 0.0 for n, f, _ in plan]
@@ -167,8 +168,6 @@ class _Batched(torch.autograd.Function):
         scales = [twice[number] * factor for number, factor, _ in plan]
         room = torch.zeros(_room(biases), dtype=torch.float32, device="cpu")
         if ctx.native:
-            from dampen.native.taps import all_gradients  # it was there in the forward
-
             to_ys = all_gradients(
                 ys,
                 ctx.layouts,
@@ -251,3 +250,89 @@ def _places(
 def _split(room: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
     parts = iter(room.split([b.shape[0] for b in biases if b is not None]))
     return [None if b is None else next(parts) for b in biases]
+
+
+# --- the same by the native kernels, all tensors of a step in one call
+
+
+class Strided(NamedTuple):
+    """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the
+    strides of its own and of a gradient like it."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, ...]
+    out: tuple[int, int, int]
+
+
+def layouts_of(ys: Sequence[Tensor]) -> list[Strided]:
+    """How each tensor lies. By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which
+    attention gives its own too."""
+    found = []
+    for y in ys:
+        size = y.shape[-1]
+        if y.ndim != 4:
+            found.append(Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size)))
+            continue
+        (b, h, n, _), strides = y.shape, y.stride()[:3]
+        # heads side by side: one long row
+        if strides[1] == size:
+            found.append(Strided((b, 1, n, h * size), strides, (n * h * size, 0, h * size)))
+        else:
+            found.append(Strided((b, h, n, size), strides, (n * h * size, size, h * size)))
+    return found
+
+
+def all_sums(
+    ys: Sequence[Tensor],
+    layouts: Sequence[Strided],
+    biases: Sequence[Place | None],
+    factors: Sequence[float],
+    totals: Sequence[Tensor],
+    sums: Sequence[Place | None],
+) -> None:
+    """Of each y: totals += factor sum ||y_i - bias||^2, and its sums."""
+    sum_squares(
+        [
+            TapJob(at.shape, y, at.strides, factor, bias, total, to)
+            for y, at, bias, factor, total, to in zip(
+                ys, layouts, biases, factors, totals, sums, strict=True
+            )
+        ]
+    )
+
+
+def all_gradients(
+    ys: Sequence[Tensor],
+    layouts: Sequence[Strided],
+    biases: Sequence[Place | None],
+    scales: Sequence[float],
+    sums: Sequence[Place | None],
+    to_biases: Sequence[Place | None],
+) -> list[Tensor]:
+    """scale (y - bias) of each y, and -scale sums where `to_biases` stands."""
+    outs = []
+    for y in ys:
+        if y.ndim != 4:
+            outs.append(y.new_empty(y.shape))
+            continue
+        b, h, n, size = y.shape
+        outs.append(y.new_empty(b, n, h, size).transpose(1, 2))
+    spread_squares(
+        [
+            TapJob(
+                at.shape,
+                y,
+                at.strides,
+                scale,
+                bias,
+                sums=s,
+                out=out,
+                out_strides=at.out,
+                to_bias=to,
+            )
+            for y, at, out, bias, scale, s, to in zip(
+                ys, layouts, outs, biases, scales, sums, to_biases, strict=True
+            )
+        ]
+    )
+    return outs
