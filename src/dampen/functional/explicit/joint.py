@@ -28,7 +28,13 @@ from dampen.functional.explicit.reductions import Number, RowWeights, wide
 
 
 def check_joint(form: str, detach_inputs: bool, heads: str) -> None:
-    """Refuse what has no such term, with the reason."""
+    """Refuse what has no such term, with the reason.
+
+    Args:
+        form: paper, exact or inverted.
+        detach_inputs: as given to ExplicitDropout.
+        heads: as given to ExplicitDropout.
+    """
     if form != "inverted":
         raise ValueError(
             f"ExplicitDropout: joint is for form='inverted', got form={form!r}. Masks that are not "
@@ -52,7 +58,12 @@ def check_joint(form: str, detach_inputs: bool, heads: str) -> None:
 
 def with_gradient(x: Tensor, call: LinearCall) -> Tensor:
     """x, or a leaf of the same numbers where nothing below it is trained, so that a Jacobian can be
-    taken."""
+    taken.
+
+    Args:
+        x: input of the layer.
+        call: the attention, or the linear layer, at work.
+    """
     if call.role in ATTENTION:
         call.input = (
             x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
@@ -68,6 +79,13 @@ def joint_variance(
     call.
 
     `signs` are -1 and 1, shaped like o; by default they are drawn.
+
+    Args:
+        o: head outputs (B, H, N, dv).
+        call: the attention, or the linear layer, at work.
+        rows: row weights of the tokens; None: all are 1.
+        rate: of the dropout.
+        signs: -1 and 1, shaped like o; None: drawn.
     """
     return cast(Tensor, _outside_graphs()(o, call, rows, rate, signs))
 
