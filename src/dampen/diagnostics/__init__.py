@@ -27,14 +27,28 @@ from dampen.diagnostics.calibration import (
     reliability,
     wilson_interval,
 )
-from dampen.diagnostics.conditioning import Condition, Conditioning, ConditionProbe, condition_of, measure_conditioning
-from dampen.diagnostics.corruptions import CORRUPTIONS, Corruptions, corrupt, measure_corruptions
+from dampen.diagnostics.conditioning import (
+    Condition,
+    Conditioning,
+    ConditionProbe,
+    condition_of,
+    linear_attention_bound,
+    linear_attention_condition,
+    measure_conditioning,
+)
 from dampen.diagnostics.gradients import GradientVariance, gradient_variance
 from dampen.diagnostics.jacobian import JacobianCondition, estimate_condition, measure_jacobian
-from dampen.diagnostics.linear_attention import linear_attention_bound, linear_attention_condition
-from dampen.diagnostics.pixels import Pixels
 from dampen.diagnostics.predictions import predict
-from dampen.diagnostics.robustness import Robustness, fgsm, pgd
+from dampen.diagnostics.robustness import (
+    CORRUPTIONS,
+    Corruptions,
+    Pixels,
+    Robustness,
+    corrupt,
+    fgsm,
+    measure_corruptions,
+    pgd,
+)
 from dampen.names import moved_out
 
 __all__ = [

@@ -22,11 +22,9 @@ from dampen.models.block import (
     initialize,
     visible_keys,
 )
-from dampen.models.encoder import FeatureEncoder
-from dampen.models.language import LanguageModel
-from dampen.models.patches import ConvStem, PatchEmbed
-from dampen.models.text import TextEncoder
-from dampen.models.vit import ViT
+from dampen.models.decoder import LanguageModel
+from dampen.models.encoder import FeatureEncoder, TextEncoder
+from dampen.models.vit import ConvStem, PatchEmbed, ViT
 from dampen.names import moved_out, nearest
 
 __all__ = [

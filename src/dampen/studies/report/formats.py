@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dampen.studies.records.metric import METRICS, describe
-from dampen.studies.records.plain import finite
-from dampen.studies.records.table import Entry, ResultTable, grid_text
+from dampen.studies.files import finite
+from dampen.studies.metric import METRICS, describe
 from dampen.studies.report.charts import bench_rows
-from dampen.studies.report.heatmap import Matrix, matrix
 from dampen.studies.report.read import Skipped
 from dampen.studies.report.summary import advise, smallest_difference
 from dampen.studies.report.view import MARKS, about_test, facts, gain_text, number, p_text
+from dampen.studies.table import Entry, ResultTable, grid_text
 
 QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
 
@@ -30,12 +29,8 @@ def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequ
         parts += [f"## {_md(table.study.title)}", "", _md(" · ".join(facts(table.study))), ""]
         for question, answer in zip(QUESTIONS, (advice.which, advice.cost, advice.trust), strict=True):
             parts.append(f"- **{question}** {_md(answer.headline)}. {_md(' '.join(answer.details))}")
-        found = matrix(table) if table.study.show_all else None
-        if found is not None:
-            parts += _md_matrix(found)
-        else:
-            parts += ["", *_md_table(*_main_rows(table))]
-            parts += ["", _md(about_test(table))] if table.main_reference else []
+        parts += ["", *_md_table(*_main_rows(table))]
+        parts += ["", _md(about_test(table))] if table.main_reference else []
         parts += _md_measured(table)
         paper = _paper_rows(table)
         if paper:
@@ -209,31 +204,6 @@ def _md_measured(table: ResultTable) -> list[str]:
         rows.append([e.name, *(number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m.name)) else "" for m in shown)])
     heads = ["Row", *(m.title for m in shown)]
     return ["", "Measured on the trained models:", "", *_md_table(heads, rows)]
-
-
-def _md_matrix(found: Matrix) -> list[str]:
-    """The grid as papers print it: one table per row, the point that validation chose in bold."""
-    parts = []
-    for name in found.rows():
-        cells = {(r["y"], r["x"]): r for r in found.records if r["row"] == name}
-        parts += [
-            "",
-            f"**{_md(name)}**",
-            "",
-            f"| {_md(found.y)} \\ {_md(found.x)} | " + " | ".join(found.across) + " |",
-        ]
-        parts.append("|" + "---|" * (len(found.across) + 1))
-        for y in found.down:
-            parts.append(f"| {_md(y)} | " + " | ".join(_md_point(cells.get((y, x))) for x in found.across) + " |")
-    return parts
-
-
-def _md_point(record: dict[str, Any] | None) -> str:
-    if record is None:
-        return ""
-    text = f"{record['mean']:.2f}" + (f" ± {record['sd']:.2f}" if record["sd"] is not None else "")
-    text = f"**{text}**" if record["chosen"] else text
-    return text + (f" (paper {record['paper']:.2f})" if record["paper"] is not None else "")
 
 
 def _md(text: str) -> str:
