@@ -9,6 +9,7 @@ one for each outcome that the plan names; the build fails where a result fits no
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +62,14 @@ def excerpt(experiments: Sequence[str], plan: str) -> list[str]:
         blocks[-1].append(line.strip())
     words = [f"`{name}`" for name in experiments]
     found = [block for block in blocks if any(word in line for line in block for word in words)]
+    found = [block for block in found if not re.match(r"\| \d", block[0])]  # the list of costs
     if not found:
         raise ValueError(f"PLAN.md does not name {', '.join(experiments)}: add the experiment to the plan first.")
     titles = ["| experiment | data | settings x tuning seeds | seeds |", "|---|---|---|---|"]
-    head = titles if found[0][0].startswith("|") else []
-    quoted = [*head, *(line for block in found for line in block)]
-    return [f"> {line}" for line in quoted]
+    quoted = titles if found[0][0].startswith("|") else []
+    for block in found:
+        quoted = [*quoted, *([] if block[0].startswith("|") else [""]), *filter(None, block)]
+    return [f"> {line}".rstrip() for line in quoted[not quoted[0] :]]
 
 
 def page(question: Planned, tables: Tables, plan: str) -> str:

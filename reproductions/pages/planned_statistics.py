@@ -22,7 +22,7 @@ from dampen.studies import (
     sentence,
     summarize,
 )
-from dampen.studies.records.stats import Summary
+from dampen.studies.stats import Summary
 
 __all__ = ["sentence"]
 

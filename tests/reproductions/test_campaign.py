@@ -89,7 +89,7 @@ def test_an_interrupted_campaign_keeps_what_has_finished(tmp_path, monkeypatch):
 def test_the_plan_and_the_recipes_say_how_many_runs_an_experiment_has():
     """In the order of the campaign, counted by the planner of the runs."""
     from dampen.studies import load_recipe, make_comparison
-    from dampen.studies.engines.grid_tuning import as_large, count_runs, tuning_plan
+    from dampen.studies.tuning import as_large, count_runs, tuning_plan
 
     here = Path(campaign.__file__).parent
     lines = [line.split("|") for line in (here / "PLAN.md").read_text().splitlines()]

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dampen.studies import write_report
-from dampen.studies.config.plan import make_comparison
-from dampen.studies.config.recipe import load_recipe
+from dampen.studies import load_recipe, make_comparison, write_report
 from reproductions import campaign
 from reproductions.pages import planned
 from reproductions.pages import planned_statistics as own
