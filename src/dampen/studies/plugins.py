@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from dampen.studies.report.figures import note as note
     from dampen.studies.report.figures import some as some
     from dampen.studies.report.figures import tip as tip
+    from dampen.studies.report.formats import markdown_text as markdown_text
     from dampen.studies.result import Detected as Detected
     from dampen.studies.table import Cell as Cell
     from dampen.studies.table import axis_name as axis_name
@@ -153,6 +154,7 @@ _HOMES = {
         *("ROW", "Column", "Figure", "Palette", "Panel", "band_chart", "finish", "known", "note"),
         *("some", "tip"),
     ),
+    "report.formats": ("markdown_text",),
     "text": ("BEGIN", "END", "PAD", "Bpe", "pad_tokens"),
     "trainer.build": ("derive",),
 }
