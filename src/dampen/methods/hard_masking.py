@@ -192,7 +192,12 @@ class HardMasking(Regularizer):
 
 
 def check_learn(learn: str | Sequence[str], top: float) -> frozenset[str]:
-    """The names of the values to learn."""
+    """The names of the values to learn.
+
+    Args:
+        learn: names of what is learned.
+        top: count or share of the keys.
+    """
     names = frozenset([learn] if isinstance(learn, str) else learn)
     if names - {"rate", "top"}:
         raise ValueError(f"HardMasking: learn takes 'rate', 'top' or both, got {learn!r}.")
@@ -204,7 +209,11 @@ def check_learn(learn: str | Sequence[str], top: float) -> frozenset[str]:
 
 
 def check_top(top: float) -> float:
-    """A count of keys, at least 1, or a fraction in (0, 1]."""
+    """A count of keys, at least 1, or a fraction in (0, 1].
+
+    Args:
+        top: count or share of the keys.
+    """
     if isinstance(top, bool) or not isinstance(top, int | float):
         raise TypeError(
             f"HardMasking: top is a count (int) or a fraction (float) of the keys, got {top!r}."
