@@ -121,17 +121,19 @@ def compare(
     check_budget(budget)
     options = engine_options(engine, workers, address)
     if train is not None:
-        theirs = {
-            "--data": data,
-            "--model": model,
-            "--data-dir": data_dir,
-            "--allow-incomplete": allow_incomplete,
-            "--folds": folds,
-        }
-        _only_the_labs({**theirs, "--accelerator": accelerator != "auto"})
-        asked = _own(
-            train, methods, seeds, metric, settings or [], ignore_code_change, out, tuning or search is not None
+        _refuse_options_of_the_trainer(
+            {
+                "--data": data,
+                "--model": model,
+                "--data-dir": data_dir,
+                "--allow-incomplete": allow_incomplete,
+                "--folds": folds,
+                "--accelerator": accelerator != "auto",
+            }
         )
+        searching = tuning or search is not None
+        changes = settings or []
+        asked = _own(train, methods, seeds, metric, changes, ignore_code_change, out, searching)
     else:
         from dampen.studies.request import request_parts
 
@@ -211,7 +213,7 @@ BRINGS = {
 """Options of the lab's trainer, and why a user's own training has no use for them."""
 
 
-def _only_the_labs(given: Mapping[str, Any]) -> None:
+def _refuse_options_of_the_trainer(given: Mapping[str, Any]) -> None:
     """Refuse what would be passed over in silence."""
     problems = [f"{name}: {BRINGS[name]}" for name, value in given.items() if value]
     if problems:
