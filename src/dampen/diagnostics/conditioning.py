@@ -35,7 +35,14 @@ from dampen.regularizer import BranchCall
 
 
 def linear_attention_condition(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
-    """kappa of X Wq Wk^T X^T X Wv for tokens X (..., N, D) and weights (D, D), in float64."""
+    """kappa of X Wq Wk^T X^T X Wv for tokens X (..., N, D) and weights (D, D), in float64.
+
+    Args:
+        x: tokens (..., N, D).
+        wq: (D, D), y = x W.
+        wk: (D, D).
+        wv: (D, D).
+    """
     x, wq, wk, wv = (t.double() for t in (x, wq, wk, wv))
     return _kappa(x @ (wq @ wk.mT) @ (x.mT @ (x @ wv)))
 
@@ -47,6 +54,12 @@ def linear_attention_bound(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Ten
     kappa(V^T Wv). With at least as many tokens as channels V is square and C at most kappa(Wq)
     kappa(Wk) kappa(Wv), the proposition's constant; with fewer tokens the constant has to look at
     the weights on the tokens' own space, as it does here, because Wq Wk^T may be singular there.
+
+    Args:
+        x: tokens (..., N, D).
+        wq: (D, D), y = x W.
+        wk: (D, D).
+        wv: (D, D).
     """
     x, wq, wk, wv = (t.double() for t in (x, wq, wk, wv))
     _, s, vh = torch.linalg.svd(x, full_matrices=False)
@@ -60,10 +73,15 @@ def linear_conditions(
     plans: Sequence[LayerPlan], valid: Tensor | None, enabled: bool = True
 ) -> Iterator[dict[str, dict[str, list[tuple[tuple[float, ...], None, float]]]]]:
     """While the body runs the model: kappa of each layer's attention without softmax, and its
-    bound, per sample, each with the ceiling up to which float64 can tell.
+    bound, per sample, each with the ceiling that float64 can resolve.
 
     All heads count as one, without biases. Layers whose maps are not three square ones (grouped
     queries, cross-attention), and padded batches, are left out.
+
+    Args:
+        plans: the layers to watch.
+        valid: (B, N) bool, False on padding; None: all tokens count.
+        enabled: False: watch nothing.
     """
     found: dict[str, dict[str, list[tuple[tuple[float, ...], None, float]]]] = {}
     hooks = []
@@ -135,7 +153,7 @@ class Condition:
 
     numbers: tuple[float, ...]
     spectrum: Tensor | None = None  # (B, min(N, D)) singular values, largest first, on request
-    ceiling: float = math.inf  # where float64 cannot tell the matrix from a singular one
+    ceiling: float = math.inf  # where float64 cannot separate the matrix from a singular one
 
     @property
     def capped(self) -> int:
@@ -162,7 +180,7 @@ class Condition:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: n, ln kappa (mean, sd), kappa (median, largest), and the mean spectrum if it
-        was asked for."""
+        was requested."""
         plain: dict[str, Any] = {
             "n": len(self.numbers),
             "log_mean": self.log_mean,
@@ -192,7 +210,7 @@ class LayerConditions:
 class Conditioning:
     """Condition numbers by layer. Print it for a table of mean ln kappa.
 
-    `notes` say what was asked for and could not be measured, and why.
+    `notes` name what was requested and could not be measured, and why.
     """
 
     layers: tuple[LayerConditions, ...]
@@ -213,9 +231,7 @@ class Conditioning:
             cells = (layer.conditions.get(kind) for kind in kinds)
             lines.append(f"{layer.name:<{width}}" + "".join(f"  {_cell(c):>16}" for c in cells))
         if any(c.capped for layer in self.layers for c in layer.conditions.values()):
-            lines.append(
-                "> at least: in some samples the matrix is singular as far as float64 can tell"
-            )
+            lines.append("> at least: in some samples the matrix is singular in float64")
         return "\n".join([*lines, *self.notes])
 
 
@@ -231,6 +247,10 @@ def singular_values(x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Ten
 
     Padded tokens count as zero rows, which add zeros to the end of the spectrum: those do not
     count.
+
+    Args:
+        x: tokens (B, N, D).
+        valid: (B, N) bool, False on padding; None: all tokens count.
     """
     x = x.detach().flatten(1, -2).double()
     rank = torch.full((len(x),), min(x.shape[1:]), device=x.device)
@@ -246,6 +266,11 @@ def condition_of(x: Tensor, valid: Tensor | None = None, spectrum: bool = False)
     It ends at 1 / (machine epsilon x longer side), about 1e13, where a matrix is singular to
     float64; tokens from a float32 model are so from about 1e7 on, and the number then says no more
     than that.
+
+    Args:
+        x: tokens (B, N, D).
+        valid: (B, N) bool, False on padding; None: all tokens count.
+        spectrum: also return the singular values.
 
     >>> condition_of(torch.diag(torch.tensor([4.0, 2.0, 1.0])).unsqueeze(0)).numbers
     (4.0,)
@@ -307,14 +332,14 @@ def measure_conditioning(
 
     Args:
         inputs: one batch: a tensor, a tuple (positional) or a mapping (keywords; `attention_mask`
-            (B, N) tells the padding).
+            (B, N) marks the padding).
         samples: only that many of the batch.
         spectrum: keep all singular values.
         bound: also kappa of the layer's attention without softmax, and the bound of proposition 4.1
             on it. Where the tokens are singular, as behind a fresh LayerNorm with as many tokens as
             channels, it says nothing, and the numbers are marked as capped.
         double: run a copy of the model in float64, for condition numbers beyond 1e7.
-        valid: (B, N) bool, False on padding, where the inputs do not tell.
+        valid: (B, N) bool, False on padding, where the inputs do not mark it.
 
     >>> import dampen
     >>> _ = torch.manual_seed(0)
@@ -381,6 +406,12 @@ class ConditionProbe:
     else an empty dict. A batch is what the model takes, (inputs, labels), a mapping with "labels",
     or the lab's mapping with "inputs" and "target".
 
+    Args:
+        every: measure each so many steps.
+        samples: how many samples of a batch; None: all.
+        spectrum: also keep singular values.
+        bound: also measure attention without softmax and its bound.
+
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=16, patch_size=4, width=16, depth=2, heads=2, mlp=16)
     >>> probe = ConditionProbe(every=100, samples=4)
@@ -408,7 +439,11 @@ class ConditionProbe:
 
 
 def inputs_of(batch: Any) -> Any:
-    """What of a training batch the model takes."""
+    """What of a training batch the model takes.
+
+    Args:
+        batch: a batch as the trainer gives it to the model.
+    """
     if isinstance(batch, dict):
         if "inputs" in batch and "target" in batch:
             return batch["inputs"]

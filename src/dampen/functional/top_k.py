@@ -25,6 +25,10 @@ def largest(s: Tensor, k: int) -> Tensor:
     """The k largest entries along the last axis but one, sorted downwards: (..., M, N) -> (..., k,
     N).
 
+    Args:
+        s: scores (..., M).
+        k: how many of each row.
+
     >>> largest(torch.tensor([[3.0], [1.0], [2.0]]), 2).flatten().tolist()
     [3.0, 2.0]
     """
@@ -35,6 +39,10 @@ def largest(s: Tensor, k: int) -> Tensor:
 
 def kth_largest(s: Tensor, k: int) -> Tensor:
     """The k-th largest entry along the last axis but one: (..., M, N) -> (..., 1, N).
+
+    Args:
+        s: scores (..., M).
+        k: how many of each row.
 
     >>> kth_largest(torch.tensor([[3.0], [1.0], [2.0]]), 2).item()
     2.0
@@ -51,7 +59,13 @@ def _by_network(s: Tensor, k: int) -> bool:
 
 def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
     """The scores with the model's bias as (B, H, M, N), in float32 and without gradient: only their
-    order counts."""
+    order counts.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        call: the attention at work.
+    """
     if call.scores is not None:
         return call.scores.detach().float().mT.contiguous()
     q, k = q.detach().float(), k.detach().float()
@@ -70,6 +84,10 @@ def top_share(top: int | float, keys: int) -> tuple[int, int]:
 
     Exact: 0.1 * 30 is more than 3 in floating point, and would be rounded up to 4.
 
+    Args:
+        top: share of the keys, or their number.
+        keys: M.
+
     >>> top_share(0.1, keys=30), top_share(4, keys=30)
     ((1, 10), (4, 0))
     """
@@ -78,7 +96,7 @@ def top_share(top: int | float, keys: int) -> tuple[int, int]:
         return share.numerator, share.denominator
     if top > keys:
         raise ValueError(
-            f"HardMasking(top={top}) asks for more keys than the {keys} there are. Give a smaller "
+            f"HardMasking(top={top}) needs more keys than the {keys} there are. Give a smaller "
             "count, or a "
             "fraction such as top=0.1."
         )
@@ -88,7 +106,12 @@ def top_share(top: int | float, keys: int) -> tuple[int, int]:
 def in_top_of_rows(s: Tensor, top: int | float) -> Tensor | None:
     """Which scores (B, H, N, M) are among the largest of their rows; None where those are more than
     two, for which `in_top` is quicker. Exact with ties: the largest is taken out once, wherever it
-    stands."""
+    stands.
+
+    Args:
+        s: scores (..., M).
+        top: share of the keys, or their number.
+    """
     num, den = top_share(top, s.shape[-1])
     k = -(-s.shape[-1] * num // den) if den else num
     if k > 2:
@@ -101,7 +124,13 @@ def in_top_of_rows(s: Tensor, top: int | float) -> Tensor | None:
 
 def in_top(s: Tensor, keep: Tensor | None, top: int | float) -> Tensor:
     """Which scores (B, H, M, N), keys first, are among the k largest that `keep` (B, H, N, M) shows
-    to their query."""
+    to their query.
+
+    Args:
+        s: scores (..., M).
+        keep: bool, True may be seen; None: all.
+        top: share of the keys, or their number.
+    """
     keys = s.shape[-2]
     num, den = top_share(top, keys)
     k = -(-keys * num // den) if den else num
@@ -170,6 +199,9 @@ def _exchange(wires: list[Tensor], i: int, j: int) -> None:
 def comparators(size: int) -> tuple[tuple[int, int], ...]:
     """Batcher's odd-even merge sort for a power of two: pairs of wires, the larger number goes to
     the first.
+
+    Args:
+        size: numbers to sort.
 
     >>> comparators(4)
     ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2))

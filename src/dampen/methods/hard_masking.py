@@ -39,10 +39,11 @@ class HardMasking(Regularizer):
     shifts and zeroing is not, so a query whose top scores are negative would see its dropped keys
     *more*.
 
-    Departures: k is taken among the keys that the query may see, over the full score (position bias
-    included), as a count or as a fraction of those keys, rounded up; keys that tie with the k-th
-    belong to the top; a query that would lose all its keys gets one back, at random. The paper's p
-    and k are not public: the defaults are ours. It reports that p above 0.5 hurts, so that warns.
+    Differences from the paper: k is taken among the keys that the query may see, over the full
+    score (position bias included), as a count or as a fraction of those keys, rounded up; keys that
+    tie with the k-th belong to the top; a query that would lose all its keys gets one back, at
+    random. The paper's p and k are not public: the defaults are ours. It reports that p above 0.5
+    hurts, so that warns.
 
     Learned p and k, which the paper names as future work: with `learn` they are parameters per head
     and layer (`reg.parameters()`) that start at `rate` and `top`. Decisions become soft, at
@@ -192,7 +193,12 @@ class HardMasking(Regularizer):
 
 
 def check_learn(learn: str | Sequence[str], top: float) -> frozenset[str]:
-    """The names of the values to learn."""
+    """The names of the values to learn.
+
+    Args:
+        learn: names of what is learned.
+        top: count or share of the keys.
+    """
     names = frozenset([learn] if isinstance(learn, str) else learn)
     if names - {"rate", "top"}:
         raise ValueError(f"HardMasking: learn takes 'rate', 'top' or both, got {learn!r}.")
@@ -204,7 +210,11 @@ def check_learn(learn: str | Sequence[str], top: float) -> frozenset[str]:
 
 
 def check_top(top: float) -> float:
-    """A count of keys, at least 1, or a fraction in (0, 1]."""
+    """A count of keys, at least 1, or a fraction in (0, 1].
+
+    Args:
+        top: count or share of the keys.
+    """
     if isinstance(top, bool) or not isinstance(top, int | float):
         raise TypeError(
             f"HardMasking: top is a count (int) or a fraction (float) of the keys, got {top!r}."

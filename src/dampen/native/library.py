@@ -159,8 +159,8 @@ def _run_compiler(command: list[str]) -> None:
         lines = _readable(result.stderr).strip().splitlines() or [
             f"exit code {result.returncode}, and no word"
         ]
-        telling = next((line for line in lines if "error" in line), lines[-1])
-        raise BuildError(f"{name} failed: {telling.strip()[:300]}")
+        shown = next((line for line in lines if "error" in line), lines[-1])
+        raise BuildError(f"{name} failed: {shown.strip()[:300]}")
 
 
 def _try_out(made: Path) -> None:
