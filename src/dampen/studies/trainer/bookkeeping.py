@@ -1,4 +1,4 @@
-"""Keeps the books of a trial while it trains: progress, log, checkpoints, selection on validation, the final result."""
+"""Around the steps of a trial: progress, log, checkpoints, selection on validation, result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from dampen.studies.trainer.variance import over_training
 
 Event = dict[str, Any]
 """As a worker sends it; listeners get it typed (`result.py`)."""
-_finite = finite  # under the name by which own training knows it
 
 
 def set_threads(execution: Execution, record: RunStore) -> None:
@@ -51,11 +50,11 @@ class Bookkeeping:
         self.selection = selection(s.data.task)
         self.writes = s.fabric.is_global_zero
         self.log: list[dict[str, Any]] = []
-        self.saved_at = self.told_at = self.started = time.monotonic()
+        self.saved_at = self.reported_at = self.started = time.monotonic()
         self.loggers: list[Logger] = []
 
     def start(self) -> None:
-        """Note the environment; go on from the newest whole checkpoint if there is one."""
+        """Record the environment; resume from the newest intact checkpoint if there is one."""
         s = self.s
         state, damage = load_newest(self.record.folder, "checkpoint")
         if self.writes:
@@ -99,12 +98,12 @@ class Bookkeeping:
         )
 
     def after_step(self) -> None:
-        """Tell how far we are; save and stop where asked. The end of an epoch is left to `after_epoch`."""
+        """Report progress; save and stop where due. `after_epoch` handles the end of an epoch."""
         s, now = self.s, time.monotonic()
         s.measure_conditions()
         s.measure_variance()
-        if now - self.told_at >= s.execution.progress_seconds:
-            self.told_at = now
+        if now - self.reported_at >= s.execution.progress_seconds:
+            self.reported_at = now
             self._progress()
         if s.step % s.per_epoch == 0 or s.step >= s.total:
             return
@@ -211,7 +210,7 @@ class Bookkeeping:
         return out
 
     def diverged(self, bad: NotFinite) -> dict[str, Any]:
-        """Keep the last good weights, say which term went first, and close the trial."""
+        """Save the last finite weights, report which term failed first, and close the trial."""
         s = self.s
         terms = " and ".join(repr(n) if n != "the gradient" else n for n in bad.names)
         before = ", ".join(f"{k} {v:.4g}" for k, v in bad.before.items()) or "nothing yet"
@@ -259,8 +258,8 @@ class Bookkeeping:
         s = self.s
         pace = s.seconds["train"] / max(1, s.step)
         epoch = math.ceil(s.step / s.per_epoch)  # of the step that was just done
-        told = {"kind": "progress", "epoch": epoch, "epochs": s.options.epochs, "step": s.step, "steps": s.total}
-        self.report({**told, "terms": dict(s.meter.latest), "eta": round(pace * (s.total - s.step), 1)})
+        event = {"kind": "progress", "epoch": epoch, "epochs": s.options.epochs, "step": s.step, "steps": s.total}
+        self.report({**event, "terms": dict(s.meter.latest), "eta": round(pace * (s.total - s.step), 1)})
 
     def _stop(self) -> bool:
         if self.s.fabric.world_size > 1 and self.s.step % 10:  # asking all ranks costs about a millisecond

@@ -125,7 +125,7 @@ def _has_weights(folder: str) -> bool:
 
 
 class _InOrder(nn.Module):
-    """A Hugging Face classifier that takes the lab's inputs in order and gives logits."""
+    """A Hugging Face classifier that takes inputs in order and returns logits."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -57,7 +57,7 @@ def close_with_pretraining(trial: Run, folder: Path) -> dict[str, Any]:
     return result
 
 
-def told_as_pretraining(report: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+def report_as_pretraining(report: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
     """What the trial's listener hears of its pretraining: that it moves, not its epochs' results."""
 
     def tell(event: dict[str, Any]) -> None:

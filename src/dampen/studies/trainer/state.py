@@ -44,7 +44,7 @@ ACCELERATORS = ("auto", "cpu", "cuda", "mps")
 
 @dataclass(frozen=True)
 class Execution:
-    """How to run a trial where its result does not depend on it: places, threads, how often to save and to report."""
+    """How to run a trial, apart from what decides its result: folders, threads, intervals."""
 
     data_dir: str | None = None
     threads: int | None = None
@@ -67,11 +67,11 @@ class Execution:
 
     @property
     def log_to(self) -> list[str]:
-        """The loggers that are told of each line of the log."""
+        """The loggers that receive each line of the log."""
         return [*(["tensorboard"] if self.tensorboard else []), *self.loggers]
 
     def check_here(self) -> None:
-        """Refuse a device that this machine does not have (another machine of a cluster may)."""
+        """Raise for a device that this machine lacks (another machine of a cluster may have it)."""
         there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         if not there.get(self.accelerator, True):
             problem = f"--accelerator: torch finds no {self.accelerator} device here; use cpu or auto"
@@ -79,7 +79,7 @@ class Execution:
 
 
 class TrialState:
-    """A trial at work: model, regularizers, optimizer, data, and the position in training."""
+    """A running trial: model, regularizers, optimizer, data, and the position in training."""
 
     def __init__(self, trial: Run, execution: Execution, pretrained: Pretrained | None = None):
         activate(execution.plugins)
@@ -99,8 +99,10 @@ class TrialState:
             from dampen import regularize
 
             self.handle = regularize(self.raw, build_methods(trial.methods), **places(trial.sites))
-        self.own = cast(nn.Module, torch.compile(self.raw)) if self.options.compile else self.raw
-        self.model = self.fabric.setup_module(self.own)
+        self.compiled = self.raw
+        if self.options.compile:
+            self.compiled = cast(nn.Module, torch.compile(self.raw))
+        self.model = self.fabric.setup_module(self.compiled)
         extra = list(self.handle.parameters()) if self.handle else []
         self.optimizer = cast(Any, self.fabric.setup_optimizers(make_optimizer(self.raw, extra, self.options)))
         # One device without a gradient scaler needs nothing of Fabric's wrappers, and a tiny step would feel them.
@@ -172,7 +174,7 @@ class TrialState:
             return self.model(*inputs)
         precision = self.fabric.strategy.precision
         with precision.forward_context():
-            output = self.own(*inputs)
+            output = self.compiled(*inputs)
         return precision.convert_output(output)
 
     def sampled(self, inputs: tuple[Any, ...]) -> Any:

@@ -23,7 +23,7 @@ from dampen.studies.trainer.bookkeeping import Bookkeeping, Event, set_threads
 from dampen.studies.trainer.checkpoint import keeps_kernels
 from dampen.studies.trainer.distributed import launch
 from dampen.studies.trainer.optim import NotFinite, learning_rate, set_learning_rate
-from dampen.studies.trainer.pretraining import close_with_pretraining, load_pretrained, told_as_pretraining
+from dampen.studies.trainer.pretraining import close_with_pretraining, load_pretrained, report_as_pretraining
 from dampen.studies.trainer.state import Execution, TrialState
 from dampen.studies.trainer.user_trial import train_user_function
 
@@ -110,7 +110,7 @@ def _pretrain(
         return None
     kept = replace(execution, keep_weights=True)
     try:
-        run_trial(first, folder / PRETRAIN, kept, told_as_pretraining(report), stop)
+        run_trial(first, folder / PRETRAIN, kept, report_as_pretraining(report), stop)
     except Diverged:
         return close_with_pretraining(trial, folder)
     return None

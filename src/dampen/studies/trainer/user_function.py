@@ -196,7 +196,7 @@ def _written(files: tuple[tuple[str, str], ...]) -> Path:
 
 @dataclass(frozen=True)
 class Parts:
-    """Places and functions of the user's own parts; None where the lab's own are used."""
+    """Places and functions of the user's own parts; None where the built-in ones are used."""
 
     data: str | None = None  # a file or folder
     read: Function | None = None  # a function that returns data sets

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from dampen.native import library
 from dampen.studies.errors import LabError
+from dampen.studies.files import finite
 from dampen.studies.loggers import Logger, flat
 from dampen.studies.metric import describe
 from dampen.studies.processes import describe_malloc
 from dampen.studies.result import FORMAT
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.bookkeeping import _finite
 from dampen.studies.trainer.checkpoint import fingerprint
 from dampen.studies.trainer.instrumented import Clock
 from dampen.studies.trainer.optim import NotFinite
@@ -27,7 +27,7 @@ PENDING = 200
 
 
 class UserLog:
-    """Takes what the function tells, and writes a line per validation, epoch, or `PENDING` calls."""
+    """Collects what the function logs; writes a line per validation, epoch, or `PENDING` calls."""
 
     def __init__(self, record: RunStore):
         self.record = record
@@ -38,13 +38,13 @@ class UserLog:
         self.open = False  # whether the log on disk belongs to this session
 
     def begin(self) -> None:
-        """The log of an earlier session that nobody resumed is not part of this one."""
+        """Drop the log of an earlier session that was not resumed."""
         if not self.open:
             self.record.keep_lines(0)
             self.open = True
 
     def add(self, groups: Mapping[str, Any], step: int | None, epoch: int | None) -> bool:
-        """Take one call; whether it makes a line of the log."""
+        """Add one call of `trial.log`; returns whether a line of the log is due."""
         values = {k: numbers(k, v) for k, v in groups.items() if v is not None}
         self.steps = self.steps if step is None else int(step)
         self.epochs = self.epochs if epoch is None else int(epoch)
@@ -53,7 +53,7 @@ class UserLog:
         return "valid" in values or epoch is not None or len(self.pending) >= PENDING
 
     def flush(self, seconds: float, at: int, epoch: int | None = None) -> dict[str, Any] | None:
-        """Write what is pending as one line, and return it; `at` is the step that loggers are told."""
+        """Write what is pending as one line, and return it; `at` is the step for the loggers."""
         if not self.pending:
             return None
         self.begin()
@@ -61,7 +61,7 @@ class UserLog:
         line: dict[str, Any] = {"epoch": self.lines if epoch is None else epoch, "step": self.steps}
         line |= _means(self.pending)
         line["seconds"] = round(seconds, 4)
-        self.pending, line = [], _finite(line)
+        self.pending, line = [], finite(line)
         self.record.log(line)
         for logger in self.loggers:
             logger.log(at, flat(line))
@@ -73,7 +73,7 @@ class UserLog:
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where the checkpoint was taken: lines that came after it will come again."""
+        """Resume from a checkpoint: lines written after it will be written again."""
         self.steps, self.epochs, self.lines = state["steps"], state["epochs"], state["lines"]
         self.known, self.pending = dict(state["known"]), list(state.get("pending", []))  # checkpoints before 0.2
         self.record.keep_lines(self.lines)
@@ -111,7 +111,7 @@ def _means(calls: list[dict[str, Any]]) -> dict[str, Any]:
 
 WANTED = 'return {"accuracy": 0.9} or {"test": {...}, "valid": {...}}, of the test part'
 RETURNED = "returned "
-"""How a metric that is no number is named among what went wrong."""
+"""Prefix of the name of a returned metric that is not finite."""
 Metrics = dict[str, float]
 
 
@@ -128,8 +128,8 @@ def read_metrics(returned: Any, named: str) -> tuple[Metrics, Metrics]:
         raise LabError(f"{named} returned no test metrics: got {returned!r}; {WANTED}.")
     percent = [k for k, v in test.items() if describe(k).percent and not -1.0 <= v <= 1.0 and math.isfinite(v)]
     if percent:
-        told = f"{percent[0]} = {test[percent[0]]:g}"
-        raise LabError(f"{named} returned {told}, but it is recorded as a fraction of 1: divide it by 100.")
+        value = f"{percent[0]} = {test[percent[0]]:g}"
+        raise LabError(f"{named} returned {value}, but it is recorded as a fraction of 1: divide it by 100.")
     return test, valid
 
 
@@ -189,7 +189,7 @@ def diverged(id: str, bad: NotFinite, judged: tuple[str, str] | None) -> dict[st
 
 
 def costs(models: Sequence[nn.Module], clock: Clock, count: int, seconds: float, device: str) -> dict[str, Any]:
-    """Times of steps and whole, and what they depend on: device, threads, malloc, kernels."""
+    """Step times, total time, and what they depend on: device, threads, malloc, kernels."""
     steps = clock.steps()
     unique = {id(m): m for m in models}.values()
     return {
