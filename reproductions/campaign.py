@@ -160,8 +160,9 @@ def _dampen(*arguments: str) -> int:
 
 
 def pack(name: str, out: Path) -> None:
-    """Write the result file of an experiment: its plan, its tuning and every run."""
+    """Write the result file of an experiment: its plan, its tuning and every run; CITATION.cff names it too."""
     from dampen.studies import write_report
+    from reproductions.pages import citation
 
     target = result_of(name)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +170,7 @@ def pack(name: str, out: Path) -> None:
     if name in FINETUNING:
         without_paths(target, name)
     unfinished(name).unlink(missing_ok=True)
+    citation.main([])
     print(f"packed {target.relative_to(HERE)}", flush=True)
 
 

@@ -219,7 +219,7 @@ def any_in_row(mask: Tensor) -> Tensor:
 
 
 def causal_rows(queries: int, keys: int, rows: slice | None, device: torch.device | None) -> Tensor:
-    """The (N, M) bool mask that `is_causal=True` stands for, or only the given rows of it.
+    """The (N, M) bool mask that `is_causal=True` means, or only the given rows of it.
 
     Args:
         queries: N.
@@ -433,7 +433,7 @@ def give_back_one(keep: Tensor, allowed: Tensor | None, *, search: bool = True) 
 
     A query without a key has no softmax: plain attention gives NaN there and fused kernels give
     zeros, so that the same draw would mean two things. One key back, and not all, leaves the rate
-    as near to the one asked for as can be.
+    as near to the requested one as can be.
 
     Args:
         keep: bool, True is seen.

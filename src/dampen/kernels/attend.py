@@ -64,7 +64,7 @@ class Needs:
     """What some methods need of an attention, worked out once for all forwards in which they are at
     work.
 
-    The kernel that was chosen is kept here per shape, dtype and device, so that each site asks
+    The kernel that was chosen is kept here per shape, dtype and device, so that each site decides
     once.
 
     Args:
@@ -132,7 +132,7 @@ def attend(
     call: Call | None,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Kernel | None]:
-    """As `attention`, of methods in their order; also the weights (when asked for) and the
+    """As `attention`, of methods in their order; also the weights (if requested) and the
     kernel that ran.
 
     Args:

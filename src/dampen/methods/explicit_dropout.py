@@ -92,19 +92,19 @@ class ExplicitDropout(Regularizer):
     and no n x n matrix is built: J_q = J_k = p^2/2 ||Q K^T||^2, J_v = p^2/2 ||V||^2, J_av = p^2/2
     ||A V||^2.
 
-    Departures: the paper's B keeps only the squared bias of dropout, `form="exact"` is the true
-    expectation and `form="inverted"` that of `nn.Dropout` (docs/exactness.md); `query_key` masks
-    queries and keys at once, for which the paper has no expression; a mean instead of the authors'
-    sum (`author_weight` converts); biases, rotary, norm and scale are not in Q, K and V; padded
-    tokens count nowhere. Beside other methods each term reads what none of them has changed in its
-    layer, and A before the model's own dropout.
+    Differences from the paper: the paper's B keeps only the squared bias of dropout, `form="exact"`
+    is the true expectation and `form="inverted"` that of `nn.Dropout` (docs/exactness.md);
+    `query_key` masks queries and keys at once, for which the paper has no expression; a mean
+    instead of the authors' sum (`author_weight` converts); biases, rotary, norm and scale are not
+    in Q, K and V; padded tokens count nowhere. Beside other methods each term reads what none of
+    them has changed in its layer, and A before the model's own dropout.
 
     Args:
         query, key, value, attended_value, query_key, ffn: the lambdas; a number, a schedule or one
             value per layer. The plain number 0 switches a term off at no cost.
         ffn1, ffn2: lambdas of the two feed-forward layers (gate and up of a gated one are layer 1),
             where they differ from `ffn`.
-        rate: p of the dropout that the penalties stand for.
+        rate: p of the dropout that the penalties replace.
         form: paper, exact or inverted.
         reduction: mean (per valid token, or pair of tokens), sum, token_mean (batch sum of token
             means) or author (that without the 1/2).
@@ -134,7 +134,7 @@ class ExplicitDropout(Regularizer):
     needs_valid = True
     multiplies = True
     rate: Tensor
-    swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not asked yet
+    swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not known yet
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class ExplicitDropout(Regularizer):
             check_joint(form, detach_inputs, heads)
         if "residual" in self.terms and detach_inputs:
             raise ValueError(
-                "ExplicitDropout: residual has no form with detach_inputs=True: no weight stands "
+                "ExplicitDropout: residual has no form with detach_inputs=True: no weight is "
                 "between its mask and "
                 "the branch. Use a second ExplicitDropout(residual=...) beside this one."
             )
@@ -201,7 +201,7 @@ class ExplicitDropout(Regularizer):
         self.pair_terms = self.terms & set(PAIR_TERMS)
         attends = "attended_value" in self.terms
         # A detached input leaves Wv alone, and values that another method changes are not X Wv: the
-        # attention output cannot tell A from these, so take A itself
+        # attention output does not separate A from these, so take A itself
         self.keeps_values = attends and not self.changed_maps.isdisjoint(("v", "qkv", "kv"))
         self.from_weights = self.detach_inputs or self.keeps_values
         self.reads_weights = attends and (self.form != "paper" or self.from_weights)
@@ -284,7 +284,7 @@ class ExplicitDropout(Regularizer):
         return self._branch(found[0], call)
 
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
-        """The same beside the map, and the branches that these give out."""
+        """The same beside the map, and the branches that these return."""
         name = _LAYER.get(call.role)
         if name in self.terms:
             with no_autocast(y.device.type):
@@ -360,9 +360,9 @@ class ExplicitDropout(Regularizer):
         return a
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
-        """Attended value: the part that the attention output tells; and one mask for q, k and v at
+        """Attended value: the part that the attention output shows; and one mask for q, k and v at
         once."""
-        # nobody takes it; the ledger is told all the same
+        # nothing consumes it; the ledger is informed all the same
         if "joint" in self.terms and not torch.is_grad_enabled():
             if self.ledger is not None and self.ledger.counts(self):
                 raise RuntimeError(

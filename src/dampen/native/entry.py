@@ -1,4 +1,4 @@
-"""The one place where tensors become pointers: what is asked of them first, and the calls of the C
+"""The one place where tensors become pointers: what is checked first, and the calls of the C
 functions.
 
 Nothing else in dampen hands an address to C. `unreadable` says why a kernel may not see a tensor,
@@ -31,7 +31,7 @@ _NO_STRIDES = (0, 0, 0)
 
 
 class NativeError(RuntimeError):
-    """A kernel refused its arguments. Nothing was read or written; what should have been asked
+    """A kernel refused its arguments. Nothing was read or written; what should have been checked
     before was not."""
 
 
@@ -52,7 +52,7 @@ def first_unreadable(
     """The first of several tensors that no kernel may read, and why; None where all can be read.
 
     One loop and no function per tensor: this runs for every tensor of every layer and step. In a
-    graph only what a fake tensor knows is asked: the operator asks the rest of the numbers
+    graph only what a fake tensor knows is checked: the operator checks the rest of the numbers
     themselves.
     """
     compiling, size = torch.compiler.is_compiling(), dtype.itemsize
@@ -165,7 +165,7 @@ def _raise_refused(refused: bytes) -> NoReturn:
 
 
 class AttentionSettings(NamedTuple):
-    """What a call of the attention kernel is told besides its tensors."""
+    """What a call of the attention kernel gets besides its tensors."""
 
     seed: int
     rate: float
@@ -340,7 +340,7 @@ def draws(count: int, seed: int, stream: int = 0, slab: int = 0) -> Tensor:
 
 
 class Place(NamedTuple):
-    """Where a row of numbers stands: a tensor, and from which of its numbers on."""
+    """Where a row of numbers is: a tensor, and from which of its numbers on."""
 
     of: Tensor
     start: int = 0

@@ -158,8 +158,8 @@ def _run_compiler(command: list[str]) -> None:
         lines = _readable(result.stderr).strip().splitlines() or [
             f"exit code {result.returncode}, and no word"
         ]
-        telling = next((line for line in lines if "error" in line), lines[-1])
-        raise BuildError(f"{name} failed: {telling.strip()[:300]}")
+        shown = next((line for line in lines if "error" in line), lines[-1])
+        raise BuildError(f"{name} failed: {shown.strip()[:300]}")
 
 
 def _try_out(made: Path) -> None:
@@ -242,7 +242,7 @@ def path() -> str:
 def torch_only(why: str) -> Iterator[None]:
     """Inside, everything runs on torch alone, as if nothing had been built; `status` says why."""
     global _library, _why_not
-    available()  # so that nobody looks inside
+    available()  # so that no graph looks inside
     before = _library, _why_not
     _library, _why_not = None, why
     try:

@@ -4,7 +4,7 @@ behind them.
 Random numbers are Philox's, a function of a seed and of a place. The seed is drawn from torch's
 global generator in the forward, so a checkpoint's recompute draws it again, and the backward makes
 every mask anew instead of keeping it. In eager mode an `autograd.Function` is called directly; in a
-graph, and where a dispatch mode watches (to count FLOPs, for one), the same code stands behind
+graph, and where a dispatch mode watches (to count FLOPs, for one), the same code is behind
 `torch.library` operators. A backward that is itself to be differentiated runs on torch, with the
 mask that the kernel drew.
 """

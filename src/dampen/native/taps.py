@@ -92,8 +92,8 @@ def tap_gradient(through: Tensor, y: Tensor, bias: Tensor | None, scale: float) 
 
 
 class Strided(NamedTuple):
-    """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the
-    strides of its own and of a gradient like it."""
+    """How a tensor is laid out, read once for forward and backward: slabs, groups, rows and size,
+    and the strides of its own and of a gradient like it."""
 
     shape: tuple[int, int, int, int]
     strides: tuple[int, ...]
@@ -145,7 +145,7 @@ def all_gradients(
     sums: Sequence[Place | None],
     to_biases: Sequence[Place | None],
 ) -> list[Tensor]:
-    """scale (y - bias) of each y, and -scale sums where `to_biases` stands."""
+    """scale (y - bias) of each y, and -scale sums where `to_biases` is."""
     outs = []
     for y in ys:
         if y.ndim != 4:

@@ -254,7 +254,7 @@ def _places(
     plan: list[tuple[int, float, Cut | None]],
     room: Tensor | None = None,
 ) -> list[Place | None]:
-    """Where the biases stand, or their cuts where a fused map has one; with a room for all of
+    """Where the biases are, or their cuts where a fused map has one; with a room for all of
     them, where there."""
     found: list[Place | None] = []
     first = 0

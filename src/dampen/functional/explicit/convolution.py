@@ -111,7 +111,7 @@ def _apply(module: Convolution, x: Tensor, weight: Tensor, size: torch.Size | No
         return convolve(module, x, weight)
     transposed = getattr(torch.nn.functional, f"conv_transpose{x.ndim - 2}d")
     extra = tuple(module.output_padding)
-    # what `output_size` may have asked for beyond the smallest size
+    # what `output_size` may have requested beyond the smallest size
     if size is not None:
         axes = zip(
             size,
@@ -238,7 +238,7 @@ def regularize_convolutions(
     Args:
         model: any model.
         weight: lambda; a number, a schedule, or one value per convolution.
-        rate: p of the dropout that the penalty stands for.
+        rate: p of the dropout that the penalty replaces.
         form: paper, exact or inverted.
         reduction: mean, sum, token_mean or author.
         sites: pattern(s) of dotted names of the convolutions, as in `"stages.[0-1].*"`.

@@ -53,7 +53,7 @@ from dampen.functional.explicit.squares import (
 )
 
 BRANCHES = ("out", "ffn_out")
-"""The maps that give out a residual branch."""
+"""The linear layers whose output is a residual branch."""
 ATTENTION = ("q", "k", "v", "qkv", "kv")
 """The maps that an attention reads."""
 
@@ -174,7 +174,7 @@ def _output(call: LinearCall, term: Term) -> tuple[Tensor | None, Tensor | None]
 def tap_branch(
     y: Tensor, call: LinearCall, term: Term, swapped: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """y, and the penalty of dropout on the residual branch that the map gives out: no weight stands
+    """y, and the penalty of dropout on the residual branch that the layer returns: no weight is
     in it.
 
     With y the branch just before it is added, bias and all, and m a plain mask, E ||m y - y||^2 = p

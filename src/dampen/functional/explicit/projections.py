@@ -17,7 +17,7 @@ from dampen.functional.explicit.reductions import RowWeights, token_rows, wide, 
 from dampen.names import leave_out
 from dampen.regularizer import Call, UnsupportedModel
 
-# which term asks for a map, what that is, and what to do without it
+# which term needs a linear layer, what that is, and what to do without it
 _ASKED_FOR = {
     "out": (
         "output",
@@ -98,8 +98,8 @@ def read_map(
     if x.shape[0] != call.shape[0]:
         raise RuntimeError(
             f"{at(call)}: the {role} projection reads a batch of {x.shape[0]} "
-            f"but the attention works on {call.shape[0]}, so tokens cannot be told from samples. "
-            "Leave the layer out with sites=."
+            f"but the attention works on {call.shape[0]}, so tokens cannot be separated from "
+            "samples. Leave the layer out with sites=."
         )
     if detach:
         x, y, bias = x.detach(), only_weight(x, linear.weight, y, linear.bias), None
@@ -230,7 +230,7 @@ def query_rows(call: Call, reduction: str, dtype: torch.dtype) -> RowWeights:
 def fit(valid: Tensor | None, tokens: int, call: Call) -> Tensor | None:
     """Validity for as many tokens as a projection read: extra keys are not tokens.
 
-    nn.MultiheadAttention adds its own keys at the end, caches and prefixes stand at the beginning.
+    nn.MultiheadAttention adds its own keys at the end, caches and prefixes are at the beginning.
 
     Args:
         valid: bool, False on padding; None: all tokens count.
@@ -358,7 +358,7 @@ def check_roles(
         fused = "qkv" in found or (role != "q" and "kv" in found)
         if role in wanted and role not in found and not fused:
             raise UnsupportedModel(
-                f"{who}: cannot tell which linear map makes {role} at '{where}' (roles found: "
+                f"{who}: unknown which linear layer makes {role} at '{where}' (roles found: "
                 f"{names}). "
                 "Say it: regularize(model, ..., projections={'q': 'name', 'k': 'name', 'v': "
                 "'name'}) or {'qkv': "
