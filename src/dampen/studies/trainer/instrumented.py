@@ -23,11 +23,11 @@ from dampen.studies.trainer.data import derive
 
 
 class RandomStream:
-    """A stream of random numbers for the model's forward: inside, the global generator has this stream's state.
+    """A stream of random numbers for the model's forward: inside, the global generator has this
+    stream's state.
 
-    Swapping the state of the global generator, rather than drawing from a private one, keeps activation checkpointing
-    right: it saves and restores what it finds.
-    """
+    Swapping the state of the global generator, rather than drawing from a private one, keeps
+    activation checkpointing right: it saves and restores what it finds."""
 
     def __init__(self, seed: int):
         self.seed = derive(seed, "forward")
@@ -70,7 +70,9 @@ class RandomStream:
         return [before, after]
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
-        if not torch.compiler.is_compiling():  # a compiled model is entered by reg.loss, outside of its graph
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a compiled model is entered by reg.loss, outside of its graph
             self.enter()
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -95,7 +97,9 @@ def _fresh(device: str, seed: int) -> Tensor:
 
 
 class Clock:
-    """Times of training steps, taken between calls of one kind: of progress, loss or penalty, whichever came most."""
+    """Times of training steps, taken between calls of one kind: of progress, loss or penalty,
+    whichever came most.
+    """
 
     def __init__(self) -> None:
         self.times: dict[str, list[tuple[float, float]]] = {}
@@ -136,13 +140,16 @@ class Observer:
     """Receives from a handle that a step of some kind was done, and the terms of the loss."""
 
     def __init__(
-        self, stream: RandomStream, clock: Clock, step: Callable[[float | None, Mapping[str, Tensor] | None], None]
+        self,
+        stream: RandomStream,
+        clock: Clock,
+        step: Callable[[float | None, Mapping[str, Tensor] | None], None],
     ):
         self.stream, self.clock, self.step = stream, clock, step
 
 
 class InstrumentedRegularization(Regularization):
-    """The handle of a configuration with methods: as its base class, and it reports to the trial."""
+    """The handle of a configuration with methods: its base class, reporting to the trial."""
 
     observer: Observer
     hooks: list[Any]
@@ -153,7 +160,9 @@ class InstrumentedRegularization(Regularization):
             self.observer.clock.mark("progress")
             self.observer.step(float(t), None)
 
-    def loss(self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any) -> Any:
+    def loss(
+        self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any
+    ) -> Any:
         self.observer.clock.mark("loss")
         with self.observer.stream.inside():
             loss, terms = super().loss(forward, criterion, **options)
@@ -185,10 +194,11 @@ def instrument(handle: Regularization, observer: Observer) -> InstrumentedRegula
 
 
 class BaselineHandle(Regularization):
-    """The handle of the baseline: the same methods as `Regularization`, and the model is left as it is.
+    """The handle of the baseline: the same methods as `Regularization`, and the model is left as it
+    is.
 
-    Nothing is inherited but the type: there is no site in the model that the real one's methods could look at.
-    """
+    Nothing is inherited but the type: there is no site in the model that the real one's methods
+    could look at."""
 
     def __init__(self, model: nn.Module, observer: Observer):
         self.model, self.methods, self.layers, self.clones = model, [], [], []
@@ -198,7 +208,9 @@ class BaselineHandle(Regularization):
 
     def _alive(self) -> None:
         if self._removed:
-            raise RuntimeError("this regularization was removed from its model. Call trial.regularize again.")
+            raise RuntimeError(
+                "this regularization was removed from its model. Call trial.regularize again."
+            )
 
     passes = 1
 
@@ -210,7 +222,9 @@ class BaselineHandle(Regularization):
         self.observer.clock.mark("progress")
         self.observer.step(float(t), None)
 
-    def loss(self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any) -> Any:
+    def loss(
+        self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any
+    ) -> Any:
         self._alive()
         self.observer.clock.mark("loss")
         with self.observer.stream.inside():
@@ -238,11 +252,15 @@ class BaselineHandle(Regularization):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if list(state["methods"]):
-            raise ValueError(f"the state is of the methods {list(state['methods'])}, but this is the baseline.")
+            raise ValueError(
+                f"the state is of the methods {list(state['methods'])}, but this is the baseline."
+            )
         self._progress = float(state["progress"])
 
     @torch.no_grad()
-    def mc_average(self, forward: Callable[[], Any], samples: int = 16, logits: Any = None) -> Tensor:
+    def mc_average(
+        self, forward: Callable[[], Any], samples: int = 16, logits: Any = None
+    ) -> Tensor:
         if samples < 1:
             raise ValueError(f"mc_average needs at least one sample, got {samples}.")
 
@@ -255,7 +273,9 @@ class BaselineHandle(Regularization):
             return torch.stack([probabilities() for _ in range(samples)]).mean(0)
 
     def own(self, rate: Any = None, sites: str | Sequence[str] = "*") -> list[OwnRate]:
-        """As in `Regularization`; this model has no layers that dampen knows, so a schedule may not vary with depth."""
+        """As in `Regularization`; this model has no layers that dampen knows, so a schedule may not
+        vary with depth.
+        """
         self._alive()
         known = {(id(r.module), r.attribute): r for r in self._rates}
         rates = [known.get((id(r.module), r.attribute), r) for r in find_own(self.model)]
@@ -263,9 +283,12 @@ class BaselineHandle(Regularization):
         if rate is None:
             return chosen
         schedule = as_schedule(rate, "reg.own(rate=...)")
-        if isinstance(schedule, per_layer) or any(schedule(0.0, t / 8) != schedule(1.0, t / 8) for t in range(9)):
+        if isinstance(schedule, per_layer) or any(
+            schedule(0.0, t / 8) != schedule(1.0, t / 8) for t in range(9)
+        ):
             raise ValueError(
-                "reg.own(rate=...) on the baseline takes a number or a schedule over training: without regularizers "
+                "reg.own(rate=...) on the baseline takes a number or a schedule over training: "
+                "without regularizers "
                 "the layers of the model are not looked for, so that a rate cannot vary with depth."
             )
         for r in chosen:

@@ -35,7 +35,13 @@ from dampen.studies.trainer.checkpoint import (
     set_rng_state,
 )
 from dampen.studies.trainer.data import seed_all
-from dampen.studies.trainer.instrumented import BaselineHandle, Clock, Observer, RandomStream, instrument
+from dampen.studies.trainer.instrumented import (
+    BaselineHandle,
+    Clock,
+    Observer,
+    RandomStream,
+    instrument,
+)
 from dampen.studies.trainer.optim import Meter, NotFinite
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.user_function import Function, row_methods
@@ -76,9 +82,15 @@ class Trial:
         self.params: dict[str, Any] = dict(spec.function["params"])
         self.row = self._function.rows.get(spec.id, "") if self._function else ""
         self._log = UserLog(RunStore(folder))
-        self._stream, self._clock, self._meter = RandomStream(spec.seed), Clock(), Meter(torch.device("cpu"))
+        self._stream, self._clock, self._meter = (
+            RandomStream(spec.seed),
+            Clock(),
+            Meter(torch.device("cpu")),
+        )
         self._handles: list[Any] = []
-        self._waiting: list[Any] = []  # states of handles from a checkpoint, for handles that are not made yet
+        self._waiting: list[
+            Any
+        ] = []  # states of handles from a checkpoint, for handles that are not made yet
         self._resumed, self._fraction = 0, 0.0
         self._began = self._reported_at = self._saved_at = self._asked_at = time.monotonic()
         self._spent = 0.0  # seconds of earlier sessions
@@ -90,8 +102,11 @@ class Trial:
         """Whether a stop was requested: the next `log` or `checkpoint` raises `dampen.Stopped`."""
         return bool(self._stop())
 
-    def regularize(self, model: nn.Module, sites: str | Sequence[str] = "*", **options: Any) -> Regularization:
-        """Put the row's methods into `model`: the handle of `dampen.regularize`, with the same arguments.
+    def regularize(
+        self, model: nn.Module, sites: str | Sequence[str] = "*", **options: Any
+    ) -> Regularization:
+        """Put the row's methods into `model`: the handle of `dampen.regularize`, with the same
+        arguments.
 
         On the baseline the handle has the same methods and does nothing.
         """
@@ -117,11 +132,12 @@ class Trial:
         valid: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        """Keep values for curves and the live table; raises `dampen.Stopped` when the trial is to end.
+        """Keep values for curves and the live table; raises `dampen.Stopped` when the trial is to
+        end.
 
-        Calls with `valid` make a line of the log each; calls without are averaged until the next such call, or until
-        there are 200. Other keywords are numbers (`lr=...`) or groups of numbers.
-        """
+        Calls with `valid` make a line of the log each; calls without are averaged until the next
+        such call, or until there are 200. Other keywords are numbers (`lr=...`) or groups of
+        numbers."""
         with self._clock.pause():
             if self._log.add({"train": train, "valid": valid, **more}, step, epoch):
                 self._flush(epoch)
@@ -130,30 +146,39 @@ class Trial:
             raise self._stopped()
 
     def checkpoint(self, state: Any) -> None:
-        """Save the state that `resume` gives back, with the generators and the regularizers beside it.
+        """Save the state that `resume` gives back, with the generators and the regularizers beside
+        it.
 
-        `state` is made of dicts, lists, numbers, strings and tensors, such as state_dicts. Or a function that makes
-        one: then it is called, and something written, only when a checkpoint is due. Raises `dampen.Stopped` after
-        writing when the trial is to end: nothing is lost.
-        """
+        `state` is made of dicts, lists, numbers, strings and tensors, such as state_dicts. Or a
+        function that makes one: then it is called, and something written, only when a checkpoint is
+        due. Raises `dampen.Stopped` after writing when the trial is to end: nothing is lost."""
         stopping = self.stopping
         with self._clock.pause():
             if not callable(state) or stopping or self._due():
                 self._log.begin()
-                save_state(self.folder, "checkpoint", self._count(), self._state(state() if callable(state) else state))
+                save_state(
+                    self.folder,
+                    "checkpoint",
+                    self._count(),
+                    self._state(state() if callable(state) else state),
+                )
                 self._saved_at = time.monotonic()
         if stopping:
             raise self._stopped()
 
     def resume(self) -> Any:
-        """The state of the newest checkpoint, with generators and regularizers as they were; None at a fresh start."""
+        """The state of the newest checkpoint, with generators and regularizers as they were; None
+        at a fresh start.
+        """
         found, damage = load_newest(self.folder, "checkpoint")
         for problem in damage:
             self._report({"kind": "warning", "message": f"{problem} Going on from the one before."})
         if found is None:
             return None
         if found["trial"] != self._spec.id:
-            raise LabError(f"{self.folder} has a checkpoint of trial {found['trial']}, not of {self._spec.id}.")
+            raise LabError(
+                f"{self.folder} has a checkpoint of trial {found['trial']}, not of {self._spec.id}."
+            )
         states = list(found["handles"])
         for handle in self._handles:
             handle.load_state_dict(states.pop(0))
@@ -185,8 +210,14 @@ class Trial:
                 raise self._stopped()
 
     def _stopped(self) -> Stopped:
-        kept = "its checkpoint resumes it" if saved_states(self.folder, "checkpoint") else "it starts again"
-        return Stopped(f"Stopped after {self._count()} steps; the next run of the same command: {kept}.")
+        kept = (
+            "its checkpoint resumes it"
+            if saved_states(self.folder, "checkpoint")
+            else "it starts again"
+        )
+        return Stopped(
+            f"Stopped after {self._count()} steps; the next run of the same command: {kept}."
+        )
 
     def _flush(self, epoch: int | None = None) -> None:
         line = self._log.flush(self._seconds(), self._count(), epoch)
@@ -204,7 +235,12 @@ class Trial:
         if 0 < self._fraction <= 1:
             left = round(passed * (1 - self._fraction) / self._fraction, 1)
         latest = dict(self._meter.latest) or self._log.known.get("train", {})
-        event = {"kind": "progress", "step": int(100 * self._fraction), "steps": 100, "epoch": self._log.epochs or None}
+        event = {
+            "kind": "progress",
+            "step": int(100 * self._fraction),
+            "steps": 100,
+            "epoch": self._log.epochs or None,
+        }
         event |= {"epochs": None, "count": self._count(), "fraction": self._fraction, "eta": left}
         self._report(event | {"terms": {k: v for k, v in latest.items() if math.isfinite(v)}})
 
@@ -240,14 +276,17 @@ class Trial:
             "rng": rng_state(self._device()),
             **self._log.state(),
             "seconds": self._seconds(),
-            "times": {k: torch.tensor(v, dtype=torch.float64) for k, v in self._clock.times.items()},
+            "times": {
+                k: torch.tensor(v, dtype=torch.float64) for k, v in self._clock.times.items()
+            },
         }
 
     def _finish(self, returned: Any) -> dict[str, Any]:
         """Write the result; drop the checkpoints."""
         if self._spec.methods and not self._handles:
             raise LabError(
-                f"{self._named()} never called trial.regularize(model), so the methods of {self.row!r} were "
+                f"{self._named()} never called trial.regularize(model), so the methods of "
+                f"{self.row!r} were "
                 "not applied. Call it right after building the model."
             )
         test, valid = read_metrics(returned, self._named())
@@ -265,11 +304,16 @@ class Trial:
             "last_weights": weights_of(self._models()),
         }
         self._close(result)
-        self._report({"kind": "finish", "status": "finished", "test": test, "valid": result["valid"]})
+        self._report(
+            {"kind": "finish", "status": "finished", "test": test, "valid": result["valid"]}
+        )
         return result
 
     def _diverged(self, bad: NotFinite) -> dict[str, Any]:
-        result = diverged(self._spec.id, bad, self._function.metric if self._function else None) | self._cost()
+        result = (
+            diverged(self._spec.id, bad, self._function.metric if self._function else None)
+            | self._cost()
+        )
         self._close(result)
         self._report({"kind": "finish", "status": "diverged", "reason": result["reason"]})
         return result
@@ -283,7 +327,9 @@ class Trial:
 
     def _cost(self) -> dict[str, Any]:
         device = self._device().type
-        return costs(self._models(), self._clock, self._count(), self._seconds(), device) | {"resumed": self._resumed}
+        return costs(self._models(), self._clock, self._count(), self._seconds(), device) | {
+            "resumed": self._resumed
+        }
 
     def _models(self) -> list[nn.Module]:
         return [handle.model for handle in self._handles]
@@ -298,13 +344,18 @@ OUTPUT = "output.txt"
 
 @keeps_kernels
 def train_user_function(
-    spec: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    spec: Run,
+    folder: Path,
+    execution: Execution,
+    report: Callable[[Event], None],
+    stop: Callable[[], bool],
 ) -> dict[str, Any]:
     """Run a user's function as a trial, and record it; the folder's lock is held by the caller."""
     if execution.function is None:
         named = spec.function["name"] if spec.function else ""
         raise LabError(
-            f"The trial is a run of {named}, which is not at hand. Start it with dampen compare or dampen.compare."
+            f"The trial is a run of {named}, which is not at hand. Start it with dampen compare or "
+            "dampen.compare."
         )
     record = RunStore(folder)
     set_threads(execution, record)
@@ -316,7 +367,11 @@ def train_user_function(
     seed_all(spec.seed)
     before = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
-        with (folder / OUTPUT).open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        with (
+            (folder / OUTPUT).open("a") as file,
+            contextlib.redirect_stdout(file),
+            contextlib.redirect_stderr(file),
+        ):
             returned = function(trial)
         return trial._finish(returned)
     except NotFinite as bad:
@@ -342,7 +397,8 @@ def _locate_error(error: BaseException, function: Function, trial: Trial) -> Own
     name = Path(place.filename).name if not place.filename.startswith("<") else place.filename
     message = "".join(traceback.format_exception_only(error)).strip()
     failure = OwnCodeError(
-        f"{name}, line {place.lineno}, in {place.name}: {message} (row {trial.row!r}, seed {trial.seed})"
+        f"{name}, line {place.lineno}, in {place.name}: {message} (row {trial.row!r}, seed "
+        f"{trial.seed})"
     )
     failure.add_note("".join(traceback.format_exception(error)))
     return failure
@@ -351,6 +407,6 @@ def _locate_error(error: BaseException, function: Function, trial: Trial) -> Own
 def _is_user_file(file: str, root: str | None, function: Function) -> bool:
     if root is None:
         return file.startswith("<") or "ipykernel" in file
-    return any(file == str(Path(root) / name) for name in function.code.files) or Path(file).name in {
-        Path(name).name for name in function.code.files
-    }
+    return any(file == str(Path(root) / name) for name in function.code.files) or Path(
+        file
+    ).name in {Path(name).name for name in function.code.files}
