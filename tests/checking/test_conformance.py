@@ -14,13 +14,22 @@ from dampen.regularizer import Regularizer
 
 METHODS = methods()
 FULL = bool(os.environ.get("DAMPEN_FULL"))
-"""`make full` runs what takes long on every model, not on the first alone."""
+"""`make full` runs what takes long on every model, not on the first alone, or the first two where it is compiled."""
+COMPILED = ("vit", "llama")
+
+
+def _subjects(contract):
+    if FULL:
+        return SUBJECTS
+    if contract == "compiled":
+        return COMPILED
+    return ["vit"] if contract in ONCE else SUBJECTS
 
 
 def _cases():
     for name in METHODS:
         for contract in CONTRACTS:
-            for subject in ["vit"] if contract in ONCE and not FULL else SUBJECTS:
+            for subject in _subjects(contract):
                 yield pytest.param(name, contract, subject, id=f"{name}-{contract}-{subject}")
 
 
