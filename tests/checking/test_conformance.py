@@ -1,7 +1,6 @@
 """Every method of the registry keeps every contract."""
 
 import importlib
-import os
 import pkgutil
 
 import pytest
@@ -11,11 +10,11 @@ from dampen.checking import CONTRACTS, SUBJECTS, check_contract
 from dampen.checking.contracts import ONCE
 from dampen.registry import methods
 from dampen.regularizer import Regularizer
+from tests.full import FULL
 
 METHODS = methods()
-FULL = bool(os.environ.get("DAMPEN_FULL"))
-"""`make full` runs what takes long on every model, not on the first alone, or the first two where it is compiled."""
 COMPILED = ("vit", "llama")
+"""Where contract 7 is checked; `make full` runs what takes long on every model, not on these or on the first alone."""
 
 
 def _subjects(contract):

@@ -3,7 +3,6 @@
 
 import itertools
 import math
-import os
 from functools import partial
 
 import pytest
@@ -17,9 +16,9 @@ from dampen.checking.pairs import COMPANIONS
 from dampen.functional.explicit import FORMS
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
+from tests.full import FULL
 
 METHODS = methods()
-FULL = bool(os.environ.get("DAMPEN_FULL"))
 
 
 def families() -> dict[tuple[object, ...], list[str]]:
