@@ -12,8 +12,10 @@ mentions is enough; nothing here ever calls them.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -36,6 +38,10 @@ DropoutModule = torch.nn.modules.dropout._DropoutNd
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a subclass of Tensor: torch treats it as a plain tensor; torch 1.7 and
 newer."""
+
+
+written_to: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""`version_of` of a tensor that a graph holds, without a frame of Python."""
 
 
 def version_of(t: torch.Tensor) -> int:
@@ -163,6 +169,10 @@ saved_tensor_hooks: Callable[[bool], Any] = getattr(
 )
 """`saved_tensor_hooks(True)` is None where autograd saves tensors as they are, without a checkpoint
 or offloading; see `saved_tensors_are_hooked`."""
+
+
+forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
+"""0 or more where derivatives are taken forward; see `in_forward_mode`."""
 
 
 def in_functorch() -> bool:

@@ -329,20 +329,9 @@ MASKS_KEPT = 4
 """Enough for an encoder-decoder, or for layers with and without a window in turn."""
 
 # thread -> those of the forwards under way
-_memories: dict[int, list[MaskMemory]] = {}
-
-
-def open_masks() -> None:
-    """A model's forward starts; `close_masks` ends it, whatever happens."""
-    _memories.setdefault(threading.get_ident(), []).append(MaskMemory())
-
-
-def close_masks() -> None:
-    """What was read of the forward's masks is let go."""
-    thread = threading.get_ident()
-    _memories[thread].pop()
-    if not _memories[thread]:
-        del _memories[thread]
+memories: dict[int, list[MaskMemory | None]] = {}
+"""Thread -> those of the models' forwards under way, the innermost last. Whoever runs a forward appends
+None and takes the last one away at its end; a memory is made for the first mask that is read."""
 
 
 def _memory_for(mask: Tensor) -> MaskMemory | None:
@@ -358,10 +347,13 @@ def mask_memory() -> MaskMemory | None:
     inference mode."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return None
-    open_now = _memories.get(threading.get_ident())
-    if open_now:
-        return open_now[-1]
-    return None
+    under_way = memories.get(threading.get_ident())
+    if not under_way:
+        return None
+    found = under_way[-1]
+    if found is None:
+        found = under_way[-1] = MaskMemory()
+    return found
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dampen._torch import has_numbers
-from dampen.calls.ledger import makes_penalties
+from dampen.calls import makes_penalties
 from dampen.regularizer import Call, Regularizer
 
 ROWS = 256

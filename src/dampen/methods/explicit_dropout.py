@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -74,6 +75,7 @@ _READS = {
     "attended_value": "v",
     "joint": "qkv",
 }
+NO_CONTEXT = contextlib.nullcontext()
 _LAYER = {"ffn_in": "ffn1", "ffn_out": "ffn2", "out": "output"}
 
 
@@ -275,13 +277,16 @@ class ExplicitDropout(Regularizer):
         """Feed-forward, layers 1 and 2, and the output projection: map and penalty in one."""
         name = _LAYER.get(call.role)
         if name not in self.terms:
-            found = None
-        else:
-            found = multiply(call, self._term(name, call.input), self._swapped(call))
+            return None
+        # inside attention the batch is first
+        swapped = (
+            self._swapped(call) if self.swapped is None else self.swapped and call.role != "out"
+        )
+        found = multiply(call, self._term(name, call.input), swapped)
         if found is None:
             return None
         self.penalize(found[1], name)
-        return self._branch(found[0], call)
+        return self._branch(found[0], call) if "residual" in self.terms else found[0]
 
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
         """The same beside the map, and the branches that these return."""
@@ -289,10 +294,10 @@ class ExplicitDropout(Regularizer):
         if name in self.terms:
             with no_autocast(y.device.type):
                 self.penalize(map_penalty(call, self._term(name, y), self._swapped(call)), name)
-        return self._branch(y, call)
+        return self._branch(y, call) if "residual" in self.terms else y
 
     def _branch(self, y: Tensor, call: LinearCall) -> Tensor:
-        if "residual" in self.terms and call.role in BRANCHES:
+        if call.role in BRANCHES:
             if call.tokens is not None:
                 raise RuntimeError(
                     f"ExplicitDropout(residual=...) reads a branch at its last linear layer, but "
@@ -316,7 +321,8 @@ class ExplicitDropout(Regularizer):
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Value, query, key, and the last two at once: the model's mask is known here."""
-        with no_autocast(q.device.type):
+        device = q.device.type
+        with no_autocast(device) if torch.is_autocast_enabled(device) else NO_CONTEXT:
             if "value" in self.terms and call.is_first("v", (self.serial, "value")):
                 v, value = tap_projection("v", v, call, self._term("value", v))
                 self.penalize(value, "value")
@@ -425,7 +431,10 @@ class ExplicitDropout(Regularizer):
             self._penalize(term, value * rows.factor)
 
     def _term(self, name: str, like: Tensor) -> Term:
-        weight, rate = as_wide(self.current(name), like), as_wide(self.current("rate"), like)
+        if torch.compiler.is_compiling():
+            weight, rate = as_wide(self.current(name), like), as_wide(self.current("rate"), like)
+        else:  # plain numbers, whatever the dtype
+            weight, rate = self._numbers[name], self._numbers["rate"]
         return Term(weight, rate, self.form, self.reduction, self.detach_inputs)
 
     def _penalize(self, term: str, value: Tensor) -> None:

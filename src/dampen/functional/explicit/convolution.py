@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import convolve, is_empty
-from dampen.calls.ledger import Ledger
+from dampen.calls import Penalties
 from dampen.functional.explicit.reductions import (
     Number,
     check_form,
@@ -193,7 +193,7 @@ class ConvolutionPenalties:
         strict: bool,
     ) -> None:
         self.clones, self._hooks = clones, hooks
-        self._ledger = Ledger(model, clones.values(), strict)
+        self._ledger = Penalties(model, clones.values(), strict)
 
     def progress(self, t: float) -> None:
         """Tell the schedules how far training is, in [0, 1].
