@@ -42,9 +42,9 @@ def damaged(path: Path | str, what: str, got: object, expected: object) -> Damag
         got: how many there are.
         expected: how many there should be.
 
-    >>> print(damaged("data_batch_1.bin", "bytes", 100, "a multiple of 3073"))
-    data_batch_1.bin is damaged or truncated: got 100 bytes, expected a multiple of 3073. Fetch the
-    file again."""
+    >>> print(damaged("a.bin", "bytes", 100, "a multiple of 3073"))
+    a.bin is damaged or truncated: got 100 bytes, expected a multiple of 3073. Fetch the file again.
+    """
     return DamagedData(
         f"{path} is damaged or truncated: got {got} {what}, expected {expected}. Fetch the file "
         "again."
