@@ -49,7 +49,7 @@ def bench(
     chart: Annotated[Path | None, typer.Option(help="Write a chart here: .svg, .png or .html.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a training step with each method against the best plain step, beside the papers' own formulations."""
+    """Measure a training step with each method against the faster step of the baseline, fused or unfused."""
     from dampen.studies.bench import Options, bench
     from dampen.studies.bench.output import CHARTS, remarks, results_table, save_chart, scaling_table
     from dampen.studies.errors import ConfigError
