@@ -15,6 +15,7 @@ from dampen.studies import (
     LEVEL,
     Entry,
     ResultTable,
+    Summary,
     Verdict,
     judge_pairs,
     paired_differences,
@@ -22,7 +23,6 @@ from dampen.studies import (
     sentence,
     summarize,
 )
-from dampen.studies.stats import Summary
 
 __all__ = ["sentence"]
 

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dampen.studies import Advice, Palette, Report, ResultTable, advise, forest, make_report
+from dampen.studies import Advice, Palette, Report, ResultTable, advise, forest
 from reproductions.pages import claims, design, planned
 from reproductions.pages.curves import interval_points
 from reproductions.pages.maps_picture import maps_picture
-from reproductions.pages.publish import PADDING, publish
+from reproductions.pages.publish import PADDING, committed_report, publish
 from reproductions.pages.regimes import regime
 from reproductions.pages.which_method import DIGITS, WEIGHT_DECAY, panel, weight_decay
 
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     options = parser.parse_args(arguments)
     found: dict[Question, Report] = {
-        q: make_report([path]) for q in QUESTIONS if (path := RECORDS / q.record).is_file()
+        q: committed_report(path) for q in QUESTIONS if (path := RECORDS / q.record).is_file()
     }
     pages = {DOCS / "results" / "claims.md": claims.page()}
     answers = []
