@@ -188,6 +188,16 @@ def is_empty(t: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and t.numel() == 0
 
 
+def is_static(size: int) -> bool:
+    """Whether a size is a plain number, and not one that a compiled graph leaves open (`torch.compile(dynamic=True)`):
+    `torch.fx.experimental.symbolic_shapes.has_static_value`, torch 2.5 and newer; only asked while tracing."""
+    if not torch.compiler.is_compiling():
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(size)
+
+
 def run_by_the_tracer(function: Callable[[], bool]) -> Callable[[], bool]:
     """Mark a function that torch.compile runs while tracing, and whose result it keeps.
 
@@ -201,6 +211,14 @@ def run_by_the_tracer(function: Callable[[], bool]) -> Callable[[], bool]:
 def addresses_known() -> bool:
     """Whether Python may ask where tensors lie: not while tracing, nor inside `torch.func`, where they are wrapped."""
     return not torch.compiler.is_compiling() and not in_functorch()
+
+
+def memory_is_gone(t: torch.Tensor) -> bool:
+    """Whether a tensor has entries but no memory behind them, as FSDP leaves a weight between two uses; reading it is
+    an error or a crash. `untyped_storage`, torch 2.0 and newer; not asked while tracing, nor of wrapped tensors."""
+    if torch.compiler.is_compiling() or in_functorch() or t.is_meta or t.numel() == 0:
+        return False
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.untyped_storage().nbytes() == 0
 
 
 def shared_until_written(t: torch.Tensor) -> torch.Tensor:

@@ -225,7 +225,14 @@ def _cut(whole: LinearCall, rows: slice | Tensor, role: str) -> LinearCall:
 
 
 def check_whole(linear: LinearCall) -> LinearCall:
-    """The map itself; raise where DeepSpeed's ZeRO-3 has taken its weight apart again (it leaves an empty tensor)."""
+    """The map itself; raise where its weight was taken apart again: DeepSpeed's ZeRO-3 leaves an empty tensor, and FSDP
+    one whose memory was given back."""
+    if memory_is_gone(linear.weight) or (linear.bias is not None and memory_is_gone(linear.bias)):
+        raise RuntimeError(
+            f"the weight of the linear layer {linear.role} at '{linear.site.name if linear.site else ''}' is read "
+            "where its attention runs, but FSDP shards this layer as a unit of its own and has freed the weight by "
+            "then. Shard whole blocks instead: fully_shard(block) for each block, and not fully_shard(linear)."
+        )
     if linear.weight.shape[0] == 0 and hasattr(linear.weight, "ds_id"):
         raise RuntimeError(
             f"the weight of the map {linear.role} is read where its attention runs, but DeepSpeed's ZeRO-3 keeps it "

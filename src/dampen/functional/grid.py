@@ -26,7 +26,7 @@ def grid_of(
     if grid is None and patches is not None:
         return patches
     if grid is None:
-        side = math.isqrt(keys)
+        side = int(math.sqrt(keys))  # `isqrt` of a size that a graph leaves open is none; exact below 2^52
         grid = (side, side)
         if keys - side * side > prefix or side == 0:
             raise ValueError(

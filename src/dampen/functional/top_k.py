@@ -11,7 +11,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from dampen._torch import is_static
 from dampen.regularizer import Call
+
+Share = tuple[int, int]
+"""How many keys are the top: a share of them as numerator and denominator, or a count and 0."""
 
 NETWORK_UP_TO = 64
 """The largest k for which the network is taken: on a CPU it has then two thirds of the time of `torch.topk` or less, at
@@ -42,7 +46,7 @@ def kth_largest(s: Tensor, k: int) -> Tensor:
 
 def _by_network(s: Tensor, k: int) -> bool:
     limit = COMPILED_UP_TO if torch.compiler.is_compiling() else NETWORK_UP_TO
-    return k <= limit and s.shape[-2] < 64 * k and s.device.type == "cpu"
+    return is_static(k) and k <= limit and s.shape[-2] < 64 * k and s.device.type == "cpu"
 
 
 def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
@@ -57,31 +61,37 @@ def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
     return s if call.bias is None else s.mul_(call.scale).add_(call.bias.detach().mT)
 
 
-def top_share(top: int | float, keys: int) -> tuple[int, int]:
+def top_share(top: int | float) -> Share:
     """The share of the keys that `top` means, as numerator and denominator; a count as the count and 0.
 
     Exact: 0.1 * 30 is more than 3 in floating point, and would be rounded up to 4.
 
-    >>> top_share(0.1, keys=30), top_share(4, keys=30)
+    >>> top_share(0.1), top_share(4)
     ((1, 10), (4, 0))
     """
-    if not isinstance(top, int):
-        share = Fraction(str(top))
-        return share.numerator, share.denominator
-    if top > keys:
+    if isinstance(top, int):
+        return top, 0
+    share = Fraction(str(top))
+    return share.numerator, share.denominator
+
+
+def check_count(share: Share, keys: int) -> Share:
+    """Raise where a count is larger than the number of keys."""
+    count, denominator = share
+    if denominator == 0 and count > keys:
         raise ValueError(
-            f"HardMasking(top={top}) asks for more keys than the {keys} there are. Give a smaller count, or a "
+            f"HardMasking(top={count}) asks for more keys than the {keys} there are. Give a smaller count, or a "
             "fraction such as top=0.1."
         )
-    return top, 0
+    return share
 
 
-def in_top_of_rows(s: Tensor, top: int | float) -> Tensor | None:
+def in_top_of_rows(s: Tensor, share: Share) -> Tensor | None:
     """Which scores (B, H, N, M) are among the largest of their rows; None where those are more than two, for which
     `in_top` is quicker. Exact with ties: the largest is taken out once, wherever it stands."""
-    num, den = top_share(top, s.shape[-1])
+    num, den = check_count(share, s.shape[-1])
     k = -(-s.shape[-1] * num // den) if den else num
-    if k > 2:
+    if not is_static(k) or k > 2:
         return None
     if k == 2:
         rest = s.scatter(-1, s.max(-1, keepdim=True).indices, float("-inf"))
@@ -89,10 +99,10 @@ def in_top_of_rows(s: Tensor, top: int | float) -> Tensor | None:
     return s >= s.amax(-1, keepdim=True)
 
 
-def in_top(s: Tensor, keep: Tensor | None, top: int | float) -> Tensor:
+def in_top(s: Tensor, keep: Tensor | None, share: Share) -> Tensor:
     """Which scores (B, H, M, N), keys first, are among the k largest that `keep` (B, H, N, M) shows to their query."""
     keys = s.shape[-2]
-    num, den = top_share(top, keys)
+    num, den = check_count(share, keys)
     k = -(-keys * num // den) if den else num
     if keep is None:
         return s >= kth_largest(s, k)

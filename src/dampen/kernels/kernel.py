@@ -233,8 +233,9 @@ def _unfit_for_native(
         return "the attention is differentiated twice"
     if hiding:
         return "" if hiding[0].native_hiding(keys) is not None else f"{hiding[0].name} hides keys together"
-    short = keys <= NATIVE_UP_TO and size <= NATIVE_UP_TO
-    return "" if short and not compiling else None  # a graph has its own ways with torch's attention
+    if compiling:  # a graph has its own ways with torch's attention; and a comparison would close an open length
+        return None
+    return "" if keys <= NATIVE_UP_TO and size <= NATIVE_UP_TO else None
 
 
 def _native(q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
