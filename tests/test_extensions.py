@@ -125,15 +125,15 @@ def test_models_of_packages_are_known_by_name(package):
 
 
 def test_other_code_is_another_trial(package, monkeypatch):
-    from dampen.studies.config.trial import TrialSpec
+    from dampen.studies.config.trial import Run
 
     monkeypatch.chdir(package)
     spec = {"data": {"name": "digits"}, "model": {"name": "vit"}, "methods": ["noisy.py:HeadNoise"]}
-    first = TrialSpec.from_dict(spec)
+    first = Run.from_dict(spec)
     (package / "noisy.py").write_text(METHOD + "\n# a comment\n")
-    assert TrialSpec.from_dict(spec).id == first.id
+    assert Run.from_dict(spec).id == first.id
     (package / "noisy.py").write_text(METHOD.replace("1 + self", "1 - self"))
-    assert TrialSpec.from_dict(spec).id != first.id
+    assert Run.from_dict(spec).id != first.id
 
 
 def test_recipes_take_it(package, monkeypatch):

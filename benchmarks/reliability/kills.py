@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, result_of, trial, undisturbed
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Job, make_engine
 from dampen.studies.errors import LabError
 from dampen.studies.processes import start
@@ -22,7 +22,7 @@ from dampen.studies.trainer.checkpoint import saved_states
 from dampen.studies.trainer.train import run_trial
 
 
-def _steps(pipe: Any, spec: TrialSpec, folder: Path) -> None:
+def _steps(pipe: Any, spec: Run, folder: Path) -> None:
     """The life of a process that gets killed: it says each step."""
     run_trial(spec, folder, QUICK, lambda event: pipe.send(event.get("step", 0)))
 

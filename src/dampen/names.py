@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 MODEL_STAGES = ("inputs", "embeddings", "outputs")
 BLOCK_STAGES = ("tokens", "branch", "block")
@@ -48,3 +49,22 @@ def nearest(word: object, known: Iterable[str]) -> str:
     words = list(known)
     close = difflib.get_close_matches(str(word), words, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(words))}"
+
+
+def moved_out(module: str, name: str, folder: str, moved: Mapping[str, str]) -> NoReturn:
+    """Raise for an attribute that a module does not have, or no longer has: the `__getattr__` of that module.
+
+    Args:
+        module: `__name__` of the module.
+        name: the attribute that was requested.
+        folder: the folder of `reproductions` that has what moved.
+        moved: the attributes that moved, each with its module in that folder.
+    """
+    if name not in moved:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    # ImportError, because `from dampen.models import DETR` would replace the message of an AttributeError.
+    raise ImportError(
+        f"{module}.{name} moved out of the installed package. In a clone of dampen's repository, write: "
+        f"from reproductions.{folder}.{moved[name]} import {name}",
+        name=f"{module}.{name}",
+    )

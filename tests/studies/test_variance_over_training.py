@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, Interrupted
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
-from dampen.studies.report.figure import Palette
+from dampen.studies.report.figures import Palette
 from dampen.studies.report.gradient_variance import variance_figure
 from dampen.studies.trainer.build import derive
 from dampen.studies.trainer.state import TrialState
@@ -23,7 +23,7 @@ METHODS = [
 
 
 def variances(folder):
-    return [measured for line in Record(folder).lines() for measured in line.get("variance", [])]
+    return [measured for line in RunStore(folder).lines() for measured in line.get("variance", [])]
 
 
 def test_equals_a_loop_over_batches(small, quick):
@@ -85,7 +85,7 @@ def test_what_is_refused_and_that_old_ids_stay(small, quick):
     with pytest.raises(ConfigError, match="on one device"):
         small(variance_every=2, accumulate=2)
     assert small(variance_every=None).id == small().id != small(variance_every=2).id
-    few = TrialSpec.from_dict(small(variance_every=2).to_dict() | {"data": {"name": "digits", "limit": 60}})
+    few = Run.from_dict(small(variance_every=2).to_dict() | {"data": {"name": "digits", "limit": 60}})
     with pytest.raises(ConfigError, match="two batches are needed"):
         measure_variance(TrialState(few, quick), 0)
 
@@ -96,7 +96,7 @@ def test_table_and_figure_have_it(tmp_path):
     for i, row in enumerate(plan.rows):
         for point in row.points:
             for seed, trial in point.trials.items():
-                record = Record(tmp_path / trial)
+                record = RunStore(tmp_path / trial)
                 if (final := record.final()) is None or final["status"] != "finished":
                     continue
                 trace = (1 + int(seed)) * (0.8 if i else 1.0)

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dampen.checking.attached import telling
+from dampen.checking.attached import ContractBroken, telling
 from dampen.checking.contracts import CONTRACTS, ONCE
-from dampen.checking.outcomes import ContractBroken
 from dampen.checking.pairs import PAIR_CONTRACTS
 from dampen.checking.subjects import SUBJECTS, Subject
 from dampen.hooks.blame import blame

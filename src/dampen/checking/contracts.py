@@ -13,8 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager, version_of
 from dampen.checking import masked
-from dampen.checking.attached import Attached, Make, plain_logits, telling, with_companion
-from dampen.checking.outcomes import require, same, same_gradients
+from dampen.checking.attached import (
+    Attached,
+    Make,
+    plain_logits,
+    require,
+    same,
+    same_gradients,
+    telling,
+    with_companion,
+)
 from dampen.checking.pairs import beside, order
 from dampen.checking.subjects import ENCODER, SHALLOW, SHORT_ENCODER, Subject
 from dampen.handle import regularize

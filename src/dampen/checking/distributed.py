@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dampen.checking.attached import Attached, Make, telling
-from dampen.checking.outcomes import ContractBroken, require, same
+from dampen.checking.attached import Attached, ContractBroken, Make, require, same, telling
 from dampen.checking.subjects import IMAGE, SUBJECTS
 
 Check = Callable[[Make, int], None]

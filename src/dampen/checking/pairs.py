@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from dampen import methods
 from dampen._torch import pytree
-from dampen.checking.attached import Attached, Make, telling
-from dampen.checking.outcomes import require, same, same_gradients
+from dampen.checking.attached import Attached, Make, require, same, same_gradients, telling
 from dampen.checking.subjects import Subject
 from dampen.regularizer import UnsupportedModel
 

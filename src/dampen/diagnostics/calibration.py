@@ -181,3 +181,19 @@ def _checked(logits: Tensor, labels: Tensor, bins: int) -> tuple[Tensor, Tensor]
     if not len(labels):
         raise ValueError("There is nothing to measure: no labeled prediction was given.")
     return logits, labels
+
+
+@dataclass(frozen=True)
+class GeneralizationGap:
+    """What a model loses between the data it was trained on and data it has not seen."""
+
+    train: Calibration
+    test: Calibration
+    accuracy_gap: float  # train minus test
+    nll_gap: float  # test minus train
+
+
+def generalization_gap(model: nn.Module, train: Data, test: Data, bins: int = 15) -> GeneralizationGap:
+    """Accuracy and calibration on training and on test data, and their differences."""
+    a, b = measure_calibration(model, train, bins), measure_calibration(model, test, bins)
+    return GeneralizationGap(a, b, a.accuracy - b.accuracy, b.nll - a.nll)

@@ -1,10 +1,22 @@
-"""The patch grid behind a row of tokens."""
+"""The patch grid behind a row of tokens, and how much of it hidden seeds cover.
+
+A place near the border lies within reach of fewer seeds than one in the middle, so seeds drawn at the rate that suits
+the middle hide less of the grid than p. With c_ij the number of seeds that reach place (i, j), drawn at rate gamma,
+the grid's mean is 1 - mean (1 - gamma)^c_ij. In t = -log(1 - gamma) its logarithm is convex, so Newton's steps from
+the left (the rate that suits the middle) never overshoot.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from functools import lru_cache
+from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from dampen.masks import Rate
 
 MAX_PREFIX = 8
 """Tokens before the patches (CLS, registers) at most."""
@@ -72,3 +84,69 @@ def check_grid(grid: tuple[int, int]) -> tuple[int, int]:
     ):
         raise ValueError(f"grid is (rows, columns) of the patch grid, two positive integers, got {grid!r}.")
     return (grid[0], grid[1])
+
+
+STEPS = 8
+"""Newton's steps; from the rate that suits the middle, 5 reach the last digit on every grid and rate tried."""
+
+
+def reach(length: int, window: int) -> list[int]:
+    """For each place along an axis, how many places of it have a window that covers this one, as `dilate` spreads.
+
+    >>> reach(4, 3), reach(4, 2)
+    ([2, 3, 3, 2], [1, 2, 2, 2])
+    """
+    before, after = window // 2, (window - 1) // 2
+    return [min(length - 1, i + after) - max(0, i - before) + 1 for i in range(length)]
+
+
+def cover(rows: int, columns: int, window: int, unit: Literal["block", "cross"]) -> Counter[int]:
+    """The numbers of seeds that reach a place, each with how many places have it.
+
+    >>> sorted(cover(4, 4, 3, "block").items())
+    [(4, 4), (6, 8), (9, 4)]
+    """
+    down, across = reach(rows, window), reach(columns, window)
+    if unit == "block":
+        return Counter(r * c for r in down for c in across)
+    return Counter(r * columns + c * rows - r * c for r in down for c in across)  # a seed in both stripes counts once
+
+
+def exact_seed_rate(rate: Rate, rows: int, columns: int, window: int, unit: Literal["block", "cross"]) -> Rate:
+    """The rate of seeds at which the mean over the grid of the chance to be hidden is `rate`.
+
+    A tensor stays one, so that a schedule does not change a compiled graph; numbers are remembered.
+    """
+    if isinstance(rate, Tensor):
+        return _newton(rate, rows, columns, window, unit)
+    return _number(rate, rows, columns, window, unit)
+
+
+@lru_cache(maxsize=1024)
+def _number(rate: float, rows: int, columns: int, window: int, unit: Literal["block", "cross"]) -> float:
+    return _newton(torch.tensor(rate, dtype=torch.float64), rows, columns, window, unit).item()
+
+
+def _newton(rate: Tensor, rows: int, columns: int, window: int, unit: Literal["block", "cross"]) -> Tensor:
+    """Solve log mean exp(-c t) = log(1 - p) for t; then gamma = 1 - exp(-t)."""
+    counts = sorted(cover(rows, columns, window, unit).items())
+    c = torch.tensor([c for c, _ in counts], dtype=torch.float64, device=rate.device)
+    share = torch.tensor([n / (rows * columns) for _, n in counts], dtype=torch.float64, device=rate.device)
+    wanted = torch.log1p(-rate.double())
+    t = -wanted / max(c for c, _ in counts)
+    for _ in range(STEPS):
+        weights = share * torch.exp(-c * t)
+        mean = weights.sum()
+        t = t + (mean.log() - wanted) * mean / (weights * c).sum()  # d/dt log mean = -sum(weights c) / mean
+    return -torch.expm1(-t).to(rate.dtype)
+
+
+def hidden_share(gamma: float, rows: int, columns: int, window: int, unit: Literal["block", "cross"]) -> float:
+    """The mean over the grid of the chance to be hidden when seeds are drawn at rate `gamma`.
+
+    >>> from dampen.masks import seed_rate
+    >>> round(hidden_share(seed_rate(0.3, 9), 4, 4, 3, "block"), 3)  # meant for the middle: the grid gets less
+    0.217
+    """
+    counts = cover(rows, columns, window, unit)
+    return math.fsum(n * -math.expm1(c * math.log1p(-gamma)) for c, n in counts.items()) / (rows * columns)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.functional.explicit.precision import wide
+from dampen.functional.explicit.reductions import wide
 from dampen.regularizer import Regularizer
 
 _HEADS = ("num_heads", "heads", "num_attention_heads", "n_heads", "nhead", "n_head")

@@ -7,7 +7,7 @@
     model = get_peft_model(base, LoraConfig(...))          # LoRA afterwards: say so
     dampen.integrations.peft.connect(reg)
 
-Penalties of an adapted map are those of W + s B A, in closed form (`dampen.functional.explicit.low_rank`).
+Penalties of an adapted map are those of W + s B A, in closed form (`dampen.functional.explicit.layers`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ PLAIN_BELOW: dict[tuple[str, torch.dtype, bool], int] = {
 """Keys below which `plain` is faster than `fused`, forward and backward, by device, dtype and whether the device
 multiplies 16-bit matrices in hardware (AMX, AVX-512 BF16). Without that hardware `fused` is 2.5 to 3 times faster in
 bfloat16; with it, 9 times slower at 65 keys. Measured with torch 2.13 by `benchmarks/kernel_table.py`; what is not
-listed runs fused. `dampen doctor --tune` measures it on the user's machine."""
+listed runs fused."""
 
 HIDE = -1e30
 """What is added to a score to hide its key: no score matters beside it, and it is finite."""
@@ -47,21 +47,6 @@ COMPILED_CHUNKS = 8
 """Chunks at most in a compiled graph, where the loop is unrolled."""
 
 _HALF_IN_HARDWARE = half_in_hardware()
-
-
-_tuned = False  # whether the user's own table was looked for
-
-
-def use_tuned_table(again: bool = False) -> None:
-    """Take over what `dampen doctor --tune` measured on this machine, once; see `dampen.kernels.tuning`."""
-    global _tuned
-    if _tuned and not again:
-        return
-    _tuned = True
-    from dampen.kernels.tuning import load
-
-    for (device, dtype), keys in load().items():
-        PLAIN_BELOW[device, dtype, _HALF_IN_HARDWARE] = keys
 
 
 class Kernel(NamedTuple):
@@ -86,8 +71,6 @@ def choose_kernel(
 ) -> Kernel:
     """The kernel for this device, dtype, length and set of stages; `native` where a native one could run, on these
     values (by default like the keys) and the model's mask."""
-    if not torch.compiler.is_compiling():  # no file is read inside a graph; `regularize` has looked before
-        use_tuned_table()
     keys = k.shape[-2]
     static = isinstance(keys, int)  # a dynamic length under torch.compile must not be specialized: take the default
     by_row = any("mask" in r.stages and r.per_query for r in regularizers)

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dampen.functional.explicit.forms import is_off
-from dampen.functional.explicit.layer import check_roles, sequence_first, tap_projection
-from dampen.functional.explicit.linear import Term, map_penalty, multiply
-from dampen.functional.explicit.precision import as_wide, no_autocast
+from dampen.functional.explicit.layers import Term, map_penalty, multiply
+from dampen.functional.explicit.projections import check_roles, sequence_first, tap_projection
+from dampen.functional.explicit.reductions import as_wide, is_off, no_autocast
 from dampen.regularizer import Call, LinearCall, Regularizer
 from dampen.schedules import Value
 

@@ -22,7 +22,7 @@ from dampen.functional.blur import (
     on_line,
     seen_together,
 )
-from dampen.functional.explicit.precision import as_wide
+from dampen.functional.explicit.reductions import as_wide
 from dampen.functional.grid import check_grid, model_grid
 from dampen.functional.learnable import count_heads, device_of, per_head, scale_divergence, spread
 from dampen.regularizer import Call, Regularizer

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from dampen._torch import is_empty
-from dampen.functional.explicit.precision import as_wide, wide
+from dampen.functional.explicit.reductions import as_wide, wide
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value
 

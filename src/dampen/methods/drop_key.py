@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.functional.grid import check_grid, grid_of, model_grid
-from dampen.functional.grid_cover import exact_seed_rate
+from dampen.functional.grid import check_grid, exact_seed_rate, grid_of, model_grid
 from dampen.masks import Rate, any_in_row, bernoulli, dilate, seed_rate
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value

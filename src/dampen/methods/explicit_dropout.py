@@ -10,10 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from dampen.functional.explicit.attended import attended_bias, attended_bias_from_weights, attended_variance
-from dampen.functional.explicit.diagonal import diagonal_weights, shared_mask_excess
-from dampen.functional.explicit.forms import check_form, combine, is_off, single
-from dampen.functional.explicit.joint_mask import check_joint, joint_variance, with_gradient
-from dampen.functional.explicit.layer import (
+from dampen.functional.explicit.joint import check_joint, joint_variance, with_gradient
+from dampen.functional.explicit.layers import BRANCHES, Term, map_penalty, multiply, tap_branch
+from dampen.functional.explicit.pairs import (
+    PAIR_TERMS,
+    all_pairs,
+    chunked_pairs,
+    count_visible,
+    diagonal_weights,
+    needed,
+    pair_penalty,
+    restricts_pairs,
+    seen_by_any_head,
+    shared_mask_excess,
+    visible_diagonal,
+    visible_pairs,
+)
+from dampen.functional.explicit.projections import (
     HeadMap,
     as_one_head,
     check_roles,
@@ -26,17 +39,16 @@ from dampen.functional.explicit.layer import (
     tap_projection,
     valid_pairs,
 )
-from dampen.functional.explicit.linear import BRANCHES, Term, map_penalty, multiply, tap_branch
-from dampen.functional.explicit.pairs import PAIR_TERMS, all_pairs, needed, pair_penalty
-from dampen.functional.explicit.precision import as_wide, no_autocast, wide_dtype
-from dampen.functional.explicit.reductions import check_reduction, pair_rows
-from dampen.functional.explicit.scores import (
-    chunked_pairs,
-    count_visible,
-    restricts_pairs,
-    seen_by_any_head,
-    visible_diagonal,
-    visible_pairs,
+from dampen.functional.explicit.reductions import (
+    as_wide,
+    check_form,
+    check_reduction,
+    combine,
+    is_off,
+    no_autocast,
+    pair_rows,
+    single,
+    wide_dtype,
 )
 from dampen.names import leave_out
 from dampen.regularizer import Call, LinearCall, Regularizer

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.functional.explicit.precision import as_wide
+from dampen.functional.explicit.reductions import as_wide
 from dampen.functional.learnable import (
     count_heads,
     device_of,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from dampen.functional.explicit.precision import as_wide, wide
+from dampen.functional.explicit.reductions import as_wide, wide
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dampen.methods.drop_key import DropKey
-from dampen.methods.hidden_dropout import HiddenDropout
+from dampen.methods.dropouts import HiddenDropout
 from dampen.methods.r_drop import RDrop
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value

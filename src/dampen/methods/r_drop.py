@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from dampen.functional.explicit.precision import as_wide
+from dampen.functional.explicit.reductions import as_wide
 from dampen.methods.consistency import divergence, squared_distance
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value

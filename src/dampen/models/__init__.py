@@ -22,12 +22,10 @@ from dampen.models.block import (
     initialize,
     visible_keys,
 )
-from dampen.models.encoder import FeatureEncoder
-from dampen.models.language import LanguageModel
-from dampen.models.patches import ConvStem, PatchEmbed
-from dampen.models.text import TextEncoder
-from dampen.models.vit import ViT
-from dampen.names import nearest
+from dampen.models.decoder import LanguageModel
+from dampen.models.encoder import FeatureEncoder, TextEncoder
+from dampen.models.vit import ConvStem, PatchEmbed, ViT
+from dampen.names import moved_out, nearest
 
 __all__ = [
     "MODELS",
@@ -91,11 +89,4 @@ def build_model(name: str, **arguments: Any) -> nn.Module:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module 'dampen.models' has no attribute {name!r}")
-    # ImportError, because `from dampen.models import DETR` would replace an AttributeError by a message of its own.
-    raise ImportError(
-        f"dampen.models.{name} moved out of the installed package. In a clone of dampen's repository, write: "
-        f"from reproductions.models.{_MOVED[name]} import {name}",
-        name=f"dampen.models.{name}",
-    )
+    moved_out(__name__, name, "models", _MOVED)

@@ -1,6 +1,6 @@
 """The native side of the penalty tap: sums of squares read off tensors, and the gradients that they send back.
 
-One tensor at a time in the middle of a layer, or all tensors of a step at once: `functional/explicit/together.py`."""
+One tensor at a time in the middle of a layer, or all tensors of a step at once: `functional/explicit/batched.py`."""
 
 from __future__ import annotations
 

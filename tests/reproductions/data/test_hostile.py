@@ -115,12 +115,12 @@ def test_packed_layouts_are_known_by_their_pixels(tmp_path, case):
 
 
 def test_a_trial_does_not_resume_on_other_data(tmp_path, small, quick):
-    from dampen.studies.config.trial import TrialSpec
+    from dampen.studies.config.trial import Run
 
     data = writers.image_folder(tmp_path / "images", n=20)
     execution = quick.__class__(**{**quick.__dict__, "data_dir": str(data)})
     base = small(epochs=3, batch_size=8).to_dict()
-    trial = TrialSpec.from_dict({**base, "data": {"name": "folder", "size": 8}})
+    trial = Run.from_dict({**base, "data": {"name": "folder", "size": 8}})
     report, stop = interrupt_at({4})
     with pytest.raises(Interrupted):
         run_trial(trial, tmp_path / "run", execution, report, stop)

@@ -5,13 +5,13 @@ import torch
 
 import reproductions  # noqa: F401 - more sets
 from dampen.studies.config.names import check_data
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.data import load
 from dampen.studies.data.label_noise import with_label_noise, wrong_labels
 from dampen.studies.data.sets import DATASETS
 from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import TASKS
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
@@ -23,7 +23,7 @@ def labels(split):
 
 
 def trial(seed=0, **data):
-    return TrialSpec.from_dict(
+    return Run.from_dict(
         {
             "data": {"name": "digits", "limit": 300, **data},
             "model": {"name": "vit", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "mlp": 16},
@@ -106,7 +106,7 @@ def test_with_folds():
 def test_identity():
     before = {k: v for k, v in trial().to_dict().items() if k != "format"}
     del before["data"]["split_seed"], before["data"]["test_seed"]
-    assert TrialSpec.from_stored(before).id == "ff2676f9cc36ede8"  # as in records of before
+    assert Run.from_stored(before).id == "ff2676f9cc36ede8"  # as in records of before
     assert trial(noise=0).id == trial(noise=None).id == trial().id
     assert len({trial().id, trial(noise=0.3).id, trial(noise=0.2).id}) == 3
 
@@ -116,7 +116,7 @@ def test_a_trial_trains_on_them_and_keeps_the_facts(tmp_path):
     noisy = run_trial(trial(noise=0.5), tmp_path / "noisy", quick)
     clean = run_trial(trial(), tmp_path / "clean", quick)
     assert noisy["data"]["noise"]["share"] == 0.5
-    assert Record(tmp_path / "noisy").final()["data"]["noise"]["changed"] == noisy["data"]["noise"]["changed"]
+    assert RunStore(tmp_path / "noisy").final()["data"]["noise"]["changed"] == noisy["data"]["noise"]["changed"]
     assert noisy["last_weights"] != clean["last_weights"]
     assert "noise" not in clean["data"]
 
@@ -131,4 +131,4 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="one class each: digits is image"):
         with_label_noise(data, 0.1, 0)
     with pytest.raises(ConfigError):
-        TrialSpec.from_dict({"data": {"name": "digits", "noise": object()}, "model": {"name": "vit"}})
+        Run.from_dict({"data": {"name": "digits", "noise": object()}, "model": {"name": "vit"}})

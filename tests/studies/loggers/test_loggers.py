@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dampen.studies.errors import ConfigError
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report.terminal import LiveView
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
@@ -25,7 +25,7 @@ def test_weights_and_biases_offline(tmp_path, small, quick, monkeypatch):
     assert result["status"] == "finished"
     (file,) = (tmp_path / "t").rglob("*.wandb")
     told = _scalars(file)
-    lines = Record(tmp_path / "t").lines()
+    lines = RunStore(tmp_path / "t").lines()
     for group, name in (("valid", "accuracy"), ("train", "task")):  # each once as history, once as the run's summary
         values = [line[group][name] for line in lines]
         assert list(dict.fromkeys(told[f"{group}/{name}"])) == list(dict.fromkeys(values))
@@ -49,7 +49,7 @@ def test_tensorboard_of_ones_own_training(ask, run):  # noqa: F811
     trial = asked.plan.rows[1].points[0].trials["0"]
     board = EventAccumulator(str(asked.folder / trial / "tensorboard"))
     board.Reload()
-    lines = Record(asked.folder / trial).lines()
+    lines = RunStore(asked.folder / trial).lines()
     values = [e.value for e in board.Scalars("valid/accuracy")]
     assert values == pytest.approx([line["valid"]["accuracy"] for line in lines])
 

@@ -11,7 +11,7 @@ from dampen.studies.files import read_json
 from dampen.studies.records.diagnosis import FORMAT, SECTIONS, parse_diagnosis
 from dampen.studies.records.events import FORMAT as EVENT_FORMAT
 from dampen.studies.records.events import Event, parse_event
-from dampen.studies.records.final import parse_lines
+from dampen.studies.records.result import parse_lines
 from dampen.studies.records.table import diagnosed
 
 RESULTS = Path(__file__).parents[3] / "reproductions" / "attentiondrop" / "results"

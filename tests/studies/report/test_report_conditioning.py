@@ -5,10 +5,10 @@ import statistics
 
 import pytest
 
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
 from dampen.studies.report.conditioning import conditioning_figure
-from dampen.studies.report.figure import Palette
+from dampen.studies.report.figures import Palette
 from tests.studies.synthetic_runs import write_study
 
 
@@ -17,7 +17,7 @@ def add_conditions(folder, plan):
     for row in plan.rows:
         for point in row.points:
             for seed, trial in point.trials.items():
-                lines = Record(folder / trial).lines()
+                lines = RunStore(folder / trial).lines()
                 for line in lines[:2]:
                     layers = [
                         {

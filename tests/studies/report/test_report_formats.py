@@ -14,9 +14,9 @@ from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.records.diagnosis import parse_diagnosis
 from dampen.studies.records.table import diagnosed
 from dampen.studies.report import format_of, make_report, write_report
-from dampen.studies.report.advice import advise
-from dampen.studies.report.figure import Palette
-from dampen.studies.report.forest import forest
+from dampen.studies.report.charts import forest
+from dampen.studies.report.figures import Palette
+from dampen.studies.report.summary import advise
 from dampen.studies.report.view import about_test
 from tests.studies.synthetic_runs import ROWS, loose, recipe, write, write_study
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dampen.functional.explicit.by_hand import again
-from dampen.functional.explicit.layer import HeadMap
-from dampen.functional.explicit.precision import wide
-from dampen.functional.explicit.squares import column_power, contract_squares
-from dampen.functional.explicit.tap import squared_norm
+from dampen.functional.explicit.projections import HeadMap
+from dampen.functional.explicit.reductions import wide
+from dampen.functional.explicit.squares import again, column_power, contract_squares, squared_norm
 
 
 def attended_bias(o: Tensor, bias: Tensor | None, rows: Tensor | None, row_sums: Tensor | None = None) -> Tensor:

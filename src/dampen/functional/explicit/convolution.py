@@ -19,10 +19,18 @@ from torch import Tensor, nn
 
 from dampen._torch import convolve, is_empty
 from dampen.calls.ledger import Ledger
-from dampen.functional.explicit.forms import Number, check_form, combine, is_off, single
-from dampen.functional.explicit.precision import no_autocast, wide
-from dampen.functional.explicit.reductions import check_reduction, token_rows
-from dampen.functional.explicit.tap import squared_norm
+from dampen.functional.explicit.reductions import (
+    Number,
+    check_form,
+    check_reduction,
+    combine,
+    is_off,
+    no_autocast,
+    single,
+    token_rows,
+    wide,
+)
+from dampen.functional.explicit.squares import squared_norm
 from dampen.regularizer import LINEAR_STAGES, Regularizer, Site
 from dampen.schedules import Value, check_progress
 

@@ -1,7 +1,14 @@
-"""How the sum over tokens becomes one number: reductions, padding, and the authors' scale.
+"""How the sums over tokens become one number: the three forms, the reductions, padding, precision, the authors' scale.
 
-Every penalty is a sum over tokens (or over pairs of tokens) of a token's own part. A reduction gives each token a
-row weight and the whole a factor, in which the 1/2 of the formulas sits:
+Forms: how much of the bias part b and of the variance part v a penalty takes. With p the rate of dropout and c = 1 - p
+(arXiv 2604.20505; derivations in docs/exactness.md):
+
+    paper     J = 1/2 p^2 b                    takes two equal mask entries as independent: the squared bias alone
+    exact     J = 1/2 (p^2 b + p (1-p) v)      the true expectation of the paper's own definition, plain masks
+    inverted  J = 1/2 p/(1-p) v                the dropout that nn.Dropout does (Wager, Arora et al.)
+
+Reductions: every penalty is a sum over tokens (or over pairs of tokens). A reduction gives each token a row weight and
+the whole sum a factor, which holds the 1/2 of the formulas:
 
     mean        1/2 sum / number of valid tokens in the batch (pairs for query, key and query_key): then lambda
                 depends on neither batch size nor length
@@ -10,16 +17,92 @@ row weight and the whole a factor, in which the 1/2 of the formulas sits:
     author      as token_mean, without the 1/2: what the authors' public code does
 
 Padded tokens have row weight 0 and are in no divisor.
+
+Precision: penalties are computed in float32 or wider, whatever the dtype of the model, because the query-key terms are
+quartic and would overflow float16.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dampen.functional.explicit.forms import Number
+FORMS = ("paper", "exact", "inverted")
+
+Number = float | Tensor
+
+
+class Factors(NamedTuple):
+    """Factors of the bias part and of the variance part; None: the form does not have the part."""
+
+    bias: Number | None = None
+    variance: Number | None = None
+
+
+def is_off(weight: object) -> bool:
+    """Whether a weight is the plain number 0, which switches its term off for good. A schedule or list may be 0 for
+    a while.
+
+    >>> is_off(0), is_off(0.0), is_off([0.0, 0.0]), is_off(False)
+    (True, True, False, False)
+    """
+    return isinstance(weight, int | float) and not isinstance(weight, bool) and weight == 0
+
+
+def check_form(form: str, who: str) -> None:
+    """Raise for a form that does not exist."""
+    if form not in FORMS:
+        raise ValueError(f"{who}: form must be one of {', '.join(FORMS)}, got {form!r}.")
+
+
+def single(form: str, p: Number) -> Factors:
+    """The factors where one mask acts: on the input of a linear map, or on the queries or the keys alone.
+
+    >>> single("exact", 0.5)
+    Factors(bias=0.25, variance=0.25)
+    """
+    if form == "paper":
+        return Factors(bias=p * p)
+    if form == "exact":
+        return Factors(bias=p * p, variance=p * (1 - p))
+    return Factors(variance=p / (1 - p))
+
+
+def combine(factors: Factors, bias: Tensor | None, variance: Tensor | None) -> Tensor:
+    """The sum of the parts that the form has, each with its factor."""
+    terms = [f * t for f, t in zip(factors, (bias, variance), strict=True) if f is not None and t is not None]
+    return sum(terms[1:], start=terms[0])
+
+
+_AUTOCASTS = {d for d in ("cpu", "cuda", "xpu", "hpu", "mps", "mtia", "xla") if torch.amp.is_autocast_available(d)}
+
+
+def wide(t: Tensor) -> Tensor:
+    """The tensor in float32, or as it is where it is wider."""
+    if t.dtype is torch.float32:
+        return t  # nearly always, and called a dozen times per layer
+    return t.to(wide_dtype(t))
+
+
+def wide_dtype(t: Tensor) -> torch.dtype:
+    """The dtype in which the penalty of a tensor is computed."""
+    return torch.float32 if t.dtype is torch.float32 else torch.promote_types(t.dtype, torch.float32)
+
+
+def as_wide(number: float | Tensor, like: Tensor) -> float | Tensor:
+    """A scheduled number; a tensor in the dtype in which the penalty of `like` is computed."""
+    return number if isinstance(number, float) else number.to(wide_dtype(like))
+
+
+def no_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """A context in which matrix products keep their dtype, although the caller may be under autocast."""
+    if device in _AUTOCASTS and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
 
 REDUCTIONS = ("mean", "sum", "token_mean", "author")
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dampen.kernels.timing import compare
 from dampen.regularizer import ATTENTION_STAGES
 from dampen.studies.bench import papers
-from dampen.studies.bench.memory import available_memory, peak_memory
-from dampen.studies.bench.subject import DTYPES, make_subject
-from dampen.studies.bench.variants import Variant
+from dampen.studies.bench.rows import Variant
+from dampen.studies.bench.subject import DTYPES, available_memory, make_subject, peak_memory
+from dampen.studies.bench.timing import compare
 
 if TYPE_CHECKING:
     from dampen.studies.bench.run import Options, Progress

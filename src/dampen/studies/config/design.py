@@ -8,6 +8,13 @@
     weight = [0.3, 1, 3]                                     a list is drawn from in equal shares
 
 Setting number i has the same place on an axis in every row, so that rows share learning rates and weight decays.
+
+    strength_settings = 5                                    a second stage
+    rate = { low = 0.05, high = 0.6, start = 0.2 }           `start`: the value in the first stage
+
+With a second stage, the first varies the dotted axes alone, each strength at its `start` or the middle of its range.
+The second varies the strengths at the best setting of the first. A row without strengths tries as many further
+settings of its dotted axes around its best, so that all rows have the same budget.
 """
 
 from __future__ import annotations
@@ -20,13 +27,18 @@ from typing import Any
 
 SETTINGS = "settings"
 """The key of a search that is no axis: how many settings each row gets."""
+STRENGTH_SETTINGS = "strength_settings"
+"""How many more settings each row gets in a second stage, after the `settings` of the first."""
+COUNTS = (SETTINGS, STRENGTH_SETTINGS)
+NEAR = 0.5
+"""Length of the range around the best setting in which a row without strengths searches on, as a part of its range."""
 PROBABILITIES = ("rate", "dropout", "label_smoothing", "ema", "momentum")
 """Names of arguments that must stay below 1, however far a search would go."""
 MOST_PROBABLE = 0.95
 BEYOND = 0.25
 """How far a range is extended, as a part of its own length."""
-AXIS_KEYS = ("low", "high", "log", "min", "max")
-Setting = dict[str, Any]
+AXIS_KEYS = ("low", "high", "log", "min", "max", "start")
+AxisValues = dict[str, Any]
 """A value for each axis of a row."""
 
 
@@ -34,7 +46,7 @@ Setting = dict[str, Any]
 class Axis:
     """One value to choose: from a range (on a logarithmic scale where it spans orders of magnitude), or from a list.
 
-    `least` and `most` bound what an extension of the range may reach.
+    `least` and `most` bound what an extension of the range may reach. `first` is its value while other axes are chosen.
     """
 
     key: str
@@ -44,6 +56,7 @@ class Axis:
     choices: tuple[Any, ...] = ()
     least: float | None = None
     most: float | None = None
+    first: float | None = None
 
     def suggest(self, trial: Any) -> Any:
         """Let Optuna choose."""
@@ -55,8 +68,30 @@ class Axis:
         """The axis as a recipe writes it."""
         if self.choices:
             return list(self.choices)
-        bounds = {k: v for k, v in (("min", self.least), ("max", self.most)) if v is not None}
+        bounds = {"min": self.least, "max": self.most, "start": self.first}
+        bounds = {k: v for k, v in bounds.items() if v is not None}
         return {"low": self.low, "high": self.high, "log": self.log, **bounds}
+
+    @property
+    def start(self) -> Any:
+        """The value in the first of two stages.
+
+        >>> Axis("weight", 0.1, 10, log=True).start, Axis("rate", 0.05, 0.6, first=0.2).start
+        (1.0, 0.2)
+        """
+        return self.value(0.5) if self.first is None else self.first
+
+    def near(self, value: Any) -> Axis:
+        """The part of this range around a value, half as long and moved inside; a list stays whole.
+
+        >>> near = Axis("lr", 1e-4, 1, log=True).near(1e-2)
+        >>> near.low, near.high, Axis("rate", 0, 1).near(0.9).low
+        (0.001, 0.1, 0.5)
+        """
+        if self.choices:
+            return self
+        low = min(max(self.place(value) - NEAR / 2, 0.0), 1 - NEAR)
+        return replace(self, low=self.value(low), high=self.value(low + NEAR))
 
     @property
     def ordered(self) -> bool:
@@ -129,7 +164,7 @@ def read_axis(key: str, given: Any, path: str) -> tuple[Axis, list[str]]:
     if not isinstance(given, Mapping):
         return Axis(key), [f"{where}: expected {{ low = 0.1, high = 0.5 }} or a list of values, got {given!r}"]
     problems = [f"{where}.{k}: unknown key; known are {', '.join(AXIS_KEYS)}" for k in given if k not in AXIS_KEYS]
-    numbers_given = {k: given[k] for k in ("low", "high", "min", "max") if k in given}
+    numbers_given = {k: given[k] for k in ("low", "high", "min", "max", "start") if k in given}
     problems += [f"{where}.{k}: expected a number, got {v!r}" for k, v in numbers_given.items() if not _is_number(v)]
     problems += [f"{where}.{k}: missing" for k in ("low", "high") if k not in given]
     log = given.get("log", False)
@@ -142,12 +177,14 @@ def read_axis(key: str, given: Any, path: str) -> tuple[Axis, list[str]]:
         problems.append(f"{where}: low must be less than high, got {low:g} and {high:g}")
     if log is True and not low > 0:
         problems.append(f"{where}: a logarithmic range starts above 0, got low = {low:g}")
-    least, most = given.get("min"), given.get("max")
+    least, most, first = given.get("min"), given.get("max"), given.get("start")
     if log is True and least is not None and not least > 0:
         problems.append(f"{where}: min of a logarithmic range lies above 0, got {least:g}")
     if (least is not None and least > low) or (most is not None and most < high):
         problems.append(f"{where}: min and max bound an extension of the range, so they lie outside low and high")
-    return Axis(key, low, high, log, (), least, most), problems
+    if first is not None and not low <= first <= high:
+        problems.append(f"{where}: start must lie between low and high, got {first:g}")
+    return Axis(key, low, high, log, (), least, most, first), problems
 
 
 def axes_of_row(search: Mapping[str, Any], row: Mapping[str, Any], config: Mapping[str, Any]) -> list[Axis]:
@@ -156,7 +193,7 @@ def axes_of_row(search: Mapping[str, Any], row: Mapping[str, Any], config: Mappi
     `false` takes an axis from a row. `config` is the row with all that the base says. What fills a probability stays
     below 1, and what starts at 0 or above it does not become negative.
     """
-    given = {k: v for k, v in {**search, **row.get(SEARCH, {})}.items() if k != SETTINGS}
+    given = {k: v for k, v in {**search, **row.get(SEARCH, {})}.items() if k not in COUNTS}
     given = {k: v for k, v in given.items() if v is not False}
     axes = [read_axis(k, v, SEARCH)[0] for k, v in given.items() if "." in k or mentions(config, f"${k}")]
     return [_bounded(axis, config) for axis in axes]
@@ -186,7 +223,7 @@ def _filled(value: Any, variable: str, name: str = "") -> list[str]:
     return [name] if value == variable else []
 
 
-def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[Setting]]:
+def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[AxisValues]]:
     """`count` settings for every row: centered Latin hypercube, its columns spread over each other, the same for all.
 
     >>> found = design({"one": [Axis("lr", 1, 2)], "two": [Axis("lr", 1, 2), Axis("rate", 0, 1)]}, 4)
@@ -203,6 +240,51 @@ def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[Set
     drawn = qmc.LatinHypercube(d=len(keys), scramble=False, optimization="random-cd", rng=seed).random(count)
     places = dict(zip(keys, drawn.T.tolist(), strict=True))
     return {row: [{a.key: a.value(places[a.key][i]) for a in own} for i in range(count)] for row, own in axes.items()}
+
+
+def first_stage(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[AxisValues]]:
+    """The settings of the first of two stages: learning rates and weight decays, with each strength at its start.
+
+    >>> rate = Axis("rate", 0.1, 0.5, first=0.2)
+    >>> found = first_stage({"one": [Axis("train.lr", 1, 2)], "two": [Axis("train.lr", 1, 2), rate]}, 2)
+    >>> [s["train.lr"] for s in found["one"]] == [s["train.lr"] for s in found["two"]], found["two"][0]["rate"]
+    (True, 0.2)
+    """
+    found = design({row: _split(own)[0] for row, own in axes.items()}, count)
+    fixed = {row: {a.key: a.start for a in _split(own)[1]} for row, own in axes.items()}
+    return {row: [s | fixed[row] for s in settings] for row, settings in found.items()}
+
+
+def second_stage(
+    axes: Mapping[str, Sequence[Axis]], best: Mapping[str, AxisValues], count: int
+) -> dict[str, list[AxisValues]]:
+    """`count` more settings for every row with a best one: its strengths vary, or else its axes close to the best.
+
+    None of them is the best one again. Rows without a best one yet belong to the hypercube too, so that the settings of
+    a row do not depend on the others.
+    """
+    varied = {}
+    for row, own in axes.items():
+        common, strengths = _split(own)
+        varied[row] = strengths or [a.near(best[row][a.key]) if row in best else a for a in common]
+    found: dict[str, list[AxisValues]] = {}
+    for drawn in (count + 1, count):  # an even number has no setting in the middle, where the best one often lies
+        for row, settings in design(varied, drawn).items():
+            new = [s for s in settings if row in best and not _same(s, best[row], varied[row])]
+            if len(new) >= count or (row in best and row not in found):
+                found[row] = [best[row] | s for s in new[:count]]
+    return found
+
+
+def _same(one: AxisValues, other: AxisValues, axes: Sequence[Axis]) -> bool:
+    """Whether two settings differ by less than a hundredth of each range."""
+    return all(abs(a.place(one[a.key]) - a.place(other[a.key])) < 0.01 for a in axes)
+
+
+def _split(axes: Sequence[Axis]) -> tuple[list[Axis], list[Axis]]:
+    """What the first stage varies and what the second does; a row with one kind of axes has it in the first."""
+    common = [a for a in axes if "." in a.key]
+    return (common, [a for a in axes if "." not in a.key]) if common else (list(axes), [])
 
 
 def mentions(value: Any, variable: str) -> bool:

@@ -10,7 +10,7 @@ from dampen.extensions import hint
 from dampen.names import nearest
 from dampen.studies.config.methods_text import OBJECT, check_methods
 from dampen.studies.config.schema import unknown_keys
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 
 COMMON_DATA = (
     "name",
@@ -28,7 +28,7 @@ COMMON_DATA = (
 )
 
 
-def check_trial(trial: TrialSpec, path: str = "") -> list[str]:
+def check_trial(trial: Run, path: str = "") -> list[str]:
     """Every problem with the names of a trial, each with the nearest known one."""
     if trial.function is not None:
         return check_methods([m for m in trial.methods if OBJECT not in m], f"{path}methods")

@@ -13,10 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from dampen.names import nearest
-from dampen.studies.config.design import SETTINGS, Axis, Setting, axes_of_row, design, mentions
+from dampen.studies.config.design import (
+    COUNTS,
+    SETTINGS,
+    STRENGTH_SETTINGS,
+    Axis,
+    AxisValues,
+    axes_of_row,
+    design,
+    first_stage,
+    mentions,
+)
 from dampen.studies.config.plain import check_plain
 from dampen.studies.config.recipe import ROW_SECTIONS, SECTIONS, Recipe, merge
-from dampen.studies.config.trial import TrainOptions, TrialSpec
+from dampen.studies.config.trial import Run, TrainOptions
 from dampen.studies.errors import ConfigError
 from dampen.studies.files import read_json, write_json
 
@@ -28,7 +38,7 @@ HEADER = ("title", "paper", "table", "metric", "report", "command")
 
 
 @dataclass
-class Point:
+class Setting:
     """One choice of grid values; `trials` maps each seed to the trial's id."""
 
     grid: dict[str, Any]
@@ -37,19 +47,19 @@ class Point:
 
 
 @dataclass
-class PlannedRow:
+class Config:
     """One row of the table."""
 
     name: str
     methods: list[dict[str, Any]]
-    points: list[Point]
+    points: list[Setting]
     published: dict[str, Any] = field(default_factory=dict)
     baseline: bool = False
     note: str = ""
 
 
 @dataclass
-class Plan:
+class Comparison:
     """What a run consists of: the rows with their trials, and the header of the recipe."""
 
     name: str
@@ -57,8 +67,8 @@ class Plan:
     header: dict[str, Any]
     departures: list[str]
     seeds: list[int]
-    rows: list[PlannedRow]
-    trials: dict[str, TrialSpec]
+    rows: list[Config]
+    trials: dict[str, Run]
 
     def save(self, folder: Path) -> None:
         """Write plan.json; a comparison that grew since says so in its title."""
@@ -70,16 +80,14 @@ class Plan:
         write_json(folder / "plan.json", plain)
 
     @classmethod
-    def load(cls, folder: Path) -> Plan:
+    def load(cls, folder: Path) -> Comparison:
         """Read plan.json."""
         content = read_json(folder / "plan.json", "Run the command that wrote it again: it is made anew, trials stay.")
-        rows = [PlannedRow(**{**r, "points": [Point(**p) for p in r["points"]]}) for r in content["rows"]]
-        trials = {
-            i: TrialSpec.from_stored(t, f"trial {i} in {folder / 'plan.json'}") for i, t in content["trials"].items()
-        }
+        rows = [Config(**{**r, "points": [Setting(**p) for p in r["points"]]}) for r in content["rows"]]
+        trials = {i: Run.from_stored(t, f"trial {i} in {folder / 'plan.json'}") for i, t in content["trials"].items()}
         return cls(**{**content, "rows": rows, "trials": trials})
 
-    def joined(self, earlier: Plan, recorded: Container[str]) -> Plan:
+    def joined(self, earlier: Comparison, recorded: Container[str]) -> Comparison:
         """This plan, with the rows and seeds that an earlier one under the same conditions has recorded: they stay."""
         own = {row.name: copy.deepcopy(row) for row in self.rows}
         trials = dict(self.trials)
@@ -108,7 +116,7 @@ class Plan:
         """Trials that make one value: the folds of a round of cross-validation, or 1."""
         return self.header.get("folds") or 1
 
-    def labels(self, trials: Iterable[TrialSpec]) -> dict[str, str]:
+    def labels(self, trials: Iterable[Run]) -> dict[str, str]:
         """Row, grid point and seed of each trial, for people."""
         wanted, named = {t.id for t in trials}, dict[str, str]()
         for row in self.rows:
@@ -121,13 +129,13 @@ class Plan:
                         named.setdefault(trial, f"{row.name}{grid} {told}")
         return named
 
-    def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[TrialSpec]:
+    def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
         """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows fill up evenly."""
         names = {r.name for r in self.rows}
         problems = [f"--row: there is no row {r!r}{nearest(r, names)}" for r in rows if r not in names]
         if problems:
             raise ConfigError(self.name, problems)
-        wanted: dict[str, TrialSpec] = {}
+        wanted: dict[str, Run] = {}
         for seed in self.seeds:
             for row in self.rows:
                 if (not rows or row.name in rows) and (not seeds or seed in seeds):
@@ -137,14 +145,14 @@ class Plan:
         return list(wanted.values())
 
 
-def make_plan(
+def make_comparison(
     recipe: Recipe,
     scale: str | None = None,
     settings: Iterable[str] = (),
     seeds: Sequence[int] | None = None,
     check_names: bool = True,
-    points: Mapping[str, Sequence[Setting]] | None = None,
-) -> Plan:
+    points: Mapping[str, Sequence[AxisValues]] | None = None,
+) -> Comparison:
     """The plan of a recipe; raises ConfigError with every problem of every row.
 
     `settings` are strings such as `train.lr=0.01`, as on the command line. Without `check_names` the names of data
@@ -158,7 +166,8 @@ def make_plan(
     if at["search"] and points is None and not problems:
         points = {row: tried[:1] for row, tried in design_of(recipe, scale, settings)[1].items()}
     seeds = list(seeds) if seeds is not None else at.get("seeds", [0])
-    plan = Plan(recipe.name, at["scale"], {k: getattr(recipe, k) for k in HEADER}, at["departures"], seeds, [], {})
+    header = {k: getattr(recipe, k) for k in HEADER}
+    plan = Comparison(recipe.name, at["scale"], header, at["departures"], seeds, [], {})
     plan.header["cost"] = at["cost"]
     if recipe.plugins:
         plan.header["plugins"] = recipe.plugins
@@ -169,7 +178,7 @@ def make_plan(
         problems += found + wrong
         methods = config.get("methods", [])
         plan.rows.append(
-            PlannedRow(
+            Config(
                 row["name"], methods, made, row.get("published", {}), row.get("baseline", False), row.get("note", "")
             )
         )
@@ -194,13 +203,14 @@ def _config(at: Mapping[str, Any], row: Mapping[str, Any], over: Mapping[str, An
 
 def design_of(
     recipe: Recipe, scale: str | None, settings: Iterable[str] = ()
-) -> tuple[dict[str, list[Axis]], dict[str, list[Setting]]]:
+) -> tuple[dict[str, list[Axis]], dict[str, list[AxisValues]]]:
     """The axes that the search of a recipe has in each row, and the settings that it tries; every row as many."""
     at = recipe.at(scale)
     over, _ = read_settings(settings)
     axes = {row["name"]: axes_of_row(at["search"], row, _config(at, row, over)) for row in at["rows"]}
     axes = {row: [a for a in own if not _is_set(over, a.key)] for row, own in axes.items()}
-    tried = design(axes, at["search"][SETTINGS])
+    staged = STRENGTH_SETTINGS in at["search"]
+    tried = (first_stage if staged else design)(axes, at["search"][SETTINGS])
     problems = [f"search.{k}: no row says '${k}'" for k in _unused(at["search"], axes.values())]
     for row in at["rows"]:
         own = axes[row["name"]]
@@ -217,7 +227,7 @@ def design_of(
 
 def _unused(search: Mapping[str, Any], axes: Iterable[Sequence[Axis]]) -> list[str]:
     known = {axis.key for own in axes for axis in own}
-    return [k for k, v in search.items() if k != SETTINGS and "." not in k and v is not False and k not in known]
+    return [k for k, v in search.items() if k not in COUNTS and "." not in k and v is not False and k not in known]
 
 
 def _is_set(over: Mapping[str, Any], key: str) -> bool:
@@ -232,7 +242,7 @@ def _is_set(over: Mapping[str, Any], key: str) -> bool:
 
 def _choices(
     config: Mapping[str, Any], grid: Mapping[str, list[Any]], seeds: int, path: str
-) -> tuple[list[Setting], list[str]]:
+) -> tuple[list[AxisValues], list[str]]:
     """The grid points of one row, made of the axes that it uses."""
     used = {k: v for k, v in grid.items() if "." in k or mentions(config, f"${k}")}
     count = math.prod(map(len, used.values())) * seeds
@@ -243,17 +253,17 @@ def _choices(
 
 def _points(
     config: dict[str, Any],
-    choices: Sequence[Setting],
+    choices: Sequence[AxisValues],
     seeds: Sequence[int],
     row: Mapping[str, Any],
-    plan: Plan,
+    plan: Comparison,
     path: str,
     names: bool,
-) -> tuple[list[Point], list[str]]:
+) -> tuple[list[Setting], list[str]]:
     """The points of one row with their trials. Two settings that make the same trials are one point."""
     from dampen.studies.config.names import check_trial
 
-    points: dict[tuple[str, ...], Point] = {}
+    points: dict[tuple[str, ...], Setting] = {}
     problems: list[str] = []
     for chosen in choices:
         filled = copy.deepcopy(_fill(config, chosen))
@@ -262,7 +272,7 @@ def _points(
                 problems += [f"{path}grid.{problem}" for problem in _put(filled, key, value)]
         ids = {}
         for seed in seeds:
-            trial, found = TrialSpec.parse({**filled, "seed": seed}, path)
+            trial, found = Run.parse({**filled, "seed": seed}, path)
             if trial is not None and names and seed == seeds[0]:
                 found = check_trial(trial, path)
             problems += found
@@ -272,7 +282,7 @@ def _points(
         published: dict[str, Any] = next(
             (p["published"] for p in row.get("published_grid", []) if _matches(p["grid"], chosen)), {}
         )
-        points.setdefault(tuple(ids.values()), Point(chosen, ids, published))
+        points.setdefault(tuple(ids.values()), Setting(chosen, ids, published))
     return list(points.values()), problems
 
 

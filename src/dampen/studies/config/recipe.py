@@ -37,7 +37,7 @@ from typing import Any
 
 from dampen.extensions import from_plugins
 from dampen.names import nearest
-from dampen.studies.config.design import SETTINGS, read_axis
+from dampen.studies.config.design import COUNTS, SETTINGS, STRENGTH_SETTINGS, read_axis
 from dampen.studies.config.plain import check_plain
 from dampen.studies.config.schema import check_fields, unknown_keys
 from dampen.studies.errors import ConfigError, LabError
@@ -231,14 +231,15 @@ def _check_search(search: Any, path: str, settings: bool = True) -> list[str]:
     if not isinstance(search, Mapping):
         return [f"{path}: expected a table of ranges and lists, got {search!r}"]
     problems = []
-    count = search.get(SETTINGS, 2)
-    if SETTINGS in search and not settings:
-        problems.append(f"{path}.{SETTINGS}: every row gets as many; say it in [search]")
-    elif not isinstance(count, int) or isinstance(count, bool) or not 2 <= count <= 1000:
-        problems.append(f"{path}.{SETTINGS}: expected a whole number from 2 to 1000, got {count!r}")
+    for key, least in ((SETTINGS, 2), (STRENGTH_SETTINGS, 1)):
+        count = search.get(key, least)
+        if key in search and not settings:
+            problems.append(f"{path}.{key}: every row gets as many; say it in [search]")
+        elif not isinstance(count, int) or isinstance(count, bool) or not least <= count <= 1000:
+            problems.append(f"{path}.{key}: expected a whole number from {least} to 1000, got {count!r}")
     for key, given in search.items():
         left_out = given is False and not settings
-        problems += read_axis(key, given, path)[1] if key != SETTINGS and not left_out else []
+        problems += read_axis(key, given, path)[1] if key not in COUNTS and not left_out else []
     return problems
 
 

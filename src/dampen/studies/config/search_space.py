@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dampen.studies.config.design import SETTINGS, Axis
-from dampen.studies.config.plan import Plan, design_of, make_plan, read_settings
+from dampen.studies.config.design import SETTINGS, STRENGTH_SETTINGS, Axis
+from dampen.studies.config.plan import Comparison, design_of, make_comparison, read_settings
 from dampen.studies.config.recipe import Recipe, merge
 from dampen.studies.config.trial import TrainOptions
 from dampen.studies.errors import ConfigError
@@ -23,7 +23,7 @@ def axis_of(key: str, values: Sequence[Any]) -> Axis:
     """The range that a grid's values span; what are no numbers, or all the same, stays a list.
 
     >>> axis_of("train.lr", [0.001, 0.0001, 0.005])
-    Axis(key='train.lr', low=0.0001, high=0.005, log=True, choices=(), least=None, most=None)
+    Axis(key='train.lr', low=0.0001, high=0.005, log=True, choices=(), least=None, most=None, first=None)
     >>> axis_of("unit", ["element", "column"]).choices
     ('element', 'column')
     """
@@ -91,7 +91,11 @@ def _says(tree: Any, key: str) -> bool:
 
 def tuned_recipe(recipe: Recipe, count: int, settings: Sequence[str] = ()) -> Recipe:
     """The recipe of a comparison with a search over `count` settings of every row, around what it says (with the
-    `settings` of the command line), the learning rate and the weight decay with the same values in all rows."""
+    `settings` of the command line), the learning rate and the weight decay with the same values in all rows.
+
+    Where these two vary beside strengths, a third of the settings belongs to the strengths alone: drawn together, the
+    learning rate and the weight decay decide which setting is best, and the strength beside them is left to chance.
+    """
     over, problems = read_settings(settings)
     if problems:
         raise ConfigError("The comparison", problems)
@@ -101,7 +105,9 @@ def tuned_recipe(recipe: Recipe, count: int, settings: Sequence[str] = ()) -> Re
     for row in opened.rows:
         left = {key: False for key in common if key not in [a.key for a in axes[row["name"]]]}
         rows.append({**row, "search": left | {a.key: a.table() for a in axes[row["name"]] if "." not in a.key}})
-    return replace(opened, rows=rows, search={SETTINGS: count, **common})
+    mixed = any(len({"." in a.key for a in own}) == 2 for own in axes.values())
+    second = {STRENGTH_SETTINGS: count // 3} if mixed and count >= 3 else {}
+    return replace(opened, rows=rows, search={SETTINGS: count - sum(second.values()), **second, **common})
 
 
 def _open_methods(methods: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Axis]]:
@@ -124,9 +130,11 @@ def _open_methods(methods: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Ax
 
 
 def _strength(variable: str, name: str, value: float) -> Axis:
+    """The range around a value, with that value in the first stage."""
     if name == "rate":
-        return Axis(variable, max(0.01, value / 5), min(0.8, value * 3))
-    return Axis(variable, value / 10, value * 10, log=True)
+        low, high = max(0.01, value / 5), min(0.8, value * 3)
+        return Axis(variable, low, high, first=min(max(value, low), high))
+    return Axis(variable, value / 10, value * 10, log=True, first=value)
 
 
 def plan_at(
@@ -136,12 +144,12 @@ def plan_at(
     row: str,
     chosen: Mapping[str, Any],
     seeds: Sequence[int],
-) -> Plan:
+) -> Comparison:
     """The plan of one row with the chosen values in place of the grid."""
     name = recipe.at(scale)["scale"]
     own = {k: v for k, v in recipe.scales[name].items() if k not in ("grid", "search")}
     point = replace(recipe, grid={k: [v] for k, v in chosen.items()}, search={}, scales={name: own}, scale=name)
-    plan = make_plan(point, name, settings, seeds, check_names=False)
+    plan = make_comparison(point, name, settings, seeds, check_names=False)
     plan.rows = [r for r in plan.rows if r.name == row]
     wanted = {trial for p in plan.rows[0].points for trial in p.trials.values()}
     plan.trials = {i: t for i, t in plan.trials.items() if i in wanted}

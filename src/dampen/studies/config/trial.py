@@ -118,14 +118,14 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class TrialSpec:
+class Run:
     """A training run as plain data: same trial, same result.
 
     >>> parts = {"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2}}
-    >>> trial = TrialSpec.from_dict({**parts, "train": {"lr": 0.001}})
-    >>> trial.id == TrialSpec.from_dict(parts).id  # 0.001 is the default
+    >>> trial = Run.from_dict({**parts, "train": {"lr": 0.001}})
+    >>> trial.id == Run.from_dict(parts).id  # 0.001 is the default
     True
-    >>> TrialSpec.from_dict(trial.to_dict()) == trial
+    >>> Run.from_dict(trial.to_dict()) == trial
     True
     """
 
@@ -140,7 +140,7 @@ class TrialSpec:
     format: int = FORMAT
 
     @classmethod
-    def from_dict(cls, mapping: Mapping[str, Any], what: str = "The trial") -> TrialSpec:
+    def from_dict(cls, mapping: Mapping[str, Any], what: str = "The trial") -> Run:
         """Read plain data; raise ConfigError with every problem."""
         trial, problems = cls.parse(mapping)
         if trial is None or problems:
@@ -148,12 +148,12 @@ class TrialSpec:
         return trial
 
     @classmethod
-    def from_stored(cls, mapping: Mapping[str, Any], what: str = "The trial") -> TrialSpec:
+    def from_stored(cls, mapping: Mapping[str, Any], what: str = "The trial") -> Run:
         """Read the trial of a plan or a record, which may be older than the format that is written today."""
         return cls.from_dict({"format": 1, **mapping}, what)
 
     @classmethod
-    def parse(cls, mapping: Mapping[str, Any], path: str = "") -> tuple[TrialSpec | None, list[str]]:
+    def parse(cls, mapping: Mapping[str, Any], path: str = "") -> tuple[Run | None, list[str]]:
         """The trial, if it could be read, and all problems of its shape; names are for `validate.check_trial`."""
         if mapping.get("function") is not None:
             return _parse_function(mapping, path)
@@ -195,18 +195,18 @@ class TrialSpec:
             problems = cls.parse(_before(trial), f"{path}pretrain.")[1]
         return (None if problems else trial), problems
 
-    def pretraining(self) -> TrialSpec | None:
+    def pretraining(self) -> Run | None:
         """The trial that goes before this one: a masked autoencoder around the same encoder, on the same images.
 
         What `pretrain` does not say is as in this trial, the methods too; condition numbers are measured only there.
 
-        >>> trial = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2},
+        >>> trial = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2},
         ...                          "pretrain": {"train": {"epochs": 3}, "model": {"hide": 0.5}}})
         >>> first = trial.pretraining()
         >>> first.model, first.train.epochs, first.pretraining()
         ({'name': 'mae', 'depth': 2, 'hide': 0.5}, 3, None)
         """
-        return None if self.pretrain is None else TrialSpec.from_dict(_before(self), "The pretraining")
+        return None if self.pretrain is None else Run.from_dict(_before(self), "The pretraining")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data with every default written out; of one's own training only what is known about it."""
@@ -262,7 +262,7 @@ def with_drawn_splits(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, "split_seed": drawn, "test_seed": data.get("test_seed", drawn)}
 
 
-def _parse_function(mapping: Mapping[str, Any], path: str) -> tuple[TrialSpec | None, list[str]]:
+def _parse_function(mapping: Mapping[str, Any], path: str) -> tuple[Run | None, list[str]]:
     """A trial that is a user's own function: it has methods and a seed, and no data, model or train of ours."""
     function = mapping["function"]
     problems = unknown_keys(mapping, ("function", "methods", "seed", "format"), path)
@@ -286,7 +286,7 @@ def _parse_function(mapping: Mapping[str, Any], path: str) -> tuple[TrialSpec | 
         problems.append(f"{path}function.params and seed are plain data, such as numbers and strings: {error}")
     if problems:
         return None, problems
-    return TrialSpec({}, {}, methods, seed=seed, function=plain), []
+    return Run({}, {}, methods, seed=seed, function=plain), []
 
 
 def _check_pretrain(pretrain: Any, model: Any, path: str) -> list[str]:
@@ -306,7 +306,7 @@ def _check_pretrain(pretrain: Any, model: Any, path: str) -> list[str]:
     return problems
 
 
-def _before(trial: TrialSpec) -> dict[str, Any]:
+def _before(trial: Run) -> dict[str, Any]:
     """The plain data of the trial that goes before."""
     own, over = trial.to_dict(), trial.pretrain or {}
     encoder = {k: v for k, v in trial.model.items() if k in ENCODER}

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from dampen.extensions import from_plugins
 from dampen.names import nearest
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, DiskFull, Diverged, Interrupted, Locked, portable
 from dampen.studies.files import write_json
 from dampen.studies.records.events import Event, marked
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 
 if TYPE_CHECKING:
     from dampen.studies.trainer.state import Execution
@@ -37,7 +37,7 @@ Report = Callable[[str, Event], None]
 class Job:
     """A trial and the folder it belongs to."""
 
-    trial: TrialSpec
+    trial: Run
     folder: Path
 
 
@@ -90,7 +90,7 @@ def run_job(
     try:
         return Outcome("finished", run_trial(job.trial, job.folder, execution, tell, stop))
     except Diverged as error:
-        return Outcome("diverged", Record(job.folder).final(), str(error))
+        return Outcome("diverged", RunStore(job.folder).final(), str(error))
     except Interrupted as error:
         return Outcome("interrupted", None, str(error))
     except Locked as error:

@@ -1,10 +1,10 @@
 """Choosing each row's setting on validation, with seeds that the table does not use, before the table is trained.
 
 The settings come from the recipe's `[search]` (the same number for every row, the baseline too) or from its `[grid]`.
-Each is trained on every tuning seed, and the best mean is chosen (`records/selection.py`). A choice at the end of a
-range that was searched extends it once: a quarter as many settings again go on beyond that end, then the row chooses
-anew. The test is read once per row, when the chosen setting is trained on `seeds`. What was tried is kept in
-`search.json`.
+Each is trained on every tuning seed, and the best mean is chosen (`records/selection.py`). With `strength_settings` a
+second stage follows (`config/design.py`). A choice at the end of a range that was searched extends it once: a quarter
+as many settings again go on beyond that end, then the row chooses anew among all. The test is read once per row, when
+the chosen setting is trained on `seeds`. What was tried is kept in `search.json`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.design import SETTINGS, Axis, Setting
-from dampen.studies.config.plan import Plan, PlannedRow, Point, design_of, make_plan
+from dampen.studies.config.design import SETTINGS, STRENGTH_SETTINGS, Axis, AxisValues, second_stage
+from dampen.studies.config.plan import Comparison, Config, Setting, design_of, make_comparison
 from dampen.studies.config.recipe import Recipe
 from dampen.studies.config.search_space import axis_of
 from dampen.studies.errors import ConfigError, LabError
@@ -28,8 +28,11 @@ from dampen.studies.trainer.function import Function
 
 FOLDER = "search"
 """Trials of the tuning lie here, apart from those of the table."""
-BEYOND = "beyond"
-"""Said in the header of a plan whose trials lie beyond the ranges."""
+STAGE = "stage"
+"""Key in the header of a plan of tuning trials: which part of the tuning they are."""
+LATER = "later"
+"""Key in that header: how many trials a second stage will have."""
+SECOND, BEYOND = "second stage", "beyond the ranges"
 GOING = (0, 1, 5)
 """Exit codes after which a choice is possible: settings whose runs failed or diverged lose, and nothing else does."""
 
@@ -38,21 +41,38 @@ GOING = (0, 1, 5)
 class Tuning:
     """The settings that are tried: the plan of their trials, the axes of each row, and what extended them."""
 
-    plan: Plan
+    plan: Comparison
     axes: dict[str, list[Axis]]
-    settings: int  # of each row; 0 for a grid, whose rows may differ
+    settings: int  # of each row, in both stages; 0 for a grid, whose rows may differ
+    strength_settings: int = 0  # how many of them belong to the second stage
+    inside: dict[str, int] = field(default_factory=dict)  # by row, settings within its ranges; the others extend them
     extended: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by row
 
-    def of(self, rows: Sequence[str], extension: bool = False) -> Plan:
-        """The plan of these rows alone, or of all; or that of their extensions."""
+    def of(self, rows: Sequence[str], after: Mapping[str, int] | None = None, stage: str = "") -> Comparison:
+        """The plan of these rows alone, or of all; of the settings after the first so many of each row, where given."""
         kept = [row for row in self.plan.rows if not rows or row.name in rows]
-        if extension:
-            kept = [replace(row, points=row.points[self.settings :]) for row in kept if row.points[self.settings :]]
+        if after is not None:
+            kept = [replace(row, points=row.points[after[row.name] :]) for row in kept]
+            kept = [row for row in kept if row.points]
         used = {i for row in kept for point in row.points for i in point.trials.values()}
-        header = self.plan.header | ({BEYOND: True} if extension else {})
-        plan = Plan(**{**self.plan.__dict__, "rows": kept, "header": header})
+        header = self.plan.header | ({STAGE: stage} if stage else {})
+        plan = Comparison(**{**self.plan.__dict__, "rows": kept, "header": header})
         plan.trials = {i: t for i, t in self.plan.trials.items() if i in used}
         return plan
+
+    def counts(self) -> dict[str, int]:
+        """How many settings each row has so far."""
+        return {row.name: len(row.points) for row in self.plan.rows}
+
+    def add(
+        self, recipe: Recipe, scale: str | None, settings: Sequence[str], more: Mapping[str, list[AxisValues]]
+    ) -> None:
+        """Append settings to rows."""
+        at = recipe.at(scale)
+        points: dict[str, list[AxisValues]] = {row["name"]: [] for row in at["rows"]}
+        points |= {row.name: [p.grid for p in row.points] + more.get(row.name, []) for row in self.plan.rows}
+        self.plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=points)
+        self.plan = self.of(list(self.axes))
 
 
 def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> Tuning | None:
@@ -60,35 +80,46 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
     at = recipe.at(scale)
     if at["search"]:
         axes, tried = design_of(recipe, scale, settings)
-        plan = make_plan(recipe, scale, settings, at["tuning_seeds"], points=tried)
-        count = at["search"][SETTINGS]
+        plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=tried)
+        more = at["search"].get(STRENGTH_SETTINGS, 0)
+        count = at["search"][SETTINGS] + more
     elif at.get("tuning_seeds"):
-        plan, count = make_plan(recipe, scale, settings, at["tuning_seeds"]), 0
+        plan, count = make_comparison(recipe, scale, settings, at["tuning_seeds"]), 0
+        more = 0
         axes = {row.name: _grid_axes(row) for row in plan.rows if len(row.points) > 1}
     else:
         return None
-    tuning = Tuning(plan, {row: own for row, own in axes.items() if own}, count)
+    tuning = Tuning(plan, {row: own for row, own in axes.items() if own}, count, more)
     tuning.plan = tuning.of(list(tuning.axes) or [""])
     return tuning if tuning.plan.rows else None
 
 
-def tuning_plan(recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]) -> Plan | None:
-    """The trials that choose, without those of extended ranges; None where nothing is chosen."""
+def tuning_plan(recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]) -> Comparison | None:
+    """The trials that choose, as far as they are known before any has run; None where nothing is chosen. Its header
+    says how many follow in a second stage; extended ranges come on top of that."""
     tuning = make_tuning(recipe, scale, settings)
     plan = tuning.of(rows) if tuning is not None else None
-    return plan if plan is not None and plan.rows else None
+    if tuning is None or plan is None or not plan.rows:
+        return None
+    plan.header[LATER] = len(plan.rows) * tuning.strength_settings * len(plan.seeds)
+    return plan
 
 
-def _grid_axes(row: PlannedRow) -> list[Axis]:
+def count_runs(plan: Comparison | None) -> int:
+    """How many trials choose, those of a second stage included."""
+    return len(plan.trials) + plan.header[LATER] if plan is not None else 0
+
+
+def _grid_axes(row: Config) -> list[Axis]:
     return [axis_of(key, [p.grid[key] for p in row.points]) for key in row.points[0].grid]
 
 
-def as_large(plan: Plan, tuning: Plan) -> Plan:
+def as_large(plan: Comparison, tuning: Comparison) -> Comparison:
     """The plan with as many trials as it will have once its points are chosen, whichever they are."""
     return _at(plan, {row.name: row.points[0].grid for row in tuning.rows})
 
 
-def _at(plan: Plan, chosen: Mapping[str, Setting]) -> Plan:
+def _at(plan: Comparison, chosen: Mapping[str, AxisValues]) -> Comparison:
     """The plan with these rows at these grid points; a table that reports all keeps them all."""
     if plan.header["report"] == "all":
         return plan
@@ -102,13 +133,13 @@ def _at(plan: Plan, chosen: Mapping[str, Setting]) -> Plan:
 
 def tune(
     recipe: Recipe,
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
     scale: str | None,
     settings: Sequence[str],
     rows: Sequence[str],
-    run: Callable[[Plan, Path], int],
-) -> tuple[Plan, int]:
+    run: Callable[[Comparison, Path], int],
+) -> tuple[Comparison, int]:
     """Run the tuning trials with `run` (a plan and a folder to an exit code) and choose. A code that is not 0 says why
     nothing could be chosen.
 
@@ -123,9 +154,13 @@ def tune(
     code = run(tuning.of(rows), place)
     if code not in GOING:
         return plan, code
-    if tuning.settings and _extend(recipe, scale, settings, tuning, place):
-        beyond = tuning.of(rows, extension=True)
-        code = run(beyond, place) if beyond.rows else 0
+    for stage, further in ((SECOND, _strengths), (BEYOND, _extensions)):
+        tuning.inside = tuning.counts()
+        if not (more := further(tuning, _selections(tuning, read_results(tuning.plan, place)))):
+            continue
+        tuning.add(recipe, scale, settings, more)
+        added = tuning.of(rows, tuning.inside, stage)
+        code = run(added, place) if added.rows else 0
         if code not in GOING:
             return plan, code
     tuning.plan.save(place)
@@ -141,12 +176,12 @@ def tune(
     if not tuning.settings:
         return _at(plan, points), 0
     waiting = {row.name: [p.grid for p in row.points] for row in plan.rows}
-    made = make_plan(recipe, scale, settings, plan.seeds, points=waiting | {k: [v] for k, v in points.items()})
+    made = make_comparison(recipe, scale, settings, plan.seeds, points=waiting | {k: [v] for k, v in points.items()})
     made.header |= plan.header
     return made, 0
 
 
-def _check_chosen(tuning: Plan, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path) -> None:
+def _check_chosen(tuning: Comparison, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path) -> None:
     """A row of which nothing can be chosen stops the run, unless all its runs diverged: then that is its result."""
     for row in tuning.rows:
         ended = [id in results for point in row.points for id in point.trials.values()]
@@ -183,27 +218,25 @@ def chosen_in_words(folder: Path) -> list[str]:
     return lines
 
 
-def _extend(recipe: Recipe, scale: str | None, settings: Sequence[str], tuning: Tuning, place: Path) -> bool:
-    """Add settings beyond the ends at which rows chose; whether there are any."""
-    found = _selections(tuning, read_results(tuning.plan, place))
-    points = {row.name: [p.grid for p in row.points] for row in tuning.plan.rows}
-    for row, selection in found.items():
+def _strengths(tuning: Tuning, found: Mapping[str, Selection | None]) -> dict[str, list[AxisValues]]:
+    """The settings of the second stage, around the best of the first."""
+    best = {row: selection.chosen.values for row, selection in found.items() if selection is not None}
+    return second_stage(tuning.axes, best, tuning.strength_settings) if tuning.strength_settings else {}
+
+
+def _extensions(tuning: Tuning, found: Mapping[str, Selection | None]) -> dict[str, list[AxisValues]]:
+    """Settings beyond the ends at which rows chose."""
+    points: dict[str, list[AxisValues]] = {}
+    for row, selection in found.items() if tuning.settings else ():
         more = _beyond(selection, tuning.axes[row], tuning.settings) if selection is not None else []
         for key, upwards, extra in more:
-            points[row] += extra
+            points.setdefault(row, []).extend(extra)
             last = [s[key] for s in extra][-1]
             tuning.extended.setdefault(row, []).append({"axis": key, "end": _end(upwards), "to": last})
-    if not tuning.extended:
-        return False
-    at = recipe.at(scale)
-    others: dict[str, list[Setting]] = {row["name"]: [] for row in at["rows"] if row["name"] not in points}
-    axes = tuning.axes
-    tuning.plan = make_plan(recipe, scale, settings, at["tuning_seeds"], points=points | others)
-    tuning.plan = tuning.of(list(axes))
-    return True
+    return points
 
 
-def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[tuple[str, bool, list[Setting]]]:
+def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[tuple[str, bool, list[AxisValues]]]:
     """A quarter of the settings again, shared by the ends at which the choice lies; the other values stay chosen."""
     by_key, chosen = {axis.key: axis for axis in axes}, selection.chosen.values
     ends = [(key, upwards) for key, upwards in selection.edges if by_key[key].beyond(upwards, 1)]
@@ -211,7 +244,7 @@ def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[t
     found = []
     for i, (key, upwards) in enumerate(ends):
         share = count // len(ends) + (i < count % len(ends))
-        extra: list[Setting] = [{**chosen, key: value} for value in by_key[key].beyond(upwards, share)]
+        extra: list[AxisValues] = [{**chosen, key: value} for value in by_key[key].beyond(upwards, share)]
         found.append((key, upwards, extra))
     return found
 
@@ -222,19 +255,21 @@ def _end(upwards: bool) -> str:
 
 def _selections(tuning: Tuning, results: Mapping[str, Any]) -> dict[str, Selection | None]:
     mode = _metric(results)[1]
-    return {row.name: select(_tried(row, results, 0), tuning.axes[row.name], mode) for row in tuning.plan.rows}
+    return {
+        row.name: select(_tried(row, results, len(row.points)), tuning.axes[row.name], mode) for row in tuning.plan.rows
+    }
 
 
 def _metric(results: Mapping[str, Any]) -> tuple[str, str]:
     return next((tuple(r["selection"]) for r in results.values() if "selection" in r), ("", "max"))
 
 
-def _tried(row: PlannedRow, results: Mapping[str, Any], settings: int) -> list[Tried]:
-    """The settings of a row; those after the first `settings` came with an extension."""
-    return [_one(p, results, bool(settings) and i >= settings) for i, p in enumerate(row.points)]
+def _tried(row: Config, results: Mapping[str, Any], inside: int) -> list[Tried]:
+    """The settings of a row; those after the first `inside` came with an extension."""
+    return [_one(p, results, i >= inside) for i, p in enumerate(row.points)]
 
 
-def _one(point: Point, results: Mapping[str, Any], extension: bool) -> Tried:
+def _one(point: Setting, results: Mapping[str, Any], extension: bool) -> Tried:
     values: dict[str, float | None] = {}
     states = {}
     for seed, id in point.trials.items():
@@ -255,6 +290,7 @@ def _head(tuning: Tuning, results: Mapping[str, Any]) -> dict[str, Any]:
     metric, mode = _metric(results)
     count = tuning.settings or max(len(row.points) for row in tuning.plan.rows)
     kind = {"storage": "tuning" if tuning.settings else "grid", "settings": count}
+    kind |= {STRENGTH_SETTINGS: tuning.strength_settings} if tuning.strength_settings else {}
     seeds = tuning.plan.seeds
     return {**kind, "trials": count * len(seeds), "seeds": seeds, "metric": metric, "mode": mode}
 
@@ -265,8 +301,8 @@ def _told(tuning: Tuning, chosen: Mapping[str, Selection], results: Mapping[str,
     return _head(tuning, results) | {"rows": rows}
 
 
-def _row(row: PlannedRow, tuning: Tuning, found: Selection | None, results: Mapping[str, Any]) -> dict[str, Any]:
-    tried, extended = _tried(row, results, tuning.settings), tuning.extended.get(row.name, [])
+def _row(row: Config, tuning: Tuning, found: Selection | None, results: Mapping[str, Any]) -> dict[str, Any]:
+    tried, extended = _tried(row, results, tuning.inside[row.name]), tuning.extended.get(row.name, [])
     trials = [
         {"values": t.values, "valid": t.mean, "by_seed": t.by_seed, "ids": t.ids, "states": t.states}
         | {"state": "complete" if t.complete else "failed", "extension": t.extension}

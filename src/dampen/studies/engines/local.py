@@ -156,7 +156,7 @@ def _work(pipe: Any, execution: Execution) -> None:
     stop_on_signals(asked_to_stop)
 
     def stopped() -> bool:
-        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop. Asked after every
+        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop. Checked after every
         step and answered anew a few times a second, because looking at a pipe takes its part of a tiny step."""
         nonlocal stopping, looked
         if not stopping and time.monotonic() - looked >= LOOK_SECONDS:

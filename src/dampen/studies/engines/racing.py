@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.plan import Comparison
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError
 from dampen.studies.records.sequential import first_round
 from dampen.studies.records.stats import LEVEL, has_spread, paired_differences, seeds_needed
-from dampen.studies.records.table import plan_table, read_runs
-from dampen.studies.records.verdict import Comparison, judge
+from dampen.studies.records.table import comparison_table, read_runs
+from dampen.studies.records.verdict import Verdict, judge
 
 MOST_SEEDS = 64
 """A row that is open after so many seeds stays so."""
@@ -33,7 +33,7 @@ Pair = tuple[str, int]
 class Race:
     """What became of a race."""
 
-    verdicts: dict[str, Comparison]
+    verdicts: dict[str, Verdict]
     runs: int
     rounds: int
     why: str  # 'all decided', 'time used', 'most seeds', 'stopped' or 'no reference'
@@ -74,7 +74,7 @@ def race(
     first: int | None = None,
     most: int = MOST_SEEDS,
     clock: Callable[[], float] = time.monotonic,
-    look: Callable[[int, list[str], Mapping[str, Comparison]], None] = lambda round, open_, verdicts: None,
+    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
 ) -> Race:
     """Run seeds round by round until every row is decided, the time (seconds) is used, or `most` seeds are.
 
@@ -136,7 +136,7 @@ def _same(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
 
 
 def _fixed_plan(
-    found: Mapping[str, Mapping[str, float]], reference: str, verdicts: Mapping[str, Comparison]
+    found: Mapping[str, Mapping[str, float]], reference: str, verdicts: Mapping[str, Verdict]
 ) -> int | None:
     """Runs of a plan fixed before that decides, with power 0.8, what the race decided: every row gets as many seeds as
     the row that needs the most."""
@@ -154,15 +154,15 @@ def _fixed_plan(
 
 
 def race_plan(
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
-    run: Callable[[list[TrialSpec]], bool],
+    run: Callable[[list[Run]], bool],
     *,
     margin: float | None = None,
     budget: float | None = None,
     first: int | None = None,
     most: int = MOST_SEEDS,
-    look: Callable[[int, list[str], Mapping[str, Comparison]], None] = lambda round, open_, verdicts: None,
+    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
 ) -> Race:
     """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and says whether to go
     on. The plan grows by the seeds that were asked for, and says that its test is the sequential one."""
@@ -176,7 +176,7 @@ def race_plan(
     plan.header |= {"test": "sequential"} | ({} if margin is None else {"margin": margin})
 
     def table() -> Any:
-        return plan_table(plan, read_runs(plan, folder))
+        return comparison_table(plan, read_runs(plan, folder))
 
     def train(pairs: list[Pair]) -> bool:
         return run([seeded(plan, row, folds * seed + fold) for row, seed in pairs for fold in range(folds)])
@@ -203,12 +203,12 @@ def race_plan(
     return found
 
 
-def seeded(plan: Plan, row: str, seed: int) -> TrialSpec:
+def seeded(plan: Comparison, row: str, seed: int) -> Run:
     """The trial of a row with this seed; made after its others and put into the plan where it is not there yet."""
     (point,) = next(r for r in plan.rows if r.name == row).points
     if str(seed) not in point.trials:
         template = plan.trials[next(iter(point.trials.values()))]
-        trial = TrialSpec.from_dict({**template.to_dict(), "seed": seed})
+        trial = Run.from_dict({**template.to_dict(), "seed": seed})
         plan.trials[trial.id] = trial
         point.trials[str(seed)] = trial.id
         plan.seeds = sorted({*plan.seeds, seed})

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.plan import Comparison
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Job, Outcome, Report, make_engine
 from dampen.studies.engines.twins import finals_of, take_over, trained_once
 from dampen.studies.errors import DamagedRecord
 from dampen.studies.records.events import Event
 from dampen.studies.records.plain import finite
-from dampen.studies.records.record import Record
-from dampen.studies.records.table import ResultTable, plan_table, read_runs
+from dampen.studies.records.record import RunStore
+from dampen.studies.records.table import ResultTable, comparison_table, read_runs
 from dampen.studies.trainer.data_identity import check_recorded
 from dampen.studies.trainer.state import Execution
 
@@ -24,10 +24,10 @@ EXIT_CODES = {"disk full": 6, "no data": 3, "interrupted": 130, "failed": 1, "lo
 
 
 @dataclass
-class RunResult:
+class ComparisonResult:
     """What became of a run."""
 
-    plan: Plan
+    plan: Comparison
     folder: Path
     outcomes: dict[str, Outcome]
     table: ResultTable
@@ -62,23 +62,23 @@ class RunResult:
         }
 
 
-def run_plan(
-    plan: Plan,
+def run_comparison(
+    plan: Comparison,
     folder: Path,
-    trials: list[TrialSpec],
+    trials: list[Run],
     execution: Execution,
     report: Report = lambda trial, event: None,
     engine: str = "local",
     retry: bool = False,
     **engine_options: Any,
-) -> RunResult:
+) -> ComparisonResult:
     """Run the trials of a plan in `folder`, one subfolder each."""
     if engine == "local":
         execution.check_here()
     outcomes: dict[str, Outcome] = {}
     jobs, recorded = [], []
     for trial in trials:
-        record = Record(folder / trial.id)
+        record = RunStore(folder / trial.id)
         try:
             final = record.final()
         except DamagedRecord as error:  # one damaged result must not keep the others from running
@@ -104,8 +104,8 @@ def run_plan(
         outcomes[job.trial.id] = outcome = take_over(job, first, outcomes)
         report(job.trial.id, Event(kind="outcome", status=outcome.status, message=outcome.message))
     runs = read_runs(plan, folder)
-    table = plan_table(plan, runs)
+    table = comparison_table(plan, runs)
     if not plan.header["metric"] and runs:
         plan.header["metric"] = table.study.metric
         plan.save(folder)
-    return RunResult(plan, folder, outcomes, table)
+    return ComparisonResult(plan, folder, outcomes, table)

@@ -22,7 +22,7 @@ from typing import Any
 from dampen.studies.allocator import keep_freed_memory
 from dampen.studies.config.design import Axis
 from dampen.studies.config.names import task_of
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.config.recipe import Recipe
 from dampen.studies.config.search_space import make_searchable, plan_at
 from dampen.studies.engines.grid_tuning import own_metric
@@ -68,7 +68,7 @@ def search(
     settings: Sequence[str] = (),
     seeds: Sequence[int] | None = None,
     report: Callable[[str], None] = lambda line: None,
-) -> Plan:
+) -> Comparison:
     """Search every row and return the plan of the best: each row at the point that validation prefers, on all seeds.
 
     Ctrl-C stops after a checkpoint and raises Interrupted; the same call goes on.
@@ -265,9 +265,9 @@ def _drop_checkpoints(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _best_plan(what: Search, seeds: Sequence[int]) -> Plan:
+def _best_plan(what: Search, seeds: Sequence[int]) -> Comparison:
     """Every row at its best point, on all seeds; the search's own run of that point becomes the table's."""
-    whole: Plan | None = None
+    whole: Comparison | None = None
     for row in what.rows:
         study = _study(what, row)
         if not study.best_trials:

@@ -17,21 +17,21 @@ from typing import Any
 from dampen.extensions import is_in_file
 from dampen.native import library
 from dampen.studies.config.methods_text import OBJECT
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Job, Outcome
 from dampen.studies.errors import DamagedRecord, DiskFull, LabError, Locked
-from dampen.studies.records.record import Record, locked
+from dampen.studies.records.record import RunStore, locked
 from dampen.studies.trainer.kernel_path import path_before
 
 
-def training_of(trial: TrialSpec) -> str:
+def training_of(trial: Run) -> str:
     """What is trained, as text: equal for trials that compute the same.
 
     A pretraining has a folder of its own and a user's function sees the name of its row, so such trials agree with
     none but themselves.
 
     >>> parts = {"data": {"name": "digits"}, "model": {"name": "vit"}}
-    >>> make = lambda **terms: TrialSpec.from_dict({**parts, "methods": [{"name": "explicit_dropout", **terms}]})
+    >>> make = lambda **terms: Run.from_dict({**parts, "methods": [{"name": "explicit_dropout", **terms}]})
     >>> training_of(make(query=0.1)) == training_of(make(key=0.1)), make(query=0.1).id == make(key=0.1).id
     (True, False)
     >>> training_of(make(query=0.1, form="exact")) == training_of(make(key=0.1, form="exact"))
@@ -57,15 +57,15 @@ def _method(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_once(
-    jobs: Sequence[Job], planned: Iterable[TrialSpec], folder: Path, retry: bool = False
-) -> tuple[list[Job], list[tuple[Job, TrialSpec]]]:
+    jobs: Sequence[Job], planned: Iterable[Run], folder: Path, retry: bool = False
+) -> tuple[list[Job], list[tuple[Job, Run]]]:
     """The jobs to train, and those that take over the result of another trial of the plan, each with that trial.
 
     What is recorded, or has begun, goes before what is not. Nothing is taken over from other kernels than those in use,
     which draw from another stream; nor, with `retry`, what diverged.
     """
     asked = {job.trial.id for job in jobs}
-    groups: dict[str, list[TrialSpec]] = {}
+    groups: dict[str, list[Run]] = {}
     for trial in planned:
         groups.setdefault(training_of(trial), []).append(trial)
     own, twins = [], []
@@ -80,7 +80,7 @@ def trained_once(
     return own, twins
 
 
-def take_over(job: Job, first: TrialSpec, outcomes: Mapping[str, Outcome]) -> Outcome:
+def take_over(job: Job, first: Run, outcomes: Mapping[str, Outcome]) -> Outcome:
     """Write the record of a trial from that of the one that was trained; what became of it where that has none.
 
     What cannot be read or written is an outcome like any other: the other trials still have their table.
@@ -95,13 +95,13 @@ def take_over(job: Job, first: TrialSpec, outcomes: Mapping[str, Outcome]) -> Ou
         return Outcome("failed", None, str(error))
 
 
-def _take_over(job: Job, first: TrialSpec, outcomes: Mapping[str, Outcome]) -> Outcome:
-    source = Record(job.folder.parent / first.id)
+def _take_over(job: Job, first: Run, outcomes: Mapping[str, Outcome]) -> Outcome:
+    source = RunStore(job.folder.parent / first.id)
     final = source.final()
     if final is None:
         return outcomes.get(first.id, Outcome("interrupted", None, "not started"))
     with locked(job.folder):
-        record = Record(job.folder)
+        record = RunStore(job.folder)
         record.start(job.trial, (source.sessions() or [{}])[-1])  # results do not need environment.json
         record.write_lines(source.lines())
         for weights in source.folder.glob("*.safetensors"):
@@ -111,7 +111,7 @@ def _take_over(job: Job, first: TrialSpec, outcomes: Mapping[str, Outcome]) -> O
     return Outcome(final["status"], result, final.get("reason", ""))
 
 
-def finals_of(twins: Iterable[tuple[Job, TrialSpec]], folder: Path) -> list[tuple[TrialSpec, dict[str, Any]]]:
+def finals_of(twins: Iterable[tuple[Job, Run]], folder: Path) -> list[tuple[Run, dict[str, Any]]]:
     """The results that are there already among those that twins will take over, each once."""
     sources = {first.id: first for _, first in twins}
     found = [(first, _final(folder / first.id)) for first in sources.values()]
@@ -137,6 +137,6 @@ def _done(folder: Path) -> bool:
 
 def _final(folder: Path) -> dict[str, Any] | None:
     try:
-        return Record(folder).final()
+        return RunStore(folder).final()
     except DamagedRecord:  # the run says so where it meets it
         return None

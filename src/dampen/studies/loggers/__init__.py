@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from dampen.extensions import from_plugins
 from dampen.names import nearest
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError
 
 LOGGERS = {
@@ -44,7 +44,7 @@ def check_loggers(names: Sequence[str]) -> None:
         raise ConfigError("--logger", problems)
 
 
-def open_loggers(names: Sequence[str], folder: Path, trial: TrialSpec, step: int) -> list[Logger]:
+def open_loggers(names: Sequence[str], folder: Path, trial: Run, step: int) -> list[Logger]:
     """The chosen loggers for a trial that is at `step`."""
     check_loggers(names)
     return [_kind(name)(folder, trial, step) for name in dict.fromkeys(names)]

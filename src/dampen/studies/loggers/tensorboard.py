@@ -8,13 +8,13 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 
 
 class TensorBoardLogger:
     """One writer per trial. What was written after the step that a trial resumes at is left out of the curves."""
 
-    def __init__(self, folder: Path, trial: TrialSpec, step: int):
+    def __init__(self, folder: Path, trial: Run, step: int):
         self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
     def log(self, step: int, values: dict[str, float]) -> None:

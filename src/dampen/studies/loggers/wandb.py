@@ -12,13 +12,13 @@ from typing import Any
 
 import wandb
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 
 
 class WandbLogger:
     """One run per trial; the rows of a study are a group."""
 
-    def __init__(self, folder: Path, trial: TrialSpec, step: int):
+    def __init__(self, folder: Path, trial: Run, step: int):
         self.run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "dampen"),
             id=trial.id,

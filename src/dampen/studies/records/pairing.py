@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from dampen.studies.records.recorded import RecordedTrial
+from dampen.studies.records.logged_run import LoggedRun
 
 
-def on_one_path(ours: RecordedTrial, theirs: RecordedTrial) -> bool:
+def on_one_path(ours: LoggedRun, theirs: LoggedRun) -> bool:
     """Whether two runs may be paired: both on torch's kernels, or both on the native ones.
 
     A trial without methods uses none of these kernels, and an old record does not say which it used: both pair as they
@@ -18,7 +18,7 @@ def on_one_path(ours: RecordedTrial, theirs: RecordedTrial) -> bool:
     return len(paths) < 2 or not ours.config.get("methods") or not theirs.config.get("methods")
 
 
-def unpaired(ours: Mapping[str, RecordedTrial], theirs: Mapping[str, RecordedTrial], folds: int = 1) -> list[str]:
+def unpaired(ours: Mapping[str, LoggedRun], theirs: Mapping[str, LoggedRun], folds: int = 1) -> list[str]:
     """Seeds (or rounds of folds) of which a run and the reference's were on different kernels."""
     other = [int(s) // folds for s in ours if s in theirs and not on_one_path(ours[s], theirs[s])]
     return [str(n) for n in dict.fromkeys(other)]

@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import HEADER, Plan, PlannedRow, Point
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.plan import HEADER, Comparison, Config, Setting
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import LabError
-from dampen.studies.records.record import Record
+from dampen.studies.records.record import RunStore
 
 
-def load_plan(folder: Path) -> Plan:
+def load_comparison(folder: Path) -> Comparison:
     """The plan of a folder; where plan.json is damaged, what its trials say of it."""
     try:
-        return Plan.load(folder)
+        return Comparison.load(folder)
     except (LabError, KeyError, TypeError, AttributeError) as error:
         plan = rebuild_plan(folder)
         if not plan.trials:
@@ -23,21 +23,21 @@ def load_plan(folder: Path) -> Plan:
         return plan
 
 
-def rebuild_plan(folder: Path) -> Plan:
+def rebuild_plan(folder: Path) -> Comparison:
     """One row for each list of methods, one point for each other difference; the row without methods is the baseline.
 
     Names of rows, published numbers and the command stood in plan.json alone; the command that made it brings them
     back, and finds every trial where it was.
     """
     trials = {t.id: t for t in (_trial(path.parent) for path in sorted(folder.glob("*/config.json"))) if t is not None}
-    rows: dict[str, PlannedRow] = {}
-    points: dict[tuple[str, str], Point] = {}
+    rows: dict[str, Config] = {}
+    points: dict[tuple[str, str], Setting] = {}
     for id, trial in trials.items():
         name = " + ".join(_written(m) for m in trial.methods) or "plain"
         other = json.dumps({k: v for k, v in trial.canonical().items() if k not in ("seed", "methods")}, sort_keys=True)
-        row = rows.setdefault(name, PlannedRow(name, list(trial.methods), [], baseline=not trial.methods))
+        row = rows.setdefault(name, Config(name, list(trial.methods), [], baseline=not trial.methods))
         if (name, other) not in points:
-            points[name, other] = Point({}, {}, {})
+            points[name, other] = Setting({}, {}, {})
             row.points.append(points[name, other])
         points[name, other].trials[str(trial.seed)] = id
     for row in rows.values():
@@ -49,19 +49,19 @@ def rebuild_plan(folder: Path) -> Plan:
     departures = ["plan.json was damaged: rows and their names were made again from the trials"]
     seeds = sorted({t.seed for t in trials.values()})
     ordered = sorted(rows.values(), key=lambda row: not row.baseline)
-    return Plan(folder.name, "rebuilt", header, departures, seeds, ordered, trials)
+    return Comparison(folder.name, "rebuilt", header, departures, seeds, ordered, trials)
 
 
-def _trial(folder: Path) -> TrialSpec | None:
+def _trial(folder: Path) -> Run | None:
     try:
-        return Record(folder).trial()
+        return RunStore(folder).trial()
     except LabError:
         return None
 
 
 def _primary(folder: Path) -> str:
     try:
-        final = Record(folder).final() or {}
+        final = RunStore(folder).final() or {}
     except LabError:
         return ""
     return str((final.get("primary") or [""])[0])

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, DamagedRecord, LabError, Locked, clear_disk_errors
 from dampen.studies.files import CHECKSUM, atomic_file, read_json, sealed, unsealed, write_json
 
@@ -67,13 +67,13 @@ def clean_folder(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-class Record:
+class RunStore:
     """Reads and writes one trial's folder."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
 
-    def start(self, trial: TrialSpec, environment: Mapping[str, Any]) -> None:
+    def start(self, trial: Run, environment: Mapping[str, Any]) -> None:
         """Note what runs and where; refuse a folder that belongs to another trial."""
         path = self.folder / "config.json"
         try:
@@ -103,13 +103,13 @@ class Record:
             raise DamagedRecord(f"{path} is damaged: it has no list of sessions. Delete it; results do not need it.")
         return sessions
 
-    def trial(self) -> TrialSpec:
+    def trial(self) -> Run:
         """The trial of this folder."""
         path = self.folder / "config.json"
         config = read_json(path)
         if not isinstance(config, dict):
             raise DamagedRecord(f"{path} is damaged: it holds no trial. Delete its folder to run the trial again.")
-        return TrialSpec.from_stored({k: v for k, v in config.items() if k != "id"}, str(self.folder / "config.json"))
+        return Run.from_stored({k: v for k, v in config.items() if k != "id"}, str(self.folder / "config.json"))
 
     @property
     def done(self) -> bool:
@@ -134,7 +134,7 @@ class Record:
     def reopen(self) -> None:
         """Forget that the trial diverged, or its pretraining, so that it runs again."""
         for path in (self.folder / "final.json", self.folder / PRETRAIN / "final.json"):
-            found = Record(path.parent).final()
+            found = RunStore(path.parent).final()
             if found is not None and found["status"] == "diverged":
                 path.unlink()
 

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dampen.studies.records.final import Final
+from dampen.studies.records.logged_run import LoggedRun
 from dampen.studies.records.pairing import on_one_path
-from dampen.studies.records.recorded import RecordedTrial
+from dampen.studies.records.result import Result
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Cost:
         return replace(self, ratio=1.0 if self.step_seconds else None)
 
 
-def cost_of(finals: Sequence[Final]) -> Cost:
+def cost_of(finals: Sequence[Result]) -> Cost:
     """Medians of a row's own runs."""
     steps = [t for f in finals if (t := f.step_time)]
     seconds = [f.seconds["train"] for f in finals if "train" in f.seconds]
     return Cost(statistics.median(steps) if steps else None, statistics.median(seconds) if seconds else None)
 
 
-def cost_against(cost: Cost, ours: Mapping[str, RecordedTrial], theirs: Mapping[str, RecordedTrial]) -> Cost:
+def cost_against(cost: Cost, ours: Mapping[str, LoggedRun], theirs: Mapping[str, LoggedRun]) -> Cost:
     """The ratios of step times of shared seeds, of runs on the same machine and path of kernels, with as many threads
     and the same malloc."""
     ratios = []

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dampen.studies.config.plan import Plan, PlannedRow
+from dampen.studies.config.plan import Comparison, Config
+from dampen.studies.records.logged_run import LoggedRun
 from dampen.studies.records.metric import direction
-from dampen.studies.records.recorded import RecordedTrial
 
 
 @dataclass
@@ -16,12 +16,12 @@ class Cell:
     """One grid point of a row: its values, and the run of each seed."""
 
     grid: dict[str, Any]
-    runs: dict[str, RecordedTrial]
+    runs: dict[str, LoggedRun]
     planned: int
     published: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
 
-    def finished(self) -> dict[str, RecordedTrial]:
+    def finished(self) -> dict[str, LoggedRun]:
         """The runs with a result, by seed."""
         return {s: r for s, r in self.runs.items() if r.status == "finished"}
 
@@ -64,7 +64,7 @@ class StudyRuns:
         out: str = self.header.get("test", "fixed")
         return out
 
-    def runs(self) -> list[RecordedTrial]:
+    def runs(self) -> list[LoggedRun]:
         """Every run of the study."""
         return [run for row in self.rows for cell in row.cells for run in cell.runs.values()]
 
@@ -83,10 +83,10 @@ class StudyRuns:
         self.mode = direction(self.metric, known.get(self.metric))
 
 
-def runs_of_plan(plan: Plan, find: Callable[[str], RecordedTrial | None]) -> StudyRuns:
+def runs_of_plan(plan: Comparison, find: Callable[[str], LoggedRun | None]) -> StudyRuns:
     """The rows of a plan with the runs that `find` knows by their trials' ids."""
 
-    def cells(row: PlannedRow) -> list[Cell]:
+    def cells(row: Config) -> list[Cell]:
         made = []
         for point in row.points:
             runs = {seed: run for seed, id in point.trials.items() if (run := find(id))}

@@ -1,7 +1,7 @@
 """The one table: mean, spread, cost, comparison with the reference and with the paper, row by row.
 
 Terminal, page, Markdown, CSV, JSON and LaTeX render this table and compute nothing of their own. It is made from a plan
-and its folder (`plan_table`), or from any runs that belong together (`make_table`).
+and its folder (`comparison_table`), or from any runs that belong together (`make_table`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan, PlannedRow, Point
+from dampen.studies.config.plan import Comparison, Config, Setting
 from dampen.studies.errors import DamagedRecord
 from dampen.studies.records.diagnosis import diagnosed
+from dampen.studies.records.logged_run import LoggedRun, read_run
 from dampen.studies.records.metric import Metric, describe
 from dampen.studies.records.pairing import averaged_folds, unpaired
 from dampen.studies.records.paper import AgainstPaper, Published, against_paper, effect_agreement, published_figures
-from dampen.studies.records.record import Record
-from dampen.studies.records.recorded import RecordedTrial, read_trial
+from dampen.studies.records.record import RunStore
 from dampen.studies.records.stats import Summary, summarize
 from dampen.studies.records.step_cost import Cost, cost_against, cost_of
 from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
 from dampen.studies.records.training_variance import in_training, ratios
-from dampen.studies.records.verdict import Comparison, Test, judge_pairs, sentence, words
+from dampen.studies.records.verdict import Test, Verdict, judge_pairs, sentence, words
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Entry:
     no_number: list[str] = field(default_factory=list)  # seeds that ended with NaN or infinity, or without the metric
     unpaired: list[str] = field(default_factory=list)  # seeds that ran on other kernels than the reference's
     same_as: str | None = None  # an entry before it whose runs are the same, bit by bit
-    comparison: Comparison | None = None
-    secondary: dict[str, Comparison] = field(default_factory=dict)  # the other metrics, each corrected over the rows
+    comparison: Verdict | None = None
+    secondary: dict[str, Verdict] = field(default_factory=dict)  # the other metrics, each corrected over the rows
     verdict: str = "reference"
     published: dict[str, Published] = field(default_factory=dict)
     against: dict[str, AgainstPaper] = field(default_factory=dict)
@@ -162,27 +162,27 @@ class ResultTable:
         return [k for k in keys if k != self.study.metric]
 
 
-def plan_table(plan: Plan, runs: Mapping[str, RecordedTrial]) -> ResultTable:
+def comparison_table(plan: Comparison, runs: Mapping[str, LoggedRun]) -> ResultTable:
     """The table of a plan, from those of its trials that are recorded."""
     return make_table(runs_of_plan(plan, runs.get))
 
 
-def read_runs(plan: Plan, folder: Path, known: Mapping[str, RecordedTrial] | None = None) -> dict[str, RecordedTrial]:
+def read_runs(plan: Comparison, folder: Path, known: Mapping[str, LoggedRun] | None = None) -> dict[str, LoggedRun]:
     """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones not read again."""
     known = known or {}
     found = {}
     for i, trial in plan.trials.items():
         with suppress(DamagedRecord):  # a run names it among what failed
-            found[i] = known.get(i) or read_trial(folder / i, trial)
+            found[i] = known.get(i) or read_run(folder / i, trial)
     return {i: run for i, run in found.items() if run is not None}
 
 
-def read_results(plan: Plan, folder: Path) -> dict[str, dict[str, Any]]:
+def read_results(plan: Comparison, folder: Path) -> dict[str, dict[str, Any]]:
     """The results of the plan's trials that are done, by id, as they were written; damaged ones are none."""
     found = {}
     for i in plan.trials:
         with suppress(DamagedRecord):
-            found[i] = Record(folder / i).final()
+            found[i] = RunStore(folder / i).final()
     return {i: r for i, r in found.items() if r is not None}
 
 
@@ -228,7 +228,7 @@ def chosen_cell(row: StudyRow) -> Cell:
     return row.cells[max(range(len(scores)), key=lambda i: scores[i])]
 
 
-def best_point(row: PlannedRow, results: Mapping[str, dict[str, Any]]) -> Point:
+def best_setting(row: Config, results: Mapping[str, dict[str, Any]]) -> Setting:
     """The same choice for a planned row, from results by trial id."""
     scores = []
     for point in row.points:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dampen.studies.records.final import Final
+from dampen.studies.records.result import Result
 
 
-def in_training(final: Final) -> dict[str, float | None]:
+def in_training(final: Result) -> dict[str, float | None]:
     """The variance over training, where it was measured: itself, and by the gradient's squared norm."""
     found = final.variance or {}
     names = {"training_variance": "trace", "training_variance_normalized": "normalized"}

@@ -51,7 +51,7 @@ Values = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Verdict:
     """A row against its reference in one metric. `low` to `high` is the row's interval at `level`."""
 
     difference: float
@@ -87,7 +87,7 @@ def judge(
     better: str | None = None,
     margin: float | None = None,
     test: Test = "fixed",
-) -> dict[str, Comparison]:
+) -> dict[str, Verdict]:
     """Every row (a value per seed) against the reference row. `better` ('max' or 'min') overrides the metric's own."""
     if reference not in rows:
         raise ValueError(f"there is no row {reference!r} to compare with; rows: {', '.join(rows)}")
@@ -102,7 +102,7 @@ def judge_pairs(
     better: str | None = None,
     margin: float | None = None,
     test: Test = "fixed",
-) -> dict[str, Comparison]:
+) -> dict[str, Verdict]:
     """Rows with their references, as one family: p values are corrected over all of them.
 
     A row with too few shared seeds counts in the number of tests, so that verdicts do not change when it fills up.
@@ -126,7 +126,7 @@ def judge_pairs(
     return _beaten(judged, upwards) if test == "sequential" else judged
 
 
-def _beaten(judged: dict[str, Comparison], upwards: bool) -> dict[str, Comparison]:
+def _beaten(judged: dict[str, Verdict], upwards: bool) -> dict[str, Verdict]:
     """In a race an open row whose interval lies wholly below that of the best row is out as well."""
     better = {name: c for name, c in judged.items() if c.verdict == "better"}
     if not better:
@@ -156,7 +156,7 @@ def _judged(
     upwards: bool,
     test: Test,
     effects: bool,
-) -> Comparison:
+) -> Verdict:
     mean = statistics.fmean(d) if d else math.nan
     sd = deviation(d) if len(d) > 1 else math.nan
     interval = sequential_interval if test == "sequential" else paired_interval
@@ -165,7 +165,7 @@ def _judged(
     word, because = _word(mean, decided and p is not None, widest, margin, upwards, test)
     open_ = p is not None and word == "not decided"
     effect_low, effect_high = effect_interval(d) if effects else (math.nan, math.nan)
-    return Comparison(
+    return Verdict(
         difference=mean,
         n=len(d),
         sd=sd,
@@ -229,7 +229,7 @@ def _named(d: Sequence[float], test: Test) -> str:
     return "paired t-test" if has_spread(d) else "sign-flip test (all differences are equal)"
 
 
-def words(c: Comparison, metric: str | Metric) -> str:
+def words(c: Verdict, metric: str | Metric) -> str:
     """The verdict in a few words, without numbers of its own but the margin's and the seeds'.
 
     >>> c = judge({"a": {"0": 1.0, "1": 4.0, "2": 2.0}, "b": {"0": 0.5, "1": 2.0, "2": 2.5}}, "b", "accuracy")["a"]
@@ -254,7 +254,7 @@ def _digits(margin: float | None) -> int:
     return 1 if margin is None or round(margin, 1) == margin else 3
 
 
-def sentence(c: Comparison, metric: str | Metric) -> str:
+def sentence(c: Verdict, metric: str | Metric) -> str:
     """Verdict, difference and interval."""
     metric = describe(metric) if isinstance(metric, str) else metric
     if math.isnan(c.difference):

@@ -57,8 +57,7 @@ def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
     `split` each protocol gets its own table), LabError where nothing is left to show.
     """
     from dampen.studies.records.table import make_table
-    from dampen.studies.report.read import collect
-    from dampen.studies.report.study import make_studies
+    from dampen.studies.report.read import collect, make_studies
 
     found = collect(runs)
     studies, skipped = make_studies(found, split)
@@ -84,7 +83,7 @@ def write_report(
     A pack is compressed where the name ends in .xz, and smaller by far without the `curves` of its trials.
     """
     from dampen.studies.files import atomic_file
-    from dampen.studies.report.stored import pack, packed_bytes, to_text
+    from dampen.studies.report.packs import pack, packed_bytes, to_text
 
     output = Path(output)
     chosen = format or format_of(output)

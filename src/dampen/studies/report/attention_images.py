@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dampen.studies.records.table import Entry
-from dampen.studies.report.figure import ROW, Column, Figure
+from dampen.studies.report.figures import ROW, Column, Figure
 
 # Five points of viridis: dark blue, blue, green, light green, yellow.
 RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))

@@ -8,9 +8,9 @@ import re
 from html import escape
 from typing import Any
 
-from dampen.studies.records.final import Detected
+from dampen.studies.records.result import Detected
 from dampen.studies.records.table import ResultTable
-from dampen.studies.report.figure import ROW, Column, Figure
+from dampen.studies.report.figures import ROW, Column, Figure
 
 # Okabe and Ito's bright colors: they must stand out on a photograph, whatever the ground of the page.
 COLORS = ("#e69f00", "#56b4e9", "#ff5ea8", "#f0e442", "#00e09a", "#ff7b39")

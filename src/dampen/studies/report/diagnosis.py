@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from dampen.studies.records.table import Entry, ResultTable
-from dampen.studies.report.curves import band_chart
-from dampen.studies.report.figure import ROW, Column, Figure, Palette, Panel, finish, note, some
+from dampen.studies.report.charts import band_chart
+from dampen.studies.report.figures import ROW, Column, Figure, Palette, Panel, finish, note, some
 
 PANELS = 12
 """Rows that have pictures of their own."""

@@ -13,11 +13,10 @@ from typing import Any
 from dampen.studies.records.metric import METRICS, describe
 from dampen.studies.records.plain import finite
 from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.report.advice import advise
-from dampen.studies.report.costs import bench_rows
+from dampen.studies.report.charts import bench_rows
 from dampen.studies.report.heatmap import Matrix, matrix
 from dampen.studies.report.read import Skipped
-from dampen.studies.report.trust import smallest_difference
+from dampen.studies.report.summary import advise, smallest_difference
 from dampen.studies.report.view import MARKS, about_test, facts, gain_text, number, p_text
 
 QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")

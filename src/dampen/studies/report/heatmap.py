@@ -8,7 +8,7 @@ from typing import Any
 from dampen.studies.records.stats import summarize
 from dampen.studies.records.study_runs import Cell
 from dampen.studies.records.table import ResultTable, axis_name, chosen_cell
-from dampen.studies.report.figure import ROW, Column, Figure, Panel, finish, known, tip
+from dampen.studies.report.figures import ROW, Column, Figure, Panel, finish, known, tip
 
 
 @dataclass(frozen=True)

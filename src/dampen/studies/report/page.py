@@ -13,20 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.records.table import ResultTable
-from dampen.studies.report.charts import cost, results
+from dampen.studies.report.charts import bench_figures, cost, curves, forest, results, searched
 from dampen.studies.report.conditioning import conditioning_figure
-from dampen.studies.report.costs import bench_figures
-from dampen.studies.report.curves import curves
 from dampen.studies.report.detections import detections
 from dampen.studies.report.diagnosis import measured_figures
-from dampen.studies.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
-from dampen.studies.report.forest import forest
+from dampen.studies.report.figures import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
 from dampen.studies.report.gradient_variance import variance_figure
 from dampen.studies.report.heatmap import grid
-from dampen.studies.report.picking import chosen_rows, pairs_view, rows_view
 from dampen.studies.report.read import Skipped
-from dampen.studies.report.searched import searched
-from dampen.studies.report.view import PAGED, bench_view, runs_view, study_view
+from dampen.studies.report.view import PAGED, bench_view, chosen_rows, pairs_view, rows_view, runs_view, study_view
 
 HERE = Path(__file__).parent
 METHOD = (

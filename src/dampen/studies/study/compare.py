@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.config.search_space import tuned_recipe
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.grid_tuning import chosen_in_words, own_metric, tune
 from dampen.studies.engines.racing import race_plan, seconds
-from dampen.studies.engines.runner import RunResult, run_plan
+from dampen.studies.engines.runner import ComparisonResult, run_comparison
 from dampen.studies.errors import ConfigError, Interrupted, LabError
-from dampen.studies.study.asked import Asked, ask_own, planned
 from dampen.studies.study.kept import save_function, save_parts
 from dampen.studies.study.preflight import check_rows
 from dampen.studies.study.progress import view_of
+from dampen.studies.study.request import ComparisonRequest, planned, request_own
 from dampen.studies.study.rows import PLAIN
 from dampen.studies.study.study import Study
 from dampen.studies.trainer.function import as_function, being_read, function_in_file
@@ -83,14 +83,14 @@ def compare(
     if (train is None) == (model is None and data is None):
         raise ConfigError("The comparison", ["say either train=, your own function, or data= (and model=)"])
     if train is None:
-        from dampen.studies.study.parts import ask_parts
+        from dampen.studies.study.parts import request_parts
 
-        asked = ask_parts(
+        asked = request_parts(
             model, data, methods, seeds, reference=reference, metric=metric, params=params, folder=folder, resume=resume
         )
     else:
         function = function_in_file(train) if isinstance(train, str) else as_function(train)
-        asked = ask_own(
+        asked = request_own(
             function,
             methods,
             seeds,
@@ -111,7 +111,12 @@ def compare(
 
 
 def _start(
-    study: Study, asked: Asked, tune: int, until_decided: bool, budget: str | float | None, margin: float | None
+    study: Study,
+    asked: ComparisonRequest,
+    tune: int,
+    until_decided: bool,
+    budget: str | float | None,
+    margin: float | None,
 ) -> None:
     until_decided = until_decided or budget is not None  # a budget is for as many seeds as it takes
     if tune:
@@ -123,7 +128,7 @@ def _start(
         run(study, {}, **study.settings)
         return
 
-    def train(trials: list[TrialSpec]) -> bool:
+    def train(trials: list[Run]) -> bool:
         return run(study, {}, trials, **study.settings).exit_code != 130
 
     study.race = race_plan(study.plan, study.folder, train, margin=margin, budget=seconds(budget) if budget else None)
@@ -131,7 +136,7 @@ def _start(
         print(study.race.told(), file=sys.stderr)
 
 
-def _tune(study: Study, asked: Asked, trials: int) -> None:
+def _tune(study: Study, asked: ComparisonRequest, trials: int) -> None:
     """Choose learning rate, weight decay and strengths of every row on validation first, the baseline's too; the study
     goes on with the best."""
     if study.function is not None:
@@ -139,7 +144,7 @@ def _tune(study: Study, asked: Asked, trials: int) -> None:
     study.folder = study.folder.with_name(f"{study.folder.name}-tuned")
     recipe = tuned_recipe(asked.recipe, trials, asked.settings)
 
-    def train(tuning: Plan, place: Path) -> int:
+    def train(tuning: Comparison, place: Path) -> int:
         own = Study(place, tuning, study.function, study.parts, study.settings)
         return run(own, {}, **study.settings).exit_code
 
@@ -155,7 +160,7 @@ def _tune(study: Study, asked: Asked, trials: int) -> None:
 def run(
     study: Study,
     objects: Mapping[str, bytes],
-    chosen: list[TrialSpec] | None = None,
+    chosen: list[Run] | None = None,
     *,
     engine: str = "local",
     address: str | None = None,
@@ -164,7 +169,7 @@ def run(
     progress: bool = True,
     loggers: tuple[str, ...] = (),
     data_dir: str | None = None,
-) -> RunResult:
+) -> ComparisonResult:
     """Run what is missing of a study's plan; raise where nothing came out of it."""
     plan, folder = study.plan, study.folder
     if study.function is not None:
@@ -179,7 +184,7 @@ def run(
     options |= {"address": address} if engine == "ray" else {}
     trials = plan.chosen() if chosen is None else chosen
     with view_of(study, trials, progress) as view:
-        result = run_plan(plan, folder, trials, execution, view, retry=False, **options)
+        result = run_comparison(plan, folder, trials, execution, view, retry=False, **options)
     if result.exit_code == 130:
         raise Interrupted(f"Stopped; what was recorded is in {folder}. The same call goes on from there.")
     if not any(o.status == "finished" for o in result.outcomes.values()):

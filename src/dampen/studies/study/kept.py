@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.config.code import Code, digest_of_file, local_files, package_root
-from dampen.studies.config.plan import Plan
+from dampen.studies.config.plan import Comparison
 from dampen.studies.errors import LabError
 from dampen.studies.files import read_json, write_json
 from dampen.studies.records.fingerprint import fingerprint
@@ -40,7 +40,7 @@ def save_parts(parts: Parts, folder: Path, data_dir: str | None = None) -> None:
     write_json(folder / PARTS, places | {"data_dir": str(Path(data_dir).resolve()) if data_dir else None})
 
 
-def load_parts(folder: Path, plan: Plan) -> tuple[Parts, str | None]:
+def load_parts(folder: Path, plan: Comparison) -> tuple[Parts, str | None]:
     """Read them back, with the folder of official sets; raise where they are no longer what the study was run on."""
     sections = [section for trial in plan.trials.values() for section in (trial.data, trial.model)]
     if not (folder / PARTS).exists():

@@ -6,7 +6,7 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
-from dampen.studies.report.names import counted
+from dampen.studies.report.summary import counted
 from dampen.studies.report.terminal import mean_sd
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import not_measured, primary
 from dampen.studies.records.fingerprint import fingerprint
 from dampen.studies.records.metric import direction
-from dampen.studies.report.names import plural
-from dampen.studies.study.asked import Asked, metric_of, planned, recipe_of, seeds_of, with_recorded
+from dampen.studies.report.summary import plural
 from dampen.studies.study.own_dropout import own_dropout, told
+from dampen.studies.study.request import ComparisonRequest, metric_of, planned, recipe_of, seeds_of, with_recorded
 from dampen.studies.study.rows import PLAIN, Rows, read_rows
 from dampen.studies.trainer.build import MODEL
 from dampen.studies.trainer.function import Function, as_function, function_in_file
@@ -36,7 +36,7 @@ TRAIN = tuple(f.name for f in fields(TrainOptions))
 """Parameters of a row that the lab's trainer knows; `mixup` and `augment` go to the data."""
 
 
-def ask_parts(
+def request_parts(
     model: Any,
     data: Any,
     methods: Any,
@@ -51,7 +51,7 @@ def ask_parts(
     folder: Path | str | None = None,
     out: Path | str = "runs",
     resume: bool = True,
-) -> Asked:
+) -> ComparisonRequest:
     """The comparison of methods on a model and data, trained by the lab."""
     section, parts = data_section(data if data is not None else "digits", data_dir)
     chosen, parts = model_section(model, parts)
@@ -83,7 +83,7 @@ def ask_parts(
     plan = with_recorded(asked, place)
     remark = told(own_dropout(parts.model if parts else None, asked.chosen()[0].model), name)
     plan.departures = list(dict.fromkeys([*plan.departures, *([remark] if remark else [])]))
-    return Asked(recipe, plan, place, asked.chosen(), remark=remark, parts=parts, settings=tuple(settings))
+    return ComparisonRequest(recipe, plan, place, asked.chosen(), remark=remark, parts=parts, settings=tuple(settings))
 
 
 def _judged(said: tuple[str, str] | None, task: str) -> str:
@@ -108,7 +108,7 @@ def comparison(data: Any, model: Any, methods: Any, seeds: int, settings: Sequen
     >>> recipe.base["model"]["depth"], recipe.base["model"]["width"]
     (2, 48)
     """
-    return ask_parts(model, data, methods, seeds, settings=settings).recipe
+    return request_parts(model, data, methods, seeds, settings=settings).recipe
 
 
 def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts]:

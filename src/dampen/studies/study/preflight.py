@@ -15,8 +15,8 @@ import torch
 from dampen.handle import regularize
 from dampen.studies.config.methods_text import build_methods
 from dampen.studies.config.names import brings_task
-from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.plan import Comparison
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, Interrupted, LabError
 from dampen.studies.trainer.build import load_data, make_model, places, seed_all
 from dampen.studies.trainer.losses import loss_of
@@ -27,7 +27,7 @@ STEPS = 6
 """Steps that a dry run takes of each row."""
 
 
-def check_rows(plan: Plan, folder: Path, execution: Execution) -> None:
+def check_rows(plan: Comparison, folder: Path, execution: Execution) -> None:
     """Refuse rows that cannot run on the model, all at once and before anything starts: one step with two examples.
 
     Rows that have a result already are not asked again; a training of the user's own, and pretraining, are not ours
@@ -45,7 +45,7 @@ def check_rows(plan: Plan, folder: Path, execution: Execution) -> None:
         raise ConfigError("The comparison", problems)
 
 
-def _problem(trial: TrialSpec, execution: Execution) -> str:
+def _problem(trial: Run, execution: Execution) -> str:
     """Why the methods of a trial do not work on its model, or nothing. What is wrong without them is raised."""
     data = load_data(trial.data, execution.data_dir, execution.parts, trial.seed)
     trial.train.steps_per_epoch(len(data.train))  # raises where there are fewer examples than one batch has
@@ -92,12 +92,12 @@ class RowProbe:
         return self.step_seconds * self.steps if self.step_seconds is not None and self.steps else None
 
 
-def probe(plan: Plan, execution: Execution) -> list[RowProbe]:
+def probe(plan: Comparison, execution: Execution) -> list[RowProbe]:
     """Run a few steps of the first trial of each row, in a folder that is thrown away."""
     return [_probe(row.name, plan.trials[next(iter(row.points[0].trials.values()))], execution) for row in plan.rows]
 
 
-def _probe(row: str, trial: TrialSpec, execution: Execution) -> RowProbe:
+def _probe(row: str, trial: Run, execution: Execution) -> RowProbe:
     seen: list[tuple[float, int, int | None]] = []
 
     def report(event: dict[str, Any]) -> None:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any, cast
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.engine import Report
 from dampen.studies.records.events import Event
-from dampen.studies.records.record import Record
-from dampen.studies.report.pace import Pace
+from dampen.studies.records.record import RunStore
+from dampen.studies.report.terminal import Pace
 from dampen.studies.study.notebook import table_html
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def view_of(study: Study, trials: list[TrialSpec], progress: bool) -> Iterator[Report]:
+def view_of(study: Study, trials: list[Run], progress: bool) -> Iterator[Report]:
     """Something that takes the events of a run and shows them, or does not."""
     if not progress:
         yield lambda trial, event: None
         return
-    done = sum(Record(study.folder / t.id).done for t in trials)
+    done = sum(RunStore(study.folder / t.id).done for t in trials)
     if in_notebook():
         yield NotebookView(study, study.plan.labels(trials), done)
         return

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan, PlannedRow, Point
+from dampen.studies.config.plan import Comparison, Config, Setting
 from dampen.studies.config.recipe import merge
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.engines.racing import Race
 from dampen.studies.errors import LabError
 from dampen.studies.plugins import load_plugins
-from dampen.studies.records.table import Entry, ResultTable, plan_table, read_results, read_runs
+from dampen.studies.records.table import Entry, ResultTable, comparison_table, read_results, read_runs
 from dampen.studies.study.kept import load_function, load_parts
 from dampen.studies.study.rows import PLAIN, read_rows
 from dampen.studies.trainer.function import Function
@@ -29,7 +29,7 @@ class Study:
     """
 
     folder: Path
-    plan: Plan
+    plan: Comparison
     function: Function | None = None
     parts: Parts | None = None  # the user's own model and data, where the lab trains them
     settings: dict[str, Any] = field(default_factory=dict)  # how it was run, for `add`
@@ -38,7 +38,7 @@ class Study:
     @property
     def results(self) -> ResultTable:
         """The lab's table of this study, as the page and every other format show it."""
-        return plan_table(self.plan, read_runs(self.plan, self.folder))
+        return comparison_table(self.plan, read_runs(self.plan, self.folder))
 
     @property
     def rows(self) -> list[Entry]:
@@ -160,7 +160,7 @@ def load(folder: Path | str) -> Study:
     folder = Path(folder)
     if not (folder / "plan.json").is_file():
         raise LabError(f"{folder} holds no study: there is no plan.json. Give the folder that dampen compare wrote.")
-    return Study(folder, Plan.load(folder))
+    return Study(folder, Comparison.load(folder))
 
 
 def _line(row: str, grid: Mapping[str, Any], seed: int, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _line(row: str, grid: Mapping[str, Any], seed: int, result: Mapping[str, Any
     return {"row": row, "seed": seed, "status": result["status"], **grid, **result.get("test", {}), **valid, **cost}
 
 
-def _add_row(plan: Plan, like: str, name: str, methods: list[dict[str, Any]], params: dict[str, Any]) -> None:
+def _add_row(plan: Comparison, like: str, name: str, methods: list[dict[str, Any]], params: dict[str, Any]) -> None:
     """One more row: the reference's trials with other methods and parameters."""
     (model,) = (row for row in plan.rows if row.name == like)
     points = []
@@ -178,11 +178,11 @@ def _add_row(plan: Plan, like: str, name: str, methods: list[dict[str, Any]], pa
         for seed, id in point.trials.items():
             plain = merge(plan.trials[id].to_dict(), {"methods": methods})
             plain = merge(plain, _params(plain, name, params)) if params else plain
-            trial = TrialSpec.from_dict(plain)
+            trial = Run.from_dict(plain)
             plan.trials[trial.id] = trial
             trials[seed] = trial.id
-        points.append(Point(dict(point.grid), trials))
-    plan.rows.append(PlannedRow(name, methods, points))
+        points.append(Setting(dict(point.grid), trials))
+    plan.rows.append(Config(name, methods, points))
 
 
 def _params(trial: dict[str, Any], row: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _params(trial: dict[str, Any], row: str, params: dict[str, Any]) -> dict[str
     return sections(params, trial, f"params of row {row!r}")
 
 
-def _add_seeds(plan: Plan, seeds: int | Sequence[int]) -> None:
+def _add_seeds(plan: Comparison, seeds: int | Sequence[int]) -> None:
     """Further seeds for every row: so many after the last one, or those named. With folds, each is a round of them."""
     folds = plan.folds
     first = (max(plan.seeds, default=-1) + folds) // folds
@@ -206,6 +206,6 @@ def _add_seeds(plan: Plan, seeds: int | Sequence[int]) -> None:
             template = plan.trials[next(iter(point.trials.values()))]
             for seed in plan.seeds:
                 if str(seed) not in point.trials:
-                    trial = TrialSpec.from_dict({**template.to_dict(), "seed": seed})
+                    trial = Run.from_dict({**template.to_dict(), "seed": seed})
                     plan.trials[trial.id] = trial
                     point.trials[str(seed)] = trial.id

@@ -20,7 +20,7 @@ from typing import Any
 
 from dampen.studies.config.code import Code, code_of, digest_of_file, local_files, package_root
 from dampen.studies.config.methods_text import OBJECT, build_methods
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, LabError, OwnCodeError
 
 _reading: list[str] = []
@@ -67,7 +67,7 @@ def package_root_of(code: Code) -> Path:
     return code.root
 
 
-def row_methods(spec: TrialSpec, function: Function | None, row: str) -> list[Any]:
+def row_methods(spec: Run, function: Function | None, row: str) -> list[Any]:
     """The regularizers of a trial: built from their plain data, or unpickled where they have none."""
     objects = function.objects if function else {}
     made = []

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dampen.studies.errors import LabError
-from dampen.studies.records.final import FORMAT
 from dampen.studies.records.metric import describe
+from dampen.studies.records.result import FORMAT
 from dampen.studies.trainer.losses import NotFinite
 from dampen.studies.trainer.own_log import numbers
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dampen.names import nearest
 from dampen.studies.config.methods_text import build_methods
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.config.trial import Run
 from dampen.studies.data.errors import DamagedData
 from dampen.studies.errors import ConfigError
 from dampen.studies.loggers import check_loggers
@@ -82,7 +82,7 @@ class Execution:
 class TrialState:
     """A trial at work: model, regularizers, optimizer, data, and the position in training."""
 
-    def __init__(self, trial: TrialSpec, execution: Execution, pretrained: Pretrained | None = None):
+    def __init__(self, trial: Run, execution: Execution, pretrained: Pretrained | None = None):
         activate(execution.plugins)
         self.trial, self.options, self.execution = trial, trial.train, execution
         self.fabric = make_fabric(self.options, execution.accelerator)
