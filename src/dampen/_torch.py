@@ -213,6 +213,28 @@ def addresses_known() -> bool:
     return not torch.compiler.is_compiling() and not in_functorch()
 
 
+def whole_tensor(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that several processes hold together (a `DTensor`, FSDP2), gathered; any other as it is. Every process
+    calls this together. `DTensor.full_tensor`, torch 2.1 and newer."""
+    gather: Callable[[], torch.Tensor] | None = getattr(t, "full_tensor", None)
+    return t if gather is None else gather()
+
+
+def placed_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, split over processes as another one is; as it is where that one is not split.
+
+    Nothing is sent: each process cuts its share out of the whole that it has. `torch.distributed.tensor`, torch 2.5 and
+    newer.
+    """
+    mesh = getattr(other, "device_mesh", None)
+    if mesh is None:
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = DTensor.from_local(whole.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, cast(Any, other).placements)
+
+
 def memory_is_gone(t: torch.Tensor) -> bool:
     """Whether a tensor has entries but no memory behind them, as FSDP leaves a weight between two uses; reading it is
     an error or a crash. `untyped_storage`, torch 2.0 and newer; not asked while tracing, nor of wrapped tensors."""

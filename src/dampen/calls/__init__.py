@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dampen._torch import memory_is_gone
 from dampen.masks import any_in_row, causal_rows
 
 if TYPE_CHECKING:

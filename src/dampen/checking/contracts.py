@@ -129,7 +129,7 @@ def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
     torch.compiler.reset()
 
 
-def compiled_dynamic(make: Make, subject: Subject) -> None:
+def compiled_dynamic(make: Make, subject: Subject, backend: str = "eager") -> None:
     """7, with open sizes: torch.compile(fullgraph=True, dynamic=True) makes one graph for four batches of different
     sizes, with the loss and the gradients of plain calls. On sequences of four lengths, in an encoder of its own,
     whatever the subject; a method that refuses it is given four numbers of images."""
@@ -142,7 +142,7 @@ def compiled_dynamic(make: Make, subject: Subject) -> None:
         batches = [{"images": trial.inputs["images"].repeat(n, 1, 1, 1)} for n in (2, 3, 4, 5)]
         for batch in batches:
             torch._dynamo.mark_static(batch["images"], (1, 2, 3))
-    counter: Any = compile_counter("aot_eager")
+    counter: Any = compile_counter(backend)
     run = torch.compile(trial.model, fullgraph=True, dynamic=True, backend=counter)
     graphs = None
     for batch in batches:
@@ -377,7 +377,8 @@ CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
     f.__name__: f
     for f in (
         eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled, compiled_dynamic,
-        compiled_inductor, checkpointed, seeded, no_leak, remove, documented, kernel, exported, exported_onnx, order, beside, mask_forms,
+        compiled_inductor, checkpointed, seeded, no_leak, remove, documented, kernel, exported, exported_onnx, order,
+        beside, mask_forms,
     )
 }  # fmt: skip
 """By name; number 13 (two processes equal one) needs a launcher and lives in `dampen.checking.distributed`."""

@@ -118,6 +118,7 @@ SUBJECTS = {
     )
 }
 
+
 def _encoder(depth: int = 2) -> nn.Module:
     return FeatureEncoder(features=6, classes=5, width=16, depth=depth, heads=2, mlp=24, max_tokens=64)
 

@@ -42,7 +42,7 @@ class PatchDropout(Regularizer):
         self.share = 0.0  # the rate as a number: it decides a shape
         self.scheduled("rate", rate)
 
-    def prepare(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         vocabulary = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and "pos" not in n.lower()]
         if vocabulary and not any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in model.modules()):
             raise UnsupportedModel(

@@ -59,7 +59,7 @@ class TokenGraying(Regularizer):
         self.restore_scale = restore_scale
         self.patch_size = patch_size if patch_size is None or patch_size == "tokens" else check_patch_size(patch_size)
 
-    def prepare(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         if self.patch_size is None:
             self.patch_size = find_patch_size(model)
 
