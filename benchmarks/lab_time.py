@@ -22,15 +22,15 @@ import torch
 from torch.nn import functional as F
 
 import dampen
-from dampen.studies.allocator import keep_freed_memory
 from dampen.studies.bench.timing import compare
-from dampen.studies.config.catalog import catalog
-from dampen.studies.config.demo import demo_recipe
-from dampen.studies.config.methods_text import build_methods
-from dampen.studies.config.plan import make_comparison
-from dampen.studies.config.trial import Run
+from dampen.studies.catalog import catalog
+from dampen.studies.comparison import make_comparison
+from dampen.studies.environment import describe
 from dampen.studies.files import write_json
-from dampen.studies.records.environment import describe
+from dampen.studies.methods_text import build_methods
+from dampen.studies.processes import keep_freed_memory
+from dampen.studies.recipe import demo_recipe
+from dampen.studies.run import Run
 from dampen.studies.trainer.build import derive, load_data, make_model, seed_all
 from dampen.studies.trainer.optim import learning_rate, make_optimizer
 from dampen.studies.trainer.state import Execution

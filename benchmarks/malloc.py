@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dampen.studies.allocator import AS_FOUND, keep_freed_memory
+from dampen.studies.processes import AS_FOUND, keep_freed_memory
 
 MODEL = "vit(depth=2)"
 KINDS = (AS_FOUND, "freed memory kept")

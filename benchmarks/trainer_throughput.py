@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from dampen.studies import train as train_module
 from dampen.studies.bench.timing import Ratio, summarize
-from dampen.studies.config.trial import Run
-from dampen.studies.records.environment import describe
+from dampen.studies.environment import describe
+from dampen.studies.run import Run
 from dampen.studies.trainer.bookkeeping import Bookkeeping
 from dampen.studies.trainer.build import derive, load_data, make_model, seed_all
 from dampen.studies.trainer.optim import learning_rate, make_optimizer, set_learning_rate

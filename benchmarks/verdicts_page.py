@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Comparison
-from dampen.studies.files import write_json
-from dampen.studies.records.plain import finite
-from dampen.studies.records.stats import LEVEL, seeds_needed
-from dampen.studies.records.table import comparison_table, read_runs
+from dampen.studies.comparison import Comparison
+from dampen.studies.files import finite, write_json
+from dampen.studies.stats import LEVEL, seeds_needed
+from dampen.studies.table import comparison_table, read_runs
 from reproductions.pages.publish import publish
 
 HERE = Path(__file__).parent

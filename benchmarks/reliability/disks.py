@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial, undisturbed
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import DiskFull, LabError
 from dampen.studies.processes import start
+from dampen.studies.run import Run
 from dampen.studies.trainer.train import run_trial
 
 

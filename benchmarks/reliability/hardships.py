@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.reliability.memory import used
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial, undisturbed
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import Locked
 from dampen.studies.processes import start
+from dampen.studies.run import Run
 from dampen.studies.trainer.train import run_trial
 
 

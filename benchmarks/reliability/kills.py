@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, result_of, trial, undisturbed
-from dampen.studies.config.trial import Run
-from dampen.studies.engines.engine import Job, make_engine
+from dampen.studies.engines import Job, make_engine
 from dampen.studies.errors import LabError
 from dampen.studies.processes import start
-from dampen.studies.records.events import Event
+from dampen.studies.result import Event
+from dampen.studies.run import Run
 from dampen.studies.trainer.checkpoint import saved_states
 from dampen.studies.trainer.train import run_trial
 
@@ -67,7 +67,7 @@ def _cluster(engine: str) -> Iterator[None]:
     if engine != "ray":
         yield
         return
-    from dampen.studies.engines.ray_engine import _cluster as started
+    from dampen.studies.engines.ray import _cluster as started
 
     for left in reversed(range(10)):
         with ExitStack() as stack:

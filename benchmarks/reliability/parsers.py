@@ -19,8 +19,8 @@ SIGNS = "()[]{},+=.:'\"*#\\\0\n -019eExX_jé\u2212\U0001f600"
 
 def attack(count: int, where: Path, rng: random.Random) -> Tally:
     """`count` inputs for each of --methods, --model, --set and recipes: read, or refused in words."""
-    from dampen.studies.config.plan import make_comparison
-    from dampen.studies.study.parts import comparison
+    from dampen.studies.comparison import make_comparison
+    from dampen.studies.request import comparison
     from tests.studies import strategies, test_parsers
 
     usual = comparison("digits", None, "drop_key", 1)

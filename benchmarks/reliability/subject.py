@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.trial import Run
-from dampen.studies.records.record import RunStore
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 

@@ -257,7 +257,7 @@ def test_a_bad_accelerator_is_found_before_anything_runs(capsys, tmp_path, accel
 
 @pytest.mark.slow
 def test_the_demo_compares_every_family_and_says_what_to_type_next(capsys, tmp_path, monkeypatch):
-    from dampen.studies.config import demo
+    from dampen.studies import recipe as demo
 
     real = demo.demo_recipe
 

@@ -9,7 +9,6 @@ from torch import nn
 import dampen
 from dampen.checking.attached import telling, with_companion
 from dampen.registry import methods
-from dampen.regularizer import UnsupportedModel
 
 
 def vit(depth):

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from dampen.studies.config.plan import make_comparison
-from dampen.studies.config.recipe import load_recipe
-from dampen.studies.engines.grid_tuning import tuning_plan
+from dampen.studies.comparison import make_comparison
+from dampen.studies.recipe import load_recipe
+from dampen.studies.tuning import tuning_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 

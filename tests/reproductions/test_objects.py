@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from dampen.cli import main
-from dampen.studies.config.names import preset
-from dampen.studies.config.trial import Run
+from dampen.studies.checks import preset
 from dampen.studies.data import load
 from dampen.studies.errors import LabError
+from dampen.studies.metric import describe
 from dampen.studies.metrics import make_metrics
-from dampen.studies.records.metric import describe
-from dampen.studies.records.result import Detected, parse_result
 from dampen.studies.report import make_report
-from dampen.studies.report.detections import drawn, matched, picture_size
-from dampen.studies.study.parts import request_parts
+from dampen.studies.request import request_parts
+from dampen.studies.result import Detected, parse_result
+from dampen.studies.run import Run
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
+from reproductions.figures.detections import drawn, matched, picture_size
 from reproductions.metrics.objects import best_detections, constant_precision, mean_boxes
 from reproductions.models.boxes import centers
 from reproductions.models.detr import DETR
@@ -221,7 +221,7 @@ def test_compare_on_boxes_of_ones_own(tmp_path, folder, capsys):
         main([*command, *sets, "--out", str(tmp_path), "--json"])
     told = json.loads(capsys.readouterr().out)
     page = make_report([told["folder"]]).render("html")
-    assert "What was found" in page
+    assert "Detected objects" in page
     assert page.count("data:image/svg+xml;base64,") == 6  # three images of two rows
     assert "AP50" in page
     assert preset("voc")["model"]["name"] == "detr"

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dampen.studies.config.names import check_trial
-from dampen.studies.config.plan import make_comparison
-from dampen.studies.config.trial import Run
+from dampen.studies.checks import check_trial
+from dampen.studies.comparison import make_comparison
 from dampen.studies.diagnose import find_trials, from_run
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError
-from dampen.studies.records.record import PRETRAIN, RunStore
 from dampen.studies.report import make_report
-from dampen.studies.study.parts import comparison
+from dampen.studies.request import comparison
+from dampen.studies.run import Run
+from dampen.studies.store import PRETRAIN, RunStore
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.checkpoint import load_newest
 from dampen.studies.trainer.pretraining import load_pretrained, prepared_by

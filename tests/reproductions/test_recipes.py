@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from dampen import hidden_key, regularize
-from dampen.studies.config.methods_text import build_methods, parse_rows
-from dampen.studies.config.plan import Comparison, make_comparison
-from dampen.studies.config.recipe import list_recipes, load_recipe, parse_recipe
-from dampen.studies.config.trial import Run
-from dampen.studies.engines.grid_tuning import as_large, count_runs, tuning_plan
+from dampen.studies.comparison import Comparison, make_comparison
 from dampen.studies.errors import ConfigError, LabError
+from dampen.studies.methods_text import build_methods, parse_rows
+from dampen.studies.recipe import list_recipes, load_recipe, parse_recipe
+from dampen.studies.run import Run
 from dampen.studies.trainer.build import make_model, places
+from dampen.studies.tuning import as_large, count_runs, tuning_plan
 from reproductions.campaign import EXPERIMENTS
 from reproductions.pages import claims
 from reproductions.pages.claimed import CLAIMS

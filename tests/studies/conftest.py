@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dampen.studies.config.trial import Run
 from dampen.studies.report import make_report
+from dampen.studies.run import Run
 from dampen.studies.trainer.state import Execution
 from tests.studies.synthetic_runs import write_study
 

@@ -6,9 +6,9 @@ import math
 import random
 from pathlib import Path
 
-from dampen.studies.config.plan import make_comparison
-from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.trial import Run
+from dampen.studies.comparison import make_comparison
+from dampen.studies.recipe import Recipe
+from dampen.studies.run import Run
 
 MACHINE = {
     "time": "2026-01-01T00:00:00+00:00",
@@ -228,9 +228,9 @@ def edit(path, **changes):
 
 def big_study(rows, seeds=3):
     """A study of many rows in memory, without folders: every number is invented."""
-    from dampen.studies.records.logged_run import LoggedRun
-    from dampen.studies.records.result import Result
-    from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns
+    from dampen.studies.result import Result
+    from dampen.studies.store import LoggedRun
+    from dampen.studies.table import Cell, StudyRow, StudyRuns
 
     draw, made = random.Random(0), []
     base = [draw.gauss(0.85, 0.01) for _ in range(seeds)]

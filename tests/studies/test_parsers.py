@@ -5,11 +5,11 @@ import tomllib
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from dampen.studies.config.methods_text import build_methods, parse_rows
-from dampen.studies.config.plan import make_comparison
-from dampen.studies.config.recipe import load_recipe, parse_recipe
+from dampen.studies.comparison import make_comparison
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.study.parts import comparison
+from dampen.studies.methods_text import build_methods, parse_rows
+from dampen.studies.recipe import load_recipe, parse_recipe
+from dampen.studies.request import comparison
 from tests.studies import strategies
 
 quietly = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,13 +11,12 @@ import torch
 
 import dampen
 from dampen.native import library
-from dampen.studies.config.plan import Comparison, make_comparison
-from dampen.studies.config.recipe import Recipe
-from dampen.studies.data.errors import DamagedData
-from dampen.studies.engines.runner import ComparisonResult, run_comparison
-from dampen.studies.engines.twins import training_of
-from dampen.studies.records.events import Event
-from dampen.studies.records.record import RunStore, locked
+from dampen.studies.comparison import Comparison, make_comparison
+from dampen.studies.data.dataset import DamagedData
+from dampen.studies.engines.runner import ComparisonResult, run_comparison, training_of
+from dampen.studies.recipe import Recipe
+from dampen.studies.result import Event
+from dampen.studies.store import RunStore, locked
 from dampen.studies.trainer.state import Execution
 
 EXPLICIT = "explicit_dropout"

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, Interrupted
-from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
 from dampen.studies.report.figures import Palette
-from dampen.studies.report.gradient_variance import variance_figure
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.build import derive
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from dampen.studies.trainer.variance import BATCHES, measure_variance, over_training
+from reproductions.figures.gradient_variance import gradient_variance
 from tests.studies.synthetic_runs import write_study
 
 METHODS = [
@@ -111,6 +111,6 @@ def test_table_and_figure_have_it(tmp_path):
     for entry in others:
         assert list(entry.by_seed["variance_ratio"].values()) == pytest.approx([0.8] * len(entry.values))
         assert entry.secondary["training_variance"].difference < 0
-    figure = variance_figure(table, Palette([row.name for row in plan.rows]))
+    figure = gradient_variance(table, Palette([row.name for row in plan.rows]))
     assert {r["row"] for r in figure.records} >= {e.name for e in others}
     assert "Gradient variance over training" in report.render("html")

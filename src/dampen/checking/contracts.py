@@ -31,13 +31,16 @@ from dampen.schedules import always_zero
 
 
 def eval_exact(make: Make, subject: Subject) -> None:
-    """1. In eval the model computes, to the bit, what it computed before (unless the method acts in eval by design)."""
+    """1. In eval the model computes, to the bit, what it computed before (unless the method acts in
+    eval by design)."""
     if make().in_eval:
         return
     model, inputs = subject.model().eval(), subject.inputs()
     before = plain_logits(subject, model, inputs)
     regularize(model, with_companion([make()]))
-    same(plain_logits(subject, model, inputs), before, "eval output with the regularizer and without")
+    same(
+        plain_logits(subject, model, inputs), before, "eval output with the regularizer and without"
+    )
 
 
 def state_dict(make: Make, subject: Subject) -> None:
@@ -55,11 +58,15 @@ def identity(make: Make, subject: Subject) -> None:
     expected = plain_logits(subject, subject.model(), trial.inputs)
     same(logits, expected, "training output at rate 0 and without regularizer", 1e-5)
     for name, value in terms.items():
-        require(name == "task" or value.item() == 0.0, f"the term {name} is {value.item():.3g} at weight 0")
+        require(
+            name == "task" or value.item() == 0.0,
+            f"the term {name} is {value.item():.3g} at weight 0",
+        )
 
 
 def shapes_and_dtypes(make: Make, subject: Subject) -> None:
-    """4. Stages keep shape and dtype, in float32, bfloat16, float16 and under autocast; `tokens` may shorten N."""
+    """4. Stages keep shape and dtype, in float32, bfloat16, float16 and under autocast; `tokens`
+    may shorten N."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         trial = Attached(make, subject)
         trial.model.to(dtype)
@@ -94,12 +101,14 @@ def check_finite(trial: Attached) -> None:
 def copies(make: Make, subject: Subject) -> None:
     """6. A deepcopy is independent and equal; pickle goes there and back."""
     trial = Attached(make, subject)
-    trial.step()  # leaves a graph in the slots, which a copy must not meet
+    # leaves a graph in the slots, which a copy must not meet
+    trial.step()
     twin = trial.copy()
     first, second = trial.step()[0], twin.step()[0]
     same(first, second, "the loss of a model and of its deepcopy")
     require(
-        not {id(c) for c in trial.reg.clones} & {id(c) for c in twin.reg.clones}, "the copy shares its regularizers"
+        not {id(c) for c in trial.reg.clones} & {id(c) for c in twin.reg.clones},
+        "the copy shares its regularizers",
     )
     twin.reg.progress(1.0)
     same(trial.step()[0], first, "the loss after the copy has moved on")
@@ -110,7 +119,8 @@ def copies(make: Make, subject: Subject) -> None:
 
 
 def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
-    """7. torch.compile(fullgraph=True) gives the same loss and gradients, with one graph over a whole schedule."""
+    """7. torch.compile(fullgraph=True) gives the same loss and gradients, with one graph over a
+    whole schedule."""
     torch.compiler.reset()
     trial = Attached(make, subject)
     counter: Any = compile_counter(backend)
@@ -124,7 +134,8 @@ def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
         same_gradients(trial.gradients(), eager, f"compiled and eager at progress {progress}", 1e-4)
         graphs = counter.frame_count if graphs is None else graphs
         require(
-            counter.frame_count == graphs, f"{counter.frame_count} graphs instead of {graphs} at progress {progress}"
+            counter.frame_count == graphs,
+            f"{counter.frame_count} graphs instead of {graphs} at progress {progress}",
         )
     torch.compiler.reset()
 
@@ -162,11 +173,13 @@ def _sequences(tokens: int, samples: int) -> dict[str, Tensor]:
 
 
 def shallow(make: Make, subject: Subject) -> Subject:
-    """One layer of an own model instead of several, which compiles faster; unless nothing of the method is left there,
-    as of DropPath, whose default is 0 in the first layer."""
+    """One layer of an own model instead of several, which compiles faster; unless nothing of the
+    method is left there, as of DropPath, whose default is 0 in the first layer."""
     schedules = telling(make)().schedules.values()
     left_out = bool(schedules) and all(always_zero(s, 0.0) for s in schedules)
-    return subject if left_out else {"vit": SHALLOW, "encoder": SHORT_ENCODER}.get(subject.name, subject)
+    if left_out:
+        return subject
+    return {"vit": SHALLOW, "encoder": SHORT_ENCODER}.get(subject.name, subject)
 
 
 def compiled_inductor(make: Make, subject: Subject) -> None:
@@ -176,12 +189,15 @@ def compiled_inductor(make: Make, subject: Subject) -> None:
 
 
 def checkpointed(make: Make, subject: Subject) -> None:
-    """8. Under activation checkpointing loss and gradients are the same: the same draws, each penalty once."""
+    """8. Under activation checkpointing loss and gradients are the same: the same draws, each
+    penalty once."""
     trial = Attached(make, subject)
     loss, gradients = trial.step()[0], trial.gradients()
     for layer in trial.reg.layers:
         block = trial.model.get_submodule(layer.site.name)
-        object.__setattr__(block, "forward", functools.partial(checkpoint, block.forward, use_reentrant=False))
+        object.__setattr__(
+            block, "forward", functools.partial(checkpoint, block.forward, use_reentrant=False)
+        )
     same(trial.step()[0], loss, "the loss with checkpointing and without", 1e-6)
     same_gradients(trial.gradients(), gradients, "with checkpointing and without")
 
@@ -195,7 +211,8 @@ def seeded(make: Make, subject: Subject) -> None:
 
 
 def no_leak(make: Make, subject: Subject) -> None:
-    """10. What the model's masks hide stays hidden: changing it changes no visible output; padding moves no penalty."""
+    """10. What the model's masks hide stays hidden: changing it changes no visible output; padding
+    moves no penalty."""
     check_leak(Attached(make, subject))
 
 
@@ -214,9 +231,10 @@ def check_leak(trial: Attached) -> None:
 
 
 def mask_forms(make: Make, subject: Subject) -> None:
-    """16. A key hidden by a bool mask, -inf, -1e9, -1e4, -100 or the smallest number is hidden: the same results in
-    SDPA, in the model's own softmax and in nn.MultiheadAttention, and nothing of it seen. On a language model of its
-    own, whatever the subject; a method that refuses text keeps it."""
+    """16. A key hidden by a bool mask, -inf, -1e9, -1e4, -100 or the smallest number is hidden: the
+    same results in SDPA, in the model's own softmax and in nn.MultiheadAttention, and nothing of it
+    seen. On a language model of its own, whatever the subject; a method that refuses text keeps it.
+    """
     try:
         check_forms([make])
     except UnsupportedModel:
@@ -224,9 +242,13 @@ def mask_forms(make: Make, subject: Subject) -> None:
 
 
 def check_forms(makes: Sequence[Make], brief: bool = False) -> None:
-    """In float64, where all forms take one path, the draws are the same; in float32 a native kernel may run too.
-    `brief`: three forms of the mask that is both causal and padded."""
-    scenes = {name: scene for name, scene in masked.scenes().items() if not brief or name == "causal and padded"}
+    """In float64, where all forms take one path, the draws are the same; in float32 a native kernel
+    may run too. `brief`: three forms of the mask that is both causal and padded."""
+    scenes = {
+        name: scene
+        for name, scene in masked.scenes().items()
+        if not brief or name == "causal and padded"
+    }
     for path in masked.PATHS:
         for scene, (seen, change, kept, padded) in scenes.items():
             where = f"{path}, {scene}"
@@ -239,13 +261,25 @@ def check_forms(makes: Sequence[Make], brief: bool = False) -> None:
             for form, mask in masked.forms_of(seen, torch.float32, brief).items():
                 before = _masked_step(makes, path, masked.ids(), mask, kept, torch.float32)
                 after = _masked_step(makes, path, change(masked.ids()), mask, kept, torch.float32)
-                same(after[0][kept], before[0][kept], f"{where}: outputs after changing what {form} hides", 1e-6)
+                same(
+                    after[0][kept],
+                    before[0][kept],
+                    f"{where}: outputs after changing what {form} hides",
+                    1e-6,
+                )
                 if padded:
-                    _same_terms(after[1], before[1], f"{where}: after changing what {form} hides", 1e-6)
+                    _same_terms(
+                        after[1], before[1], f"{where}: after changing what {form} hides", 1e-6
+                    )
 
 
 def _masked_step(
-    makes: Sequence[Make], path: str, ids: Tensor, mask: Tensor, valid: Tensor, dtype: torch.dtype = torch.float64
+    makes: Sequence[Make],
+    path: str,
+    ids: Tensor,
+    mask: Tensor,
+    valid: Tensor,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     model = masked.build(path, dtype)
     reg = regularize(model, with_companion([make() for make in makes]), strict=False)
@@ -257,11 +291,15 @@ def _masked_step(
         return seen[-1]
 
     _, terms = reg.loss(forward, lambda out: out.square().mean(), valid=valid)
-    return seen[0].detach(), {name: value.detach() for name, value in terms.items() if name != "task"}
+    return seen[0].detach(), {
+        name: value.detach() for name, value in terms.items() if name != "task"
+    }
 
 
 def _same_terms(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolerance: float) -> None:
-    require(a.keys() == b.keys(), f"{message}: the terms {sorted(a.keys() ^ b.keys())} exist only once")
+    require(
+        a.keys() == b.keys(), f"{message}: the terms {sorted(a.keys() ^ b.keys())} exist only once"
+    )
     for name in a:
         same(a[name], b[name], f"{message}: the term {name}", tolerance)
 
@@ -271,22 +309,34 @@ def remove(make: Make, subject: Subject) -> None:
     plain, trial = subject.model(), Attached(make, subject)
     trial.step()
     trial.reg.remove()
-    for (name, a), (other, b) in zip(plain.named_modules(), trial.model.named_modules(), strict=True):
+    for (name, a), (other, b) in zip(
+        plain.named_modules(), trial.model.named_modules(), strict=True
+    ):
         require(
-            name == other and type(a) is type(b), f"'{other}' is a {type(b)} after remove(), '{name}' was a {type(a)}"
+            name == other and type(a) is type(b),
+            f"'{other}' is a {type(b)} after remove(), '{name}' was a {type(a)}",
         )
-        require(vars(a).keys() == vars(b).keys(), f"'{name}' keeps {sorted(vars(b).keys() ^ vars(a).keys())}")
+        require(
+            vars(a).keys() == vars(b).keys(),
+            f"'{name}' keeps {sorted(vars(b).keys() ^ vars(a).keys())}",
+        )
     trial.model.zero_grad()
-    same(plain_logits(subject, trial.model, trial.inputs), plain_logits(subject, plain, trial.inputs), "after remove()")
+    same(
+        plain_logits(subject, trial.model, trial.inputs),
+        plain_logits(subject, plain, trial.inputs),
+        "after remove()",
+    )
 
 
 def documented(make: Make, subject: Subject) -> None:
-    """12. Constructible by default; the docstring says what it does, and of ours it names the paper and an example."""
+    """12. Constructible by default; the docstring says what it does, and of ours it names the paper
+    and an example."""
     cls = type(make())
     doc = cls.__doc__ or ""
     require(bool(doc.strip().splitlines()[:1]), f"{cls.__name__} has no docstring")
     if not cls.__module__.startswith("dampen."):
-        return  # a method of one's own may have no paper
+        # a method of one's own may have no paper
+        return
     require(
         "arXiv" in doc or "et al." in doc,
         f"the docstring of {cls.__name__} names no paper (arXiv id, or authors et al.)",
@@ -295,7 +345,8 @@ def documented(make: Make, subject: Subject) -> None:
 
 
 def kernel(make: Make, subject: Subject) -> None:
-    """14. The kernel that ran is the one declared: fused unless a stage needs the matrix of scores."""
+    """14. The kernel that ran is the one declared: fused unless a stage needs the matrix of
+    scores."""
     trial = Attached(make, subject)
     calls = _FusedCalls()
     with calls:
@@ -304,7 +355,8 @@ def kernel(make: Make, subject: Subject) -> None:
         declared = "plain" if needs_matrix(trial.reg.clones) else ran.split()[0]
         require(ran.startswith(declared), f"'{name}' says {ran}, declared {declared}")
         require(
-            ran.startswith("fused") == bool(calls.names), f"'{name}' says {ran}, but the fused calls were {calls.names}"
+            ran.startswith("fused") == bool(calls.names),
+            f"'{name}' says {ran}, but the fused calls were {calls.names}",
         )
 
 
@@ -315,7 +367,12 @@ def exported(make: Make, subject: Subject) -> None:
     expected = plain_logits(subject, model, trial.inputs)
     with torch.no_grad():
         program = torch.export.export(model, (), trial.inputs)
-        same(subject.logits(program.module()(**trial.inputs)), expected, "the exported program and the model", 1e-4)
+        same(
+            subject.logits(program.module()(**trial.inputs)),
+            expected,
+            "the exported program and the model",
+            1e-4,
+        )
 
 
 def exported_onnx(make: Make, subject: Subject) -> None:
@@ -328,7 +385,11 @@ def exported_onnx(make: Make, subject: Subject) -> None:
     program: Any = torch.onnx.export(model, (), kwargs=trial.inputs, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
     got = session.run(
-        None, {i.name: v.numpy() for i, v in zip(session.get_inputs(), trial.inputs.values(), strict=True)}
+        None,
+        {
+            i.name: v.numpy()
+            for i, v in zip(session.get_inputs(), trial.inputs.values(), strict=True)
+        },
     )
     same(torch.from_numpy(got[0]), expected, "ONNX and the model", 1e-4)
 
@@ -360,13 +421,21 @@ def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
         versions = [version_of(a) for a in args if isinstance(a, torch.Tensor)]
         out = original(*args)
         written = versions != [version_of(a) for a in args if isinstance(a, torch.Tensor)]
-        require(not written, f"{stage} writes into a tensor that it got, which others read: return a new one")
-        taken, given = (args[1:2], (out,)) if stage == "block" else (args, out if isinstance(out, tuple) else (out,))
+        require(
+            not written,
+            f"{stage} writes into a tensor that it got, which others read: return a new one",
+        )
+        taken, given = (
+            (args[1:2], (out,))
+            if stage == "block"
+            else (args, out if isinstance(out, tuple) else (out,))
+        )
         for before, after in zip(taken, given, strict=False):
             require(after.dtype == before.dtype, f"{stage}: {before.dtype} became {after.dtype}")
             shorter = stage == "tokens" and after.shape[::2] == before.shape[::2]
             require(
-                shorter or after.shape == before.shape, f"{stage}: {tuple(before.shape)} became {tuple(after.shape)}"
+                shorter or after.shape == before.shape,
+                f"{stage}: {tuple(before.shape)} became {tuple(after.shape)}",
             )
         return out
 
@@ -376,14 +445,19 @@ def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
 CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
     f.__name__: f
     for f in (
-        eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled, compiled_dynamic,
-        compiled_inductor, checkpointed, seeded, no_leak, remove, documented, kernel, exported, exported_onnx, order,
-        beside, mask_forms,
+        eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled,
+        compiled_dynamic, compiled_inductor, checkpointed, seeded, no_leak, remove, documented, kernel,
+        exported, exported_onnx, order, beside, mask_forms,
     )
 }  # fmt: skip
-"""By name; number 13 (two processes equal one) needs a launcher and lives in `dampen.checking.distributed`."""
+"""By name; number 13 (two processes equal one) needs a launcher and lives in
+`dampen.checking.distributed`."""
 
 ONCE = frozenset(
-    {"compiled_dynamic", "compiled_inductor", "documented", "exported_onnx", "order", "beside", "mask_forms"}
-)
-"""Contracts that are run on the first subject only, because they take long or do not depend on the model."""
+    {
+        "compiled_dynamic", "compiled_inductor", "documented", "exported_onnx", "order", "beside",
+        "mask_forms",
+    }
+)  # fmt: skip
+"""Contracts that are run on the first subject only, because they take long or do not depend on the
+model."""

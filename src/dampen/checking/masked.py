@@ -1,4 +1,5 @@
-"""A small language model that takes its mask from outside, for the contract that all forms of a mask mean the same."""
+"""A small language model that takes its mask from outside, for the contract that all forms of a
+mask mean the same."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ class MaskedAttention(nn.Module):
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             s = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-            s = s.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else s + mask
+            if mask.dtype is torch.bool:
+                s = s.masked_fill(~mask, float("-inf"))
+            else:
+                s = s + mask
             o = s.softmax(-1) @ v
         out: Tensor = self.proj(o.transpose(1, 2).flatten(2))
         return out
@@ -96,8 +100,9 @@ def forms_of(seen: Tensor, dtype: torch.dtype, brief: bool = False) -> dict[str,
 
 
 def scenes() -> dict[str, tuple[Tensor, Callable[[Tensor], Tensor], Tensor, bool]]:
-    """Masks, each with a function that changes what must not be seen of the ids (3, TOKENS), the positions (3, TOKENS)
-    whose outputs may not move then, and whether what is hidden is padding, which no penalty may count."""
+    """Masks, each with a function that changes what must not be seen of the ids (3, TOKENS), the
+    positions (3, TOKENS) whose outputs may not move then, and whether what is hidden is padding,
+    which no penalty may count."""
     causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
     real = torch.ones(3, TOKENS, dtype=torch.bool)
     real[1, 5:], real[2, 3:] = False, False

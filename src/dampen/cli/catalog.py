@@ -57,13 +57,13 @@ def list_(
 
 
 def _methods() -> list[dict[str, Any]]:
-    from dampen.studies.config.catalog import catalog
+    from dampen.studies.catalog import catalog
 
     return [{k: v for k, v in e.to_dict().items() if k != "doc"} for e in catalog().values()]
 
 
 def _recipes() -> list[dict[str, Any]]:
-    from dampen.studies.config.recipe import list_recipes, load_recipe
+    from dampen.studies.recipe import list_recipes, load_recipe
 
     recipes = [load_recipe(name) for name in list_recipes()]
     return [{"name": r.name, "title": r.title, "paper": r.paper, "cost": r.cost, "rows": len(r.rows)} for r in recipes]
@@ -76,9 +76,9 @@ def show(
 ) -> None:
     """Show a method (formula, paper, stages, arguments) or a recipe (rows, published figures, departures)."""
     from dampen.names import nearest
-    from dampen.studies.config.catalog import catalog
-    from dampen.studies.config.recipe import list_recipes
+    from dampen.studies.catalog import catalog
     from dampen.studies.errors import ConfigError
+    from dampen.studies.recipe import list_recipes
 
     classes = {e.cls: e.name for e in catalog().values()}
     name = classes.get(name, name)
@@ -92,7 +92,7 @@ def show(
 
 
 def _show_method(name: str, as_json: bool) -> None:
-    from dampen.studies.config.catalog import find_entry
+    from dampen.studies.catalog import find_entry
 
     entry = find_entry(name)
     if as_json:
@@ -114,7 +114,7 @@ def _show_method(name: str, as_json: bool) -> None:
 
 
 def _show_recipe(name: str, as_json: bool) -> None:
-    from dampen.studies.config.recipe import load_recipe
+    from dampen.studies.recipe import load_recipe
     from dampen.studies.report.terminal import published_text
 
     recipe = load_recipe(name)

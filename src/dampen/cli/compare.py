@@ -28,7 +28,7 @@ from dampen.cli.running import (
 from dampen.studies.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dampen.studies.study.request import ComparisonRequest
+    from dampen.studies.request import ComparisonRequest
 
 
 @command(
@@ -100,9 +100,9 @@ def compare(
 
     heed_signals()
     warm_up()
-    from dampen.studies.study.kept import save_function, save_parts
-    from dampen.studies.study.preflight import check_rows
-    from dampen.studies.study.request import planned
+    from dampen.studies.compare import check_rows
+    from dampen.studies.request import planned
+    from dampen.studies.study import save_function, save_parts
     from dampen.studies.trainer.state import Execution
 
     check_search(search)
@@ -115,7 +115,7 @@ def compare(
         _only_the_labs({**theirs, "--accelerator": accelerator != "auto"})
         asked = _own(train, methods, seeds, metric, settings or [], same_code, out, tuning or search is not None)
     else:
-        from dampen.studies.study.parts import request_parts
+        from dampen.studies.request import request_parts
 
         if same_code:
             raise ConfigError("--same-code", ["only your own training, FILE.py:FUNCTION, can be said to be the same"])
@@ -154,7 +154,7 @@ def compare(
         plan.header |= asked.plan.header | {"search": plan.header["search"]}
         execution["function"] = _named(asked, plan)
     if tuning:
-        from dampen.studies.config.search_space import tuned_recipe
+        from dampen.studies.tuning import tuned_recipe
 
         folder, recipe = folder.with_name(f"{folder.name}-tuned"), tuned_recipe(asked.recipe, tune or 0, asked.settings)
         first = planned(recipe)
@@ -175,7 +175,7 @@ def compare(
 
 def check_budget(budget: str | None) -> None:
     """The words of a budget are checked before anything starts."""
-    from dampen.studies.engines.racing import seconds
+    from dampen.studies.sequential import seconds
 
     if budget is not None:
         seconds(budget)
@@ -209,8 +209,8 @@ def _own(
     out: Path,
     searching: bool,
 ) -> ComparisonRequest:
-    from dampen.studies.config.plan import read_setting
-    from dampen.studies.study.request import request_own
+    from dampen.studies.comparison import read_setting
+    from dampen.studies.request import request_own
     from dampen.studies.trainer.function import function_in_file
 
     problems = []
@@ -247,11 +247,10 @@ def preview(
     asked: ComparisonRequest, execution: dict[str, Any], workers: int | None, as_json: bool, tune: int | None = None
 ) -> None:
     """Take a few steps of every row and say what would run; exits with 1 if a row cannot."""
-    from dampen.studies.config.search_space import tuned_recipe
-    from dampen.studies.engines.grid_tuning import count_runs, tuning_plan
-    from dampen.studies.records.environment import usable_cores
-    from dampen.studies.study.preflight import probe
+    from dampen.studies.compare import probe
+    from dampen.studies.environment import usable_cores
     from dampen.studies.trainer.state import Execution
+    from dampen.studies.tuning import count_runs, tuned_recipe, tuning_plan
 
     plan, folder = asked.plan, asked.folder
     first = tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ()) if tune else None

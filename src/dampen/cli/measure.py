@@ -50,11 +50,11 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure a training step with each method against the best plain step, beside the papers' own formulations."""
-    from dampen.studies.allocator import keep_freed_memory
     from dampen.studies.bench import Options, bench
     from dampen.studies.bench.output import CHARTS, remarks, results_table, save_chart, scaling_table
     from dampen.studies.errors import ConfigError
     from dampen.studies.files import write_json
+    from dampen.studies.processes import keep_freed_memory
 
     if clock not in (None, "wall", "cpu"):
         raise ConfigError("The bench", [f"--clock: got {clock!r}; use wall or cpu"])

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command, print_json
 from dampen.cli.running import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
-from dampen.studies.config.plan import Comparison, make_comparison
-from dampen.studies.config.recipe import Recipe, load_recipe
+from dampen.studies.comparison import Comparison, make_comparison
+from dampen.studies.recipe import Recipe, load_recipe
 
 
 @command(
@@ -78,7 +78,7 @@ def run(
     }
     execution |= {"loggers": tuple(logger or ())}
     if dry_run:
-        from dampen.studies.engines.grid_tuning import tuning_plan
+        from dampen.studies.tuning import tuning_plan
 
         tuning = None if search else tuning_plan(loaded, scale, changes, row or [])
         _preview(plan, folder, as_json, tuning, row or (), seed or ())
@@ -96,7 +96,7 @@ def run(
 
 def _own_data(recipe: Recipe, scale: str | None, data_dir: str | None) -> list[str]:
     """The setting that makes data of the user's own part of the trials: another folder is another trial."""
-    from dampen.studies.study.parts import fingerprint_of_set
+    from dampen.studies.request import fingerprint_of_set
 
     found = fingerprint_of_set(recipe.at(scale).get("data", {}).get("name", ""), data_dir)
     return [f'data.fingerprint="{found}"'] if found else []
@@ -117,7 +117,7 @@ def _has_report() -> bool:
 def _preview(
     plan: Comparison, folder: Path, as_json: bool, tuning: Comparison | None, rows: Sequence[str], seeds: Sequence[int]
 ) -> None:
-    from dampen.studies.engines.grid_tuning import as_large, count_runs
+    from dampen.studies.tuning import as_large, count_runs
 
     points = sum(len(r.points) for r in plan.rows)
     trials = {i: t.to_dict() for i, t in plan.trials.items()}
@@ -158,10 +158,10 @@ def demo(
     import shutil
 
     from dampen.cli.running import execute
-    from dampen.studies.config.catalog import catalog
-    from dampen.studies.config.demo import demo_recipe
-    from dampen.studies.config.plan import make_comparison
+    from dampen.studies.catalog import catalog
+    from dampen.studies.comparison import make_comparison
     from dampen.studies.processes import warm_up
+    from dampen.studies.recipe import demo_recipe
 
     warm_up()
     folder = out / "demo"

@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import print_json
-from dampen.studies.config.plan import Comparison
-from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.trial import Run
+from dampen.studies.comparison import Comparison
 from dampen.studies.errors import ConfigError
-from dampen.studies.records.record import RunStore
+from dampen.studies.recipe import Recipe
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 
 if TYPE_CHECKING:
     from dampen.studies.engines.runner import ComparisonResult
@@ -39,8 +39,8 @@ def execute(
     Where a `page` is asked for, the report of the finished run is written there.
     """
     from dampen.studies.engines.runner import run_comparison
-    from dampen.studies.records.table import comparison_table, read_runs
     from dampen.studies.report.terminal import LiveView, console_for, results_table
+    from dampen.studies.table import comparison_table, read_runs
     from dampen.studies.trainer.state import Execution
 
     console = console_for(stderr=as_json)
@@ -150,14 +150,14 @@ def race_and_conclude(
     **options: Any,
 ) -> NoReturn:
     """Race the rows of a plan, print its table and how the race ended, exit with the run's code."""
-    from dampen.studies.engines.engine import Outcome
-    from dampen.studies.engines.racing import race_plan, seconds
+    from dampen.studies.engines import Outcome
     from dampen.studies.engines.runner import ComparisonResult, run_comparison
-    from dampen.studies.records.table import comparison_table, read_runs
-    from dampen.studies.records.verdict import Verdict
     from dampen.studies.report.summary import listed
     from dampen.studies.report.terminal import LiveView, console_for, results_table
+    from dampen.studies.sequential import race_plan, seconds
+    from dampen.studies.table import comparison_table, read_runs
     from dampen.studies.trainer.state import Execution
+    from dampen.studies.verdict import Verdict
 
     limit = seconds(budget) if budget is not None else None
     console = console_for(stderr=as_json)
@@ -209,7 +209,7 @@ Storage = Annotated[
 
 def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
     """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts."""
-    from dampen.studies.engines.engine import check_engine
+    from dampen.studies.engines import check_engine
 
     check_engine(engine)
     if address is not None and engine != "ray":
@@ -235,11 +235,11 @@ def tuned(
 ) -> Comparison:
     """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
     from dampen.cli.running import named, resume_command
-    from dampen.studies.engines.grid_tuning import STAGE, chosen_in_words, tune
     from dampen.studies.engines.runner import run_comparison
-    from dampen.studies.records.record import RunStore
     from dampen.studies.report.terminal import LiveView, console_for
+    from dampen.studies.store import RunStore
     from dampen.studies.trainer.state import Execution
+    from dampen.studies.tuning import STAGE, chosen_in_words, tune
 
     console = console_for(stderr=True)
 
@@ -277,7 +277,7 @@ def searched(
     seeds: Sequence[int] | None = None,
 ) -> Comparison:
     """Search every row, with a line per trial on standard error, and return the plan of what was found best."""
-    from dampen.studies.engines.search import search
+    from dampen.studies.optuna_search import search
     from dampen.studies.trainer.state import Execution
 
     def say(line: str) -> None:

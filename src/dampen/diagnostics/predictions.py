@@ -1,4 +1,5 @@
-"""How every diagnostic runs a model: batches in, logits out, and the model left exactly as it was."""
+"""How every diagnostic runs a model: batches in, logits out, and the model left exactly as it
+was."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100  # PyTorch's label for positions that count nowhere
+# PyTorch's label for positions that count nowhere
+IGNORED = -100
 
-Data = Iterable[Any]  # batches: (inputs, labels), or a mapping with "labels" as Hugging Face's loaders give
+# batches: (inputs, labels), or a mapping with "labels" as Hugging Face's loaders give
+Data = Iterable[Any]
 
 
 @contextmanager
 def in_mode(model: nn.Module, mode: str = "eval") -> Iterator[None]:
-    """Run the body with the model in `mode`: "eval", "train", or "keep"; then restore each module's own mode.
+    """Run the body with the model in `mode`: "eval", "train", or "keep"; then restore each module's
+    own mode.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with in_mode(model):
@@ -35,13 +39,16 @@ def in_mode(model: nn.Module, mode: str = "eval") -> Iterator[None]:
         yield
     finally:
         for module, training in before:
-            module.training = training  # not .train(): that would push the mode into the children
+            # not .train(): that would push the mode into the children
+            module.training = training
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first parameter or buffer lives; the CPU if it has none."""
     tensor = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+    if tensor is None:
+        return torch.device("cpu")
+    return tensor.device
 
 
 def split(batch: Any) -> tuple[Any, Tensor]:
@@ -72,7 +79,8 @@ def logits_of(output: Any) -> Tensor:
 
 
 def run(model: nn.Module, inputs: Any) -> Tensor:
-    """Call the model on a tensor, a tuple (positional) or a mapping (keywords), and return its logits."""
+    """Call the model on a tensor, a tuple (positional) or a mapping (keywords), and return its
+    logits."""
     if isinstance(inputs, Mapping):
         return logits_of(model(**inputs))
     if isinstance(inputs, (tuple, list)):
@@ -95,7 +103,8 @@ def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (..., C) and labels (...) as (n, C) and (n,), without ignored positions; checked."""
     if logits.dim() < 2 or labels.shape != logits.shape[:-1]:
         raise ValueError(
-            f"Labels must hold one class index per prediction: got logits {tuple(logits.shape)} and "
+            f"Labels must hold one class index per prediction: got logits {tuple(logits.shape)} "
+            "and "
             f"labels {tuple(labels.shape)}; expected labels {tuple(logits.shape[:-1])}."
         )
     if labels.is_floating_point() or labels.dtype == torch.bool:
@@ -111,7 +120,9 @@ def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         )
     bad = int((~torch.isfinite(logits)).any(dim=1).sum())
     if bad:
-        raise ValueError(f"{bad} of {len(logits)} predictions hold NaN or infinity: the model has diverged.")
+        raise ValueError(
+            f"{bad} of {len(logits)} predictions hold NaN or infinity: the model has diverged."
+        )
     return logits, labels
 
 
@@ -125,7 +136,10 @@ def predict(model: nn.Module, data: Data) -> tuple[Tensor, Tensor]:
             inputs, labels = split(batch)
             parts.append(flat(run(model, move(inputs, device)).cpu(), labels.cpu()))
     if not sum(len(labels) for _, labels in parts):
-        raise ValueError("There is nothing to measure: no labeled prediction in the data. Was it an exhausted loader?")
+        raise ValueError(
+            "There is nothing to measure: no labeled prediction in the data. Was it an exhausted "
+            "loader?"
+        )
     return torch.cat([logits for logits, _ in parts]), torch.cat([labels for _, labels in parts])
 
 
@@ -133,5 +147,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with keys {sorted(map(str, value))}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
+        return (
+            f"{type(value).__name__} of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
+        )
     return type(value).__name__

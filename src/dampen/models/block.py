@@ -1,4 +1,5 @@
-"""The parts all small Transformers share: attention, feed-forward, and the two residual blocks made of them."""
+"""The parts all small Transformers share: attention, feed-forward, and the two residual blocks made
+of them."""
 
 from __future__ import annotations
 
@@ -27,21 +28,28 @@ def check_padding(padding: Tensor | None, tokens: Tensor) -> None:
     if padding is None:
         return
     if padding.dtype != torch.bool:
-        raise TypeError(f"padding must be a bool mask, True where a token is padded: got dtype {padding.dtype}.")
+        raise TypeError(
+            f"padding must be a bool mask, True where a token is padded: got dtype {padding.dtype}."
+        )
     if padding.shape != tokens.shape[:2]:
         raise ValueError(
-            f"padding must hold one entry per token: got shape {tuple(padding.shape)} for tokens of shape "
+            f"padding must hold one entry per token: got shape {tuple(padding.shape)} for tokens "
+            "of shape "
             f"{tuple(tokens.shape)}; give it shape {tuple(tokens.shape[:2])}."
         )
 
 
 def visible_keys(padding: Tensor | None) -> Tensor | None:
-    """Turn a padding mask (B, M), True = padded, into what attention may see: (B, 1, 1, M), True = visible."""
-    return None if padding is None else ~padding[:, None, None, :]
+    """Turn a padding mask (B, M), True = padded, into what attention may see: (B, 1, 1, M), True =
+    visible."""
+    if padding is None:
+        return None
+    return ~padding[:, None, None, :]
 
 
 class SelfAttention(nn.Module):
-    """Let every token read every other one, with queries, keys and values from one fused linear map."""
+    """Let every token read every other one, with queries, keys and values from one fused linear
+    map."""
 
     def __init__(self, width: int, heads: int, causal: bool = False):
         super().__init__()
@@ -63,7 +71,8 @@ class SelfAttention(nn.Module):
 
 
 class SeparateAttention(nn.Module):
-    """Let every token read a memory, which is the tokens themselves if none is given; separate projections."""
+    """Let every token read a memory, which is the tokens themselves if none is given; separate
+    projections."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -74,7 +83,9 @@ class SeparateAttention(nn.Module):
         self.v_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, keep: Tensor | None = None
+    ) -> Tensor:
         memory = x if memory is None else memory
         q, k, v = self.q_proj(x), self.k_proj(memory), self.v_proj(memory)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
@@ -101,20 +112,32 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention then feed-forward, each around a skip; normalized before (default) or after the sum.
+    """Self-attention then feed-forward, each around a skip; normalized before (default) or after
+    the sum.
 
     `fused=False` keeps separate query, key and value projections.
     """
 
     def __init__(
-        self, width: int, heads: int, mlp: int, causal: bool = False, norm_first: bool = True, fused: bool = True
+        self,
+        width: int,
+        heads: int,
+        mlp: int,
+        causal: bool = False,
+        norm_first: bool = True,
+        fused: bool = True,
     ):
         super().__init__()
         if causal and not fused:
-            raise ValueError("Block(causal=True, fused=False) has no causal switch: pass a causal `keep` mask instead.")
+            raise ValueError(
+                "Block(causal=True, fused=False) has no causal switch: pass a causal `keep` mask "
+                "instead."
+            )
         self.norm_first = norm_first
         self.norm1 = nn.LayerNorm(width)
-        self.attn = SelfAttention(width, heads, causal) if fused else SeparateAttention(width, heads)
+        self.attn = (
+            SelfAttention(width, heads, causal) if fused else SeparateAttention(width, heads)
+        )
         self.norm2 = nn.LayerNorm(width)
         self.mlp = Mlp(width, mlp)
 
@@ -129,7 +152,8 @@ class Block(nn.Module):
 
 
 def initialize(model: nn.Module) -> None:
-    """Start all linear maps from Xavier's uniform law with zero bias, and embeddings from N(0, 0.02^2).
+    """Start all linear maps from Xavier's uniform law with zero bias, and embeddings from N(0,
+    0.02^2).
 
     Xavier's law scales with the width, so that one recipe serves a 48-wide and a 384-wide model.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.native.machine import cpu_name
-from dampen.studies.records.environment import usable_cores, versions
+from dampen.studies.environment import usable_cores, versions
 
 NEEDED = {
     "torch": "",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.study.parts import request_parts
+from dampen.studies.request import request_parts
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 

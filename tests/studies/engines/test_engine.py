@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from dampen.studies.config.trial import Run
-from dampen.studies.engines.engine import Job, make_engine
+from dampen.studies.engines import Job, make_engine
 from dampen.studies.engines.local import LocalEngine
+from dampen.studies.environment import usable_cores
 from dampen.studies.errors import ConfigError
-from dampen.studies.records.environment import usable_cores
-from dampen.studies.records.record import RunStore, locked
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore, locked
 from dampen.studies.trainer.checkpoint import saved_states
 from dampen.studies.trainer.train import run_trial
 

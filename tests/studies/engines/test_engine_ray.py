@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from dampen.studies.config.trial import Run
-from dampen.studies.engines.engine import Job, make_engine
-from dampen.studies.engines.ray_engine import bring_home
+from dampen.studies.engines import Job, make_engine
+from dampen.studies.engines.ray import bring_home
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.records.record import RunStore
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 
 

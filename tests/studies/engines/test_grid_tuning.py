@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dampen.cli import main
-from dampen.studies.config.plan import Comparison
+from dampen.studies.comparison import Comparison
 
 RECIPE = """
 title = "tuned"

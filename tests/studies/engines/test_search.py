@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.config.design import Axis
-from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.search_space import axis_of, make_searchable, plan_at
-from dampen.studies.engines.search import Search, _release_dead, _study, run_one, search
 from dampen.studies.errors import LabError
-from dampen.studies.records.record import RunStore
-from dampen.studies.records.table import comparison_table
+from dampen.studies.optuna_search import Search, _release_dead, _study, run_one, search
+from dampen.studies.recipe import Recipe
 from dampen.studies.report.summary import tuned
+from dampen.studies.search_space import Axis
+from dampen.studies.store import RunStore
+from dampen.studies.table import comparison_table
+from dampen.studies.tuning import axis_of, make_searchable, plan_at
 
 
 def recipe(grid=None, rows=None, epochs=2):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.records.record import RunStore
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import saved_states
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups with signals")

@@ -7,17 +7,15 @@ import tomllib
 import pytest
 
 from dampen.cli import main
-from dampen.studies.config.design import Axis, design, read_axis
-from dampen.studies.config.plan import Comparison, design_of, make_comparison
-from dampen.studies.config.recipe import parse_recipe
-from dampen.studies.config.search_space import tuned_recipe
-from dampen.studies.engines.grid_tuning import count_runs, tune, tuning_plan
+from dampen.studies.comparison import Comparison, design_of, make_comparison
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.records.selection import Tried, remarks, select
+from dampen.studies.recipe import parse_recipe
 from dampen.studies.report import make_report
 from dampen.studies.report.formats import to_json
 from dampen.studies.report.summary import tuned
-from dampen.studies.study.parts import comparison
+from dampen.studies.request import comparison
+from dampen.studies.search_space import Axis, Tried, design, read_axis, remarks, select
+from dampen.studies.tuning import count_runs, tune, tuned_recipe, tuning_plan
 
 RECIPE = """
 title = "tuned"
@@ -158,7 +156,7 @@ def test_lists_that_make_too_few_settings_are_refused():
 
 def test_planning_twelve_rows_with_sixty_seeds_takes_no_time_to_speak_of(monkeypatch):
     """Counted, not timed: each trial is hashed once."""
-    from dampen.studies.config.trial import Run
+    from dampen.studies.run import Run
 
     hashed = []
     before = Run.canonical
@@ -245,7 +243,7 @@ class Answers:
         self.value, self.runs, self.trained = value, [], 0
 
     def __call__(self, plan, place):
-        from dampen.studies.records.record import RunStore
+        from dampen.studies.store import RunStore
 
         self.runs.append(plan)
         for id, trial in plan.trials.items():

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.config.plan import Comparison
-from dampen.studies.config.trial import Run
+from dampen.studies.comparison import Comparison
 from dampen.studies.files import read_json
 from dampen.studies.report import make_report
 from dampen.studies.report.summary import noise, tuned
+from dampen.studies.run import Run
 
 PACKS = ("attentiondrop/cifar10", "dropkey/schedules_cifar10", "explicit_dropout/table_1", "explicit_dropout/table_5")
 REPRODUCTIONS = Path(__file__).parents[3] / "reproductions"

@@ -5,17 +5,16 @@ import shutil
 
 import pytest
 
-from dampen.studies.config.plan import Comparison, make_comparison
+from dampen.studies.comparison import Comparison, load_comparison, make_comparison, rebuild_plan
 from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import DamagedRecord, Interrupted, LabError
 from dampen.studies.files import CHECKSUM, sealed, unsealed
-from dampen.studies.records.rebuild import load_comparison, rebuild_plan
-from dampen.studies.records.record import RunStore
-from dampen.studies.records.table import read_results
 from dampen.studies.report import make_report
 from dampen.studies.report.packs import pack, to_text
 from dampen.studies.report.read import collect
-from dampen.studies.study.parts import comparison
+from dampen.studies.request import comparison
+from dampen.studies.store import RunStore
+from dampen.studies.table import read_results
 from dampen.studies.trainer.checkpoint import load_state, save_state, saved_states
 from dampen.studies.trainer.train import run_trial
 from tests.studies.synthetic_runs import write_study

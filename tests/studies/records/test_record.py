@@ -11,7 +11,7 @@ import torch
 from dampen.studies.errors import DiskFull, LabError, Locked
 from dampen.studies.files import atomic_file, write_json
 from dampen.studies.processes import start
-from dampen.studies.records.record import RunStore, clean_folder, locked
+from dampen.studies.store import RunStore, clean_folder, locked
 from dampen.studies.trainer.checkpoint import load_newest, load_state, save_state, save_weights, saved_states
 
 

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import LabError
 from dampen.studies.report import make_report, write_report
 from dampen.studies.report.read import ProtocolMismatch
 from dampen.studies.report.summary import advise
+from dampen.studies.run import Run
 from tests.studies.synthetic_runs import edit, loose, write, write_study, write_trial
 
 
@@ -210,7 +210,7 @@ def test_damaged_costs_and_odd_results_are_listed(tmp_path):
 
 
 def test_new_results_say_their_format_and_older_ones_load(tmp_path, small, quick):
-    from dampen.studies.records.result import FORMAT, parse_result
+    from dampen.studies.result import FORMAT, parse_result
     from dampen.studies.trainer.train import run_trial
 
     result = run_trial(small(epochs=1), tmp_path / "t", quick)

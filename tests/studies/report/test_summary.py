@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dampen.studies.config.plan import Comparison, Config, Setting
-from dampen.studies.config.trial import Run
-from dampen.studies.engines.engine import Job, run_job
+from dampen.studies.comparison import Comparison, Config, Setting
+from dampen.studies.engines import Job, run_job
 from dampen.studies.errors import DiskFull
-from dampen.studies.records.events import parse_event
-from dampen.studies.records.logged_run import LoggedRun
-from dampen.studies.records.result import parse_result
-from dampen.studies.records.table import best_setting, comparison_table
 from dampen.studies.report.terminal import LiveView, published_text, results_table
+from dampen.studies.result import parse_event, parse_result
+from dampen.studies.run import Run
+from dampen.studies.store import LoggedRun
+from dampen.studies.table import best_setting, comparison_table
 
 HEADER = {
     "title": "A [bold]title",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dampen.studies.study.request import request_own
+from dampen.studies.request import request_own
 from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from dampen.studies.config.plan import Comparison, Config, Setting
-from dampen.studies.config.trial import Run
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.comparison import Comparison, Config, Setting
+from dampen.studies.data.dataset import DamagedData
 from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import Interrupted
-from dampen.studies.study.parts import request_parts
+from dampen.studies.request import request_parts
+from dampen.studies.run import Run
 from dampen.studies.trainer import data_identity
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.state import TrialState

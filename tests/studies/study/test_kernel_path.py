@@ -6,8 +6,8 @@ import pytest
 
 from dampen.native import library
 from dampen.studies.errors import LabError, Stopped
-from dampen.studies.records.record import RunStore
-from dampen.studies.records.table import comparison_table, read_runs
+from dampen.studies.store import RunStore
+from dampen.studies.table import comparison_table, read_runs
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 

@@ -3,9 +3,8 @@
 import pytest
 
 from dampen.studies.errors import ConfigError, Diverged
-from dampen.studies.study.parts import request_parts
-from dampen.studies.study.request import request_own
-from dampen.studies.study.study import Study
+from dampen.studies.request import request_own, request_parts
+from dampen.studies.study import Study
 from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from dampen import DropKey, RDrop, Regularization, linear
-from dampen.studies.config.code import digest_of_file
-from dampen.studies.config.trial import Run
+from dampen.studies.configs import plain_form, read_rows
 from dampen.studies.errors import ConfigError, Diverged, LabError, Stopped
-from dampen.studies.records.events import parse_event
-from dampen.studies.records.record import RunStore
 from dampen.studies.report import make_report
-from dampen.studies.study.request import request_own
-from dampen.studies.study.rows import plain_form, read_rows
+from dampen.studies.request import request_own
+from dampen.studies.result import parse_event
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.function import as_function
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 from dampen.studies.trainer.watched import Clock, PlainHandle, RandomStream, Watch
+from dampen.studies.user_code import digest_of_file
 
 
 def as_if_new(script):

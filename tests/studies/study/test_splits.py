@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dampen.cli import main
-from dampen.studies.config.names import check_data
-from dampen.studies.config.trial import Run
-from dampen.studies.study.parts import request_parts
+from dampen.studies.checks import check_data
+from dampen.studies.request import request_parts
+from dampen.studies.run import Run
 from dampen.studies.trainer.build import load_data
 from tests.studies.study.test_parts import write_csv
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dampen.studies.errors import ConfigError, Interrupted
-from dampen.studies.records.record import RunStore
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 
 METHODS = [{"name": "drop_key", "rate": 0.2}, {"name": "token_graying", "kind": "svd"}]

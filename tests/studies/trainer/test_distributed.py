@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dampen.studies.errors import ConfigError, Interrupted
-from dampen.studies.records.record import RunStore
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.config.plan import make_comparison
+from dampen.studies.comparison import make_comparison
 from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import DiskFull
-from dampen.studies.records.record import RunStore
-from dampen.studies.study.parts import comparison
+from dampen.studies.request import comparison
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 from tests.studies.trainer.test_resume import same
 

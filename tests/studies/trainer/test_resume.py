@@ -9,7 +9,7 @@ import pytest
 
 from dampen.studies.errors import DiskFull, Interrupted
 from dampen.studies.processes import start
-from dampen.studies.records.record import RunStore
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import saved_states
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial

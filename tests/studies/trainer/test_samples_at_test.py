@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dampen.studies.config.names import check_trial
-from dampen.studies.config.trial import Run
+from dampen.studies.checks import check_trial
 from dampen.studies.errors import ConfigError
+from dampen.studies.run import Run
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 

@@ -4,9 +4,9 @@ import math
 import pytest
 import torch
 
-from dampen.studies.config.trial import Run, TrainOptions
 from dampen.studies.errors import ConfigError, Diverged
-from dampen.studies.records.record import RunStore
+from dampen.studies.run import Run, TrainOptions
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import fingerprint, load_state, saved_states
 from dampen.studies.trainer.losses import Meter, NotFinite, task_loss
 from dampen.studies.trainer.optim import MovingAverage, learning_rate, make_optimizer, set_learning_rate

@@ -1,10 +1,12 @@
-"""The sums of squares of all maps of a small model in one function, computed when the penalties are consumed.
+"""The sums of squares of all maps of a small model in one function, computed when the penalties are
+consumed.
 
     J = sum_l factor_l ||y_l - bias_l||^2
 
-A tap in each layer (`squares.tap`) costs a small model more in Python calls than in arithmetic. Here the layers run as
-they are and keep their outputs, and one function of all of them computes the sum and all gradients at once. Autograd
-adds these where they meet the layers' own. All gradients exist at the same time, so this is for small tensors alone.
+A tap in each layer (`squares.tap`) costs a small model more in Python calls than in arithmetic.
+Here the layers run as they are and keep their outputs, and one function of all of them computes the
+sum and all gradients at once. Autograd adds these where they meet the layers' own. All gradients
+exist at the same time, so this is for small tensors alone.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dampen._torch import apply_directly, has_numbers, norms_of_all, saved_tensors_are_hooked, scale_all, version_of
+from dampen._torch import (
+    apply_directly,
+    has_numbers,
+    norms_of_all,
+    saved_tensors_are_hooked,
+    scale_all,
+    version_of,
+)
 from dampen.calls.later import Later
 from dampen.functional.explicit.reductions import Number
 from dampen.functional.explicit.squares import Cut, bias_row
@@ -23,7 +32,8 @@ from dampen.native.entry import Place, unreadable
 from dampen.native.library import available as native_available
 
 BATCHED_UP_TO = 2**17
-"""Numbers of an output up to which it waits for the others: above, calls are no longer what a step is made of."""
+"""Numbers of an output up to which it waits for the others: above, calls are no longer what a
+step is made of."""
 
 
 class Tapped(NamedTuple):
@@ -38,18 +48,23 @@ class Tapped(NamedTuple):
     version: int  # of y, when it was made
 
 
-def may_wait(like: Tensor, weight: Tensor, bias: Tensor | None, factor: Number | None, size: int) -> bool:
-    """Whether the penalty of a map can wait for others. `like`: what its output of `size` numbers resembles.
+def may_wait(
+    like: Tensor, weight: Tensor, bias: Tensor | None, factor: Number | None, size: int
+) -> bool:
+    """Whether the penalty of a map can wait for others. `like`: what its output of `size` numbers
+    resembles.
 
-    Not while tensors that autograd saves are replaced (checkpoints), because the output would be kept all the same; and
-    not where processes train together, because sharded parameters are not there any more when penalties are taken.
+    Not while tensors that autograd saves are replaced (checkpoints), because the output would be
+    kept all the same; and not where processes train together, because sharded parameters are not
+    there any more when penalties are taken.
     """
     return (
         isinstance(factor, float)
         and 0 < size <= BATCHED_UP_TO
         and like.dtype is weight.dtype is torch.float32
         and like.device.type == "cpu"
-        and weight.requires_grad  # then autograd itself sees to it that the input stays as it was
+        # then autograd itself sees to it that the input stays as it was
+        and weight.requires_grad
         and (bias is None or (bias.dtype is torch.float32 and bias.is_contiguous()))
         and torch.is_grad_enabled()
         and has_numbers(like)
@@ -60,9 +75,15 @@ def may_wait(like: Tensor, weight: Tensor, bias: Tensor | None, factor: Number |
 
 
 def wait(
-    y: Tensor, bias: Tensor | None, factor: Number | None, x: Tensor, weight: Tensor, cut: Cut | None = None
+    y: Tensor,
+    bias: Tensor | None,
+    factor: Number | None,
+    x: Tensor,
+    weight: Tensor,
+    cut: Cut | None = None,
 ) -> Later:
-    """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others'; as for `tap`."""
+    """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others';
+    as for `tap`."""
     assert isinstance(factor, float)  # `may_wait` has looked
     return Later((Tapped(y, bias, factor, cut, x, weight, version_of(y)),), sum_up)
 
@@ -72,30 +93,39 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     plan, ys, biases, changed = [], [], [], []
     for number, parts in enumerate(penalties):
         for part in parts:
-            if version_of(part.y) != part.version or not _is_read(part):  # the model went on in place
+            # the model went on in place
+            if version_of(part.y) != part.version or not _is_read(part):
                 changed.append((number, part))
                 continue
             plan.append((number, part.factor, part.cut))
-            whole_map_in_2d = (
-                part.cut is None and part.y.ndim == 4
-            )  # (B, height, width, out): four axes mean heads below
+            # (B, height, width, out): four axes mean heads below
+            whole_map_in_2d = part.cut is None and part.y.ndim == 4
             ys.append(part.y.flatten(0, 2) if whole_map_in_2d else part.y)
             biases.append(part.bias)
     nothing = [torch.zeros((), dtype=torch.float32, device="cpu")] * len(penalties)
     values: list[Tensor] = list(_apply(plan, len(penalties), *ys, *biases)) if plan else nothing
     for number, part in changed:
-        weight = part.weight if part.cut is None else part.weight.narrow(0, *part.cut)
-        values[number] = values[number] + part.factor * torch.nn.functional.linear(part.x, weight).square().sum()
+        if part.cut is None:
+            weight = part.weight
+        else:
+            weight = part.weight.narrow(0, *part.cut)
+        values[number] = (
+            values[number] + part.factor * torch.nn.functional.linear(part.x, weight).square().sum()
+        )
     return values
 
 
 def _is_read(part: Tapped) -> bool:
-    """Whether the function below can read it: by heads (B, H, N, dh) where it is a cut, else as rows in order."""
-    return part.y.stride(-1) == 1 if part.cut is not None else part.y.ndim > 1 and part.y.is_contiguous()
+    """Whether the function below can read it: by heads (B, H, N, dh) where it is a cut, else as
+    rows in order."""
+    if part.cut is not None:
+        return part.y.stride(-1) == 1
+    return part.y.ndim > 1 and part.y.is_contiguous()
 
 
 class _Batched(torch.autograd.Function):
-    """Takes the plan (which penalty, its factor, the cut of its bias), how many penalties, all outputs, all biases."""
+    """Takes the plan (which penalty, its factor, the cut of its bias), how many penalties, all
+    outputs, all biases."""
 
     @staticmethod
     def forward(
@@ -107,12 +137,17 @@ class _Batched(torch.autograd.Function):
         ctx.native = native_available() and not any(unreadable(t) for t in tensors if t is not None)
         values = [torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(count)]
         if ctx.native:
-            from dampen.native.taps import all_sums, layout_of  # only where it was built
+            from dampen.native.taps import all_sums, layouts_of  # only where it was built
 
             sums = torch.empty(_room(biases), dtype=torch.float32, device="cpu")
-            ctx.layouts = [layout_of(y) for y in ys]
-            factors, totals = [factor for _, factor, _ in plan], [values[number] for number, _, _ in plan]
-            all_sums(ys, ctx.layouts, _places(biases, plan), factors, totals, _places(biases, plan, sums))
+            ctx.layouts = layouts_of(ys)
+            factors, totals = (
+                [factor for _, factor, _ in plan],
+                [values[number] for number, _, _ in plan],
+            )
+            all_sums(
+                ys, ctx.layouts, _places(biases, plan), factors, totals, _places(biases, plan, sums)
+            )
             ctx.save_for_backward(*tensors, sums)
             return tuple(values)
         rows = (bias_row(b, y, cut) for b, y, (_, _, cut) in zip(biases, ys, plan, strict=True))
@@ -128,7 +163,8 @@ class _Batched(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         plan, (many, saved) = ctx.plan, (len(ctx.plan), ctx.saved_tensors)
         ys, biases, rest = saved[:many], saved[many : 2 * many], saved[2 * many :]
-        if torch.is_grad_enabled():  # to be differentiated again: as functions of y and bias
+        # to be differentiated again: as functions of y and bias
+        if torch.is_grad_enabled():
             return (None, None, *_again(plan, ys, biases, grads))
         twice = [0.0 if grad is None else 2 * grad.item() for grad in grads]
         scales = [twice[number] * factor for number, factor, _ in plan]
@@ -164,17 +200,26 @@ _apply: Any = apply_directly(_Batched)
 
 
 def _again(
-    plan: list[tuple[int, float, Cut | None]], ys: Sequence[Tensor], biases: Sequence[Tensor | None], grads: Any
+    plan: list[tuple[int, float, Cut | None]],
+    ys: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    grads: Any,
 ) -> list[Tensor | None]:
     to_ys: list[Tensor | None] = []
     to_biases: list[Tensor | None] = []
     for y, bias, (number, factor, cut) in zip(ys, biases, plan, strict=True):
         row, grad = bias_row(bias, y, cut), grads[number]
-        g = None if grad is None else (y if row is None else y - row) * (2 * factor * grad)
+        if grad is None:
+            g = None
+        else:
+            g = (y if row is None else y - row) * (2 * factor * grad)
         to = None if g is None or row is None else -g.sum_to_size(row.shape)
         if to is not None and bias is not None:
             to = to.view(-1 if cut else bias.shape)
-            to = to if cut is None else torch.nn.functional.pad(to, (cut[0], bias.shape[0] - sum(cut)))
+            if cut is None:
+                to = to
+            else:
+                to = torch.nn.functional.pad(to, (cut[0], bias.shape[0] - sum(cut)))
         to_ys.append(g)
         to_biases.append(to)
     return [*to_ys, *to_biases]
@@ -185,9 +230,12 @@ def _room(biases: Sequence[Tensor | None]) -> int:
 
 
 def _places(
-    biases: Sequence[Tensor | None], plan: list[tuple[int, float, Cut | None]], room: Tensor | None = None
+    biases: Sequence[Tensor | None],
+    plan: list[tuple[int, float, Cut | None]],
+    room: Tensor | None = None,
 ) -> list[Place | None]:
-    """Where the biases stand, or their cuts where a fused map has one; with a room for all of them, where there."""
+    """Where the biases stand, or their cuts where a fused map has one; with a room for all of
+    them, where there."""
     found: list[Place | None] = []
     first = 0
     for bias, (_, _, cut) in zip(biases, plan, strict=True):

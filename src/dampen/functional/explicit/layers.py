@@ -1,17 +1,20 @@
-"""The penalty of one linear layer y = x W^T: value, output, and both feed-forward layers (arXiv 2604.20505).
+"""The penalty of one linear layer y = x W^T: value, output, and both feed-forward layers (arXiv
+2604.20505).
 
     J = 1/2 (bias factor * b + variance factor * v)
     b = sum_i ||x_i W^T||^2        v = sum_j (sum_i x_ij^2) (sum_o W_oj^2)
 
-A layer and its penalty are one function, `multiply`. The penalty is computed beside the layer where that is impossible
-(compiled graphs, adapters, modules with a forward of their own). No x in x in or out x out matrix is built.
+A layer and its penalty are one function, `multiply`. The penalty is computed beside the layer where
+that is impossible (compiled graphs, adapters, modules with a forward of their own). No x in x in or
+out x out matrix is built.
 
 With a low-rank adapter beside the layer, W' = W + s B A (LoRA, arXiv 2106.09685), the penalty reads
 
-    output     x W'^T = x W^T + s (x A^T) B^T                  a path of rank r of its own, without LoRA's dropout
+    output     x W'^T = x W^T + s (x A^T) B^T      a path of rank r, without LoRA's dropout
     columns    sum_o W'_oj^2 = sum_o W_oj^2 + 2 s sum_r A_rj (B^T W)_rj + s^2 A_:j^T (B^T B) A_:j
 
-Neither builds the merged matrix; `merged` does, for the terms that need all of it (query and key in the exact forms).
+Neither builds the merged matrix; `merged` does, for the terms that need all of it (query and key in
+the exact forms).
 """
 
 from __future__ import annotations
@@ -28,7 +31,15 @@ from dampen._torch import apply_directly, in_functorch, saved_tensors_are_hooked
 from dampen.calls import LinearCall
 from dampen.calls.later import Penalty, now
 from dampen.functional.explicit.batched import may_wait, wait
-from dampen.functional.explicit.reductions import Number, RowWeights, no_autocast, single, token_rows, wide, wide_dtype
+from dampen.functional.explicit.reductions import (
+    Number,
+    RowWeights,
+    no_autocast,
+    single,
+    token_rows,
+    wide,
+    wide_dtype,
+)
 from dampen.functional.explicit.squares import (
     Cut,
     add_bare,
@@ -91,11 +102,17 @@ def linear_penalty(
 
 
 def multiply(call: LinearCall, term: Term, swapped: bool) -> tuple[Tensor, Penalty] | None:
-    """The linear map itself, x W^T + bias, together with its penalty; None where `map_penalty` must read it off
-    beside."""
+    """The linear map itself, x W^T + bias, together with its penalty; None where `map_penalty` must
+    read it off beside."""
     x, weight = call.input, call.weight
     plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
-    if term.detach or call.adapter is not None or not plain or torch.compiler.is_compiling() or in_functorch():
+    if (
+        term.detach
+        or call.adapter is not None
+        or not plain
+        or torch.compiler.is_compiling()
+        or in_functorch()
+    ):
         return None
     rows = _rows(x, call, term, swapped)
     factor, variance = _factors(term, rows)
@@ -105,7 +122,8 @@ def multiply(call: LinearCall, term: Term, swapped: bool) -> tuple[Tensor, Penal
     if variance is None and rows.weights is None and may_wait(x, weight, call.bias, factor, size):
         y = functional.linear(x, weight, call.bias)
         return y, wait(y, call.bias, factor, x, weight)
-    if factor is None:  # nothing is read of the output
+    # nothing is read of the output
+    if factor is None:
         y, value = functional.linear(x, weight, call.bias), 0.0
     else:
         y, value = _apply_linear(x, weight, call.bias, rows.weights, factor)
@@ -117,7 +135,9 @@ def multiply(call: LinearCall, term: Term, swapped: bool) -> tuple[Tensor, Penal
 def map_penalty(call: LinearCall, term: Term, swapped: bool = False) -> Tensor:
     """The penalty of one linear map as a layer ran it, read off beside it."""
     call = replace(call, input=call.input.detach()) if term.detach else call
-    return now(tap_linear(*_output(call, term), call, _rows(call.input, call, term, swapped), term)[1])
+    return now(
+        tap_linear(*_output(call, term), call, _rows(call.input, call, term, swapped), term)[1]
+    )
 
 
 def _output(call: LinearCall, term: Term) -> tuple[Tensor | None, Tensor | None]:
@@ -128,33 +148,53 @@ def _output(call: LinearCall, term: Term) -> tuple[Tensor | None, Tensor | None]
     if y is not None and adapter is not None:
         y = wide(y) + adapter.output(x)
     elif y is not None and not term.detach and call.role not in ATTENTION:
-        y = y.clone()  # a model may change its own in place (nn.ReLU(inplace=True)), but not what an attention has read
+        # a model may change its own in place (nn.ReLU(inplace=True)), but not what an attention has
+        # read
+        y = y.clone()
     if y is not None and not term.detach:
         return y, call.bias
     weight = call.weight if adapter is None else adapter.merged(call.weight)
-    return only_weight(x, weight, y, call.bias) if term.detach else functional.linear(wide(x), wide(weight)), None
+    return only_weight(x, weight, y, call.bias) if term.detach else functional.linear(
+        wide(x), wide(weight)
+    ), None
 
 
-def tap_branch(y: Tensor, call: LinearCall, term: Term, swapped: bool = False) -> tuple[Tensor, Tensor]:
-    """y, and the penalty of dropout on the residual branch that the map gives out: no weight stands in it.
+def tap_branch(
+    y: Tensor, call: LinearCall, term: Term, swapped: bool = False
+) -> tuple[Tensor, Tensor]:
+    """y, and the penalty of dropout on the residual branch that the map gives out: no weight stands
+    in it.
 
-    With y the branch just before it is added, bias and all, and m a plain mask, E ||m y - y||^2 = p ||y||^2, which
-    splits into p^2 ||y||^2 (bias, the paper's form) and p (1-p) ||y||^2; with inverted masks it is p/(1-p) ||y||^2.
+    With y the branch just before it is added, bias and all, and m a plain mask, E ||m y - y||^2 = p
+    ||y||^2, which splits into p^2 ||y||^2 (bias, the paper's form) and p (1-p) ||y||^2; with
+    inverted masks it is p/(1-p) ||y||^2.
     """
     rows = _rows(y, call, term, swapped)
     factor = sum(f for f in _factors(term, rows) if f is not None)
-    if call.adapter is not None:  # LoRA beside the map: the branch is the sum of both
+    # LoRA beside the map: the branch is the sum of both
+    if call.adapter is not None:
         return y, tap(wide(y) + call.adapter.output(call.input), None, rows.weights, factor)[1]
     return tap(y, None, rows.weights, factor)
 
 
 def tap_linear(
-    y: Tensor | None, bias: Tensor | None, call: LinearCall, rows: RowWeights, term: Term, cut: Cut | None = None
+    y: Tensor | None,
+    bias: Tensor | None,
+    call: LinearCall,
+    rows: RowWeights,
+    term: Term,
+    cut: Cut | None = None,
 ) -> tuple[Tensor, Penalty]:
-    """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map or of a cut of it."""
+    """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map or of a
+    cut of it."""
     factor, variance = _factors(term, rows)
     usual = variance is None and rows.weights is None
-    if usual and cut is not None and y is not None and may_wait(y, call.weight, bias, factor, y.numel()):
+    if (
+        usual
+        and cut is not None
+        and y is not None
+        and may_wait(y, call.weight, bias, factor, y.numel())
+    ):
         return y, wait(y, bias, factor, call.input, call.weight, cut)
     values = []
     if factor is not None and y is not None:
@@ -162,13 +202,17 @@ def tap_linear(
         values.append(value)
     if variance is not None:
         weight = call.weight if cut is None else call.weight.narrow(0, *cut)
-        columns = column_power(weight) if call.adapter is None else call.adapter.columns(weight)
+        if call.adapter is None:
+            columns = column_power(weight)
+        else:
+            columns = call.adapter.columns(weight)
         values.append(variance * torch.dot(feature_power(call.input, rows.weights), columns))
     return y, sum(values[1:], start=values[0])  # type: ignore[return-value]
 
 
 def only_weight(x: Tensor, weight: Tensor, y: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x W^T as a function of W alone: no gradient to x, and no matrix product where y = x W^T + bias is there."""
+    """x W^T as a function of W alone: no gradient to x, and no matrix product where y = x W^T +
+    bias is there."""
     bare = None
     if y is not None:
         with torch.no_grad():
@@ -176,7 +220,9 @@ def only_weight(x: Tensor, weight: Tensor, y: Tensor | None, bias: Tensor | None
     return by_hand(functional.linear, _to_weight, x.detach(), weight, value=bare)
 
 
-def _to_weight(grad: Tensor, wanted: Sequence[bool], x: Tensor, weight: Tensor) -> tuple[None, Tensor]:
+def _to_weight(
+    grad: Tensor, wanted: Sequence[bool], x: Tensor, weight: Tensor
+) -> tuple[None, Tensor]:
     return None, (grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
 
 
@@ -187,8 +233,8 @@ def _factors(term: Term, rows: RowWeights) -> tuple[Number | None, Number | None
 
 
 def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> RowWeights:
-    """The row weights, shaped as the vectors of x: (B, N, in), more token dimensions in the middle, tokens without
-    samples, or (N, B, in) where `swapped`."""
+    """The row weights, shaped as the vectors of x: (B, N, in), more token dimensions in the middle,
+    tokens without samples, or (N, B, in) where `swapped`."""
     if call.tokens is not None:
         return _routed_rows(call, term, wide_dtype(x))
     swapped = swapped and x.ndim == 3
@@ -197,7 +243,8 @@ def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> RowWeights:
     if x.ndim == 2 and call.role and term.reduction in ("token_mean", "author"):
         raise RuntimeError(
             f"reduction={term.reduction!r} divides by each sample's tokens, but "
-            f"'{call.site.name if call.site else call.role}' gives its {call.role} map tokens without samples, of "
+            f"'{call.site.name if call.site else call.role}' gives its {call.role} map tokens "
+            "without samples, of "
             f"shape {tuple(x.shape)}. Use reduction='mean' or 'sum'."
         )
     if call.valid is None:
@@ -208,50 +255,72 @@ def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> RowWeights:
 
 
 def _routed_rows(call: LinearCall, term: Term, dtype: torch.dtype) -> RowWeights:
-    """The row weights of an expert: its tokens count as those of the batch do, so that the experts of a mixture sum to
-    what one feed-forward for all tokens would give. A token counts once in each expert that it is routed to."""
+    """The row weights of an expert: its tokens count as those of the batch do, so that the experts
+    of a mixture sum to what one feed-forward for all tokens would give. A token counts once in each
+    expert that it is routed to."""
     if term.reduction in ("token_mean", "author"):
         raise RuntimeError(
             f"reduction={term.reduction!r} divides by each sample's tokens, but the experts at "
-            f"'{call.site.name if call.site else call.role}' get tokens without samples. Use reduction='mean' or 'sum'."
+            f"'{call.site.name if call.site else call.role}' get tokens without samples. Use "
+            "reduction='mean' or 'sum'."
         )
     factor = 0.5 if term.reduction == "sum" else 0.5 / call.tokens  # type: ignore[operator]
     return RowWeights(None if call.valid is None else call.valid.to(dtype), factor)
 
 
 class _Linear(torch.autograd.Function):
-    """One function for map and penalty: x W^T is read before the bias is added, so that nothing has to be taken back
-    from the bias, and the gradients of both are added up before the products that the map's own backward makes."""
+    """One function for map and penalty: x W^T is read before the bias is added, so that nothing has
+    to be taken back from the bias, and the gradients of both are added up before the products that
+    the map's own backward makes."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, factor: Number
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weights: Tensor | None,
+        factor: Number,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        y = functional.linear(x, weight)  # with a bias it would be a view, which no model may change in place
+        # with a bias it would be a view, which no model may change in place
+        y = functional.linear(x, weight)
         value = sum_of_squares(wide(y), weights) * factor
         y = y if bias is None else y.add_(bias)
-        hooked = saved_tensors_are_hooked()  # a checkpoint or offloading sees every tensor that is kept
+        # a checkpoint or offloading sees every tensor that is kept
+        hooked = saved_tensors_are_hooked()
         ctx.kept = None if hooked else y.detach()
-        ctx.factor, ctx.dtype, ctx.version = factor, y.dtype, None if hooked else version_of(ctx.kept)
+        ctx.factor, ctx.dtype, ctx.version = (
+            factor,
+            y.dtype,
+            None if hooked else version_of(ctx.kept),
+        )
         ctx.save_for_backward(x, weight, bias, weights, y.clone() if hooked else None)
         return y, value
 
     @staticmethod
     def backward(ctx: Any, through: Tensor | None, grad: Tensor | None) -> tuple[Any, ...]:
         x, weight, bias, weights, y = ctx.saved_tensors
-        g = through = None if through is None else through.reshape(-1, weight.shape[0])  # tokens, as the products do
+        # tokens, as the products do
+        g = through = None if through is None else through.reshape(-1, weight.shape[0])
         shape, x = x.shape, x.reshape(-1, weight.shape[1])
         if grad is not None:
-            y, ctx.kept = ctx.kept if y is None else y, None  # the graph may outlive its backward
-            changed = y is not None and ctx.version is not None and version_of(y) != ctx.version  # in place
+            # the graph may outlive its backward
+            y, ctx.kept = ctx.kept if y is None else y, None
+            # in place
+            changed = y is not None and ctx.version is not None and version_of(y) != ctx.version
             row = None if bias is None else wide(bias)
             if y is None or changed or torch.is_grad_enabled():
                 with no_autocast(x.device.type):
                     y, row = functional.linear(wide(x), wide(weight)), None
-            y, weights = y.view(-1, weight.shape[0]), None if weights is None else weights.reshape(-1)
+            y, weights = (
+                y.view(-1, weight.shape[0]),
+                None if weights is None else weights.reshape(-1),
+            )
             native = y.dtype is torch.float32 and weights is None and native_fits(y, row)
-            g = add_bare(through, y, row, weights, twice_of(grad) * ctx.factor, native).to(ctx.dtype)
+            g = add_bare(through, y, row, weights, twice_of(grad) * ctx.factor, native).to(
+                ctx.dtype
+            )
         if g is None:
             return None, None, None, None, None
         to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
@@ -289,15 +358,20 @@ class LowRank:
 
     def columns(self, weight: Tensor) -> Tensor:
         """sum_o W'_oj^2, from products with r columns only."""
-        a = torch.cat([wide(a) for a, _, _ in self.parts])  # several adapters are one of the summed rank
+        # several adapters are one of the summed rank
+        a = torch.cat([wide(a) for a, _, _ in self.parts])
         b = torch.cat([s * wide(b) for _, b, s in self.parts], dim=1)
         cross = (a * (b.t() @ wide(weight))).sum(0)
         return column_power(weight) + 2 * cross + (a * ((b.t() @ b) @ a)).sum(0)
 
 
 def merge(call: LinearCall) -> LinearCall:
-    """The call of the whole map: its weight and output with the adapters in them. The call itself where it has none."""
+    """The call of the whole map: its weight and output with the adapters in them. The call itself
+    where it has none."""
     if call.adapter is None:
         return call
-    output = None if call.output is None else wide(call.output) + call.adapter.output(call.input)
+    if call.output is None:
+        output = None
+    else:
+        output = wide(call.output) + call.adapter.output(call.input)
     return replace(call, weight=call.adapter.merged(call.weight), output=output, adapter=None)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dampen.names import nearest
-from dampen.studies.config.methods_text import check_methods, parse_rows
 from dampen.studies.errors import ConfigError
+from dampen.studies.methods_text import check_methods, parse_rows
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _runnable(rows: Mapping[str, Row], n: int, left_out: dict[str, str]) -> dict
 
 def _rows(variants: list[Variant], options: Options) -> tuple[dict[str, dict[str, Row]], dict[str, str]]:
     """The rows by what they are compared with, and which variants have no row."""
-    from dampen.studies.config.methods_text import build_methods
+    from dampen.studies.methods_text import build_methods
 
     alone: dict[str, Row] = {ATTENTION: _alone(F.scaled_dot_product_attention, options)}
     blocks: dict[str, Row] = {BLOCK: _block([], options)}
@@ -144,7 +144,7 @@ def _block(specs: list[dict[str, Any]], options: Options) -> Row:
     def make(n: int) -> Callable[[], Any]:
         import dampen
         from dampen.models.block import Block
-        from dampen.studies.config.methods_text import build_methods
+        from dampen.studies.methods_text import build_methods
 
         dtype, width = DTYPES[options.dtype], HEADS * SIZE
         block = Block(width, HEADS, width).to(device=options.device, dtype=dtype).train()

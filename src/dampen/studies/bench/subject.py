@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.studies.config.methods_text import parse_rows
 from dampen.studies.errors import ConfigError
+from dampen.studies.methods_text import parse_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPES: dict[str, dict[str, Any]] = {

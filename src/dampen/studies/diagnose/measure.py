@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dampen.studies.diagnose.trained import Trained, inputs_of
-from dampen.studies.records.diagnosis import FORMAT
+from dampen.studies.result import DIAGNOSIS_FORMAT
 from dampen.studies.trainer.losses import loss_of
 
 COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps")
@@ -56,7 +56,7 @@ def diagnose(
         raise ValueError(f"there is no section {unknown[0]!r}; known are {', '.join(SECTIONS)}.")
     chosen = [name for name in SECTIONS if not only or name in only]
     result: dict[str, Any] = {
-        "format": FORMAT,
+        "format": DIAGNOSIS_FORMAT,
         "name": trained.name,
         "trial": trained.trial,
         "data": {"name": trained.data.name, "task": trained.data.task},

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from dampen.studies.diagnose.measure import SECTIONS, Settings
 from dampen.studies.files import read_json, write_json
-from dampen.studies.records.diagnosis import parse_diagnosis
-from dampen.studies.records.record import RunStore
 from dampen.studies.report.packs import MEASURED
+from dampen.studies.result import parse_diagnosis
+from dampen.studies.store import RunStore
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": lambda r: f"{100 * r['calibration']['accuracy']:.1f} %",
@@ -109,7 +109,7 @@ def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     with the settings they were measured with."""
     import torch
 
-    from dampen.studies.records.environment import describe
+    from dampen.studies.environment import describe
 
     before = _read(folder)
     old = before if before.get("trial") == result["trial"] else {}

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from dampen.diagnostics.robustness import Pixels
-from dampen.studies.config.methods_text import build_methods
-from dampen.studies.config.names import brings_task
+from dampen.studies.checks import brings_task
+from dampen.studies.comparison import load_comparison
 from dampen.studies.errors import ConfigError, LabError
+from dampen.studies.methods_text import build_methods
 from dampen.studies.plugins import load_plugins
-from dampen.studies.records.rebuild import load_comparison
-from dampen.studies.records.record import PRETRAIN, RunStore
+from dampen.studies.store import PRETRAIN, RunStore
 from dampen.studies.trainer.build import derive, load_data, make_model, places, seed_all
 from dampen.studies.trainer.checkpoint import load_newest, rng_state, set_rng_state
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from dampen.studies.engines.engine import FATAL, Job, Outcome, Report, after_death, run_job
+from dampen.studies.engines import FATAL, Job, Outcome, Report, after_death, run_job
+from dampen.studies.environment import asked_threads, usable_cores
 from dampen.studies.processes import start, stop_on_signals
-from dampen.studies.records.environment import asked_threads, usable_cores
-from dampen.studies.records.events import Event, parse_event
+from dampen.studies.result import Event, parse_event
 from dampen.studies.trainer.state import Execution
 
 LOOK_SECONDS = 0.05

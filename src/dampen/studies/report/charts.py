@@ -6,10 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from dampen.studies.records.metric import describe
-from dampen.studies.records.result import LogLine
-from dampen.studies.records.stats import t_interval
-from dampen.studies.records.table import Entry, ResultTable, axis_name
+from dampen.studies.metric import describe
 from dampen.studies.report.figures import (
     LIGHT,
     REFERENCE_LIGHT,
@@ -18,6 +15,7 @@ from dampen.studies.report.figures import (
     Figure,
     Palette,
     Panel,
+    band_chart,
     bounded,
     finish,
     known,
@@ -26,6 +24,9 @@ from dampen.studies.report.figures import (
     tip,
 )
 from dampen.studies.report.summary import listed, shortened, small_model_note
+from dampen.studies.result import LogLine
+from dampen.studies.stats import t_interval
+from dampen.studies.table import Entry, ResultTable, axis_name
 
 MOST_POINTS = 16
 """Names that find room beside their points."""
@@ -290,42 +291,6 @@ def _curve_figure(
     x = alt.X("epoch:Q", title="epoch", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(tickMinStep=1))
     chart = band_chart(records, x, "epoch", y_title, names, palette)
     return Figure(key, title, caption, [Panel("", finish(chart, 300))], columns, records, smooth=True)
-
-
-def band_chart(
-    records: list[dict[str, Any]],
-    x: Any,
-    x_title: str,
-    y_title: str,
-    names: list[str],
-    palette: Palette,
-    points: bool = False,
-    legend: bool = True,
-) -> Any:
-    """Lines with bands, one per row; a click on the legend singles one out. `x` encodes the axis."""
-    import altair as alt
-
-    chosen = alt.selection_point(fields=["row"], bind="legend")
-    y_scale = alt.Scale(zero=False)
-    base = alt.Chart(alt.Data(values=records))
-    band = base.mark_area().encode(
-        x=x,
-        y=alt.Y("low:Q", scale=y_scale, title=y_title),
-        y2="high:Q",
-        color=palette.color(names, legend, lines=True),
-        opacity=alt.condition(chosen, alt.value(0.14), alt.value(0.0)) if legend else alt.value(0.14),
-    )
-    line = base.mark_line(strokeWidth=2, point=points).encode(
-        x=x,
-        y=alt.Y("mean:Q", scale=y_scale, title=y_title),
-        color=palette.color(names, legend, lines=True),
-        strokeDash=palette.dash(names, legend),
-        opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12)) if legend else alt.value(1.0),
-    )
-    tooltip = [tip("row:N", "row"), alt.Tooltip(x.shorthand, title=x_title), tip("mean:Q", "mean"), "n:Q"]
-    hover = base.mark_point(size=60, opacity=0).encode(x=x, y=alt.Y("mean:Q", scale=y_scale), tooltip=tooltip)
-    chart = alt.layer(band, line, hover)
-    return chart.add_params(chosen) if legend else chart
 
 
 def searched(table: ResultTable, palette: Palette) -> Figure | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dampen.studies.records.metric import describe
+from dampen.studies.metric import describe
 
 if TYPE_CHECKING:
     from altair import Color, Legend, Shape, StrokeDash, Tooltip
@@ -62,6 +62,7 @@ class Figure:
     )  # group, title, alt, png as a data address, width, height
     legend: list[str] = field(default_factory=list)  # names, where the panels share one legend
     smooth: bool = False  # lines over training, which the page can smooth
+    markdown: list[str] = field(default_factory=list)  # lines that say the same as text
     fixed: bool = False  # shows its rows whatever the page's picker says
 
 
@@ -163,3 +164,39 @@ def tip(field: str, title: str) -> Tooltip:
     import altair as alt
 
     return alt.Tooltip(field, title=title, format=".3f") if field.endswith(":Q") else alt.Tooltip(field, title=title)
+
+
+def band_chart(
+    records: list[dict[str, Any]],
+    x: Any,
+    x_title: str,
+    y_title: str,
+    names: list[str],
+    palette: Palette,
+    points: bool = False,
+    legend: bool = True,
+) -> Any:
+    """Lines with bands, one per row; a click on the legend singles one out. `x` encodes the axis."""
+    import altair as alt
+
+    chosen = alt.selection_point(fields=["row"], bind="legend")
+    y_scale = alt.Scale(zero=False)
+    base = alt.Chart(alt.Data(values=records))
+    band = base.mark_area().encode(
+        x=x,
+        y=alt.Y("low:Q", scale=y_scale, title=y_title),
+        y2="high:Q",
+        color=palette.color(names, legend, lines=True),
+        opacity=alt.condition(chosen, alt.value(0.14), alt.value(0.0)) if legend else alt.value(0.14),
+    )
+    line = base.mark_line(strokeWidth=2, point=points).encode(
+        x=x,
+        y=alt.Y("mean:Q", scale=y_scale, title=y_title),
+        color=palette.color(names, legend, lines=True),
+        strokeDash=palette.dash(names, legend),
+        opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12)) if legend else alt.value(1.0),
+    )
+    tooltip = [tip("row:N", "row"), alt.Tooltip(x.shorthand, title=x_title), tip("mean:Q", "mean"), "n:Q"]
+    hover = base.mark_point(size=60, opacity=0).encode(x=x, y=alt.Y("mean:Q", scale=y_scale), tooltip=tooltip)
+    chart = alt.layer(band, line, hover)
+    return chart.add_params(chosen) if legend else chart

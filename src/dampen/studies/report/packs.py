@@ -11,7 +11,7 @@ from typing import Any
 
 from dampen.studies.errors import DamagedRecord, LabError
 from dampen.studies.files import checksum
-from dampen.studies.records.record import PRETRAIN
+from dampen.studies.store import PRETRAIN
 
 MEASURED = "diagnose.json"
 """What `dampen diagnose` leaves in a trial's folder; the report shows what it finds there."""

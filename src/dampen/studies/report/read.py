@@ -12,17 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Comparison
-from dampen.studies.config.written import describe
+from dampen.studies.comparison import Comparison, rebuild_plan
 from dampen.studies.errors import LabError
 from dampen.studies.files import read_json
-from dampen.studies.records.diagnosis import parse_diagnosis
-from dampen.studies.records.logged_run import LoggedRun, read_error
-from dampen.studies.records.rebuild import rebuild_plan
-from dampen.studies.records.record import RunStore
-from dampen.studies.records.result import parse_result
-from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns, runs_of_plan
+from dampen.studies.methods_text import methods_as_text
 from dampen.studies.report.packs import BENCH, MEASURED, folders_below, packed_text, unpack
+from dampen.studies.result import parse_diagnosis, parse_result
+from dampen.studies.store import LoggedRun, RunStore, read_error
+from dampen.studies.table import Cell, StudyRow, StudyRuns, runs_of_plan
 
 BENCH_KEYS = ("machine", "ratios", "papers", "alternatives", "memory", "targets", "skipped")
 
@@ -194,7 +191,7 @@ def _why_not(run: LoggedRun, plan: Comparison) -> str:
     function = run.config.get("function") or {}
     codes = {t.function["code"] for t in plan.trials.values() if t.function}
     if codes and function.get("code") not in codes:
-        row = f"{describe(run.config['methods'])}, seed {run.seed}"
+        row = f"{methods_as_text(run.config['methods'])}, seed {run.seed}"
         return f"a result of older code of {function.get('name')} ({row}); --same-code (same_code=True) counts it"
     return "belongs to no row of plan.json; it was run under an earlier plan or other settings"
 
@@ -220,7 +217,7 @@ def _from_runs(folder: Path, runs: list[LoggedRun]) -> StudyRuns:
     rows: dict[str, StudyRow] = {}
     several_rates = len({_rate(r) for r in runs}) > 1
     for run in sorted(runs, key=lambda r: (bool(r.config["methods"]), r.id)):
-        name = describe(run.config["methods"])
+        name = methods_as_text(run.config["methods"])
         row = rows.setdefault(name, StudyRow(name, run.config["methods"], [], baseline=not run.config["methods"]))
         grid = {"train.lr": _rate(run)} if several_rates else {}
         cell = next((c for c in row.cells if c.grid == grid), None)

@@ -7,13 +7,13 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dampen.studies.records.logged_run import LoggedRun
-from dampen.studies.records.stats import FEWEST, POWER
-from dampen.studies.records.table import Entry, ResultTable
-from dampen.studies.records.verdict import KINDS, Test, judge_pairs
+from dampen.studies.stats import FEWEST, POWER
+from dampen.studies.store import LoggedRun
+from dampen.studies.table import Entry, ResultTable
+from dampen.studies.verdict import KINDS, Test, judge_pairs
 
 if TYPE_CHECKING:
-    from dampen.studies.records.table import Entry, ResultTable
+    from dampen.studies.table import Entry, ResultTable
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dampen.studies.records.events import Event
-from dampen.studies.records.metric import Metric
-from dampen.studies.records.table import Entry, ResultTable, grid_text
+from dampen.studies.metric import Metric
 from dampen.studies.report.summary import counted, shortened
+from dampen.studies.result import Event
+from dampen.studies.table import Entry, ResultTable, grid_text
 
 
 def results_table(found: ResultTable, verdicts: bool = True) -> Table:

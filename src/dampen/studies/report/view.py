@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dampen.studies.config.written import describe as written
-from dampen.studies.records.logged_run import LoggedRun
-from dampen.studies.records.metric import METRICS, Metric, describe
-from dampen.studies.records.study_runs import StudyRuns
-from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.records.verdict import KINDS, Test, Verdict, words
+from dampen.studies.methods_text import methods_as_text as written
+from dampen.studies.metric import METRICS, Metric, describe
+from dampen.studies.plugins import active
 from dampen.studies.report.figures import CHOSEN, MOST, Figure, Palette
-from dampen.studies.report.summary import advise, counted
+from dampen.studies.report.summary import advise, counted, listed
+from dampen.studies.store import LoggedRun
+from dampen.studies.table import Entry, ResultTable, StudyRuns, grid_text
+from dampen.studies.verdict import KINDS, Test, Verdict, words
 
 SHOWN = 60
 """Rows of a table that are shown before one asks for all."""
@@ -72,6 +72,7 @@ def study_view(
         "paged": len(entries) > PAGED,
         "picker": picker_view(table, advice.pick, palette, dark),
         "race": race_text(study),
+        "missing": missing_plugins(study),
         "lead": figure_view(lead, f"{key}-{lead.key}", palette, dark) if lead else None,
         "figures": [figure_view(f, f"{key}-{f.key}", palette, dark) for f in figures],
         "measured": _measured(table, palette, dark),
@@ -147,6 +148,24 @@ def race_text(study: StudyRuns) -> str:
             f". A plan fixed before, with power 0.8 for the same differences, would have taken {race['fixed']:,} runs"
         )
     return f"{told}."
+
+
+def missing_plugins(study: StudyRuns) -> str:
+    """A sentence on the plug-ins of the recipe that are not loaded, whose figures are missing.
+
+    A report imports no code that a folder names: only the user's own settings load a plug-in.
+
+    Args:
+        study: the runs of one table.
+    """
+    loaded = {name for name, _ in active()}
+    missing = [name for name in study.header.get("plugins", []) if name not in loaded]
+    if not missing:
+        return ""
+    return (
+        f"The recipe names the plug-in {listed(missing)}, which is not loaded, so its figures are "
+        f"missing here. Set DAMPEN_PLUGINS={','.join(missing)} to add them."
+    )
 
 
 def about_test(table: ResultTable) -> str:

@@ -14,11 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.trial import Run
 from dampen.studies.data import DATASETS
-from dampen.studies.data.errors import DamagedData, MissingData
+from dampen.studies.data.dataset import DamagedData, MissingData
 from dampen.studies.data.sets import locate
-from dampen.studies.records.fingerprint import cached, keep, sizes_and_times
+from dampen.studies.files import cached, keep, sizes_and_times
+from dampen.studies.run import Run
 from dampen.studies.trainer.build import load_data
 
 CACHE = "identities.json"

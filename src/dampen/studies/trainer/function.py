@@ -18,10 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.code import Code, code_of, digest_of_file, local_files, package_root
-from dampen.studies.config.methods_text import OBJECT, build_methods
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import ConfigError, LabError, OwnCodeError
+from dampen.studies.methods_text import OBJECT, build_methods
+from dampen.studies.run import Run
+from dampen.studies.user_code import Code, code_of, digest_of_file, local_files, package_root
 
 _reading: list[str] = []
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dampen.native import library
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import DamagedRecord, LabError
-from dampen.studies.records.record import RunStore
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import load_newest, saved_states
 
 Train = Callable[..., dict[str, Any]]

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from dampen.studies.config.trial import Run
+from dampen.studies import environment
 from dampen.studies.errors import LabError, OwnCodeError
 from dampen.studies.loggers import open_loggers
-from dampen.studies.records import environment
-from dampen.studies.records.record import RunStore
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.bookkeeping import Event, set_threads
 from dampen.studies.trainer.build import seed_all
 from dampen.studies.trainer.function import Function

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dampen.studies.loggers import Logger, flat
-from dampen.studies.records.record import RunStore
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.bookkeeping import _finite
 
 PENDING = 200

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from dampen.handle import Regularization, regularize
 from dampen.native import library
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import LabError, Stopped
-from dampen.studies.records.record import RunStore
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.bookkeeping import Event, _finite
 from dampen.studies.trainer.checkpoint import load_newest, rng_state, save_state, saved_states, set_rng_state
 from dampen.studies.trainer.function import Function, row_methods

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from dampen.studies.config.names import brings_task
-from dampen.studies.config.trial import Run
+from dampen.studies.checks import brings_task
 from dampen.studies.data.dataset import Dataset
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.metrics import judged_by
-from dampen.studies.records.record import PRETRAIN, RunStore
+from dampen.studies.run import Run
+from dampen.studies.store import PRETRAIN, RunStore
 from dampen.studies.trainer.checkpoint import load_newest
 
 FACTS = ("valid", "train", "selected_epoch", "epochs", "steps", "seconds", "parameters")

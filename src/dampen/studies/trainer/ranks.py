@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import Interrupted, LabError, portable
 from dampen.studies.processes import start, stop_on_signals
+from dampen.studies.run import Run
 
 
 def launch(

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.trial import Run
 from dampen.studies.errors import Diverged
-from dampen.studies.records.record import PRETRAIN, RunStore, clean_folder, locked
+from dampen.studies.run import Run
+from dampen.studies.store import PRETRAIN, RunStore, clean_folder, locked
 from dampen.studies.trainer.bookkeeping import Bookkeeping, Event, set_threads
 from dampen.studies.trainer.kernel_path import on_its_path
 from dampen.studies.trainer.losses import NotFinite
