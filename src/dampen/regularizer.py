@@ -330,10 +330,12 @@ class Regularizer(nn.Module):
         self.idle_forever = self.idle and self.always_idle
 
     def inspect_model(self, model: nn.Module) -> None:
-        """Look at the whole model once, before the method is cloned into its layers: for what all clones share."""
+        """Look at the whole model once, before the method is cloned into its layers: for what all
+        clones share. Raise to refuse it."""
 
     def prepare(self, model: nn.Module) -> None:
-        """Look at the clone's own layer, after it was placed and before anything is attached. Raise to refuse it."""
+        """Look at the clone's own layer, after it was placed and before anything is attached. Raise
+        to refuse it. What needs a walk through the model belongs in `inspect_model`."""
 
     def check_layer(self, roles: set[str], where: str) -> None:
         """Raise if a layer lacks the linear maps that the method needs. `roles` are those found at `where`."""

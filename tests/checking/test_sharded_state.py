@@ -1,4 +1,5 @@
-"""FSDP2 in two gloo processes: the state of learned values and starting weights, and weights that are freed early."""
+"""FSDP2 in two gloo processes: the state of learned values and starting weights, and weights that
+are freed early."""
 
 import functools
 import tempfile

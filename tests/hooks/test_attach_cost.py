@@ -1,4 +1,5 @@
-"""The work of attaching grows with the number of layers and not with its square: 1,000 layers took 107 seconds."""
+"""The work of attaching grows with the number of layers and not with its square: 1,000 layers took
+107 seconds."""
 
 import sys
 
@@ -38,7 +39,8 @@ class FlatList(nn.Module):
 
 
 def calls_of(function):
-    """How many functions are called, Python's own included: a number that no other process disturbs."""
+    """How many functions are called, Python's own included: a number that no other process
+    disturbs."""
     count = 0
 
     def seen(frame, event, argument):
@@ -55,7 +57,8 @@ def calls_of(function):
 
 
 def growth(build, chosen, run=None):
-    """How much more work 16 further layers are than 8 were: 2 where it is linear, 4 where it is quadratic."""
+    """How much more work 16 further layers are than 8 were: 2 where it is linear, 4 where it is
+    quadratic."""
     counts = []
     for depth in (8, 16, 32):
         model = build(depth)

@@ -226,13 +226,15 @@ def _cut(whole: LinearCall, rows: slice | Tensor, role: str) -> LinearCall:
 
 
 def check_whole(linear: LinearCall) -> LinearCall:
-    """The map itself; raise where its weight was taken apart again: DeepSpeed's ZeRO-3 leaves an empty tensor, and FSDP
-    one whose memory was given back."""
-    if memory_is_gone(linear.weight) or (linear.bias is not None and memory_is_gone(linear.bias)):
+    """The map itself; raise where its weight was taken apart again: DeepSpeed's ZeRO-3 leaves an
+    empty tensor, and FSDP one whose memory was given back."""
+    if any(t is not None and memory_is_gone(t) for t in (linear.weight, linear.bias)):
+        where = linear.site.name if linear.site else ""
         raise RuntimeError(
-            f"the weight of the linear layer {linear.role} at '{linear.site.name if linear.site else ''}' is read "
-            "where its attention runs, but FSDP shards this layer as a unit of its own and has freed the weight by "
-            "then. Shard whole blocks instead: fully_shard(block) for each block, and not fully_shard(linear)."
+            f"the weight of the linear layer {linear.role} at '{where}' is read where its attention "
+            "runs, but FSDP shards this layer as a unit of its own and has freed the weight by "
+            "then. Shard whole blocks instead: fully_shard(block) for each block, and not "
+            "fully_shard(linear)."
         )
     if linear.weight.shape[0] == 0 and hasattr(linear.weight, "ds_id"):
         raise RuntimeError(

@@ -141,9 +141,10 @@ def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
 
 
 def compiled_dynamic(make: Make, subject: Subject, backend: str = "eager") -> None:
-    """7, with open sizes: torch.compile(fullgraph=True, dynamic=True) makes one graph for four batches of different
-    sizes, with the loss and the gradients of plain calls. On sequences of four lengths, in an encoder of its own,
-    whatever the subject; a method that refuses it is given four numbers of images."""
+    """7, with open sizes: torch.compile(fullgraph=True, dynamic=True) makes one graph for four
+    batches of different sizes, with the loss and the gradients of plain calls. On sequences of four
+    lengths, in an encoder of its own, whatever the subject; a method that refuses it is given four
+    numbers of images."""
     torch.compiler.reset()
     try:
         trial = Attached(make, shallow(make, ENCODER))
@@ -160,10 +161,12 @@ def compiled_dynamic(make: Make, subject: Subject, backend: str = "eager") -> No
         sizes = [tuple(v.shape) for v in batch.values()]
         eager_loss, eager = trial.step(batch)[0], trial.gradients()
         loss = trial.step(batch, run=run)[0]
-        same(loss, eager_loss, f"the loss compiled with open sizes and plain at {sizes}", 1e-4)
-        same_gradients(trial.gradients(), eager, f"compiled with open sizes and plain at {sizes}", 1e-4)
+        where = f"compiled with open sizes and plain at {sizes}"
+        same(loss, eager_loss, f"the loss {where}", 1e-4)
+        same_gradients(trial.gradients(), eager, where, 1e-4)
         graphs = counter.frame_count if graphs is None else graphs
-        require(counter.frame_count == graphs, f"{counter.frame_count} graphs instead of {graphs} at {sizes}")
+        found = counter.frame_count
+        require(found == graphs, f"{found} graphs instead of {graphs} at {sizes}")
     torch.compiler.reset()
 
 
@@ -446,8 +449,8 @@ CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
     f.__name__: f
     for f in (
         eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled,
-        compiled_dynamic, compiled_inductor, checkpointed, seeded, no_leak, remove, documented, kernel,
-        exported, exported_onnx, order, beside, mask_forms,
+        compiled_dynamic, compiled_inductor, checkpointed, seeded, no_leak, remove, documented,
+        kernel, exported, exported_onnx, order, beside, mask_forms,
     )
 }  # fmt: skip
 """By name; number 13 (two processes equal one) needs a launcher and lives in

@@ -100,7 +100,8 @@ def fsdp_trains(make: Make, rank: int) -> None:
 
 
 def fsdp_state_is_whole(make: Make, rank: int) -> None:
-    """`reg.state_dict()` of a sharded model loads into one that is not, and the other way, to the bit."""
+    """`reg.state_dict()` of a sharded model loads into one that is not, and the other way, to the
+    bit."""
     alone, trained = Attached(make, SUBJECTS["vit"]), _sharded_by_blocks(make)
     optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.5)
     trained.step(_images(), seed=3)
@@ -110,15 +111,16 @@ def fsdp_state_is_whole(make: Make, rank: int) -> None:
     other = _sharded_by_blocks(make)
     other.reg.load_state_dict(alone.reg.state_dict())
     for name, value in state["parameters"].items():
-        require(
-            type(value) is Tensor, f"the state of {name} is a {type(value).__name__}, which one process cannot load"
-        )
+        kind = type(value)
+        require(kind is Tensor, f"one process cannot load the state of {name}, a {kind.__name__}")
         for where, found in {"one process": alone, "a sharded model": other}.items():
-            same(found.reg.state_dict()["parameters"][name], value, f"{name}, loaded into {where}", 0.0)
+            loaded = found.reg.state_dict()["parameters"][name]
+            same(loaded, value, f"{name}, loaded into {where}", 0.0)
 
 
 def fsdp_by_linear_layer(make: Make, rank: int) -> None:
-    """With every linear layer a unit of its own, the loss is that of one process, or the method refuses in words."""
+    """With every linear layer a unit of its own, the loss is that of one process, or the method
+    refuses in words."""
     alone, trial = Attached(make, SUBJECTS["vit"]), Attached(make, SUBJECTS["vit"])
     for block in trial.model.blocks:  # type: ignore[union-attr]
         for layer in [m for m in block.modules() if isinstance(m, nn.Linear)]:
@@ -129,7 +131,8 @@ def fsdp_by_linear_layer(make: Make, rank: int) -> None:
     try:
         loss = trial.step(_images(), seed=4)[0]
     except RuntimeError as refusal:
-        require("fully_shard(block)" in str(refusal), f"sharded by linear layers, it says: {refusal}")
+        understood = "fully_shard(block)" in str(refusal)
+        require(understood, f"sharded by linear layers, it says: {refusal}")
         return
     same(loss, expected, "the loss sharded by linear layers and in one process", 1e-5)
 
@@ -143,7 +146,8 @@ def _sharded_by_blocks(make: Make) -> Attached:
 
 
 CHECKS: tuple[Check, ...] = (
-    ddp_equals_one_process, ddp_stays_in_step, fsdp_trains, fsdp_state_is_whole, fsdp_by_linear_layer
+    ddp_equals_one_process, ddp_stays_in_step,
+    fsdp_trains, fsdp_state_is_whole, fsdp_by_linear_layer,
 )  # fmt: skip
 
 

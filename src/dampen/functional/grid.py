@@ -41,7 +41,8 @@ def grid_of(
     if grid is None and patches is not None:
         return patches
     if grid is None:
-        side = int(math.sqrt(keys))  # `isqrt` of a size that a graph leaves open is none; exact below 2^52
+        # a graph has no `isqrt` of a size that it leaves open; this is exact below 2^52
+        side = int(math.sqrt(keys))
         grid = (side, side)
         if keys - side * side > prefix or side == 0:
             raise ValueError(

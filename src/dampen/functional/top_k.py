@@ -88,9 +88,8 @@ def check_count(share: Share, keys: int) -> Share:
     count, denominator = share
     if denominator == 0 and count > keys:
         raise ValueError(
-            f"HardMasking(top={count}) asks for more keys than the {keys} there are. Give a smaller "
-            "count, or a "
-            "fraction such as top=0.1."
+            f"HardMasking(top={count}) asks for more keys than the {keys} there are. Give a "
+            "smaller count, or a fraction such as top=0.1."
         )
     return share
 

@@ -50,8 +50,8 @@ def parents(name: str) -> list[str]:
 
 
 def names_below(names: Iterable[str]) -> dict[str, list[str]]:
-    """For each dotted name that holds some of these, which of them lie strictly below it. A model of a thousand layers
-    is looked through by this once, instead of comparing each name with each."""
+    """For each dotted name that holds some of these, which of them lie strictly below it. A model
+    of a thousand layers is looked through by this once, instead of comparing each name with each."""
     found: dict[str, list[str]] = {}
     for name in names:
         for parent in parents(name):
@@ -65,12 +65,14 @@ def closest(name: str, among: Container[str]) -> str | None:
 
 
 class Attentions(dict[str, nn.Module]):
-    """The attention modules of a model by name, and for each name above some of them, which these are."""
+    """The attention modules of a model by name, and for each name above some of them, which these
+    are."""
 
     def __init__(self, found: Mapping[str, nn.Module]) -> None:
         super().__init__(found)
         self.below = names_below(found)
-        self.outside: dict[str, dict[str, nn.Module]] = {}  # linear layers of a scope that belong to no attention
+        # the linear layers of a scope that belong to no attention
+        self.outside: dict[str, dict[str, nn.Module]] = {}
 
 
 def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
@@ -136,7 +138,9 @@ def group_sublayers(
     return grouped, made
 
 
-def refine_scopes(model: nn.Module, scopes: Mapping[str, str], attentions: Attentions) -> dict[str, str]:
+def refine_scopes(
+    model: nn.Module, scopes: Mapping[str, str], attentions: Attentions
+) -> dict[str, str]:
     """Scopes that are layers: one that holds other layers (CrossViT), or attentions of several blocks without linear
     maps (MobileNetV4, iFormer), is a stage, and the layer is the block in it that adds its residual."""
     refined = dict(scopes)
