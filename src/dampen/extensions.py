@@ -39,7 +39,11 @@ IN_FILE = re.compile(r"(?P<file>[^:*?\"<>|]+\.py):(?P<name>[A-Za-z_]\w*)")
 
 @functools.cache
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
-    """What installed packages offer in one of `GROUPS`, by name, not yet imported."""
+    """What installed packages offer in one of `GROUPS`, by name, not yet imported.
+
+    Args:
+        group: one of `GROUPS`.
+    """
     found: dict[str, metadata.EntryPoint] = {}
     for point in metadata.entry_points(group=group):
         other = found.setdefault(point.name, point)
@@ -67,6 +71,11 @@ MOVED = {
 def hint(group: str, name: object, known: Iterable[str]) -> str:
     """What to say of a name that a group does not have: where it moved to, the nearest name, or
     what is known.
+
+    Args:
+        group: one of `GROUPS`.
+        name: the name that users type.
+        known: the names the group has.
 
     >>> hint("dampen.models", "vitt", ["vit"])
     "; did you mean 'vit'?"
@@ -98,19 +107,32 @@ def register(group: str, things: Mapping[str, Any]) -> None:
 
 
 def added(group: str) -> list[str]:
-    """The names that packages and plug-ins add to a group; nothing is imported."""
+    """The names that packages and plug-ins add to a group; nothing is imported.
+
+    Args:
+        group: one of `GROUPS`.
+    """
     return [*entry_points(group), *(n for n in _registered[group] if n not in entry_points(group))]
 
 
 def references(group: str) -> dict[str, str]:
     """Where the things of a group are, as "package.module:attribute", by name; nothing is
-    imported."""
+    imported.
+
+    Args:
+        group: one of `GROUPS`.
+    """
     given = {n: t for n, t in _registered[group].items() if isinstance(t, str)}
     return {**given, **{name: point.value for name, point in entry_points(group).items()}}
 
 
 def load_added(group: str, name: str) -> Any:
-    """The thing that a package or plug-in adds under a name, imported where it is not yet."""
+    """The thing that a package or plug-in adds under a name, imported where it is not yet.
+
+    Args:
+        group: one of `GROUPS`.
+        name: the name that users type.
+    """
     if name in entry_points(group):
         return _loaded(entry_points(group)[name])
     thing = _registered[group][name]
@@ -121,7 +143,11 @@ def load_added(group: str, name: str) -> Any:
 
 
 def from_plugins(group: str) -> dict[str, Any]:
-    """Everything that packages and plug-ins add to a group, imported, by name."""
+    """Everything that packages and plug-ins add to a group, imported, by name.
+
+    Args:
+        group: one of `GROUPS`.
+    """
     return {name: load_added(group, name) for name in added(group)}
 
 
@@ -174,6 +200,9 @@ class Registry(Mapping[str, T], Generic[T]):
 def is_in_file(reference: str) -> bool:
     """Whether a name is written as `my.py:HeadDropout`.
 
+    Args:
+        reference: as `my.py:HeadDropout`.
+
     >>> is_in_file("my.py:HeadDropout"), is_in_file("drop_key")
     (True, False)
     """
@@ -182,7 +211,11 @@ def is_in_file(reference: str) -> bool:
 
 def from_file(reference: str) -> Any:
     """What `my.py:HeadDropout` names. A file is imported once, and anew when its text has
-    changed."""
+    changed.
+
+    Args:
+        reference: as `my.py:HeadDropout`.
+    """
     match = IN_FILE.fullmatch(reference)
     if match is None:
         raise ValueError(f"expected FILE.py:NAME, such as my.py:HeadDropout, got {reference!r}.")

@@ -35,7 +35,13 @@ def bernoulli(shape: Sequence[int], rate: Rate, device: torch.device | None = No
 
     Each 64-bit random number gives four 16-bit draws, at a third of the cost of `bernoulli_`. One
     uniform number per call dithers the threshold, so that the marginal rate is exact and not
-    rounded to a multiple of 2^-16."""
+    rounded to a multiple of 2^-16.
+
+    Args:
+        shape: of the result.
+        rate: probability, a number or a tensor that broadcasts.
+        device: of the result.
+    """
     draws, threshold = _draws(shape, rate, device)
     if isinstance(threshold, Tensor):
         return _below(draws, threshold)
@@ -50,7 +56,14 @@ def bernoulli(shape: Sequence[int], rate: Rate, device: torch.device | None = No
 
 def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """The factor of inverted dropout: 0 with probability `rate`, else 1 / (1 - rate), independently
-    per entry."""
+    per entry.
+
+    Args:
+        shape: of the result.
+        rate: probability, a number or a tensor that broadcasts.
+        dtype: of the result.
+        device: of the result.
+    """
     scale = 1 / (1 - rate)
     draws, threshold = _draws(shape, rate, device)
     if isinstance(threshold, Tensor):
@@ -67,7 +80,14 @@ def few_kept(shape: Sequence[int], rate: Rate, device: torch.device | None = Non
 
     Few numbers need no packing: each has 24 bits of its own. With `guard` the largest draw of a row
     always stays: where a row would be left empty that is one entry at random, and elsewhere it has
-    stayed anyway."""
+    stayed anyway.
+
+    Args:
+        shape: of the result.
+        rate: probability, a number or a tensor that broadcasts.
+        device: of the result.
+        guard: keep at least one of each row.
+    """
     draws = torch.rand(tuple(shape), device=device)
     if not guard:
         return draws.ge_(rate)
@@ -91,7 +111,10 @@ def _draws(shape: Sequence[int], rate: Rate, device: torch.device | None) -> tup
     size = math.prod(shape)
     words = torch.randint(-_WORD, _WORD - 1, ((size + 3) // 4,), device=device)
     draws = words.view(torch.int16)
-    draws = (draws if size % 4 == 0 else draws[:size]).view(tuple(shape))
+    # in a graph the cut is free, and a question about an open size would close it
+    if torch.compiler.is_compiling() or size % 4:
+        draws = draws[:size]
+    draws = draws.view(tuple(shape))
     # floor(t + u) is t in the mean, floor(t) would make 0.1 a rate of 0.09999
     dither = torch.rand((), device=device)
     if isinstance(rate, Tensor) or words.device.type != "cpu" or not has_numbers(words):
@@ -117,7 +140,12 @@ def drop(x: Tensor, rate: Rate) -> Tensor:
 
     One product with a factor of 0 or 1 / (1 - rate), kept until the backward pass as in
     `F.dropout`: on a CPU half the time of `masked_fill` and a product. In 16 bits that factor would
-    be rounded; see `zero_and_rescale`."""
+    be rounded; see `zero_and_rescale`.
+
+    Args:
+        x: any tensor.
+        rate: probability, a number or a tensor that broadcasts.
+    """
     if native_available() and not (unreadable(x) or transformed()):
         from dampen.native.ops import dropout  # only where it was built
 
@@ -131,7 +159,13 @@ def zero_and_rescale(x: Tensor, dropped: Tensor, rate: Rate) -> Tensor:
     """Zero what was dropped and divide the rest by 1 - rate.
 
     In 16 bits a factor of 0 or 1 / (1 - rate) would be rounded, so there the mask and the scale are
-    two products, the second with a number of full precision."""
+    two products, the second with a number of full precision.
+
+    Args:
+        x: any tensor.
+        dropped: bool, True where a number goes.
+        rate: probability, a number or a tensor that broadcasts.
+    """
     scale = 1 / (1 - rate)
     # a product with bytes is vectorized on a CPU, one with bools is not
     kept = (~dropped).view(torch.uint8)
@@ -145,6 +179,10 @@ def seed_rate(rate: Rate, covered: int) -> Rate:
     `rate`.
 
     1 - (1 - p)^(1 / covered).
+
+    Args:
+        rate: probability, a number or a tensor that broadcasts.
+        covered: places that one seed hides.
     """
     if isinstance(rate, Tensor):
         return -torch.expm1(torch.log1p(-rate) / covered)
@@ -152,7 +190,13 @@ def seed_rate(rate: Rate, covered: int) -> Rate:
 
 
 def dilate(mask: Tensor, width: int, dim: int) -> Tensor:
-    """Spread each True over the `width` places around it along `dim`."""
+    """Spread each True over the `width` places around it along `dim`.
+
+    Args:
+        mask: bool (..., M).
+        width: places that one True covers.
+        dim: the dimension to spread along.
+    """
     if width == 1:
         return mask
     # an even window reaches one place further back
@@ -167,14 +211,25 @@ def dilate(mask: Tensor, width: int, dim: int) -> Tensor:
 
 def any_in_row(mask: Tensor) -> Tensor:
     """Which rows of (..., M) have a True, as (..., 1); eight entries at a time, because `any` over
-    bools is slow on a CPU."""
+    bools is slow on a CPU.
+
+    Args:
+        mask: bool (..., M).
+    """
     padded = F.pad(mask, (0, -mask.shape[-1] % 8)).contiguous()
     words = padded.view(-1, padded.shape[-1]).view(torch.int64)
     return (words.amax(-1) != 0).view(*mask.shape[:-1], 1)
 
 
 def causal_rows(queries: int, keys: int, rows: slice | None, device: torch.device | None) -> Tensor:
-    """The (N, M) bool mask that `is_causal=True` stands for, or only the given rows of it."""
+    """The (N, M) bool mask that `is_causal=True` stands for, or only the given rows of it.
+
+    Args:
+        queries: N.
+        keys: M.
+        rows: the queries that are needed; None: all.
+        device: of the result.
+    """
     start, stop = (0, queries) if rows is None else (rows.start, rows.stop)
     return torch.arange(keys, device=device) <= torch.arange(start, stop, device=device).unsqueeze(-1)
 
@@ -188,7 +243,13 @@ nothing: the softmax does not see it, unless it is -inf, of which SDPA makes zer
 
 class ModelMask:
     """A model's mask, read once: which keys each query sees, and what else it adds to the
-    scores."""
+    scores.
+
+    Args:
+        keep: bool, True is seen.
+        bias: added to the scores.
+        blind: rows in which no key is seen.
+    """
 
     def __init__(self, keep: Tensor, bias: Tensor | None = None, blind: Tensor | None = None) -> None:
         self.keep = keep  # bool, True may be seen
@@ -201,7 +262,11 @@ class ModelMask:
 def read_mask(mask: Tensor) -> ModelMask:
     """The rule above for a mask (..., M), bool (True may be seen) or float (added to the scores).
     The last few float masks of a model's forward are remembered, because all its layers get the
-    same."""
+    same.
+
+    Args:
+        mask: bool (True may be seen) or float (added to the scores), (..., M).
+    """
     if mask.dtype == torch.bool:
         return ModelMask(mask)
     memory = _memory_for(mask)
@@ -219,6 +284,9 @@ def read_mask(mask: Tensor) -> ModelMask:
 def hides(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Of a float mask (..., M): the keys that are seen, and the rows (..., 1) in which no key is
     meant to be.
+
+    Args:
+        mask: float (..., M).
 
     >>> keep, blind = hides(torch.tensor([[0.0, -79.9, -80.1], [-1e9, -1e9, -1e9]]))
     >>> keep.tolist(), blind.flatten().tolist()
@@ -241,7 +309,11 @@ class MaskMemory:
 
     def find(self, parts: Sequence[Any]) -> Any:
         """What was kept for the same tensors, unchanged, and other parts that are equal; else
-        None."""
+        None.
+
+        Args:
+            parts: what the mask was made of.
+        """
         if not _counted(parts):
             return None
         for known, versions, value in self.entries:
@@ -323,6 +395,12 @@ def keep_keys(allowed: Tensor | None, hidden: Sequence[Tensor], keys: int, *, gu
     `allowed` and each of `hidden` broadcast to (B, H, N, keys). A row in which the model itself
     allows nothing stays empty. With m visible keys and rate p the realized rate is p - p^m / m.
     `guard=False` leaves empty rows alone, for callers who know that there are none (`may_empty`).
+
+    Args:
+        allowed: what the model allows: bool, True may be seen; None: everything.
+        hidden: what regularizers hide: bool, True is hidden.
+        keys: M.
+        guard: keep at least one of each row.
     """
     dropped = hidden[0]
     for h in hidden[1:]:
@@ -336,6 +414,11 @@ def keep_keys(allowed: Tensor | None, hidden: Sequence[Tensor], keys: int, *, gu
 def may_empty(rates: Sequence[Rate | None], keys: int, rows: int) -> bool:
     """Whether independent draws at these rates could plausibly hide all of `keys` keys from one of
     `rows` rows.
+
+    Args:
+        rates: of the methods that hide keys; None: unknown.
+        keys: M.
+        rows: how many rows there are.
 
     >>> short, long = may_empty([0.4], keys=17, rows=2176), may_empty([0.4], keys=65, rows=2176)
     >>> short, long, may_empty([None], 65, 1)
@@ -353,7 +436,13 @@ def give_back_one(keep: Tensor, allowed: Tensor | None, *, search: bool = True) 
 
     A query without a key has no softmax: plain attention gives NaN there and fused kernels give
     zeros, so that the same draw would mean two things. One key back, and not all, leaves the rate
-    as near to the one asked for as can be."""
+    as near to the one asked for as can be.
+
+    Args:
+        keep: bool, True is seen.
+        allowed: what the model allows: bool, True may be seen; None: everything.
+        search: False where no row can be empty: nothing changes.
+    """
     if keep.shape[-1] == 0:
         return keep
     # drawn whether it is needed or not: a compiled graph cannot look, and must draw what eager mode

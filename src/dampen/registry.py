@@ -27,7 +27,11 @@ def methods() -> dict[str, type[Regularizer]]:
 
 def find_method(name: str) -> type[Regularizer]:
     """The class of a method, by registry name, class name or `file.py:Class`; else an error with
-    the nearest name."""
+    the nearest name.
+
+    Args:
+        name: registry name, class name, or `file.py:Class`.
+    """
     if is_in_file(name):
         return _checked(name, from_file(name))
     known = methods()

@@ -203,7 +203,11 @@ class per_layer:
 
 
 def as_only_layer(schedule: Schedule) -> Schedule:
-    """A schedule as it runs in a model's only layer, whose depth is 0 although it is the last."""
+    """A schedule as it runs in a model's only layer, whose depth is 0 although it is the last.
+
+    Args:
+        schedule: as `as_schedule` returns it.
+    """
     if not isinstance(schedule, last):
         return schedule
     if callable(schedule.value):
@@ -214,6 +218,10 @@ def as_only_layer(schedule: Schedule) -> Schedule:
 def always_zero(schedule: Schedule, depth: float) -> bool:
     """Whether a schedule is 0 at this depth for the whole of training, by construction. A callable
     of one's own might be anything, so it is not.
+
+    Args:
+        schedule: as `as_schedule` returns it.
+        depth: of the layer, 0 to 1.
 
     >>> always_zero(linear(0.0, 0.3), 0.0), always_zero(late(0.1), 0.0)
     (True, False)
@@ -236,7 +244,13 @@ def always_zero(schedule: Schedule, depth: float) -> bool:
 
 
 def as_schedule(value: Value, what: str, high: float = 1.0) -> Schedule:
-    """A number, a schedule or a list as a schedule, with errors in the user's own words."""
+    """A number, a schedule or a list as a schedule, with errors in the user's own words.
+
+    Args:
+        value: a number, a schedule, or a list with one entry per layer.
+        what: the argument's name, for errors.
+        high: the value must be below this.
+    """
     if callable(value):
         return value
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -247,7 +261,13 @@ def as_schedule(value: Value, what: str, high: float = 1.0) -> Schedule:
 
 
 def check_value(value: Any, what: str, high: float = 1.0) -> float:
-    """`value` as a float in [0, high), or an error that says what was got and what to give."""
+    """`value` as a float in [0, high), or an error that says what was got and what to give.
+
+    Args:
+        value: a number, a schedule, or a list with one entry per layer.
+        what: the argument's name, for errors.
+        high: the value must be below this.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(
             f"{what} must be a number, a schedule f(depth, progress) or a list of numbers, "
@@ -278,6 +298,9 @@ def _check_fraction(name: str, value: float) -> None:
 
 def check_progress(t: object) -> float:
     """How far training is, as a number in [0, 1]; raises for anything else.
+
+    Args:
+        t: share of training that is done.
 
     >>> check_progress(1)
     1.0

@@ -85,7 +85,13 @@ def check_regularizer(
 
 def check_contract(make: Callable[[], Regularizer], contract: str, subject: str) -> Outcome:
     """One contract on one model. Whatever a method raises breaks the contract: the outcome names
-    its stage and site."""
+    its stage and site.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        contract: a name in `CONTRACTS`.
+        subject: the model to try it on.
+    """
     for kind, name, known in (("contract", contract, CONTRACTS), ("subject", subject, SUBJECTS)):
         if name not in known:
             raise ValueError(f"there is no {kind} {name!r}. Known: {', '.join(known)}.")

@@ -28,7 +28,14 @@ def require(condition: bool | Tensor, message: str) -> None:
 
 
 def same(a: Tensor, b: Tensor, message: str, tolerance: float | None = 0.0) -> None:
-    """Equal to the bit (tolerance 0), or close."""
+    """Equal to the bit (tolerance 0), or close.
+
+    Args:
+        a: one.
+        b: the other.
+        message: of the error.
+        tolerance: relative and absolute; 0: equal to the bit.
+    """
     require(a.shape == b.shape, f"{message}: shapes {tuple(a.shape)} and {tuple(b.shape)}")
     if tolerance == 0.0:
         require(torch.equal(a, b), f"{message}: they differ by up to {_gap(a, b):.3g}")
@@ -60,7 +67,13 @@ Make = Callable[[], Regularizer]
 
 
 class Attached:
-    """A subject's model with regularizers attached, and one training step of it."""
+    """A subject's model with regularizers attached, and one training step of it.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+        neutral: every rate and coefficient is 0.
+    """
 
     def __init__(
         self, make: Make | Sequence[Make], subject: Subject, neutral: bool = False
@@ -117,14 +130,22 @@ class Attached:
 
 def telling(make: Make) -> Make:
     """A class that does nothing until it is told what to act on, with its example's arguments; the
-    rest stays."""
+    rest stays.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+    """
     if isinstance(make, type) and issubclass(make, Regularizer) and make.example:
         return functools.partial(make, **make.example)
     return make
 
 
 def with_companion(methods: list[Regularizer]) -> list[Regularizer]:
-    """Methods that compare two passes need something that differs between them."""
+    """Methods that compare two passes need something that differs between them.
+
+    Args:
+        methods: regularizers to attach.
+    """
     if any(m.passes > 1 for m in methods) and not any(
         m.stochastic and m.passes == 1 for m in methods
     ):
@@ -133,19 +154,33 @@ def with_companion(methods: list[Regularizer]) -> list[Regularizer]:
 
 
 def task_loss(logits: Tensor) -> Tensor:
-    """A cross entropy with fixed labels."""
+    """A cross entropy with fixed labels.
+
+    Args:
+        logits: of the model.
+    """
     flat = logits.float().flatten(0, -2)
     return F.cross_entropy(flat, torch.arange(len(flat), device=flat.device) % flat.shape[-1])
 
 
 def valid_of(inputs: dict[str, Tensor]) -> Tensor | None:
-    """The positions that are not padding, where the batch says so."""
+    """The positions that are not padding, where the batch says so.
+
+    Args:
+        inputs: one batch of the subject.
+    """
     if "attention_mask" in inputs:
         return inputs["attention_mask"].bool()
     return None
 
 
 def plain_logits(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """What a model gives, without gradient."""
+    """What a model gives, without gradient.
+
+    Args:
+        subject: the model to try it on.
+        model: of the subject.
+        inputs: one batch of the subject.
+    """
     with torch.no_grad():
         return subject.logits(model(**inputs))

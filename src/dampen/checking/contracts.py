@@ -32,7 +32,12 @@ from dampen.schedules import always_zero
 
 def eval_exact(make: Make, subject: Subject) -> None:
     """1. In eval the model computes, to the bit, what it computed before (unless the method acts in
-    eval by design)."""
+    eval by design).
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     if make().in_eval:
         return
     model, inputs = subject.model().eval(), subject.inputs()
@@ -44,7 +49,12 @@ def eval_exact(make: Make, subject: Subject) -> None:
 
 
 def state_dict(make: Make, subject: Subject) -> None:
-    """2. The model's state_dict keeps its keys, and loads strictly both ways."""
+    """2. The model's state_dict keeps its keys, and loads strictly both ways.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     plain, trial = subject.model(seed=3), Attached(make, subject)
     require(list(plain.state_dict()) == list(trial.model.state_dict()), "state_dict keys changed")
     trial.model.load_state_dict(plain.state_dict(), strict=True)
@@ -52,7 +62,12 @@ def state_dict(make: Make, subject: Subject) -> None:
 
 
 def identity(make: Make, subject: Subject) -> None:
-    """3. At rate 0 and weight 0 nothing happens in training."""
+    """3. At rate 0 and weight 0 nothing happens in training.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject, neutral=True)
     _, terms, logits = trial.step()
     expected = plain_logits(subject, subject.model(), trial.inputs)
@@ -66,7 +81,12 @@ def identity(make: Make, subject: Subject) -> None:
 
 def shapes_and_dtypes(make: Make, subject: Subject) -> None:
     """4. Stages keep shape and dtype, in float32, bfloat16, float16 and under autocast; `tokens`
-    may shorten N."""
+    may shorten N.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         trial = Attached(make, subject)
         trial.model.to(dtype)
@@ -82,13 +102,22 @@ def shapes_and_dtypes(make: Make, subject: Subject) -> None:
 
 
 def gradients_finite(make: Make, subject: Subject) -> None:
-    """5. Loss and gradients are finite, and the penalties have a gradient."""
+    """5. Loss and gradients are finite, and the penalties have a gradient.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     check_finite(trial)
 
 
 def check_finite(trial: Attached) -> None:
-    """Loss, terms and gradients of one step are finite, and some gradient is there."""
+    """Loss, terms and gradients of one step are finite, and some gradient is there.
+
+    Args:
+        trial: a model with regularizers attached.
+    """
     loss, terms, _ = trial.step()
     for name, value in {"loss": loss, **terms}.items():
         require(torch.isfinite(value).all(), f"{name} is {value.item()}")
@@ -99,7 +128,12 @@ def check_finite(trial: Attached) -> None:
 
 
 def copies(make: Make, subject: Subject) -> None:
-    """6. A deepcopy is independent and equal; pickle goes there and back."""
+    """6. A deepcopy is independent and equal; pickle goes there and back.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     # leaves a graph in the slots, which a copy must not meet
     trial.step()
@@ -120,7 +154,13 @@ def copies(make: Make, subject: Subject) -> None:
 
 def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
     """7. torch.compile(fullgraph=True) gives the same loss and gradients, with one graph over a
-    whole schedule."""
+    whole schedule.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+        backend: of torch.compile.
+    """
     torch.compiler.reset()
     trial = Attached(make, subject)
     counter: Any = compile_counter(backend)
@@ -177,7 +217,12 @@ def _sequences(tokens: int, samples: int) -> dict[str, Tensor]:
 
 def shallow(make: Make, subject: Subject) -> Subject:
     """One layer of an own model instead of several, which compiles faster; unless nothing of the
-    method is left there, as of DropPath, whose default is 0 in the first layer."""
+    method is left there, as of DropPath, whose default is 0 in the first layer.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     schedules = telling(make)().schedules.values()
     left_out = bool(schedules) and all(always_zero(s, 0.0) for s in schedules)
     if left_out:
@@ -186,14 +231,24 @@ def shallow(make: Make, subject: Subject) -> Subject:
 
 
 def compiled_inductor(make: Make, subject: Subject) -> None:
-    """7, once with the real compiler: inductor gives the same loss and gradients."""
+    """7, once with the real compiler: inductor gives the same loss and gradients.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     with inductor_draws_as_eager():
         compiled(make, shallow(make, subject), "inductor")
 
 
 def checkpointed(make: Make, subject: Subject) -> None:
     """8. Under activation checkpointing loss and gradients are the same: the same draws, each
-    penalty once."""
+    penalty once.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     loss, gradients = trial.step()[0], trial.gradients()
     for layer in trial.reg.layers:
@@ -206,7 +261,12 @@ def checkpointed(make: Make, subject: Subject) -> None:
 
 
 def seeded(make: Make, subject: Subject) -> None:
-    """9. The same seed gives the same result."""
+    """9. The same seed gives the same result.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     first, gradients = trial.step()[0], trial.gradients()
     same(trial.step()[0], first, "two steps with one seed")
@@ -215,7 +275,12 @@ def seeded(make: Make, subject: Subject) -> None:
 
 def no_leak(make: Make, subject: Subject) -> None:
     """10. What the model's masks hide stays hidden: changing it changes no visible output; padding
-    moves no penalty."""
+    moves no penalty.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     check_leak(Attached(make, subject))
 
 
@@ -237,6 +302,10 @@ def mask_forms(make: Make, subject: Subject) -> None:
     """16. A key hidden by a bool mask, -inf, -1e9, -1e4, -100 or the smallest number is hidden: the
     same results in SDPA, in the model's own softmax and in nn.MultiheadAttention, and nothing of it
     seen. On a language model of its own, whatever the subject; a method that refuses text keeps it.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
     """
     try:
         check_forms([make])
@@ -246,7 +315,12 @@ def mask_forms(make: Make, subject: Subject) -> None:
 
 def check_forms(makes: Sequence[Make], brief: bool = False) -> None:
     """In float64, where all forms take one path, the draws are the same; in float32 a native kernel
-    may run too. `brief`: three forms of the mask that is both causal and padded."""
+    may run too. `brief`: three forms of the mask that is both causal and padded.
+
+    Args:
+        makes: one per regularizer.
+        brief: fewer forms of a mask.
+    """
     scenes = {
         name: scene
         for name, scene in masked.scenes().items()
@@ -308,7 +382,12 @@ def _same_terms(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolera
 
 
 def remove(make: Make, subject: Subject) -> None:
-    """11. remove() gives the model back exactly: classes, attributes, modules, results."""
+    """11. remove() gives the model back exactly: classes, attributes, modules, results.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     plain, trial = subject.model(), Attached(make, subject)
     trial.step()
     trial.reg.remove()
@@ -333,7 +412,12 @@ def remove(make: Make, subject: Subject) -> None:
 
 def documented(make: Make, subject: Subject) -> None:
     """12. Constructible by default; the docstring says what it does, and of ours it names the paper
-    and an example."""
+    and an example.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     cls = type(make())
     doc = cls.__doc__ or ""
     require(bool(doc.strip().splitlines()[:1]), f"{cls.__name__} has no docstring")
@@ -349,7 +433,12 @@ def documented(make: Make, subject: Subject) -> None:
 
 def kernel(make: Make, subject: Subject) -> None:
     """14. The kernel that ran is the one declared: fused unless a stage needs the matrix of
-    scores."""
+    scores.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     calls = _FusedCalls()
     with calls:
@@ -364,7 +453,12 @@ def kernel(make: Make, subject: Subject) -> None:
 
 
 def exported(make: Make, subject: Subject) -> None:
-    """15. torch.export and ONNX work at eval, and give the same."""
+    """15. torch.export and ONNX work at eval, and give the same.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     model = trial.model.eval()
     expected = plain_logits(subject, model, trial.inputs)
@@ -379,7 +473,12 @@ def exported(make: Make, subject: Subject) -> None:
 
 
 def exported_onnx(make: Make, subject: Subject) -> None:
-    """15, ONNX: the file gives what the model gives."""
+    """15, ONNX: the file gives what the model gives.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     import onnxruntime
 
     trial = Attached(make, shallow(make, subject))

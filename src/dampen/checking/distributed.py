@@ -25,6 +25,10 @@ def check_distributed(makes: Sequence[Make], processes: int = 2) -> None:
     Deterministic methods must have the gradients of one process on the joined batch. Stochastic
     ones may draw differently on each rank; their weights must stay equal over several steps.
     `makes` must be picklable: classes or functions of a module.
+
+    Args:
+        makes: one per regularizer.
+        processes: how many.
     """
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_work, (processes, list(makes), folder), nprocs=processes)
@@ -55,7 +59,12 @@ def _work(rank: int, processes: int, makes: list[Make], folder: str) -> None:
 
 def ddp_equals_one_process(make: Make, rank: int) -> None:
     """Gradients of a deterministic method under DDP are those of one process on the joined
-    batch."""
+    batch.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        rank: of this process.
+    """
     method = make()
     if method.stochastic or method.passes > 1:
         return
@@ -70,7 +79,12 @@ def ddp_equals_one_process(make: Make, rank: int) -> None:
 
 
 def ddp_stays_in_step(make: Make, rank: int) -> None:
-    """Three steps under DDP: nothing hangs, all weights stay equal on all ranks."""
+    """Three steps under DDP: nothing hangs, all weights stay equal on all ranks.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        rank: of this process.
+    """
     trial = Attached(make, SUBJECTS["vit"])
     wrapped = DistributedDataParallel(trial.model)
     optimizer = torch.optim.SGD(trial.model.parameters(), lr=0.1)
@@ -83,7 +97,12 @@ def ddp_stays_in_step(make: Make, rank: int) -> None:
 
 def fsdp_trains(make: Make, rank: int) -> None:
     """fully_shard after regularize works; remove() afterwards refuses and leaves everything as it
-    is."""
+    is.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        rank: of this process.
+    """
     trial = _sharded_by_blocks(make)
     optimizer = torch.optim.SGD(trial.model.parameters(), lr=0.1)
     for step in range(2):

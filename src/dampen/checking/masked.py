@@ -18,7 +18,11 @@ nn.MultiheadAttention."""
 
 
 class MaskedAttention(nn.Module):
-    """Attention with a mask that is bool (True may be seen) or added to the scores."""
+    """Attention with a mask that is bool (True may be seen) or added to the scores.
+
+    Args:
+        eager: the model's own softmax instead of torch's function.
+    """
 
     def __init__(self, eager: bool) -> None:
         super().__init__()
@@ -42,7 +46,11 @@ class MaskedAttention(nn.Module):
 
 
 class MaskedBlock(nn.Module):
-    """Pre-norm attention and a feed-forward."""
+    """Pre-norm attention and a feed-forward.
+
+    Args:
+        path: one of `PATHS`.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -67,7 +75,11 @@ class MaskedBlock(nn.Module):
 
 
 class MaskedModel(nn.Module):
-    """Logits of tokens under a given mask."""
+    """Logits of tokens under a given mask.
+
+    Args:
+        path: one of `PATHS`.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -84,7 +96,13 @@ class MaskedModel(nn.Module):
 
 
 def forms_of(seen: Tensor, dtype: torch.dtype, brief: bool = False) -> dict[str, Tensor]:
-    """A bool mask in all its forms, or in three."""
+    """A bool mask in all its forms, or in three.
+
+    Args:
+        seen: bool, True where a key may be seen.
+        dtype: of the float masks, or of the model.
+        brief: fewer forms of a mask.
+    """
     lows = {
         "-inf": -math.inf,
         "the smallest number": torch.finfo(dtype).min,
@@ -124,13 +142,22 @@ def ids() -> Tensor:
 
 
 def build(path: str, dtype: torch.dtype) -> nn.Module:
-    """The model, the same each time."""
+    """The model, the same each time.
+
+    Args:
+        path: one of `PATHS`.
+        dtype: of the float masks, or of the model.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MaskedModel(path).to(dtype).train()
 
 
 def logits(out: Any) -> Tensor:
-    """What the model gives is its logits."""
+    """What the model gives is its logits.
+
+    Args:
+        out: what the model returned.
+    """
     found: Tensor = out
     return found

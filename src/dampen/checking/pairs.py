@@ -53,7 +53,12 @@ _ADVICE = (
 
 def order(make: Make, subject: Subject) -> None:
     """16. The order in which two methods are given does not matter: the same draws, outputs,
-    penalties, gradients."""
+    penalties, gradients.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     for other in COMPANIONS.values():
         _skip_refused(order_of_two, make, other, subject)
 
@@ -61,13 +66,24 @@ def order(make: Make, subject: Subject) -> None:
 def beside(make: Make, subject: Subject) -> None:
     """17. Beside another method every penalty is what it is alone on the same layer inputs, and so
     are its gradients; two methods' penalties add up; a method that only reads changes nothing that
-    another one draws."""
+    another one draws.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     for other in COMPANIONS.values():
         _skip_refused(penalties_of_two, make, other, subject)
 
 
 def order_of_two(first: Make, second: Make, subject: Subject) -> None:
-    """Two methods in both orders: one seed gives the same."""
+    """Two methods in both orders: one seed gives the same.
+
+    Args:
+        first: makes one regularizer.
+        second: makes the other.
+        subject: the model to try it on.
+    """
     a, b = (
         Attached([telling(m) for m in makes], subject)
         for makes in ((first, second), (second, first))
@@ -94,7 +110,13 @@ def order_of_two(first: Make, second: Make, subject: Subject) -> None:
 
 
 def penalties_of_two(first: Make, second: Make, subject: Subject) -> None:
-    """Two methods together, and each of them on the layer inputs that both left."""
+    """Two methods together, and each of them on the layer inputs that both left.
+
+    Args:
+        first: makes one regularizer.
+        second: makes the other.
+        subject: the model to try it on.
+    """
     makes = [telling(first), telling(second)]
     apart = [make() for make in makes]
     if any(r.stages & _UPSTREAM or r.passes > 1 or (r.only_reads and r.stochastic) for r in apart):

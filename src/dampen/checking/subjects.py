@@ -43,13 +43,21 @@ class Subject:
         return ""
 
     def model(self, seed: int = 0) -> nn.Module:
-        """A fresh model in training mode, the same for the same seed."""
+        """A fresh model in training mode, the same for the same seed.
+
+        Args:
+            seed: of the weights or of the batch.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.build().train()
 
     def inputs(self, seed: int = 1) -> dict[str, Tensor]:
-        """A batch, the same for the same seed."""
+        """A batch, the same for the same seed.
+
+        Args:
+            seed: of the weights or of the batch.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.batch()

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from dampen.names import printable
 from dampen.studies.errors import LabError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output, for machines.")]
@@ -75,7 +76,7 @@ def fail(message: str, code: int, as_json: bool = False) -> NoReturn:
     if as_json:
         print(json.dumps({"error": message, "exit_code": code}))
     else:
-        print(f"dampen: {message}", file=sys.stderr)
+        print(f"dampen: {printable(message)}", file=sys.stderr)
     raise typer.Exit(code)
 
 

@@ -211,7 +211,7 @@ def _own(
 ) -> ComparisonRequest:
     from dampen.studies.comparison import read_setting
     from dampen.studies.request import request_own
-    from dampen.studies.trainer.function import function_in_file
+    from dampen.studies.trainer.user_function import function_in_file
 
     problems = []
     if searching and metric is None:

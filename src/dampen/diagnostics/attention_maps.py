@@ -42,6 +42,11 @@ def attention_weights(
     A layer that runs more than one attention (a decoder block, a shared layer) gives name, name#2,
     and so on. Window attention (Swin) has windows in place of samples.
 
+    Args:
+        model: any model that returns logits; left as it was.
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+        samples: how many of the batch's samples to run; None: all.
+
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=2, heads=2, mlp=8)
     >>> weights = attention_weights(model, torch.randn(3, 3, 8, 8))  # synthetic images
@@ -64,6 +69,9 @@ def attention_entropy(weights: Tensor) -> Tensor:
     """Entropy of each query's weights in nats, averaged over samples and queries: one number per
     head, (H,).
 
+    Args:
+        weights: attention weights (B, H, N, M).
+
     >>> attention_entropy(torch.full((1, 1, 4, 4), 0.25)).exp()
     tensor([4.])
     """
@@ -73,6 +81,9 @@ def attention_entropy(weights: Tensor) -> Tensor:
 def head_similarity(weights: Tensor) -> float:
     """Mean squared cosine between the weights of two heads for the same query, over all pairs; 1 if
     all heads agree.
+
+    Args:
+        weights: attention weights (B, H, N, M).
 
     >>> head_similarity(torch.eye(4).expand(1, 3, 4, 4))
     1.0
@@ -96,6 +107,11 @@ def rollout(
     A' = residual I + (1 - residual) A per layer, rows normalized, multiplied from the first layer
     to the last. `residual=0` for a model without skips around attention. `heads` says how the heads
     of a layer become one matrix.
+
+    Args:
+        weights: by layer, as `attention_weights` returns them.
+        residual: share of the skip connection in each layer.
+        heads: how heads are joined: "mean", "max" or "min".
 
     >>> rollout([torch.full((1, 2, 3, 3), 1 / 3)]).sum(-1)
     tensor([[1., 1., 1.]])
@@ -136,6 +152,12 @@ def token_map(
 
     Tokens before the patch grid (CLS) are cut off; `size` enlarges to pixels.
 
+    Args:
+        relevance: (B, N, N), or one head's weights.
+        query: index of the token that looks.
+        grid: (rows, columns) of patches; None: a square.
+        size: (height, width) to scale up to; None: one pixel a patch.
+
     >>> token_map(torch.rand(2, 17, 17), size=(32, 32)).shape
     torch.Size([2, 32, 32])
     """
@@ -158,7 +180,12 @@ def token_map(
 
 
 def overlay(images: Tensor, maps: Tensor) -> Tensor:
-    """Images (B, C, H, W) in [0, 1] darkened where a map (B, H, W) is low: (B, 3, H, W)."""
+    """Images (B, C, H, W) in [0, 1] darkened where a map (B, H, W) is low: (B, 3, H, W).
+
+    Args:
+        images: (B, C, H, W) in [0, 1].
+        maps: (B, H, W) in [0, 1].
+    """
     if images.shape[-2:] != maps.shape[-2:] or len(images) != len(maps):
         raise ValueError(
             f"images and maps must be of one size: got {tuple(images.shape)} "
@@ -172,7 +199,12 @@ def overlay(images: Tensor, maps: Tensor) -> Tensor:
 
 
 def save_images(images: Tensor, path: Path | str) -> Path:
-    """Write images (B, 3, H, W) or maps (B, H, W) in [0, 1] side by side into one PNG file."""
+    """Write images (B, 3, H, W) or maps (B, H, W) in [0, 1] side by side into one PNG file.
+
+    Args:
+        images: (B, 3, H, W) or (B, H, W), in [0, 1].
+        path: of the PNG file; its folder must exist.
+    """
     from PIL import Image
 
     if images.dim() == 4:

@@ -57,6 +57,11 @@ def wilson_interval(correct: int, n: int, level: float = 0.95) -> tuple[float, f
     """Wilson's confidence interval for a share of `correct` in `n`; sensible at 0, at 1 and for
     small n.
 
+    Args:
+        correct: how many were right.
+        n: of how many.
+        level: confidence level of the interval.
+
     >>> low, high = wilson_interval(95, 100)
     >>> f"{low:.4f} {high:.4f}"
     '0.8882 0.9785'
@@ -81,6 +86,11 @@ def expected_calibration_error(logits: Tensor, labels: Tensor, bins: int = 15) -
     `sum_b n_b / n * |accuracy_b - confidence_b|` (Guo et al., arXiv 1706.04599) over `[0, 1/bins),
     ...`, the last bin closed. Averaged probabilities can be given as their logarithms.
 
+    Args:
+        logits: (n, C).
+        labels: (n,), class indices.
+        bins: how many bins of confidence.
+
     >>> sure = torch.tensor([[50.0, 0.0], [50.0, 0.0]])  # both are called class 0 with confidence 1
     >>> round(expected_calibration_error(sure, torch.tensor([0, 1])), 6)
     0.5
@@ -99,7 +109,13 @@ def expected_calibration_error(logits: Tensor, labels: Tensor, bins: int = 15) -
 
 def adaptive_calibration_error(logits: Tensor, labels: Tensor, bins: int = 15) -> float:
     """Expected calibration error of the top class over bins of equal mass (Nguyen and O'Connor,
-    arXiv 1508.05154)."""
+    arXiv 1508.05154).
+
+    Args:
+        logits: (n, C).
+        labels: (n,), class indices.
+        bins: how many bins of confidence.
+    """
     return reliability(logits, labels, bins, equal_mass=True).error()
 
 
@@ -112,6 +128,12 @@ def reliability(
     most one. Predictions of equal confidence may fall into two bins; each then counts as correct by
     the share of correct ones among its equals, so that the result does not depend on the order of
     the data.
+
+    Args:
+        logits: (n, C).
+        labels: (n,), class indices.
+        bins: how many bins of confidence.
+        equal_mass: bins of equal mass instead of equal width.
     """
     logits, labels = _checked(logits, labels, bins)
     top, predicted = logits.double().softmax(dim=1).max(dim=1)
@@ -141,7 +163,14 @@ def reliability(
 def calibration_of(
     logits: Tensor, labels: Tensor, bins: int = 15, level: float = 0.95
 ) -> Calibration:
-    """Everything `Calibration` holds, from logits (n, C) and labels (n,)."""
+    """Everything `Calibration` holds, from logits (n, C) and labels (n,).
+
+    Args:
+        logits: (n, C).
+        labels: (n,), class indices.
+        bins: how many bins of confidence.
+        level: confidence level of the interval.
+    """
     logits, labels = _checked(logits, labels, bins)
     log_probs = logits.double().log_softmax(dim=1)
     probs, n = log_probs.exp(), len(labels)
@@ -173,6 +202,12 @@ def measure_calibration(
 
     The model runs in eval mode and every module's mode is restored. `data` yields (inputs, labels);
     predictions per token are counted one by one, those with label -100 not at all.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        data: batches (inputs, labels), or mappings with "labels".
+        bins: how many bins of confidence.
+        level: confidence level of the interval.
 
     >>> _ = torch.manual_seed(0)
     >>> data = [(torch.randn(50, 4), torch.randint(3, (50,)))]  # synthetic
@@ -216,6 +251,13 @@ class GeneralizationGap:
 def generalization_gap(
     model: nn.Module, train: Data, test: Data, bins: int = 15
 ) -> GeneralizationGap:
-    """Accuracy and calibration on training and on test data, and their differences."""
+    """Accuracy and calibration on training and on test data, and their differences.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        train: batches the model was trained on.
+        test: batches it has not seen.
+        bins: how many bins of confidence.
+    """
     a, b = measure_calibration(model, train, bins), measure_calibration(model, test, bins)
     return GeneralizationGap(a, b, a.accuracy - b.accuracy, b.nll - a.nll)

@@ -35,7 +35,14 @@ from dampen.regularizer import BranchCall
 
 
 def linear_attention_condition(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
-    """kappa of X Wq Wk^T X^T X Wv for tokens X (..., N, D) and weights (D, D), in float64."""
+    """kappa of X Wq Wk^T X^T X Wv for tokens X (..., N, D) and weights (D, D), in float64.
+
+    Args:
+        x: tokens (..., N, D).
+        wq: (D, D), y = x W.
+        wk: (D, D).
+        wv: (D, D).
+    """
     x, wq, wk, wv = (t.double() for t in (x, wq, wk, wv))
     return _kappa(x @ (wq @ wk.mT) @ (x.mT @ (x @ wv)))
 
@@ -47,6 +54,12 @@ def linear_attention_bound(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Ten
     kappa(V^T Wv). With at least as many tokens as channels V is square and C at most kappa(Wq)
     kappa(Wk) kappa(Wv), the proposition's constant; with fewer tokens the constant has to look at
     the weights on the tokens' own space, as it does here, because Wq Wk^T may be singular there.
+
+    Args:
+        x: tokens (..., N, D).
+        wq: (D, D), y = x W.
+        wk: (D, D).
+        wv: (D, D).
     """
     x, wq, wk, wv = (t.double() for t in (x, wq, wk, wv))
     _, s, vh = torch.linalg.svd(x, full_matrices=False)
@@ -64,6 +77,11 @@ def linear_conditions(
 
     All heads count as one, without biases. Layers whose maps are not three square ones (grouped
     queries, cross-attention), and padded batches, are left out.
+
+    Args:
+        plans: the layers to watch.
+        valid: (B, N) bool, False on padding; None: all tokens count.
+        enabled: False: watch nothing.
     """
     found: dict[str, dict[str, list[tuple[tuple[float, ...], None, float]]]] = {}
     hooks = []
@@ -231,6 +249,10 @@ def singular_values(x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Ten
 
     Padded tokens count as zero rows, which add zeros to the end of the spectrum: those do not
     count.
+
+    Args:
+        x: tokens (B, N, D).
+        valid: (B, N) bool, False on padding; None: all tokens count.
     """
     x = x.detach().flatten(1, -2).double()
     rank = torch.full((len(x),), min(x.shape[1:]), device=x.device)
@@ -246,6 +268,11 @@ def condition_of(x: Tensor, valid: Tensor | None = None, spectrum: bool = False)
     It ends at 1 / (machine epsilon x longer side), about 1e13, where a matrix is singular to
     float64; tokens from a float32 model are so from about 1e7 on, and the number then says no more
     than that.
+
+    Args:
+        x: tokens (B, N, D).
+        valid: (B, N) bool, False on padding; None: all tokens count.
+        spectrum: also return the singular values.
 
     >>> condition_of(torch.diag(torch.tensor([4.0, 2.0, 1.0])).unsqueeze(0)).numbers
     (4.0,)
@@ -381,6 +408,12 @@ class ConditionProbe:
     else an empty dict. A batch is what the model takes, (inputs, labels), a mapping with "labels",
     or the lab's mapping with "inputs" and "target".
 
+    Args:
+        every: measure each so many steps.
+        samples: how many samples of a batch; None: all.
+        spectrum: also keep singular values.
+        bound: also measure attention without softmax and its bound.
+
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=16, patch_size=4, width=16, depth=2, heads=2, mlp=16)
     >>> probe = ConditionProbe(every=100, samples=4)
@@ -408,7 +441,11 @@ class ConditionProbe:
 
 
 def inputs_of(batch: Any) -> Any:
-    """What of a training batch the model takes."""
+    """What of a training batch the model takes.
+
+    Args:
+        batch: a batch as the trainer gives it to the model.
+    """
     if isinstance(batch, dict):
         if "inputs" in batch and "target" in batch:
             return batch["inputs"]

@@ -33,7 +33,13 @@ class GradientVariance:
 
 
 def classification_loss(model: nn.Module, inputs: Any, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of a model's logits (..., C) against labels (...)."""
+    """Mean cross-entropy of a model's logits (..., C) against labels (...).
+
+    Args:
+        model: any model that returns logits; left as it was.
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+        labels: (n,), class indices.
+    """
     logits = run(model, inputs)
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
@@ -54,6 +60,13 @@ def gradient_variance(
     gradients, buffers and the global random state are restored.
 
     Batches must be of one size: the variance falls as 1 / size.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        data: batches (inputs, labels), or mappings with "labels".
+        loss: loss(model, inputs, labels) -> the scalar that training minimizes.
+        mode: "train", "eval" or "keep".
+        seed: of the random numbers; the global random state is restored.
 
     >>> _ = torch.manual_seed(0)
     >>> data = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(5)]  # synthetic

@@ -47,6 +47,13 @@ def estimate_condition(
     are those of A on the space of V_k. All vectors are kept orthogonal to all earlier ones. The
     Frobenius norm is Hutchinson's estimate from random signs.
 
+    Args:
+        multiply: v -> A v.
+        transposed: u -> A^T u.
+        size: length of v.
+        steps: of the bidiagonalization, at most `size`.
+        seed: of the random numbers; the global random state is restored.
+
     >>> a = torch.diag(torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64))
     >>> round(estimate_condition(lambda v: a @ v, lambda u: a.mT @ u, size=4, steps=4).kappa, 6)
     8.0

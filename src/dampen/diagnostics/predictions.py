@@ -23,6 +23,10 @@ def in_mode(model: nn.Module, mode: str = "eval") -> Iterator[None]:
     """Run the body with the model in `mode`: "eval", "train", or "keep"; then restore each module's
     own mode.
 
+    Args:
+        model: any model that returns logits; left as it was.
+        mode: "train", "eval" or "keep".
+
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with in_mode(model):
     ...     print([m.training for m in model])
@@ -44,7 +48,11 @@ def in_mode(model: nn.Module, mode: str = "eval") -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first parameter or buffer lives; the CPU if it has none."""
+    """Where the model's first parameter or buffer lives; the CPU if it has none.
+
+    Args:
+        model: any model that returns logits; left as it was.
+    """
     tensor = next(chain(model.parameters(), model.buffers()), None)
     if tensor is None:
         return torch.device("cpu")
@@ -53,6 +61,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 def split(batch: Any) -> tuple[Any, Tensor]:
     """A batch as (inputs, labels).
+
+    Args:
+        batch: (inputs, labels), or a mapping with "labels".
 
     >>> split({"pixel_values": 1, "labels": torch.tensor([2])})
     ({'pixel_values': 1}, tensor([2]))
@@ -68,7 +79,11 @@ def split(batch: Any) -> tuple[Any, Tensor]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits of a model's output: a tensor itself, or what lies under `.logits`."""
+    """The logits of a model's output: a tensor itself, or what lies under `.logits`.
+
+    Args:
+        output: what a model returned.
+    """
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise TypeError(
@@ -80,7 +95,12 @@ def logits_of(output: Any) -> Tensor:
 
 def run(model: nn.Module, inputs: Any) -> Tensor:
     """Call the model on a tensor, a tuple (positional) or a mapping (keywords), and return its
-    logits."""
+    logits.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+    """
     if isinstance(inputs, Mapping):
         return logits_of(model(**inputs))
     if isinstance(inputs, (tuple, list)):
@@ -89,7 +109,12 @@ def run(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Tensors, and tuples, lists and mappings of them, on `device`."""
+    """Tensors, and tuples, lists and mappings of them, on `device`.
+
+    Args:
+        value: tensors, or containers of them.
+        device: where to.
+    """
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -100,7 +125,12 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (..., C) and labels (...) as (n, C) and (n,), without ignored positions; checked."""
+    """Logits (..., C) and labels (...) as (n, C) and (n,), without ignored positions; checked.
+
+    Args:
+        logits: (..., C).
+        labels: (...), class indices, -100 where a position does not count.
+    """
     if logits.dim() < 2 or labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"Labels must hold one class index per prediction: got logits {tuple(logits.shape)} "
@@ -128,7 +158,12 @@ def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def predict(model: nn.Module, data: Data) -> tuple[Tensor, Tensor]:
-    """Logits (n, C) and labels (n,) of all predictions, on the CPU, from the model in eval mode."""
+    """Logits (n, C) and labels (n,) of all predictions, on the CPU, from the model in eval mode.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        data: batches (inputs, labels), or mappings with "labels".
+    """
     device = device_of(model)
     parts = []
     with in_mode(model):

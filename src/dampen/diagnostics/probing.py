@@ -39,6 +39,10 @@ def probed(model: nn.Module, make: Callable[[], P]) -> Iterator[list[tuple[Layer
     what they were.
 
     The body runs the model in eval mode. A compiled model runs eagerly.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        make: makes the probe of one layer.
     """
     plans = find_layers(model)
     device = device_of(model)
@@ -60,18 +64,32 @@ def probed(model: nn.Module, make: Callable[[], P]) -> Iterator[list[tuple[Layer
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`'s wrapper."""
+    """The model inside `torch.compile`'s wrapper.
+
+    Args:
+        model: any model that returns logits; left as it was.
+    """
     return getattr(model, "_orig_mod", model)
 
 
 def in_float64(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
-    """A copy of the model in float64, and inputs to match: small singular values survive there."""
+    """A copy of the model in float64, and inputs to match: small singular values survive there.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+    """
     doubled = map_tensors(inputs, lambda t: t.double() if t.is_floating_point() else t)
     return copy.deepcopy(unwrapped(model)).double(), doubled
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Run a model on a tensor, a tuple (positional) or a mapping (keywords)."""
+    """Run a model on a tensor, a tuple (positional) or a mapping (keywords).
+
+    Args:
+        model: any model that returns logits; left as it was.
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+    """
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list):
@@ -80,7 +98,12 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same inputs with every tensor changed."""
+    """The same inputs with every tensor changed.
+
+    Args:
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+        change: applied to each tensor.
+    """
     if isinstance(inputs, Tensor):
         return change(inputs)
     if isinstance(inputs, Mapping):
@@ -91,7 +114,11 @@ def map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def valid_tokens(inputs: Any) -> Tensor | None:
-    """(B, N) bool, False on padding, where the inputs say so as Hugging Face's do."""
+    """(B, N) bool, False on padding, where the inputs say so as Hugging Face's do.
+
+    Args:
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+    """
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return mask.bool()
@@ -99,7 +126,11 @@ def valid_tokens(inputs: Any) -> Tensor | None:
 
 
 def batch_first(plan: LayerPlan) -> bool:
-    """Whether tokens come as (B, N, D); torch.nn's layers take (N, B, D) unless told otherwise."""
+    """Whether tokens come as (B, N, D); torch.nn's layers take (N, B, D) unless told otherwise.
+
+    Args:
+        plan: one layer that `find_layers` found.
+    """
     return all(
         m.batch_first for m in plan.attentions.values() if isinstance(m, nn.MultiheadAttention)
     )

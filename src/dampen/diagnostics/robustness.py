@@ -53,7 +53,11 @@ class Pixels:
         return self.bounds[1] - self.bounds[0]
 
     def from_data(self, images: Any) -> Tensor:
-        """Images of the data as pixels within the bounds."""
+        """Images of the data as pixels within the bounds.
+
+        Args:
+            images: as the data hold them.
+        """
         if isinstance(images, Mapping) and len(images) == 1:  # {"pixel_values": ...}
             images = next(iter(images.values()))
         if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
@@ -80,12 +84,20 @@ class Pixels:
         return out
 
     def to_model(self, pixels: Tensor) -> Tensor:
-        """Pixels as the model expects them."""
+        """Pixels as the model expects them.
+
+        Args:
+            pixels: within the bounds.
+        """
         mean, std = self._statistics(pixels)
         return (pixels - mean) / std
 
     def preprocessing(self, like: Tensor) -> dict[str, Any]:
-        """The same normalization as foolbox takes it."""
+        """The same normalization as foolbox takes it.
+
+        Args:
+            like: images, for the number of channels and the dtype.
+        """
         mean, std = self._statistics(like)
         return {"mean": mean.flatten(), "std": std.flatten(), "axis": -3}
 
@@ -130,7 +142,13 @@ class Corruptions:
 
 
 def add_noise(images: Tensor, amount: float, generator: torch.Generator) -> Tensor:
-    """Add Gaussian noise, drawn image by image so that the split into batches does not matter."""
+    """Add Gaussian noise, drawn image by image so that the split into batches does not matter.
+
+    Args:
+        images: (B, C, H, W).
+        amount: standard deviation of the noise.
+        generator: where random numbers come from; None: torch's global generator.
+    """
     noise = torch.stack(
         [torch.randn(images.shape[1:], generator=generator) for _ in range(len(images))]
     )
@@ -138,7 +156,12 @@ def add_noise(images: Tensor, amount: float, generator: torch.Generator) -> Tens
 
 
 def blur(images: Tensor, sigma: float) -> Tensor:
-    """Blur with a Gaussian cut at 4 sigma, repeating the border pixels."""
+    """Blur with a Gaussian cut at 4 sigma, repeating the border pixels.
+
+    Args:
+        images: (B, C, H, W).
+        sigma: of the Gaussian, in pixels.
+    """
     radius = math.ceil(4 * sigma)
     x = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)
     kernel = torch.exp(-0.5 * (x / sigma) ** 2)
@@ -149,7 +172,12 @@ def blur(images: Tensor, sigma: float) -> Tensor:
 
 
 def lower_contrast(images: Tensor, factor: float) -> Tensor:
-    """Pull every pixel toward the mean of its channel in its image."""
+    """Pull every pixel toward the mean of its channel in its image.
+
+    Args:
+        images: (B, C, H, W).
+        factor: what is left of the contrast, in [0, 1].
+    """
     mean = images.mean(dim=(2, 3), keepdim=True)
     return mean + factor * (images - mean)
 
@@ -163,6 +191,13 @@ def corrupt(
 ) -> Tensor:
     """Corrupt images (B, C, H, W) whose pixels lie in `bounds`; noise is drawn from `generator`
     (seed 0 if none).
+
+    Args:
+        images: (B, C, H, W).
+        kind: a name in `CORRUPTIONS`.
+        severity: 1 to 5.
+        bounds: (low, high) of valid pixels.
+        generator: where random numbers come from; None: torch's global generator.
 
     >>> corrupt(torch.rand(2, 3, 8, 8), "contrast", severity=5).shape
     torch.Size([2, 3, 8, 8])
@@ -198,6 +233,13 @@ def measure_corruptions(
 
     The model runs in eval mode and its modes are restored. The noise of an image depends on `seed`
     and on its place in the data alone, and only its size grows with severity.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        data: batches (inputs, labels), or mappings with "labels".
+        kinds: names in `CORRUPTIONS`.
+        pixels: what the inputs mean: bounds, and normalization if there is any.
+        seed: of the random numbers; the global random state is restored.
 
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
     >>> result = measure_corruptions(model, [(torch.rand(6, 1, 4, 4), torch.tensor([0, 1] * 3))])
@@ -269,6 +311,13 @@ def fgsm(
     """Accuracy after one step of size `eps` along the sign of the loss gradient (Goodfellow, arXiv
     1412.6572).
 
+    Args:
+        model: any model that returns logits; left as it was.
+        data: batches (inputs, labels), or mappings with "labels".
+        eps: largest change of a pixel, in the units of the pixels.
+        pixels: what the inputs mean: bounds, and normalization if there is any.
+        seed: of the random numbers; the global random state is restored.
+
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(1, 2))
     >>> weights = {"weight": torch.tensor([[-1.0], [1.0]]), "bias": torch.tensor([1.0, 0.0])}
     >>> _ = model[1].load_state_dict(weights)
@@ -297,6 +346,16 @@ def pgd(
     The model runs in eval mode, and its modes, gradients and the global random state are afterwards
     what they were. An example counts as robust only if it is classified correctly before and after
     the attack.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        data: batches (inputs, labels), or mappings with "labels".
+        eps: largest change of a pixel, in the units of the pixels.
+        step: size of one step.
+        steps: how many.
+        random_start: start at a random point within eps.
+        pixels: what the inputs mean: bounds, and normalization if there is any.
+        seed: of the random numbers; the global random state is restored.
     """
     return _attack(model, data, "pgd", eps, step, steps, random_start, pixels or Pixels(), seed)
 

@@ -29,6 +29,11 @@ def gray_svd(x: Tensor, eps: float = 0.7, restore_scale: bool = True) -> Tensor:
     the Gram matrix squares the condition number. `restore_scale` multiplies max S back.
     Differentiable, also where singular values coincide or vanish.
 
+    Args:
+        x: tokens (..., N, D).
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
+
     >>> x = torch.diag(torch.tensor([16.0, 4.0, 1.0]))
     >>> gray_svd(x, eps=0.5).diagonal()
     tensor([16.,  8.,  4.])
@@ -58,6 +63,11 @@ def gray_dct(x: Tensor, eps: float = 0.95, restore_scale: bool = True) -> Tensor
     The cheap form of Token Graying (arXiv 2505.01996); the paper does not publish its amplification
     formula, this one is ours. `restore_scale` multiplies max |c| back.
 
+    Args:
+        x: tokens (..., N, D).
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
+
     >>> x = torch.ones(4, 4) + torch.eye(4)
     >>> (torch.linalg.cond(gray_dct(x, eps=0.5)) < torch.linalg.cond(x)).item()
     True
@@ -82,7 +92,14 @@ def gray_dct(x: Tensor, eps: float = 0.95, restore_scale: bool = True) -> Tensor
 def gray_tokens(
     x: Tensor, kind: Kind = "dct", eps: float | None = None, restore_scale: bool = True
 ) -> Tensor:
-    """Token matrices (..., N, D), grayed one by one. `eps` None: 0.95 for dct, 0.7 for svd."""
+    """Token matrices (..., N, D), grayed one by one. `eps` None: 0.95 for dct, 0.7 for svd.
+
+    Args:
+        x: tokens (..., N, D).
+        kind: svd or dct.
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
+    """
     check_kind(kind)
     if x.dim() < 2 or not x.is_floating_point():
         raise TypeError(
@@ -104,6 +121,13 @@ def gray_images(
 ) -> Tensor:
     """Images (B, C, H, W) or one image (C, H, W): cut into patches, patches grayed as tokens, put
     together again.
+
+    Args:
+        images: (B, C, H, W).
+        patch_size: height and width of a patch, or one number for both.
+        kind: svd or dct.
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
 
     >>> gray_images(torch.rand(2, 3, 8, 8), patch_size=4, kind="svd").shape
     torch.Size([2, 3, 8, 8])
@@ -130,6 +154,12 @@ class GrayImages:
 
     Put it last, behind augmentation and normalization: it then gives the model what the regularizer
     `TokenGraying` would.
+
+    Args:
+        patch_size: height and width of a patch, or one number for both.
+        kind: svd or dct.
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
 
     >>> transform = GrayImages(patch_size=4, kind="svd", eps=0.7)
     >>> transform(torch.rand(3, 32, 32)).shape
@@ -165,6 +195,11 @@ def dct_matrix(
     """The orthonormal DCT-II of length n as a matrix: row k holds sqrt(2/n) cos(pi (2 j + 1) k / (2
     n)), row 0 sqrt(1/n).
 
+    Args:
+        n: its size.
+        dtype: of the result.
+        device: of the result.
+
     >>> c = dct_matrix(5)
     >>> torch.allclose(c @ c.mT, torch.eye(5, dtype=torch.float64))
     True
@@ -176,14 +211,22 @@ def dct_matrix(
 
 
 def check_kind(kind: Any) -> Kind:
-    """`kind`, or an error."""
+    """`kind`, or an error.
+
+    Args:
+        kind: svd or dct.
+    """
     if kind not in DEFAULT_EPS:
         raise ValueError(f"Token Graying: kind must be 'svd' or 'dct', got {kind!r}.")
     return cast(Kind, kind)
 
 
 def check_eps(eps: Any) -> float:
-    """`eps`, or an error."""
+    """`eps`, or an error.
+
+    Args:
+        eps: exponent of the spectrum; 1 changes nothing.
+    """
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise TypeError(
             f"Token Graying: eps must be a number in (0, 1], got {eps!r} of type "

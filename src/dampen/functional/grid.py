@@ -34,6 +34,12 @@ def grid_of(
 
     `patches` is the grid that the model itself makes, where that is known: an attention over all of
     its patches must be told that one (windows have grids of their own).
+
+    Args:
+        keys: M.
+        grid: (rows, columns) of patches; None: found.
+        prefix: tokens before the patches; None: found.
+        patches: number of patches, where it is known.
     """
     if patches is not None and not 0 <= keys - patches[0] * patches[1] <= prefix:
         # this attention sees something else
@@ -65,6 +71,9 @@ def model_grid(model: nn.Module) -> tuple[int, int] | None:
     """The grid of patches that a vision model makes of its images, if exactly one patch embedding
     tells it.
 
+    Args:
+        model: any model.
+
     >>> import dampen
     >>> sizes = dict(image_size=(8, 16), patch_size=2, width=8, depth=1, heads=2, mlp=8)
     >>> model_grid(dampen.models.ViT(**sizes))
@@ -94,7 +103,11 @@ def _grid_of_embedding(module: nn.Module) -> tuple[int, int] | None:
 
 
 def check_grid(grid: tuple[int, int]) -> tuple[int, int]:
-    """A grid as a pair of positive integers."""
+    """A grid as a pair of positive integers.
+
+    Args:
+        grid: (rows, columns) of patches; None: found.
+    """
     if (
         not isinstance(grid, tuple | list)
         or len(grid) != 2
@@ -115,6 +128,10 @@ def reach(length: int, window: int) -> list[int]:
     """For each place along an axis, how many places of it have a window that covers this one, as
     `dilate` spreads.
 
+    Args:
+        length: places along one axis.
+        window: width of what a seed hides.
+
     >>> reach(4, 3), reach(4, 2)
     ([2, 3, 3, 2], [1, 2, 2, 2])
     """
@@ -124,6 +141,12 @@ def reach(length: int, window: int) -> list[int]:
 
 def cover(rows: int, columns: int, window: int, unit: Literal["block", "cross"]) -> Counter[int]:
     """The numbers of seeds that reach a place, each with how many places have it.
+
+    Args:
+        rows: of the grid.
+        columns: of the grid.
+        window: width of what a seed hides.
+        unit: "block" or "cross".
 
     >>> sorted(cover(4, 4, 3, "block").items())
     [(4, 4), (6, 8), (9, 4)]
@@ -141,6 +164,13 @@ def exact_seed_rate(
     """The rate of seeds at which the mean over the grid of the chance to be hidden is `rate`.
 
     A tensor stays one, so that a schedule does not change a compiled graph; numbers are remembered.
+
+    Args:
+        rate: share of the grid to hide.
+        rows: of the grid.
+        columns: of the grid.
+        window: width of what a seed hides.
+        unit: "block" or "cross".
     """
     if isinstance(rate, Tensor):
         return _newton(rate, rows, columns, window, unit)
@@ -177,6 +207,13 @@ def hidden_share(
     gamma: float, rows: int, columns: int, window: int, unit: Literal["block", "cross"]
 ) -> float:
     """The mean over the grid of the chance to be hidden when seeds are drawn at rate `gamma`.
+
+    Args:
+        gamma: rate of the seeds.
+        rows: of the grid.
+        columns: of the grid.
+        window: width of what a seed hides.
+        unit: "block" or "cross".
 
     >>> from dampen.masks import seed_rate
     >>> # the rate suits the middle, so the grid as a whole gets less

@@ -8,6 +8,9 @@ from torch import Tensor
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
     """A size as (height, width).
 
+    Args:
+        size: one number, or two.
+
     >>> pair(32), pair((64, 120))
     ((32, 32), (64, 120))
     """
@@ -18,6 +21,10 @@ def pair(size: int | tuple[int, int]) -> tuple[int, int]:
 
 def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
     """How many patches fit down and across, or a clear error.
+
+    Args:
+        image_size: height and width, or one number for both.
+        patch_size: height and width of a patch, or one number for both.
 
     >>> patch_grid((32, 32), (4, 4))
     (8, 8)
@@ -35,6 +42,10 @@ def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tupl
 def patchify(images: Tensor, patch_size: int | tuple[int, int]) -> Tensor:
     """Cut images (B, C, H, W) into patches (B, N, C * ph * pw), row by row, channels first within a
     patch.
+
+    Args:
+        images: (B, C, H, W).
+        patch_size: height and width of a patch, or one number for both.
 
     >>> import torch
     >>> patchify(torch.zeros(2, 3, 32, 32), 4).shape
@@ -54,6 +65,11 @@ def unpatchify(
     patches: Tensor, patch_size: int | tuple[int, int], image_size: int | tuple[int, int]
 ) -> Tensor:
     """Put patches (B, N, C * ph * pw) back into images (B, C, H, W): the inverse of `patchify`.
+
+    Args:
+        patches: (B, N, D).
+        patch_size: height and width of a patch, or one number for both.
+        image_size: height and width, or one number for both.
 
     >>> import torch
     >>> images = torch.rand(2, 3, 8, 12)

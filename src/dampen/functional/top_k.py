@@ -29,6 +29,10 @@ def largest(s: Tensor, k: int) -> Tensor:
     """The k largest entries along the last axis but one, sorted downwards: (..., M, N) -> (..., k,
     N).
 
+    Args:
+        s: scores (..., M).
+        k: how many of each row.
+
     >>> largest(torch.tensor([[3.0], [1.0], [2.0]]), 2).flatten().tolist()
     [3.0, 2.0]
     """
@@ -39,6 +43,10 @@ def largest(s: Tensor, k: int) -> Tensor:
 
 def kth_largest(s: Tensor, k: int) -> Tensor:
     """The k-th largest entry along the last axis but one: (..., M, N) -> (..., 1, N).
+
+    Args:
+        s: scores (..., M).
+        k: how many of each row.
 
     >>> kth_largest(torch.tensor([[3.0], [1.0], [2.0]]), 2).item()
     2.0
@@ -55,7 +63,13 @@ def _by_network(s: Tensor, k: int) -> bool:
 
 def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
     """The scores with the model's bias as (B, H, M, N), in float32 and without gradient: only their
-    order counts."""
+    order counts.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        call: the attention at work.
+    """
     if call.scores is not None:
         return call.scores.detach().float().mT.contiguous()
     q, k = q.detach().float(), k.detach().float()
@@ -74,6 +88,9 @@ def top_share(top: int | float) -> Share:
 
     Exact: 0.1 * 30 is more than 3 in floating point, and would be rounded up to 4.
 
+    Args:
+        top: share of the keys, or their number.
+
     >>> top_share(0.1), top_share(4)
     ((1, 10), (4, 0))
     """
@@ -84,7 +101,12 @@ def top_share(top: int | float) -> Share:
 
 
 def check_count(share: Share, keys: int) -> Share:
-    """Raise where a count is larger than the number of keys."""
+    """The same share; raise where it is a count larger than the number of keys.
+
+    Args:
+        share: of the keys that are the top; see `top_share`.
+        keys: M.
+    """
     count, denominator = share
     if denominator == 0 and count > keys:
         raise ValueError(
@@ -97,7 +119,12 @@ def check_count(share: Share, keys: int) -> Share:
 def in_top_of_rows(s: Tensor, share: Share) -> Tensor | None:
     """Which scores (B, H, N, M) are among the largest of their rows; None where those are more than
     two, for which `in_top` is quicker. Exact with ties: the largest is taken out once, wherever it
-    stands."""
+    stands.
+
+    Args:
+        s: scores (..., M).
+        share: of the keys that are the top; see `top_share`.
+    """
     num, den = check_count(share, s.shape[-1])
     k = -(-s.shape[-1] * num // den) if den else num
     if not is_static(k) or k > 2:
@@ -110,7 +137,13 @@ def in_top_of_rows(s: Tensor, share: Share) -> Tensor | None:
 
 def in_top(s: Tensor, keep: Tensor | None, share: Share) -> Tensor:
     """Which scores (B, H, M, N), keys first, are among the k largest that `keep` (B, H, N, M) shows
-    to their query."""
+    to their query.
+
+    Args:
+        s: scores (..., M).
+        keep: bool, True may be seen; None: all.
+        share: of the keys that are the top; see `top_share`.
+    """
     keys = s.shape[-2]
     num, den = check_count(share, keys)
     k = -(-keys * num // den) if den else num
@@ -179,6 +212,9 @@ def _exchange(wires: list[Tensor], i: int, j: int) -> None:
 def comparators(size: int) -> tuple[tuple[int, int], ...]:
     """Batcher's odd-even merge sort for a power of two: pairs of wires, the larger number goes to
     the first.
+
+    Args:
+        size: numbers to sort.
 
     >>> comparators(4)
     ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2))

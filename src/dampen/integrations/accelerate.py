@@ -23,7 +23,12 @@ from dampen.handle import Regularization
 
 def install(accelerator: Any, reg: Regularization) -> None:
     """Check that `reg` sits inside what was prepared, and let `save_state` and `load_state` carry
-    its state."""
+    its state.
+
+    Args:
+        accelerator: the Accelerator.
+        reg: the handle that `dampen.regularize` returned.
+    """
     prepared = [m for m in accelerator._models if any(inner is reg.model for inner in _modules(m))]
     if accelerator._models and not prepared:
         names = ", ".join(type(accelerator.unwrap_model(m)).__name__ for m in accelerator._models)
@@ -42,7 +47,14 @@ def install(accelerator: Any, reg: Regularization) -> None:
 
 def regularize(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Regularization:
     """`dampen.regularize(model, ...)` that refuses a model which `accelerator.prepare` has taken
-    already."""
+    already.
+
+    Args:
+        accelerator: the Accelerator.
+        model: a model that `accelerator.prepare` has not taken.
+        kwargs: as for `dampen.regularize`.
+        args: as for `dampen.regularize`.
+    """
     if any(model is m or accelerator.unwrap_model(m) is model for m in accelerator._models):
         raise ValueError(
             f"this {type(model).__name__} was prepared already: what prepare wraps (DDP, FSDP, "

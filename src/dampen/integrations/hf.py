@@ -35,6 +35,10 @@ def install(trainer: Any, reg: Regularization) -> Any:
     The model was regularized before the trainer was made, or is `trainer.model` and was regularized
     since. A trainer class of your own can say `class MyTrainer(hf.Regularized, Trainer)` instead,
     and take `regularization=reg`.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+        reg: the handle that `dampen.regularize` returned.
     """
     if isinstance(trainer, Regularized):
         raise ValueError(
@@ -56,7 +60,11 @@ def install(trainer: Any, reg: Regularization) -> Any:
 
 class Regularized:
     """Mixin in front of a Trainer class: `class MyTrainer(Regularized, Trainer)`, then
-    `MyTrainer(..., regularization=reg)`."""
+    `MyTrainer(..., regularization=reg)`.
+
+    Args:
+        regularization: the handle that `dampen.regularize` returned.
+    """
 
     regularization: Regularization
 
@@ -66,7 +74,11 @@ class Regularized:
         self.adopt(regularization)
 
     def adopt(self: Any, reg: Regularization) -> None:
-        """Take over a regularization: its schedules follow training from here on."""
+        """Take over a regularization: its schedules follow training from here on.
+
+        Args:
+            reg: the handle that `dampen.regularize` returned.
+        """
         self.regularization = reg
         # sums of this process since they were last logged
         self._dampen_terms: dict[str, Tensor] = {}
@@ -83,7 +95,14 @@ class Regularized:
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The trainer's own loss of each pass, and the penalties; plain outside training."""
+        """The trainer's own loss of each pass, and the penalties; plain outside training.
+
+        Args:
+            model: the model.
+            inputs: one batch of the trainer.
+            return_outputs: as transformers passes it.
+            num_items_in_batch: what the trainer passes to its loss.
+        """
         reg, inner = self.regularization, super().compute_loss  # type: ignore[misc]
         if not (reg.model.training and torch.is_grad_enabled()):
             return inner(
@@ -154,7 +173,11 @@ class Regularized:
             self._dampen_terms[name] = value.detach() if old is None else old + value.detach()
 
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The trainer's log of a training loss, with its parts by name: they sum to it."""
+        """The trainer's log of a training loss, with its parts by name: they sum to it.
+
+        Args:
+            logs: as transformers passes them.
+        """
         if "loss" in logs and self._dampen_terms:
             names = sorted(self._dampen_terms)
             here = torch.stack([self._dampen_terms[n].float() for n in names])
@@ -193,7 +216,11 @@ class Regularized:
 
 
 class Progress(TrainerCallback):
-    """Tells the schedules how far training is."""
+    """Tells the schedules how far training is.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -208,7 +235,12 @@ class Progress(TrainerCallback):
 
 
 def check(trainer: Any, reg: Regularization) -> None:
-    """Raise where a trainer cannot train with a regularization, saying what to do."""
+    """Raise where a trainer cannot train with a regularization, saying what to do.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+        reg: the handle that `dampen.regularize` returned.
+    """
     if not isinstance(reg, Regularization):
         raise TypeError(f"install takes what dampen.regularize returned, got {type(reg).__name__}.")
     if all(reg.model is not m for m in trainer.model.modules()):
@@ -246,7 +278,12 @@ def check(trainer: Any, reg: Regularization) -> None:
 
 def averaged_already(trainer: Any, num_items_in_batch: Tensor | int | None) -> bool:
     """Whether the trainer's loss is an average over all micro-batches of a step, so that it divides
-    no more: as `Trainer.training_step` decides it."""
+    no more: as `Trainer.training_step` decides it.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+        num_items_in_batch: what the trainer passes to its loss.
+    """
     said = getattr(trainer, "loss_is_scaled_for_ga", None)
     if said is not None:
         return bool(said)
@@ -257,7 +294,12 @@ def averaged_already(trainer: Any, num_items_in_batch: Tensor | int | None) -> b
 
 def valid_positions(inputs: dict[str, Any], shift: bool) -> Tensor | None:
     """Which predictions count: of tokens those that have a label; all where there is one prediction
-    per sample."""
+    per sample.
+
+    Args:
+        inputs: one batch of the trainer.
+        shift: position t predicts the label at t + 1.
+    """
     labels = inputs.get("labels")
     # DPO: the tokens whose probabilities are compared
     if labels is None and "completion_mask" in inputs:
@@ -268,7 +310,11 @@ def valid_positions(inputs: dict[str, Any], shift: bool) -> Tensor | None:
 
 
 def shifted(trainer: Any) -> bool:
-    """Whether position t predicts the label at t + 1."""
+    """Whether position t predicts the label at t + 1.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -277,7 +323,11 @@ def shifted(trainer: Any) -> bool:
 
 
 def backbone_of(model: nn.Module) -> nn.Module | None:
-    """The module below a language model's head, if the model has one."""
+    """The module below a language model's head, if the model has one.
+
+    Args:
+        model: the model.
+    """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     head = getattr(base, "get_output_embeddings", lambda: None)()
     inner = getattr(base, "base_model", None)
@@ -287,7 +337,12 @@ def backbone_of(model: nn.Module) -> nn.Module | None:
 
 
 def load_state(reg: Regularization, folder: str) -> None:
-    """Take the handle's state out of a checkpoint's folder."""
+    """Take the handle's state out of a checkpoint's folder.
+
+    Args:
+        reg: the handle that `dampen.regularize` returned.
+        folder: of the checkpoint.
+    """
     path = os.path.join(folder, STATE)
     if os.path.exists(path):
         reg.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

@@ -35,7 +35,13 @@ class Regularize(Callback):
         self.reg, self.valid = reg, valid
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put the penalties behind `training_step`, once."""
+        """Put the penalties behind `training_step`, once.
+
+        Args:
+            trainer: a Trainer of transformers, TRL or sentence-transformers.
+            pl_module: the LightningModule.
+            stage: as Lightning passes it.
+        """
         check(pl_module, self.reg)
         if stage != "fit":
             return
@@ -49,7 +55,13 @@ class Regularize(Callback):
         pl_module.training_step = training_step
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The module is as it was."""
+        """The module is as it was.
+
+        Args:
+            trainer: a Trainer of transformers, TRL or sentence-transformers.
+            pl_module: the LightningModule.
+            stage: as Lightning passes it.
+        """
         step = vars(pl_module).get("training_step")
         if stage != "fit" or not hasattr(step, "inner"):
             return
@@ -98,7 +110,12 @@ class Regularize(Callback):
 
 
 def check(pl_module: Any, reg: Regularization) -> None:
-    """Raise where a LightningModule cannot be trained with a regularization."""
+    """Raise where a LightningModule cannot be trained with a regularization.
+
+    Args:
+        pl_module: the LightningModule.
+        reg: the handle that `dampen.regularize` returned.
+    """
     if all(reg.model is not m for m in pl_module.modules()):
         raise ValueError(
             f"{type(pl_module).__name__} does not hold the model that was regularized (a "
@@ -114,7 +131,11 @@ def check(pl_module: Any, reg: Regularization) -> None:
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss that a training_step returned, alone or under "loss"."""
+    """The loss that a training_step returned, alone or under "loss".
+
+    Args:
+        result: what training_step returned.
+    """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(loss, Tensor):
         return loss
@@ -126,7 +147,12 @@ def loss_of(result: Any) -> Tensor:
 
 
 def require(found: Tensor | None, pl_module: nn.Module) -> Tensor:
-    """Predictions to compare, or an error."""
+    """Predictions to compare, or an error.
+
+    Args:
+        found: predictions, or None.
+        pl_module: the LightningModule.
+    """
     if found is None:
         raise TypeError(
             f"two passes are compared by the model's logits, but the calls of the regularized "
@@ -140,7 +166,13 @@ def require(found: Tensor | None, pl_module: nn.Module) -> Tensor:
 def setup(fabric: Any, reg: Regularization, *optimizers: torch.optim.Optimizer) -> Any:
     """`fabric.setup(reg.model, *optimizers)`, after which `reg.loss(lambda: model(x), ...)` and
     `fabric.backward(loss)` train as in any loop; with `fabric.save(path, {"reg":
-    reg.state_dict()})` the handle's state goes along."""
+    reg.state_dict()})` the handle's state goes along.
+
+    Args:
+        fabric: the Fabric.
+        reg: the handle that `dampen.regularize` returned.
+        optimizers: of the model's parameters.
+    """
     if type(reg.model).__name__ == "_FabricModule":
         raise ValueError(
             "the model went through fabric.setup before it was regularized. Regularize first."

@@ -28,7 +28,11 @@ def connect(reg: Regularization) -> int:
     have one.
 
     Without it a penalty would read the frozen W alone. Methods that cannot read adapters are
-    refused."""
+    refused.
+
+    Args:
+        reg: the handle that `dampen.regularize` returned.
+    """
     blind = next(
         (m for m in reg.methods if not m.reads_adapters and m.roles and not m.stochastic), None
     )
@@ -48,7 +52,12 @@ def connect(reg: Regularization) -> int:
 def lora_dropout(model: nn.Module, rates: Mapping[str, float]) -> int:
     """Set LoRA's own dropout by patterns of dotted names, the last that matches counts:
     `{"*.q_proj": 0.1, "*.11.*": 0.3}`. peft has one rate for all layers. Returns how many layers
-    were set; a pattern that matches none raises."""
+    were set; a pattern that matches none raises.
+
+    Args:
+        model: a PEFT model.
+        rates: pattern of dotted names -> rate; the last that matches counts.
+    """
     layers = {name: m for name, m in model.named_modules() if is_lora(m)}
     chosen: dict[str, float] = {}
     for pattern, rate in rates.items():

@@ -35,7 +35,13 @@ def watching(
     model: nn.Module, reg: Regularization, backbone: nn.Module | None = None
 ) -> Iterator[OutputWatch]:
     """Inside, calls of `model` with gradients are remembered, and calls without (the reference pass
-    of DPO, a pass for metrics) run as if nothing were regularized."""
+    of DPO, a pass for metrics) run as if nothing were regularized.
+
+    Args:
+        model: the model that the trainer calls.
+        reg: the handle that `dampen.regularize` returned.
+        backbone: the module whose hidden states count where the model returns no logits.
+    """
     watch, plain = OutputWatch(), contextlib.ExitStack()
 
     def before(module: nn.Module, args: Any) -> None:
@@ -69,7 +75,11 @@ def watching(
 
 def predictions(outputs: list[Any]) -> Tensor | None:
     """The predictions of one pass: logits, scores or sentence embeddings, joined where the model
-    was called several times; None where some output has none."""
+    was called several times; None where some output has none.
+
+    Args:
+        outputs: of one pass, in order.
+    """
     found = [_prediction(o) for o in outputs]
     if not found or any(f is None for f in found):
         return None

@@ -37,10 +37,23 @@ def attention(
     regularizers the result is the same; with them, the fused kernel runs unless one of them needs
     the matrix of scores.
 
+    Args:
+        query: (B, H, N, d).
+        key: (B, Hk, M, d).
+        value: (B, Hk, M, dv).
+        attn_mask: bool (True may be seen) or float (added to the scores), as torch takes it.
+        dropout_p: the model's own dropout of attention weights.
+        is_causal: each query sees the keys up to its own place.
+        scale: of the scores; None: 1 / sqrt(d).
+        enable_gqa: fewer heads in key and value than in query.
+        regularizers: methods to apply.
+        call: what is known of this attention; None: made here.
+
     >>> import torch, dampen
     >>> q = k = v = torch.randn(2, 4, 5, 8)
     >>> dampen.attention(q, k, v, regularizers=[dampen.DropKey(0.2)]).shape
-    torch.Size([2, 4, 5, 8])"""
+    torch.Size([2, 4, 5, 8])
+    """
     needs = Needs(in_order(regularizers), dropout_p)
     return attend(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, needs, call
@@ -120,7 +133,21 @@ def attend(
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Kernel | None]:
     """As `attention`, of methods in their order; also the weights (when asked for) and the
-    kernel that ran."""
+    kernel that ran.
+
+    Args:
+        query: (B, H, N, d).
+        key: (B, Hk, M, d).
+        value: (B, Hk, M, dv).
+        attn_mask: bool (True may be seen) or float (added to the scores), as torch takes it.
+        dropout_p: the model's own dropout of attention weights.
+        is_causal: each query sees the keys up to its own place.
+        scale: of the scores; None: 1 / sqrt(d).
+        enable_gqa: fewer heads in key and value than in query.
+        needs: the methods by hook point, in order.
+        call: what is known of this attention; None: made here.
+        need_weights: also return the attention weights.
+    """
     if is_causal and attn_mask is not None:
         raise ValueError(
             "attention: give attn_mask or is_causal=True, not both (as in "
@@ -189,7 +216,12 @@ def reads_apart(
     regularizers: Sequence[Regularizer], dropout: float | bool = 0.0
 ) -> list[Regularizer]:
     """The methods that read weights or outputs of an attention which other methods, or the model's
-    own dropout, change first: they are given one without them. Mostly none."""
+    own dropout, change first: they are given one without them. Mostly none.
+
+    Args:
+        regularizers: methods to apply.
+        dropout: whether the model drops weights itself.
+    """
     reading = [
         r for r in regularizers if r.only_reads and not r.stages.isdisjoint(ATTENTION_STAGES[1:])
     ]
@@ -221,7 +253,13 @@ def _read(reading: Sequence[Regularizer], q: Tensor, k: Tensor, v: Tensor, call:
 
 
 def run_heads(o: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
-    """The stage heads."""
+    """The stage heads.
+
+    Args:
+        o: head outputs (B, H, N, dv).
+        regularizers: methods to apply.
+        call: what is known of this attention; None: made here.
+    """
     for r in regularizers:
         if "heads" in r.stages:
             o = check_only_reads(r, "heads", o, r.heads(o, call))

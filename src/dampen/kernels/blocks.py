@@ -38,7 +38,16 @@ def fits_blocks(
     call: Call,
 ) -> bool:
     """Whether the Function below can stand for the fused kernel: plain tensors on a CPU, and masks
-    that are masks alone (a penalty made inside it would have no gradient)."""
+    that are masks alone (a penalty made inside it would have no gradient).
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        v: (B, Hk, M, dv).
+        dropout_p: the model's own dropout of attention weights.
+        regularizers: methods at work, in order.
+        call: the attention at work.
+    """
     return (
         q.device.type == "cpu"
         and q.dtype is k.dtype is v.dtype
@@ -56,7 +65,15 @@ def fits_blocks(
 
 
 def attention_by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Tensor:
-    """softmax(q k^T scale + mask) v; q, k and v with as many heads each."""
+    """softmax(q k^T scale + mask) v; q, k and v with as many heads each.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, H, M, d).
+        v: (B, H, M, dv).
+        scale: of the scores.
+        mask: mask(queries, rows) -> what is added to the scores of a block.
+    """
     out: Tensor = _Blocks.apply(q, k, v, scale, mask)
     return out
 

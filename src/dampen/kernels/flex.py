@@ -25,7 +25,13 @@ _LOW = 0xFFFFFFFF
 
 def philox(counter: tuple[Tensor, Tensor], key: Tensor, rounds: int = 10) -> Tensor:
     """32 random bits for each pair of counters, as int64: Philox2x32, in arithmetic on 64 bits that
-    may wrap around."""
+    may wrap around.
+
+    Args:
+        counter: the place that is drawn for.
+        key: the seed.
+        rounds: of Philox.
+    """
     x, y = counter[0] & _LOW, counter[1] & _LOW
     for _ in range(rounds):
         product = x * 0xD256D193
@@ -38,7 +44,14 @@ def hiding(
     seed: Tensor, rate: float | Tensor, heads: int, queries: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """From sample, head, query and key (tensors that broadcast) to whether the key is hidden from
-    the query."""
+    the query.
+
+    Args:
+        seed: of this call.
+        rate: of the hidden keys.
+        heads: H.
+        queries: N.
+    """
     limit = rate * 2**32
 
     def hidden(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -50,7 +63,14 @@ def hiding(
 
 def fits_flex(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], asked: bool) -> bool:
     """Whether it was asked for and can do what is to be done: one method that hides single keys on
-    CUDA, of so many that no query loses all."""
+    CUDA, of so many that no query loses all.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        regularizers: methods at work, in order.
+        asked: FlexAttention may run.
+    """
     keys, maskers = k.shape[2], [r for r in regularizers if "mask" in r.stages]
     return (
         asked
@@ -68,7 +88,15 @@ def fits_flex(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], asked: 
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call
 ) -> Tensor:
-    """softmax(q k^T scale) v with keys hidden inside FlexAttention, compiled for the GPU."""
+    """softmax(q k^T scale) v with keys hidden inside FlexAttention, compiled for the GPU.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        v: (B, Hk, M, dv).
+        regularizers: methods at work, in order.
+        call: the attention at work.
+    """
     how = next(
         h
         for r in regularizers
@@ -80,7 +108,16 @@ def attend_flex(
 def flex_hiding(
     q: Tensor, k: Tensor, v: Tensor, rate: float | Tensor, scale: float, compiled: bool
 ) -> Tensor:
-    """The call itself; its seed comes from the global generator, which a checkpoint rewinds."""
+    """The call itself; its seed comes from the global generator, which a checkpoint rewinds.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        v: (B, Hk, M, dv).
+        rate: of the hidden keys.
+        scale: of the scores.
+        compiled: compile FlexAttention.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     seed = torch.randint(2**32, (), device=q.device)

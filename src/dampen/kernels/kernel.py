@@ -71,7 +71,17 @@ def choose_kernel(
     mask: Tensor | None = None,
 ) -> Kernel:
     """The kernel for this device, dtype, length and set of stages; `native` where a native one
-    could run, on these values (by default like the keys) and the model's mask."""
+    could run, on these values (by default like the keys) and the model's mask.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        regularizers: methods at work, in order.
+        matrix: the caller needs the attention weights.
+        native: a native kernel may run.
+        v: (B, Hk, M, dv).
+        mask: the model's mask; None: there is none.
+    """
     keys = k.shape[-2]
     # a dynamic length under torch.compile must not be specialized: take the default
     static = isinstance(keys, int)
@@ -123,7 +133,17 @@ def run_kernel(
     regularizers: Sequence[Regularizer],
     call: Call,
 ) -> Tensor:
-    """softmax(q k^T * scale + bias) v with the stages mask, logits and probs open."""
+    """softmax(q k^T * scale + bias) v with the stages mask, logits and probs open.
+
+    Args:
+        kernel: from `choose_kernel`.
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        v: (B, Hk, M, dv).
+        dropout_p: the model's own dropout of attention weights.
+        regularizers: methods at work, in order.
+        call: the attention at work.
+    """
     if kernel.name == "flex":
         return attend_flex(q, k, v, regularizers, call)
     run = _fused if kernel.name == "fused" else _plain
@@ -162,7 +182,16 @@ def attention_weights(
     regularizers: Sequence[Regularizer],
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """Output and the (B, H, N, M) weights, for callers that ask for the weights."""
+    """Output and the (B, H, N, M) weights, for callers that ask for the weights.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        v: (B, Hk, M, dv).
+        dropout_p: the model's own dropout of attention weights.
+        regularizers: methods at work, in order.
+        call: the attention at work.
+    """
     shared = k
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))

@@ -63,6 +63,12 @@ def divergence(
     """KL(softmax(first) || softmax(second)) in float32 or wider, averaged over the predictions
     where `valid` is True.
 
+    Args:
+        first: logits of the first pass (..., C).
+        second: logits of the second pass (..., C).
+        valid: bool, the predictions that count; None: all.
+        symmetric: the mean of both directions.
+
     >>> import torch
     >>> divergence(torch.zeros(3, 2), torch.zeros(3, 2)).item()
     0.0
@@ -100,6 +106,11 @@ def divergence(
 def squared_distance(first: Tensor, second: Tensor, valid: Tensor | None = None) -> Tensor:
     """The mean squared difference of two predictions in float32 or wider, over the positions where
     `valid` is True.
+
+    Args:
+        first: logits of the first pass (..., C).
+        second: logits of the second pass (..., C).
+        valid: bool, the predictions that count; None: all.
 
     >>> import torch
     >>> squared_distance(torch.zeros(3, 1), torch.full((3, 1), 2.0)).item()

@@ -56,7 +56,12 @@ class DropConnect(Regularizer):
 
 
 def check_targets(targets: str | Sequence[str], who: str = "DropConnect") -> frozenset[str]:
-    """Roles of linear maps, from roles and names of groups."""
+    """Roles of linear maps, from roles and names of groups.
+
+    Args:
+        targets: roles of linear layers, or names of groups.
+        who: name of the method, for the error.
+    """
     names = [targets] if isinstance(targets, str) else list(targets)
     unknown = [n for n in names if n not in GROUPS and n not in ROLES]
     if unknown or not names:

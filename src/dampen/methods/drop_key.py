@@ -140,6 +140,13 @@ def block_mask(
 
     `gamma` is the rate of seeds; by default the one that hides a place away from borders with
     probability `rate`.
+
+    Args:
+        shape: (..., rows, columns).
+        rate: share of the grid to hide.
+        window: width of what a seed hides; odd.
+        device: of the result.
+        gamma: rate of the seeds; None: from `rate`.
     """
     seeds = bernoulli(shape, seed_rate(rate, window * window) if gamma is None else gamma, device)
     return dilate(dilate(seeds, window, -1), window, -2)
@@ -149,7 +156,15 @@ def cross_mask(
     shape: tuple[int, ...], rate: Rate, window: int, device: torch.device, gamma: Rate | None = None
 ) -> Tensor:
     """Hide window-wide horizontal and vertical stripes through random seeds of the (..., rows,
-    columns) grid."""
+    columns) grid.
+
+    Args:
+        shape: (..., rows, columns).
+        rate: share of the grid to hide.
+        window: width of what a seed hides; odd.
+        device: of the result.
+        gamma: rate of the seeds; None: from `rate`.
+    """
     rows, columns = shape[-2:]
     covered = window * (rows + columns) - window * window
     seeds = bernoulli(shape, seed_rate(rate, covered) if gamma is None else gamma, device)

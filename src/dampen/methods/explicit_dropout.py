@@ -14,19 +14,23 @@ from dampen.functional.explicit.attended import (
     attended_bias_from_weights,
     attended_variance,
 )
-from dampen.functional.explicit.joint import check_joint, joint_variance, with_gradient
+from dampen.functional.explicit.joint import (
+    check_joint,
+    diagonal_weights,
+    joint_variance,
+    shared_mask_excess,
+    with_gradient,
+)
 from dampen.functional.explicit.layers import BRANCHES, Term, map_penalty, multiply, tap_branch
 from dampen.functional.explicit.pairs import (
     PAIR_TERMS,
     all_pairs,
     chunked_pairs,
     count_visible,
-    diagonal_weights,
     needed,
     pair_penalty,
     restricts_pairs,
     seen_by_any_head,
-    shared_mask_excess,
     visible_diagonal,
     visible_pairs,
 )

@@ -117,7 +117,9 @@ class HardMasking(Regularizer):
         if call.scores is not None and call.keep is None:
             belongs = in_top_of_rows(call.scores, self.share)
             if belongs is not None:
-                return belongs & bernoulli(belongs.shape, self.current("rate"), belongs.device)
+                # drawn keys first, as below: a graph of open length takes that way for every length
+                shape = belongs.mT.shape
+                return belongs & bernoulli(shape, self.current("rate"), belongs.device).mT
         return self._dropped(transposed_scores(q, k, call), call).mT
 
     def logits(self, s: Tensor, call: Call) -> Tensor:
@@ -199,7 +201,12 @@ class HardMasking(Regularizer):
 
 
 def check_learn(learn: str | Sequence[str], top: float) -> frozenset[str]:
-    """The names of the values to learn."""
+    """The names of the values to learn.
+
+    Args:
+        learn: names of what is learned.
+        top: count or share of the keys.
+    """
     names = frozenset([learn] if isinstance(learn, str) else learn)
     if names - {"rate", "top"}:
         raise ValueError(f"HardMasking: learn takes 'rate', 'top' or both, got {learn!r}.")
@@ -211,7 +218,11 @@ def check_learn(learn: str | Sequence[str], top: float) -> frozenset[str]:
 
 
 def check_top(top: float) -> float:
-    """A count of keys, at least 1, or a fraction in (0, 1]."""
+    """A count of keys, at least 1, or a fraction in (0, 1].
+
+    Args:
+        top: count or share of the keys.
+    """
     if isinstance(top, bool) or not isinstance(top, int | float):
         raise TypeError(
             f"HardMasking: top is a count (int) or a fraction (float) of the keys, got {top!r}."

@@ -51,6 +51,10 @@ def squared_cosine(o: Tensor, valid: Tensor | None = None) -> Tensor:
     With G = O O^T of one token's outputs O (H, D), cos_hg = G_hg / sqrt(G_hh G_gg): the outputs
     themselves are touched by one product only, and everything else is H x H.
 
+    Args:
+        o: head outputs (B, H, N, D).
+        valid: bool (B, N); None: all tokens count.
+
     >>> round(squared_cosine(torch.tensor([[1.0, 0.0], [1.0, 1.0]]).view(1, 2, 1, 2)).item(), 4)
     0.5
     """

@@ -56,6 +56,10 @@ def every_other(layers: int, rate: float = 0.5) -> list[int]:
     """Which of `layers` to take out for a pruning rate: those whose number (from 1) is a multiple
     of floor(1 / rate).
 
+    Args:
+        layers: names, first to last.
+        rate: share of the layers to take out.
+
     >>> every_other(6, 0.5), every_other(6, 1 / 3)
     ([1, 3, 5], [2, 5])
     """
@@ -74,6 +78,10 @@ def prune_layers(model: nn.Module, rate: float = 0.5) -> list[str]:
     Each stack of layers (encoder, decoder) is pruned by itself. Layers must stand in an
     `nn.ModuleList` or `nn.Sequential`. What Hugging Face models keep about the number and order of
     their layers is put right.
+
+    Args:
+        model: changed in place.
+        rate: share of the layers to take out.
 
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=6, heads=2, mlp=16)

@@ -30,7 +30,13 @@ from dampen.schedules import Value
 
 
 class StartWeight:
-    """The weight of one linear layer at one moment: whole, or this process's share of it."""
+    """The weight of one linear layer at one moment: whole, or this process's share of it.
+
+    Args:
+        weight: of one linear layer.
+        module: that holds the parameter.
+        parameter: name of the parameter in the module.
+    """
 
     def __init__(self, weight: Tensor, module: nn.Module, parameter: str) -> None:
         self.value = shared_until_written(weight).detach()
@@ -51,7 +57,11 @@ class StartWeight:
 
     def like(self, weight: Tensor) -> Tensor:
         """The whole start, where and as the weight is; every process of the group calls this
-        together."""
+        together.
+
+        Args:
+            weight: of one linear layer.
+        """
         return self.whole().to(device=weight.device, dtype=weight.dtype)
 
     def whole(self) -> Tensor:
@@ -126,6 +136,10 @@ class FromStart(Regularizer):
     the handle's state has it. It goes along with `model.to()`, and where W is sharded it is too,
     from the next `reg.progress` on. It shares W's memory until W is written to: maps that are
     frozen, or not trained yet, cost nothing.
+
+    Args:
+        rate: probability to drop a weight towards its start.
+        targets: roles of linear layers, or names of groups.
     """
 
     needs_module = True

@@ -107,6 +107,9 @@ def find_patch_size(model: nn.Module) -> tuple[int, int]:
     An overlapping patch embedding (PVTv2) counts by its stride. A linear one is known by its
     `patch_size`.
 
+    Args:
+        model: a vision model.
+
     >>> import dampen
     >>> sizes = dict(image_size=(8, 16), patch_size=(2, 4), width=8, depth=1, heads=2, mlp=8)
     >>> find_patch_size(dampen.models.ViT(**sizes))
@@ -135,7 +138,11 @@ def find_patch_size(model: nn.Module) -> tuple[int, int]:
 
 
 def check_patch_size(size: Any) -> tuple[int, int]:
-    """A patch size as (height, width), or an error."""
+    """A patch size as (height, width), or an error.
+
+    Args:
+        size: one number or (height, width).
+    """
     sides = size if isinstance(size, tuple | list) else (size, size)
     if len(sides) != 2 or any(
         isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sides

@@ -70,6 +70,10 @@ _MOVED = {
 def build_model(name: str, **arguments: Any) -> nn.Module:
     """Build a model by its registry name.
 
+    Args:
+        name: registry name: vit, encoder, language, text, or what a plug-in adds.
+        arguments: of the model's constructor.
+
     >>> build_model("vit", width=48, depth=2, heads=4, mlp=96).num_prefix_tokens
     1
     >>> build_model("vitt")

@@ -11,6 +11,10 @@ from torch.nn import functional as F
 def head_width(width: int, heads: int) -> int:
     """How many channels each head gets, or a clear error.
 
+    Args:
+        width: channels of a token.
+        heads: attention heads; must divide the width.
+
     >>> head_width(384, 12)
     32
     """
@@ -24,7 +28,12 @@ def head_width(width: int, heads: int) -> int:
 
 
 def check_padding(padding: Tensor | None, tokens: Tensor) -> None:
-    """Raise unless `padding` is a bool mask that fits `tokens` (B, N, ...)."""
+    """Raise unless `padding` is a bool mask that fits `tokens` (B, N, ...).
+
+    Args:
+        padding: bool (B, N), True on padding; None: no padding.
+        tokens: (B, N, ...).
+    """
     if padding is None:
         return
     if padding.dtype != torch.bool:
@@ -41,7 +50,11 @@ def check_padding(padding: Tensor | None, tokens: Tensor) -> None:
 
 def visible_keys(padding: Tensor | None) -> Tensor | None:
     """Turn a padding mask (B, M), True = padded, into what attention may see: (B, 1, 1, M), True =
-    visible."""
+    visible.
+
+    Args:
+        padding: bool (B, N), True on padding; None: no padding.
+    """
     if padding is None:
         return None
     return ~padding[:, None, None, :]
@@ -49,7 +62,13 @@ def visible_keys(padding: Tensor | None) -> Tensor | None:
 
 class SelfAttention(nn.Module):
     """Let every token read every other one, with queries, keys and values from one fused linear
-    map."""
+    map.
+
+    Args:
+        width: channels of a token.
+        heads: attention heads; must divide the width.
+        causal: each token sees those before it only.
+    """
 
     def __init__(self, width: int, heads: int, causal: bool = False):
         super().__init__()
@@ -72,7 +91,12 @@ class SelfAttention(nn.Module):
 
 class SeparateAttention(nn.Module):
     """Let every token read a memory, which is the tokens themselves if none is given; separate
-    projections."""
+    projections.
+
+    Args:
+        width: channels of a token.
+        heads: attention heads; must divide the width.
+    """
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -98,7 +122,12 @@ class SeparateAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Map each token through one hidden layer."""
+    """Map each token through one hidden layer.
+
+    Args:
+        width: channels of a token.
+        hidden: width of the feed-forward.
+    """
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
@@ -116,6 +145,14 @@ class Block(nn.Module):
     the sum.
 
     `fused=False` keeps separate query, key and value projections.
+
+    Args:
+        width: channels of a token.
+        heads: attention heads; must divide the width.
+        mlp: width of the feed-forward.
+        causal: each token sees those before it only.
+        norm_first: layer norm before each branch (pre-norm) instead of after the sum.
+        fused: one projection for q, k and v.
     """
 
     def __init__(
@@ -156,6 +193,9 @@ def initialize(model: nn.Module) -> None:
     0.02^2).
 
     Xavier's law scales with the width, so that one recipe serves a 48-wide and a 384-wide model.
+
+    Args:
+        model: started in place.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):

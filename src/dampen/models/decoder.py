@@ -14,6 +14,16 @@ class LanguageModel(nn.Module):
     them). Attention is called with `is_causal=True` and no mask, so the fused kernel needs no n x n
     tensor. Padding belongs on the right, where no real token can see it.
 
+    Args:
+        vocab: number of token ids.
+        width: channels of a token.
+        depth: number of blocks.
+        heads: attention heads; must divide the width.
+        mlp: width of the feed-forward.
+        context: longest sequence.
+        tied: the output layer shares the embedding's weight.
+        norm_first: layer norm before each branch (pre-norm) instead of after the sum.
+
     >>> import torch
     >>> model = LanguageModel(vocab=65, width=32, depth=2, heads=4, mlp=64, context=16)
     >>> model(torch.randint(65, (2, 16))).shape

@@ -16,6 +16,17 @@ class FeatureEncoder(nn.Module):
     classified). Positions are learned. `padding` is bool, True where a token is padded: such a
     token changes nothing but its own per-token logits.
 
+    Args:
+        features: size of a feature vector.
+        classes: number of classes.
+        width: channels of a token.
+        depth: number of blocks.
+        heads: attention heads; must divide the width.
+        mlp: width of the feed-forward.
+        max_tokens: longest sequence.
+        per_token: classify each token instead of the sequence.
+        norm_first: layer norm before each branch (pre-norm) instead of after the sum.
+
     >>> import torch
     >>> model = FeatureEncoder(features=64, classes=10, width=32, heads=4, mlp=64, max_tokens=120)
     >>> padding = torch.zeros(3, 100, dtype=torch.bool)
@@ -90,6 +101,16 @@ class TextEncoder(nn.Module):
 
     `padding` is bool, True where a token is padded: such a token changes nothing. `types` are taken
     for the sake of models with token types and not used.
+
+    Args:
+        vocab: number of token ids.
+        classes: number of classes.
+        width: channels of a token.
+        depth: number of blocks.
+        heads: attention heads; must divide the width.
+        mlp: width of the feed-forward.
+        max_tokens: longest sequence.
+        norm_first: layer norm before each branch (pre-norm) instead of after the sum.
 
     >>> import torch
     >>> model = TextEncoder(vocab=300, classes=4, width=32, heads=4, mlp=64, max_tokens=16)

@@ -18,6 +18,13 @@ class PatchEmbed(nn.Module):
 
     `patch_size` and `num_patches` are public; with `image_size=None` any size that splits evenly is
     taken.
+
+    Args:
+        image_size: that is checked; None: any.
+        patch_size: height and width of a patch, or one number for both.
+        channels: of an image.
+        width: channels of a token.
+        flatten: return tokens (B, N, D) instead of a grid.
     """
 
     def __init__(
@@ -80,6 +87,11 @@ class ConvStem(nn.Module):
     Convolutions see edges before the first attention does, which patches on little data have to
     learn: on a few thousand images of CIFAR-10 the same Transformer gains more than ten points
     (Xiao et al., arXiv 2106.14881).
+
+    Args:
+        image_size: height and width, or one number for both.
+        channels: of an image.
+        width: channels of a token.
     """
 
     def __init__(self, image_size: int | tuple[int, int], channels: int, width: int):
@@ -120,6 +132,19 @@ class ViT(nn.Module):
     `pool="mean"` averages the patches instead of reading the class token; `classes=0` returns the
     pooled features. `stem="conv"` makes the tokens by three convolutions of stride 2 instead
     (`patch_size` is then 8, whatever it says): the better model on little data.
+
+    Args:
+        image_size: height and width, or one number for both.
+        patch_size: height and width of a patch, or one number for both.
+        channels: of an image.
+        classes: number of classes.
+        width: channels of a token.
+        depth: number of blocks.
+        heads: attention heads; must divide the width.
+        mlp: width of the feed-forward.
+        pool: "cls" or "mean": what the classifier reads.
+        norm_first: layer norm before each branch (pre-norm) instead of after the sum.
+        stem: "patch" or "conv": how an image becomes tokens.
 
     >>> import torch
     >>> digits = ViT(image_size=8, patch_size=2, channels=1, width=48, depth=2, heads=4, mlp=96)
@@ -172,12 +197,20 @@ class ViT(nn.Module):
         nn.init.normal_(self.pos_embed, std=0.02)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Patch tokens with their positions, (B, N, D), class token not yet there."""
+        """Patch tokens with their positions, (B, N, D), class token not yet there.
+
+        Args:
+            images: (B, C, H, W).
+        """
         out: Tensor = self.patch_embed(images) + self.pos_embed[:, 1:]
         return out
 
     def encode(self, tokens: Tensor) -> Tensor:
-        """Put the class token before any set of patch tokens and run the blocks: (B, 1 + N', D)."""
+        """Put the class token before any set of patch tokens and run the blocks: (B, 1 + N', D).
+
+        Args:
+            tokens: (B, N, ...).
+        """
         cls_token = (self.cls_token + self.pos_embed[:, :1]).expand(tokens.shape[0], -1, -1)
         x = torch.cat([cls_token, tokens], dim=1)
         for block in self.blocks:

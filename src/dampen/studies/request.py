@@ -29,10 +29,9 @@ from dampen.studies.recipe import Recipe, merge
 from dampen.studies.report.summary import plural
 from dampen.studies.run import Run, TrainOptions
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.build import MODEL
-from dampen.studies.trainer.function import Function, as_function, function_in_file
-from dampen.studies.trainer.own_result import guess_direction
-from dampen.studies.trainer.parts import Parts
+from dampen.studies.trainer.data import MODEL
+from dampen.studies.trainer.user_function import Function, Parts, as_function, function_in_file
+from dampen.studies.trainer.user_result import guess_direction
 
 
 @dataclass

@@ -16,8 +16,8 @@ from dampen.studies.errors import ConfigError, OwnCodeError
 from dampen.studies.methods_text import parse_rows
 from dampen.studies.metrics import TASKS, TextMetrics, make_metrics
 from dampen.studies.request import request_parts
-from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
+from dampen.studies.trainer.user_function import function_in_file
 from reproductions.metrics.translation import corpus_scores
 from tests.studies.study.test_parts import write_csv
 
@@ -126,7 +126,8 @@ def test_a_script_may_import_torchvision_where_its_wheel_is_the_wrong_one(tmp_pa
     """Lightning, timm and transformers import it; the command reads the script in a process that has not."""
     pytest.importorskip("torchvision")
     (tmp_path / "vision.py").write_text("import torchvision\n\n\ndef train(trial):\n    return {}\n")
-    code = "from dampen.studies.trainer.function import function_in_file as f; print(f('vision.py:train').code.name)"
+    code = "from dampen.studies.trainer.user_function import function_in_file as f\n"
+    code += "print(f('vision.py:train').code.name)"
     source = Path(dampen.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     done = subprocess.run(

@@ -26,6 +26,12 @@ def attended_bias(
 
     Where the rows of A sum to 1, the bias passes through the attention unchanged (`row_sums` None);
     else s_i is what they sum to, (B, H, N, 1).
+
+    Args:
+        o: head outputs (B, H, N, dv).
+        bias: in no penalty; None: there is none.
+        rows: row weights of the tokens; None: all are 1.
+        row_sums: what the rows of the attention weights sum to, (B, H, N, 1); None: 1.
     """
     bias = None if bias is None else _per_query_head(bias, o.shape[1], 0)
     if bias is not None and row_sums is not None:
@@ -42,13 +48,26 @@ def attended_bias(
 
 def attended_bias_from_weights(a: Tensor, v: HeadMap, rows: Tensor | None) -> Tensor:
     """The same from the attention weights, where the output is not that of the clean values, or has
-    gradients that the penalty must not."""
+    gradients that the penalty must not.
+
+    Args:
+        a: attention weights (B, H, N, M).
+        v: the values and the projection behind them.
+        rows: row weights of the tokens; None: all are 1.
+    """
     y = _per_query_head(v.bare, a.shape[1], 1)
     return squared_norm(wide(a) @ y, None, None if rows is None else rows.unsqueeze(1))
 
 
 def attended_variance(a: Tensor, v: HeadMap, rows: Tensor | None, attended: str) -> Tensor:
-    """The variance part from attention weights (B, H, N, M), row weights (B, N)."""
+    """The variance part from attention weights (B, H, N, M), row weights (B, N).
+
+    Args:
+        a: attention weights (B, H, N, M).
+        v: the values and the projection behind them.
+        rows: row weights of the tokens; None: all are 1.
+        attended: "pre": mask before mixing; "post": after it.
+    """
     columns = _per_query_head(column_power(v.weight), a.shape[1], 0)  # (H, in)
     if attended == "pre":
         seen = contract_squares("bhnm,bn->bhm", a, rows)

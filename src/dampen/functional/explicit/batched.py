@@ -57,6 +57,13 @@ def may_wait(
     Not while tensors that autograd saves are replaced (checkpoints), because the output would be
     kept all the same; and not where processes train together, because sharded parameters are not
     there any more when penalties are taken.
+
+    Args:
+        like: a tensor whose penalty is computed.
+        weight: (out, in).
+        bias: in no penalty; None: there is none.
+        factor: of the sum.
+        size: numbers in the output.
     """
     return (
         isinstance(factor, float)
@@ -83,13 +90,26 @@ def wait(
     cut: Cut | None = None,
 ) -> Later:
     """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others';
-    as for `tap`."""
+    as for `tap`.
+
+    Args:
+        y: output of the layer.
+        bias: in no penalty; None: there is none.
+        factor: of the sum.
+        x: input of the layer.
+        weight: (out, in).
+        cut: first row and number of rows, where a fused layer makes y.
+    """
     assert isinstance(factor, float)  # `may_wait` has looked
     return Later((Tapped(y, bias, factor, cut, x, weight, version_of(y)),), sum_up)
 
 
 def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    """The values of several penalties of `Tapped`."""
+    """The values of several penalties of `Tapped`.
+
+    Args:
+        penalties: of several names, each with its parts.
+    """
     plan, ys, biases, changed = [], [], [], []
     for number, parts in enumerate(penalties):
         for part in parts:

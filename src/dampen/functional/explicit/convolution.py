@@ -163,7 +163,11 @@ class _ConvolutionDropout(Regularizer):
 
 def is_changed(module: nn.Module) -> bool:
     """Whether methods of `regularize` change what a convolution gives: the 1 x 1 convolutions of an
-    attention or of a feed-forward are linear layers."""
+    attention or of a feed-forward are linear layers.
+
+    Args:
+        module: a convolution.
+    """
     site = vars(module).get("_dampen_linear")
     return site is not None and any(
         not r.only_reads and site.role in r.roles and r.stages & set(LINEAR_STAGES)
@@ -172,7 +176,14 @@ def is_changed(module: nn.Module) -> bool:
 
 
 class ConvolutionPenalties:
-    """What `regularize_convolutions` returns: progress goes in, the penalty comes out."""
+    """What `regularize_convolutions` returns: progress goes in, the penalty comes out.
+
+    Args:
+        model: the model.
+        clones: by name of the convolution.
+        hooks: to remove at the end.
+        strict: raise where penalties were left out of the loss.
+    """
 
     def __init__(
         self,
@@ -185,7 +196,11 @@ class ConvolutionPenalties:
         self._ledger = Ledger(model, clones.values(), strict)
 
     def progress(self, t: float) -> None:
-        """Tell the schedules how far training is, in [0, 1]."""
+        """Tell the schedules how far training is, in [0, 1].
+
+        Args:
+            t: share of training that is done, in [0, 1].
+        """
         for clone in self.clones.values():
             clone.at(check_progress(t))
 

@@ -103,7 +103,13 @@ def linear_penalty(
 
 def multiply(call: LinearCall, term: Term, swapped: bool) -> tuple[Tensor, Penalty] | None:
     """The linear map itself, x W^T + bias, together with its penalty; None where `map_penalty` must
-    read it off beside."""
+    read it off beside.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+        term: coefficient, rate, form and reduction.
+        swapped: tokens come as (N, B, D).
+    """
     x, weight = call.input, call.weight
     plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
     if (
@@ -133,7 +139,13 @@ def multiply(call: LinearCall, term: Term, swapped: bool) -> tuple[Tensor, Penal
 
 
 def map_penalty(call: LinearCall, term: Term, swapped: bool = False) -> Tensor:
-    """The penalty of one linear map as a layer ran it, read off beside it."""
+    """The penalty of one linear map as a layer ran it, read off beside it.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+        term: coefficient, rate, form and reduction.
+        swapped: tokens come as (N, B, D).
+    """
     call = replace(call, input=call.input.detach()) if term.detach else call
     return now(
         tap_linear(*_output(call, term), call, _rows(call.input, call, term, swapped), term)[1]
@@ -168,6 +180,12 @@ def tap_branch(
     With y the branch just before it is added, bias and all, and m a plain mask, E ||m y - y||^2 = p
     ||y||^2, which splits into p^2 ||y||^2 (bias, the paper's form) and p (1-p) ||y||^2; with
     inverted masks it is p/(1-p) ||y||^2.
+
+    Args:
+        y: output of the layer.
+        call: the attention, or the linear layer, at work.
+        term: coefficient, rate, form and reduction.
+        swapped: tokens come as (N, B, D).
     """
     rows = _rows(y, call, term, swapped)
     factor = sum(f for f in _factors(term, rows) if f is not None)
@@ -186,7 +204,16 @@ def tap_linear(
     cut: Cut | None = None,
 ) -> tuple[Tensor, Penalty]:
     """y = x W^T + bias, as (..., out) or by heads (B, H, N, dh), and the penalty of the map or of a
-    cut of it."""
+    cut of it.
+
+    Args:
+        y: output of the layer.
+        bias: in no penalty; None: there is none.
+        call: the attention, or the linear layer, at work.
+        rows: row weights of the tokens; None: all are 1.
+        term: coefficient, rate, form and reduction.
+        cut: first row and number of rows, where a fused layer makes y.
+    """
     factor, variance = _factors(term, rows)
     usual = variance is None and rows.weights is None
     if (
@@ -212,7 +239,14 @@ def tap_linear(
 
 def only_weight(x: Tensor, weight: Tensor, y: Tensor | None, bias: Tensor | None) -> Tensor:
     """x W^T as a function of W alone: no gradient to x, and no matrix product where y = x W^T +
-    bias is there."""
+    bias is there.
+
+    Args:
+        x: input of the layer.
+        weight: (out, in).
+        y: output of the layer.
+        bias: in no penalty; None: there is none.
+    """
     bare = None
     if y is not None:
         with torch.no_grad():
@@ -343,21 +377,37 @@ class LowRank:
     parts: tuple[tuple[Tensor, Tensor, float], ...]
 
     def rows(self, cut: slice | Tensor) -> LowRank:
-        """The adapters of some rows of a fused map."""
+        """The adapters of some rows of a fused map.
+
+        Args:
+            cut: first row and number of rows, where a fused layer makes y.
+        """
         return LowRank(tuple((a, b[cut], s) for a, b, s in self.parts))
 
     def output(self, x: Tensor) -> Tensor:
-        """What the adapters add to x W^T."""
+        """What the adapters add to x W^T.
+
+        Args:
+            x: input of the layer.
+        """
         added = [s * ((wide(x) @ wide(a).t()) @ wide(b).t()) for a, b, s in self.parts]
         return sum(added[1:], start=added[0])
 
     def merged(self, weight: Tensor) -> Tensor:
-        """W + s B A."""
+        """W + s B A.
+
+        Args:
+            weight: (out, in).
+        """
         added = [s * (wide(b) @ wide(a)) for a, b, s in self.parts]
         return sum(added, start=wide(weight))
 
     def columns(self, weight: Tensor) -> Tensor:
-        """sum_o W'_oj^2, from products with r columns only."""
+        """sum_o W'_oj^2, from products with r columns only.
+
+        Args:
+            weight: (out, in).
+        """
         # several adapters are one of the summed rank
         a = torch.cat([wide(a) for a, _, _ in self.parts])
         b = torch.cat([s * wide(b) for _, b, s in self.parts], dim=1)
@@ -367,7 +417,11 @@ class LowRank:
 
 def merge(call: LinearCall) -> LinearCall:
     """The call of the whole map: its weight and output with the adapters in them. The call itself
-    where it has none."""
+    where it has none.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+    """
     if call.adapter is None:
         return call
     if call.output is None:

@@ -20,19 +20,6 @@ Where a causal mask restricts the pairs, or where the heads are joined (`heads="
 Gram matrix carries the sum. Then the scores of a few queries at a time are computed, squared,
 masked and added up, and computed again in the backward pass, so that memory stays linear in the
 length.
-
-One mask on X that feeds queries and keys changes the diagonal of the scores. A token's score with
-itself is a quadratic form in ONE mask, S = sum_ab m_a m_b D_ab with D_ab = x_a C_ab x_b. Write m =
-c + z: constant, linear and mixed parts in z are uncorrelated, so no sum over four indices is left
-(docs/exactness.md derives it). With s = q . k, t_a = x_a (Wq^T k)_a, u_a = x_a (Wk^T q)_a, d_a =
-D_aa and tau = sum_a d_a, twice the penalty of the pair (i, i) exceeds that of independent masks by
-
-    exact     c^2 p^2 tau^2 - 2 (1-c^2) c p s tau
-              + c p [2 c^2 sum tu + 2 c (1-2c) sum (t+u) d + (1-2c)^2 sum d^2]
-              + c^2 p^2 (sum_ab D_ab D_ba - 2 sum d^2)
-    inverted  r^2 tau^2 + p/c^3 [the same bracket] + r^2 (sum_ab D_ab D_ba - 2 sum d^2),  r = p/c
-
-The paper form takes equal mask entries as independent, so the diagonal does not change there.
 """
 
 from __future__ import annotations
@@ -60,6 +47,11 @@ def pair_factors(term: str, form: str, p: Number) -> dict[str, Number]:
     """How much of each sum over pairs a term takes; two independent masks give S -> c^2 S in the
     mean.
 
+    Args:
+        term: query, key or query_key.
+        form: paper, exact or inverted.
+        p: rate of the dropout.
+
     >>> pair_factors("query", "exact", 0.5)
     {'b': 0.25, 'vq': 0.25}
     >>> pair_factors("query_key", "exact", 0.5)
@@ -84,6 +76,10 @@ def pair_factors(term: str, form: str, p: Number) -> dict[str, Number]:
 def needed(terms: Iterable[str], form: str) -> list[str]:
     """Which sums to compute: nothing for a term that is off.
 
+    Args:
+        terms: names in `PAIR_TERMS`.
+        form: paper, exact or inverted.
+
     >>> needed({"query", "key"}, "paper")
     ['b']
     """
@@ -93,14 +89,28 @@ def needed(terms: Iterable[str], form: str) -> list[str]:
 
 def pair_penalty(term: str, form: str, rate: Number, sums: Mapping[str, Tensor]) -> Tensor:
     """One of the terms query, key and query_key from the sums over pairs; the factor of the
-    reduction is not in it."""
+    reduction is not in it.
+
+    Args:
+        term: query, key or query_key.
+        form: paper, exact or inverted.
+        rate: of the dropout.
+        sums: by name, from `all_pairs`.
+    """
     parts = [factor * sums[name] for name, factor in pair_factors(term, form, rate).items()]
     return sum(parts[1:], start=parts[0])
 
 
 def all_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Sequence[str]) -> dict[str, Tensor]:
     """The sums over all pairs of valid tokens, head by head; in grouped-query attention several
-    heads share a key."""
+    heads share a key.
+
+    Args:
+        q: the queries and their projection.
+        k: the keys and their projection.
+        rows: row weights of the tokens; None: all are 1.
+        need: names of the sums over pairs.
+    """
     groups, power = k.weight.shape[0], None
     of_queries, of_keys = ("".join(_MATRICES[name][side] for name in need) for side in (0, 1))
     left: dict[str, Tensor] = {}
@@ -121,12 +131,23 @@ def all_pairs(q: HeadMap, k: HeadMap, rows: Pairs, need: Sequence[str]) -> dict[
 
 def gram(y: Tensor, bias: Tensor | None, rows: Tensor | None) -> Tensor:
     """sum_i r_i (y_i - bias)(y_i - bias)^T of (B, H, N, dh), bias (H, 1, dh), rows (B, N): (B, H,
-    dh, dh)."""
+    dh, dh).
+
+    Args:
+        y: queries or keys (B, H, N, dh).
+        bias: in no penalty; None: there is none.
+        rows: row weights of the tokens; None: all are 1.
+    """
     return by_hand(_gram, _gram_gradients, y, bias, rows)
 
 
 def spread(weight: Tensor, power: Tensor) -> Tensor:
-    """W_h diag(power_b) W_h^T of weight (H, dh, in) and power (B, in): (B, H, dh, dh)."""
+    """W_h diag(power_b) W_h^T of weight (H, dh, in) and power (B, in): (B, H, dh, dh).
+
+    Args:
+        weight: (H, dh, in).
+        power: sum over tokens of x^2, (B, in).
+    """
     return by_hand(_spread, _spread_gradients, weight, power)
 
 
@@ -186,21 +207,33 @@ Keep = Callable[[slice], Tensor]
 
 def restricts_pairs(call: Call) -> bool:
     """Whether the model's mask is more than padding, so that visible pairs are fewer than pairs of
-    valid tokens."""
+    valid tokens.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+    """
     return call.is_causal or (
         call.mask is not None and (call.mask.shape[-2] != 1 or call.mask.shape[1] != 1)
     )
 
 
 def seen_by_any_head(call: Call) -> Call:
-    """The call as all heads together see it: a pair is visible where any of them may see it."""
+    """The call as all heads together see it: a pair is visible where any of them may see it.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+    """
     if call.mask is None or call.mask.shape[1] == 1:
         return call
     return replace(call, mask=call.mask.any(1, keepdim=True))
 
 
 def visible_diagonal(call: Call) -> Tensor | None:
-    """Whether each token sees itself: bool (B or 1, H or 1, N); None: all do."""
+    """Whether each token sees itself: bool (B or 1, H or 1, N); None: all do.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+    """
     if call.mask is None:
         return None
     if call.mask.shape[-2] == 1:
@@ -211,7 +244,15 @@ def visible_diagonal(call: Call) -> Tensor | None:
 def visible_pairs(
     q: HeadMap, k: HeadMap, rows: Pairs, need: Sequence[str], call: Call
 ) -> dict[str, Tensor]:
-    """The sums over the pairs of valid tokens that the model's mask shows."""
+    """The sums over the pairs of valid tokens that the model's mask shows.
+
+    Args:
+        q: the queries and their projection.
+        k: the keys and their projection.
+        rows: row weights of the tokens; None: all are 1.
+        need: names of the sums over pairs.
+        call: the attention, or the linear layer, at work.
+    """
     masks, repeat = _masks(call), q.weight.shape[0] // k.weight.shape[0]
     if len(masks) == 1:
         return chunked_pairs(q, k, rows, need, masks[0])
@@ -221,7 +262,13 @@ def visible_pairs(
 
 
 def count_visible(call: Call, rows: Pairs, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The number of visible pairs of valid tokens in the batch, averaged over heads."""
+    """The number of visible pairs of valid tokens in the batch, averaged over heads.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+        rows: row weights of the tokens; None: all are 1.
+        dtype: of the result.
+    """
     (batch, _, queries, keys), masks = call.shape, _masks(call)
     ones = torch.ones((), dtype=dtype, device=call.device)
     left, right = (
@@ -239,7 +286,15 @@ def count_visible(call: Call, rows: Pairs, dtype: torch.dtype = torch.float32) -
 def chunked_pairs(
     q: HeadMap, k: HeadMap, rows: Pairs, need: Sequence[str], keep: Keep | None = None
 ) -> dict[str, Tensor]:
-    """The sums over all pairs of valid tokens, or those that `keep` shows to every head."""
+    """The sums over all pairs of valid tokens, or those that `keep` shows to every head.
+
+    Args:
+        q: the queries and their projection.
+        k: the keys and their projection.
+        rows: row weights of the tokens; None: all are 1.
+        need: names of the sums over pairs.
+        keep: which pairs some queries see; None: all.
+    """
     sides = ((q, rows.queries), (k, rows.keys))
     # each sum takes its square
     y_q, y_k = (weighed(m.bare, None if w is None else w.sqrt()) for m, w in sides)
@@ -289,7 +344,12 @@ def _once(formula: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def squares_over_heads(y: Tensor, weight: Tensor) -> Tensor:
-    """sum_h (y_h W_h)^2 of (B, H, T, dh) and (H, dh, in): (B, T, in)."""
+    """sum_h (y_h W_h)^2 of (B, H, T, dh) and (H, dh, in): (B, T, in).
+
+    Args:
+        y: (B, H, T, dh).
+        weight: (H, dh, in).
+    """
     # of many heads, each one's (B, T, in) product is not kept
     if weight.shape[0] > 1:
         run = again
@@ -305,7 +365,12 @@ def _square_of_product(y: Tensor, weight: Tensor) -> Tensor:
 
 
 def sum_of_squared_products(left: Tensor, right: Tensor) -> Tensor:
-    """sum_h (left_h^T right_h)^2 of (H, dh, in) and (H, dh, in'): (in, in')."""
+    """sum_h (left_h^T right_h)^2 of (H, dh, in) and (H, dh, in'): (in, in').
+
+    Args:
+        left: (H, dh, in).
+        right: (H, dh, in').
+    """
     squares: list[Tensor] = [
         (a.t() @ b).square() for a, b in zip(wide(left), wide(right), strict=True)
     ]
@@ -334,71 +399,3 @@ def _chunks(batch: int, queries: int, keys: int) -> list[slice]:
     if torch.compiler.is_compiling():
         step = max(step, -(-queries // COMPILED_CHUNKS))
     return [slice(start, min(start + step, queries)) for start in range(0, queries, step)]
-
-
-def shared_mask_excess(
-    q: HeadMap, k: HeadMap, form: str, p: Number, weights: Tensor | None
-) -> Tensor:
-    """What one shared mask adds to the joint penalty of independent ones, summed over tokens and
-    heads, without the 1/2.
-
-    `weights` are row weights of the tokens, (B, N), or (B, H, N) where heads see different pairs.
-    """
-    x = wide(q.x)
-    y_q, y_k = q.bare, k.bare
-    w_q, w_k = wide(q.weight), wide(k.weight)
-    heads, repeat = w_q.shape[0], w_q.shape[0] // w_k.shape[0]
-    total = x.new_zeros(())
-    for h in range(heads):
-        g = h // repeat
-        if weights is None or weights.ndim == 2:
-            r = weights
-        else:
-            r = weights[:, h if weights.shape[1] > 1 else 0]
-        total = total + again(_excess_of_head, x, y_q[:, h], y_k[:, g], w_q[h], w_k[g], form, p, r)
-    return total
-
-
-def diagonal_weights(rows: Pairs, visible: Tensor | None) -> Tensor | None:
-    """Row weights of the pairs (i, i): (B, N), or (B, H or 1, N) where a mask restricts the
-    pairs."""
-    weights = rows.queries
-    if rows.keys is not None:
-        weights = rows.keys if weights is None else weights * rows.keys
-    if visible is None:
-        return weights
-    if weights is None:
-        return wide(visible.float())
-    return weights.unsqueeze(1) * visible
-
-
-def _excess_of_head(
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    w_q: Tensor,
-    w_k: Tensor,
-    form: str,
-    p: Number,
-    weights: Tensor | None,
-) -> Tensor:
-    """One head: x (B, N, in), q and k (B, N, dh) without bias, weights (dh, in)."""
-    c = 1 - p
-    t, u = x * (k @ w_q), x * (q @ w_k)
-    power = x.square()
-    own = power * (w_q * w_k).sum(0)  # d_a = x_a^2 C_aa
-    tau, own_squared = own.sum(-1), own.square().sum(-1)
-    linear = 2 * c * c * (t * u).sum(-1) + 2 * c * (1 - 2 * c) * ((t + u) * own).sum(-1)
-    linear = linear + (1 - 2 * c) ** 2 * own_squared
-    product = w_q.t() @ w_k
-    mixed = ((power @ (product * product.t())) * power).sum(-1) - 2 * own_squared
-    if form == "exact":
-        s = (q * k).sum(-1)
-        bias = (c * p * tau) ** 2 - 2 * (1 - c * c) * c * p * s * tau
-        per_token = bias + c * p * linear + (c * p) ** 2 * mixed
-    else:
-        r = p / c
-        per_token = (r * tau) ** 2 + p / c**3 * linear + r * r * mixed
-    if weights is None:
-        return per_token.sum()
-    return (per_token * weights).sum()

@@ -51,7 +51,11 @@ class HeadMap:
         return self.y.transpose(1, 2).flatten(2)
 
     def head(self, h: int) -> HeadMap:
-        """One of the heads."""
+        """One of the heads.
+
+        Args:
+            h: its index.
+        """
         cut = slice(h, h + 1)
         return replace(
             self,
@@ -78,6 +82,13 @@ def read_map(
     `operand` is what arrived at the attention for this role. Where it is a mere view of the
     projection's output (no rotary, no norm, no scaling in between), the penalty's gradient enters
     there, which spares a fused projection the gradients of its slices.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+        role: q, k or v.
+        operand: what arrived at the attention for this role.
+        head_size: channels of a head.
+        detach: no gradient to the activations.
     """
     linear = merge(call.projection(role))
     x, y = linear.input, linear.clean_output()
@@ -113,7 +124,14 @@ def read_map(
 
 
 def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[Tensor, Penalty]:
-    """The operand "q", "k" or "v" of an attention, and the penalty of the projection behind it."""
+    """The operand "q", "k" or "v" of an attention, and the penalty of the projection behind it.
+
+    Args:
+        role: q, k or v.
+        operand: what arrived at the attention for this role.
+        call: the attention, or the linear layer, at work.
+        term: coefficient, rate, form and reduction.
+    """
     linear, rows = call.source(role)
     x, y = linear.input, linear.output
     tokens = x.shape[0] if x.ndim == 2 else x.shape[1:-1].numel()
@@ -182,13 +200,25 @@ def _shows_some_tokens(operand: Tensor, y: Tensor) -> bool:
 
 
 def valid_pairs(call: Call, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
-    """The valid queries (B or 1, N) and keys (B or 1, M) of an attention; None where all are."""
+    """The valid queries (B or 1, N) and keys (B or 1, M) of an attention; None where all are.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+        queries: N.
+        keys: M.
+    """
     return fit(call.valid, queries, call), fit(call.valid_keys, keys, call)
 
 
 def query_rows(call: Call, reduction: str, dtype: torch.dtype) -> RowWeights:
     """The row weights of an attention's outputs, of all its queries: the valid ones of samples that
-    have any key to see."""
+    have any key to see.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+        reduction: mean, sum, token_mean or author.
+        dtype: of the result.
+    """
     batch, _, queries, _ = call.shape
     valid, keys = fit(call.valid, queries, call), call.valid_keys
     if keys is not None:
@@ -201,6 +231,11 @@ def fit(valid: Tensor | None, tokens: int, call: Call) -> Tensor | None:
     """Validity for as many tokens as a projection read: extra keys are not tokens.
 
     nn.MultiheadAttention adds its own keys at the end, caches and prefixes stand at the beginning.
+
+    Args:
+        valid: bool, False on padding; None: all tokens count.
+        tokens: how many a projection read.
+        call: the attention, or the linear layer, at work.
     """
     if valid is None or valid.shape[1] == tokens:
         return valid
@@ -210,7 +245,13 @@ def fit(valid: Tensor | None, tokens: int, call: Call) -> Tensor | None:
 
 
 def as_one_head(q: HeadMap, k: HeadMap, call: Call) -> tuple[HeadMap, HeadMap]:
-    """heads="concat"."""
+    """heads="concat".
+
+    Args:
+        q: the queries and their projection.
+        k: the keys and their projection.
+        call: the attention, or the linear layer, at work.
+    """
     if q.weight.shape[0] != k.weight.shape[0]:
         raise RuntimeError(
             f"heads='concat' multiplies one full Wq^T Wk, but {at(call)} has "
@@ -221,7 +262,11 @@ def as_one_head(q: HeadMap, k: HeadMap, call: Call) -> tuple[HeadMap, HeadMap]:
 
 
 def check_shared(call: Call) -> None:
-    """One mask on X feeds queries and keys only where both read the same X."""
+    """One mask on X feeds queries and keys only where both read the same X.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+    """
     if call.cross or call.projection("q").input is not call.projection("k").input:
         raise RuntimeError(
             f"shared_mask=True is one mask on the input of queries and keys, but in {at(call)} "
@@ -232,14 +277,26 @@ def check_shared(call: Call) -> None:
 
 def check_visible(call: Call, q: HeadMap, k: HeadMap) -> None:
     """Visible pairs are those of the attention's mask: its queries and keys must be the
-    projections' tokens."""
+    projections' tokens.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+        q: the queries and their projection.
+        k: the keys and their projection.
+    """
     if (q.x.shape[1], k.x.shape[1]) != call.shape[2:]:
         raise_extra_keys(call, k.x.shape[1], call.shape[3])
 
 
 def raise_extra_keys(call: Call, tokens: int, keys: int) -> NoReturn:
     """Keys that no projection made (a cache, a prefix, bias_k) have no input that dropout could act
-    on."""
+    on.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+        tokens: how many a projection read.
+        keys: M.
+    """
     raise RuntimeError(
         f"{at(call)} attends to {keys} keys, but its projections read {tokens} "
         "tokens: a cache, a prefix or added keys. attended_value and visible_only need every key "
@@ -250,7 +307,11 @@ def raise_extra_keys(call: Call, tokens: int, keys: int) -> NoReturn:
 
 def sequence_first(modules: Iterable[nn.Module]) -> bool:
     """Whether the feed-forward beside these attentions sees (N, B, D): nn.MultiheadAttention with
-    batch_first=False."""
+    batch_first=False.
+
+    Args:
+        modules: the attentions of a layer.
+    """
     return any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in modules)
 
 
@@ -260,7 +321,15 @@ def check_roles(
     """Raise where a layer lacks a linear map that a term reads, or has one that an adapter changes
     beside it.
 
-    `branches` are the maps that only `residual` wants."""
+    `branches` are the maps that only `residual` wants.
+
+    Args:
+        who: name of the method, for the error.
+        wanted: roles that a term reads.
+        found: roles that the layer has.
+        where: name of the layer.
+        branches: roles that only `residual` reads.
+    """
     adapted = next((role for role in sorted(wanted) if f"lora_{role}" in found), None)
     if adapted is not None:
         raise UnsupportedModel(
@@ -298,5 +367,9 @@ def check_roles(
 
 
 def at(call: Call) -> str:
-    """Whose attention it is, for errors."""
+    """Whose attention it is, for errors.
+
+    Args:
+        call: the attention, or the linear layer, at work.
+    """
     return f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}'"

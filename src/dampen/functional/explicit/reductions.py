@@ -47,6 +47,9 @@ def is_off(weight: object) -> bool:
     """Whether a weight is the plain number 0, which switches its term off for good. A schedule or
     list may be 0 for a while.
 
+    Args:
+        weight: what the user gave.
+
     >>> is_off(0), is_off(0.0), is_off([0.0, 0.0]), is_off(False)
     (True, True, False, False)
     """
@@ -54,7 +57,12 @@ def is_off(weight: object) -> bool:
 
 
 def check_form(form: str, who: str) -> None:
-    """Raise for a form that does not exist."""
+    """Raise for a form that does not exist.
+
+    Args:
+        form: paper, exact or inverted.
+        who: name of the method, for the error.
+    """
     if form not in FORMS:
         raise ValueError(f"{who}: form must be one of {', '.join(FORMS)}, got {form!r}.")
 
@@ -62,6 +70,10 @@ def check_form(form: str, who: str) -> None:
 def single(form: str, p: Number) -> Factors:
     """The factors where one mask acts: on the input of a linear map, or on the queries or the keys
     alone.
+
+    Args:
+        form: paper, exact or inverted.
+        p: rate of the dropout.
 
     >>> single("exact", 0.5)
     Factors(bias=0.25, variance=0.25)
@@ -74,7 +86,13 @@ def single(form: str, p: Number) -> Factors:
 
 
 def combine(factors: Factors, bias: Tensor | None, variance: Tensor | None) -> Tensor:
-    """The sum of the parts that the form has, each with its factor."""
+    """The sum of the parts that the form has, each with its factor.
+
+    Args:
+        factors: of the two parts.
+        bias: the bias part; None: not needed.
+        variance: the variance part; None: not needed.
+    """
     terms = [
         f * t
         for f, t in zip(factors, (bias, variance), strict=True)
@@ -91,7 +109,11 @@ _AUTOCASTS = {
 
 
 def wide(t: Tensor) -> Tensor:
-    """The tensor in float32, or as it is where it is wider."""
+    """The tensor in float32, or as it is where it is wider.
+
+    Args:
+        t: any tensor.
+    """
     if t.dtype is torch.float32:
         # nearly always, and called a dozen times per layer
         return t
@@ -99,14 +121,23 @@ def wide(t: Tensor) -> Tensor:
 
 
 def wide_dtype(t: Tensor) -> torch.dtype:
-    """The dtype in which the penalty of a tensor is computed."""
+    """The dtype in which the penalty of a tensor is computed.
+
+    Args:
+        t: any tensor.
+    """
     if t.dtype is torch.float32:
         return torch.float32
     return torch.promote_types(t.dtype, torch.float32)
 
 
 def as_wide(number: float | Tensor, like: Tensor) -> float | Tensor:
-    """A scheduled number; a tensor in the dtype in which the penalty of `like` is computed."""
+    """A scheduled number; a tensor in the dtype in which the penalty of `like` is computed.
+
+    Args:
+        number: a rate or a coefficient.
+        like: a tensor whose penalty is computed.
+    """
     if isinstance(number, float):
         return number
     return number.to(wide_dtype(like))
@@ -114,7 +145,11 @@ def as_wide(number: float | Tensor, like: Tensor) -> float | Tensor:
 
 def no_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """A context in which matrix products keep their dtype, although the caller may be under
-    autocast."""
+    autocast.
+
+    Args:
+        device: type of a device, as "cpu".
+    """
     if device in _AUTOCASTS and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
@@ -140,7 +175,12 @@ class Pairs(NamedTuple):
 
 
 def check_reduction(reduction: str, who: str) -> None:
-    """Raise for a reduction that does not exist."""
+    """Raise for a reduction that does not exist.
+
+    Args:
+        reduction: mean, sum, token_mean or author.
+        who: name of the method, for the error.
+    """
     if reduction not in REDUCTIONS:
         raise ValueError(
             f"{who}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}."
@@ -155,6 +195,13 @@ def token_rows(
     dtype: torch.dtype = torch.float32,
 ) -> RowWeights:
     """The weights for a sum over tokens; `valid` is (B or 1, N), False on padded tokens.
+
+    Args:
+        reduction: mean, sum, token_mean or author.
+        batch: number of samples.
+        tokens: how many a projection read.
+        valid: bool, False on padding; None: all tokens count.
+        dtype: of the result.
 
     >>> token_rows("mean", batch=4, tokens=5, valid=None)
     RowWeights(weights=None, factor=0.025)
@@ -181,6 +228,15 @@ def pair_rows(
     dtype: torch.dtype = torch.float32,
 ) -> Pairs:
     """The weights for a sum over pairs of a query and a key.
+
+    Args:
+        reduction: mean, sum, token_mean or author.
+        batch: number of samples.
+        queries: N.
+        keys: M.
+        valid: bool, False on padding; None: all tokens count.
+        valid_keys: bool (B or 1, M); None: all keys count.
+        dtype: of the result.
 
     >>> pair_rows("mean", batch=4, queries=5, keys=5, valid=None, valid_keys=None).factor
     0.005

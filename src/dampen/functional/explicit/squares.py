@@ -55,7 +55,11 @@ def by_hand(
 
 
 def again(formula: Formula, *args: Any) -> Tensor:
-    """formula(*args); what it makes on the way is made again in the backward."""
+    """formula(*args); what it makes on the way is made again in the backward.
+
+    Args:
+        formula: plain torch.
+    """
     return by_hand(formula, functools.partial(_make_again, formula), *args)
 
 
@@ -109,6 +113,11 @@ _apply_by_hand: Any = apply_directly(_ByHand)
 def contract_squares(equation: str, x: Tensor, weights: Tensor | None) -> Tensor:
     """einsum(equation, x^2, weights), as in "bni,bn->i"; all weights are 1 where they are None.
 
+    Args:
+        equation: as for einsum, of the squares and the weights.
+        x: what is squared.
+        weights: row weights; None: all are 1.
+
     >>> contract_squares("ni,n->i", torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None)
     tensor([10., 20.])
     """
@@ -116,12 +125,21 @@ def contract_squares(equation: str, x: Tensor, weights: Tensor | None) -> Tensor
 
 
 def column_power(weight: Tensor) -> Tensor:
-    """sum_o W_oj^2 of a weight (out, in), or by heads (H, out, in)."""
+    """sum_o W_oj^2 of a weight (out, in), or by heads (H, out, in).
+
+    Args:
+        weight: (out, in), or by heads (H, out, in).
+    """
     return contract_squares("oj,o->j" if weight.ndim == 2 else "hoj,ho->hj", weight, None)
 
 
 def feature_power(x: Tensor, weights: Tensor | None) -> Tensor:
-    """sum_i w_i x_ij^2 of (..., in) and (...)."""
+    """sum_i w_i x_ij^2 of (..., in) and (...).
+
+    Args:
+        x: (..., in).
+        weights: (...); None: all are 1.
+    """
     return contract_squares(
         "ij,i->j", x.flatten(0, -2), None if weights is None else weights.reshape(-1)
     )
@@ -191,7 +209,13 @@ def tap(
 
 
 def squared_norm(y: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
-    """sum_i weights_i ||y_i - bias||^2 alone."""
+    """sum_i weights_i ||y_i - bias||^2 alone.
+
+    Args:
+        y: output of the layer.
+        bias: in no penalty; None: there is none.
+        weights: row weights; None: all are 1.
+    """
     return tap(y, bias, weights)[1]
 
 
@@ -203,14 +227,24 @@ def _of_vectors(weights: Tensor, y: Tensor) -> Tensor:
 
 
 def weighed(y: Tensor, weights: Tensor | None) -> Tensor:
-    """w_i y_i."""
+    """w_i y_i.
+
+    Args:
+        y: output of the layer.
+        weights: row weights; None: all are 1.
+    """
     if weights is None:
         return y
     return y * _of_vectors(weights, y).unsqueeze(-1)
 
 
 def sum_of_squares(bare: Tensor, weights: Tensor | None) -> Tensor:
-    """sum_i w_i ||y_i||^2."""
+    """sum_i w_i ||y_i||^2.
+
+    Args:
+        bare: without the bias.
+        weights: row weights; None: all are 1.
+    """
     if weights is not None:
         norms: Tensor = torch.linalg.vector_norm(bare, dim=-1)
         return (norms.square() * _of_vectors(weights, bare)).sum()
@@ -222,7 +256,13 @@ def sum_of_squares(bare: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def bias_row(bias: Tensor | None, y: Tensor, cut: Cut | None) -> Tensor | None:
-    """The bias as it stands in y."""
+    """The bias as it stands in y.
+
+    Args:
+        bias: in no penalty; None: there is none.
+        y: output of the layer.
+        cut: first row and number of rows, where a fused layer makes y.
+    """
     if bias is None or cut is None:
         if bias is None:
             return None
@@ -285,7 +325,11 @@ _apply_tap: Any = apply_directly(_Tap)
 
 def twice_of(grad: Tensor) -> Any:
     """2 grad: a plain number, which spares small operations, where nobody has to wait for it or
-    differentiates it."""
+    differentiates it.
+
+    Args:
+        grad: of the penalty.
+    """
     if torch.is_grad_enabled() or grad.device.type != "cpu":
         return 2 * grad
     return 2 * grad.item()
@@ -299,7 +343,16 @@ def add_bare(
     scale: Any,
     native: bool = False,
 ) -> Tensor:
-    """through + scale w (y - bias), in the dtype of y."""
+    """through + scale w (y - bias), in the dtype of y.
+
+    Args:
+        through: gradient that passes through anyway; None: there is none.
+        y: output of the layer.
+        row: the bias as it stands in y; None: there is none.
+        weights: row weights; None: all are 1.
+        scale: of the gradient.
+        native: a native kernel may do it.
+    """
     if weights is not None or isinstance(scale, Tensor):
         bare = weighed(wide(y) if row is None else wide(y) - row, weights) * scale
         both: Tensor = bare if through is None else through + bare
@@ -320,7 +373,12 @@ def add_bare(
 
 
 def native_fits(y: Tensor, row: Tensor | None) -> bool:
-    """Whether a native kernel does it."""
+    """Whether a native kernel does it.
+
+    Args:
+        y: output of the layer.
+        row: the bias as it stands in y; None: there is none.
+    """
     if not native_available() or not has_numbers(y):
         return False
     from dampen.native.taps import fits_tap  # only where it was built

@@ -117,7 +117,7 @@ def parse_model(text: str) -> dict[str, Any]:
 
 
 def _build(spec: dict[str, Any]) -> nn.Module:
-    from dampen.studies.trainer.build import make_model
+    from dampen.studies.trainer.models import make_model
 
     name = spec["name"]
     if not name.startswith("timm/") and name not in (*IMAGES, *SHAPES):
