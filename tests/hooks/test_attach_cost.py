@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dampen
-from dampen.checking.attached import telling, with_companion
+from dampen.checking.attached import with_companion, with_example
 from dampen.registry import methods
 
 
@@ -72,7 +72,7 @@ def growth(build, chosen, run=None):
 
 @pytest.mark.parametrize("name", methods())
 def test_every_method_is_attached_in_linear_time(name):
-    make = telling(methods()[name])
+    make = with_example(methods()[name])
     growth(vit, lambda: with_companion([make()]))  # what is cached once per class
     assert growth(vit, lambda: with_companion([make()])) < 2.02
 

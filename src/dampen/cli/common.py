@@ -26,7 +26,12 @@ Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBo
 Loggers = Annotated[
     list[str] | None, typer.Option("--logger", help="Tell another logger too: wandb, or one of a package. Repeatable.")
 ]
-Weights = Annotated[bool, typer.Option("--weights/--no-weights", help="Keep the selected weights of each trial.")]
+Weights = Annotated[
+    bool, typer.Option("--save-weights/--no-save-weights", help="Save the selected weights of each run.")
+]
+AllowIncomplete = Annotated[
+    bool, typer.Option("--allow-incomplete", help="Accept an incomplete copy of the data; the result file says so.")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a value, as in train.lr=0.001. Repeatable."),

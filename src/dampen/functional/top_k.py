@@ -110,7 +110,7 @@ def check_count(share: Share, keys: int) -> Share:
     count, denominator = share
     if denominator == 0 and count > keys:
         raise ValueError(
-            f"HardMasking(top={count}) asks for more keys than the {keys} there are. Give a "
+            f"HardMasking(top={count}) needs more keys than the {keys} there are. Give a "
             "smaller count, or a fraction such as top=0.1."
         )
     return share

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dampen._torch import pytree
+from dampen.hooks.block import apply_linear, layer_valid
 from dampen.hooks.context import Frame, close_frame, frame_of, open_frame
-from dampen.hooks.linear import apply_linear, layer_valid
 from dampen.hooks.residual import call_torch
 from dampen.hooks.roles import FFN_IN, FFN_OUT, is_linear
 from dampen.hooks.scope import LISTS, Attentions, LinearPlan, closest, inside
@@ -261,7 +261,7 @@ class ExpertSocket(TorchFunctionMode):
 
     def _one(self, run: Any, role: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         self.met.add(role)
-        if x.numel() == 0 and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and x.numel() == 0:
             empty: Tensor = run(x, weight, bias)  # an expert without tokens
             return empty
 

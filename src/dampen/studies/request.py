@@ -181,7 +181,7 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
     return section["code"], (
         f"The code of {section['name']} has changed since {_count(earlier, folder)} were recorded: new trials are run. "
         f"Those of the older code stay in {folder} and are listed as such. "
-        "same_code=True (--same-code) would count them."
+        "same_code=True (--ignore-code-change) would count them."
     )
 
 

@@ -90,15 +90,17 @@ def test_a_file_that_cannot_be_imported_names_its_line(tmp_path):
 
 
 def test_options_that_would_be_passed_over_are_refused(odd, capsys):
-    said = told_by(capsys, f"{odd}:nan", "--folds", "3", "--partial", "--accelerator", "cuda", "--data-dir", "x")
+    said = told_by(
+        capsys, f"{odd}:nan", "--folds", "3", "--allow-incomplete", "--accelerator", "cuda", "--data-dir", "x"
+    )
     for words in (
         "--folds: your own training splits its own data; it can take the fold from trial.seed",
-        "--partial: your own training reads its own data",
+        "--allow-incomplete: your own training reads its own data",
         "--accelerator: your own training chooses its own device",
         "--data-dir: your own training finds its own data",
     ):
         assert words in said
-    assert "only your own training" in told_by(capsys, "--data", "digits", "--same-code")
+    assert "only a training function" in told_by(capsys, "--data", "digits", "--ignore-code-change")
     assert "did you mean 'train.lr'?" in told_by(capsys, "--data", "digits", "--set", "lr=3")
     said = told_by(capsys, f"{odd}:nan", "--engine", "rya")
     assert said.strip().endswith("unknown engine 'rya'; did you mean 'ray'?")

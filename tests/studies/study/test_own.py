@@ -187,7 +187,7 @@ def test_changed_code_makes_new_trials_and_says_so_unless_told_it_is_the_same(sc
     run(changed)
     listed = [skipped.reason for skipped in make_report([changed.folder]).skipped]
     assert len(listed) == 2
-    assert "a result of older code of train.py:train (plain, seed 0); --same-code" in " ".join(listed)
+    assert "a result of older code of train.py:train (plain, seed 0); --ignore-code-change" in " ".join(listed)
 
 
 def test_code_that_changes_while_a_study_runs_is_refused(script, ask, run):

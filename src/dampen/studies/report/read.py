@@ -220,7 +220,7 @@ def _why_not(run: LoggedRun, plan: Comparison) -> str:
     codes = {t.function["code"] for t in plan.trials.values() if t.function}
     if codes and function.get("code") not in codes:
         row = f"{methods_as_text(run.config['methods'])}, seed {run.seed}"
-        return f"a result of older code of {function.get('name')} ({row}); --same-code (same_code=True) counts it"
+        return f"a result of older code of {function.get('name')} ({row}); --ignore-code-change counts it"
     return "belongs to no row of plan.json; it was run under an earlier plan or other settings"
 
 

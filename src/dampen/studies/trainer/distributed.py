@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 
-
 def make_fabric(options: TrainOptions, accelerator: str) -> Fabric:
     """Fabric for these options; trials on one device share theirs, which keeps nothing of a trial (fp16 has a scaler).
 
