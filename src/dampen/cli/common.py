@@ -24,7 +24,7 @@ Out = Annotated[Path, typer.Option("--out", envvar="DAMPEN_RUNS", help="Folder t
 Workers = Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")]
 Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")]
 Loggers = Annotated[
-    list[str] | None, typer.Option("--logger", help="Tell another logger too: wandb, or one of a package. Repeatable.")
+    list[str] | None, typer.Option("--logger", help="Also log to wandb or to a logger of a package. Repeatable.")
 ]
 Weights = Annotated[
     bool, typer.Option("--save-weights/--no-save-weights", help="Save the selected weights of each run.")

@@ -47,7 +47,7 @@ def execute(
     console = console_for(stderr=as_json)
     labels = plan.labels(trials)
     done = sum(RunStore(folder / t.id).done for t in trials)
-    told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already recorded" if done else "")
+    told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already logged" if done else "")
     console.print(told, soft_wrap=True)
     heed_signals()
     runs = read_runs(plan, folder)
@@ -123,16 +123,16 @@ def _as_interrupt(number: int, frame: Any) -> None:
 
 UntilDecided = Annotated[
     bool,
-    typer.Option("--until-decided", help="Add seeds to the rows that are still open until every row is decided."),
+    typer.Option("--until-decided", help="Add seeds to inconclusive methods until every comparison is conclusive."),
 ]
 Budget = Annotated[str | None, typer.Option(metavar="TIME", help="The same, for at most this long: 30m, 1h30m, 90s.")]
 Margin = Annotated[
     float | None,
-    typer.Option(min=0, help="The smallest difference that matters, as tables show it; default: the metric's own."),
+    typer.Option(min=0, help="Equivalence margin (smallest effect of interest); default: the metric's."),
 ]
 Tune = Annotated[
     int | None,
-    typer.Option(min=2, metavar="N", help="Tune first: N settings of every row, the baseline too, on 3 tuning seeds."),
+    typer.Option(min=2, metavar="N", help="Tune first: N settings per method and baseline, on 3 tuning seeds."),
 ]
 GOING = (0, 1, 4, 5)
 """Exit codes after which the other rows can go on: all well, some trial failed, was locked, diverged."""
@@ -177,10 +177,10 @@ def race_and_conclude(
         return results_table(comparison_table(plan, read_runs(plan, folder)), verdicts=False)
 
     def look(round: int, open_: list[str], verdicts: Mapping[str, Verdict]) -> None:
-        still = f"{len(open_)} of {len(verdicts)} rows open" + (f": {listed(open_)}" if open_ else "")
+        still = f"{len(open_)} of {len(verdicts)} methods inconclusive" + (f": {listed(open_)}" if open_ else "")
         console.print(f"round {round}: {still}", soft_wrap=True, markup=False)
 
-    told = f"{plan.name}: seeds until every row is decided" + (f", for {budget} at most" if budget else "")
+    told = f"{plan.name}: seeds until every comparison is conclusive" + (f", for {budget} at most" if budget else "")
     console.print(f"{told}, in {folder}", soft_wrap=True, markup=False)
     found = race_plan(plan, folder, run, margin=margin, budget=limit, first=first, look=look)
     final = ComparisonResult(plan, folder, outcomes, comparison_table(plan, read_runs(plan, folder)))
@@ -197,12 +197,13 @@ def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
 
 
 Address = Annotated[
-    str | None, typer.Option(help="With --engine ray: the cluster's address; a local one is started when not said.")
+    str | None, typer.Option(help="With --engine ray: the cluster's address; starts a local cluster if omitted.")
 ]
 SearchBy = Annotated[
-    str | None, typer.Option("--search", metavar="optuna", help="Search each row's settings first, with equal effort.")
+    str | None,
+    typer.Option("--search", metavar="optuna", help="Search settings first, equally for each method."),
 ]
-SearchTrials = Annotated[int, typer.Option("--search-trials", min=1, help="Trials of the search per row.")]
+SearchTrials = Annotated[int, typer.Option("--search-trials", min=1, help="Runs of the search per method.")]
 Storage = Annotated[
     str | None, typer.Option(help="Where the search is kept: an SQLAlchemy URL; default: SQLite in the run's folder.")
 ]
@@ -247,7 +248,7 @@ def tuned(
     def run(tuning: Comparison, place: Path) -> int:
         trials = tuning.chosen()
         done = sum(RunStore(place / t.id).done for t in trials)
-        recorded = f", {done} already recorded" if done else ""
+        recorded = f", {done} already logged" if done else ""
         what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
@@ -284,5 +285,5 @@ def searched(
     def say(line: str) -> None:
         print(f"search: {line}", file=sys.stderr, flush=True)
 
-    say(f"{trials} trials per row; Ctrl-C stops, the same command goes on")
+    say(f"{trials} runs per method; Ctrl-C stops, the same command resumes")
     return search(recipe, folder, Execution(**execution), trials, storage, workers, scale, settings, seeds, say)

@@ -41,11 +41,11 @@ def remarks(record: Record) -> list[str]:
     machine = record["machine"]
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     where = f"{machine['cpu']}, {threads}, torch {machine['torch']}, {machine['clock']} time"
-    said = [f"{where}. Memory: what a step allocates at its peak, without weights; as a multiple of the plain step's."]
+    said = [f"{where}. Memory: what a step allocates at its peak, without weights; as a multiple of the baseline's."]
     total = sum(len(record[group]) for group in ("ratios", "papers", "alternatives")) + 1
     if record["noisy"]:
         said.append(
-            f"Too noisy to tell: the intervals of {len(record['noisy'])} of {total} rows are wider than 3 %. "
+            f"Too noisy: {len(record['noisy'])} of {total} intervals are wider than 3 %. "
             "Run on a quieter machine, with more --rounds and --seconds, or with --threads 1 --clock cpu."
         )
     said += [f"Not benched: {name}: {reason}" for name, reason in record["skipped"].items()]
@@ -56,7 +56,7 @@ def scaling_table(record: Record) -> Table:
     """Time and memory of attention alone, by length."""
     scaling = record["scaling"]
     lengths = sorted({p["n"] for p in scaling["points"]})
-    table = Table(title=f"time, memory against plain: {scaling['what']}", title_justify="left", box=None)
+    table = Table(title=f"time, memory relative to the baseline: {scaling['what']}", title_justify="left", box=None)
     table.add_column("")
     for n in lengths:
         table.add_column(f"n = {n}", justify="right")

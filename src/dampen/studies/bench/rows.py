@@ -161,7 +161,7 @@ PRESETS = {
         },
     ),
     "small": Preset(
-        "ViT 4 x 96, 65 tokens: the lab's order of size", "vit(width=96, depth=4, heads=4, mlp=192)", 32, _ROWS
+        "ViT 4 x 96, 65 tokens: as in a small study", "vit(width=96, depth=4, heads=4, mlp=192)", 32, _ROWS
     ),
     "mid": Preset(
         "ViT 7 x 384, 65 tokens: the papers' order of size", "vit", 64,

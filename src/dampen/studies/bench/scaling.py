@@ -196,7 +196,7 @@ def _too_much(found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: i
             f"ends before n = {n}: about {running.pop(dearest):.1f} s per call, with {max(0.0, left):.0f} s left"
         )
     for name in set(running) - {against[row] for row in compared()} - set(compared()):
-        reasons[name] = f"ends before n = {n}: no row is left to compare with it"
+        reasons[name] = f"ends before n = {n}: no method is left to compare with it"
     return reasons
 
 

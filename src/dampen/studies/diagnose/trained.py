@@ -92,7 +92,7 @@ def find_trials(folder: Path) -> list[Path]:
         if plan.is_file():
             load_plugins(load_comparison(plan.parent).header.get("plugins", ()), plan)
     if not finished:
-        told = f"{len(found)} trials, none of them finished" if found else "no trial"
+        told = f"{len(found)} runs, none of them finished" if found else "no trial"
         raise LabError(f"{folder} holds {told}. Run the command that wrote it again: it resumes, then diagnose.")
     return finished
 
@@ -104,7 +104,7 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
     state, damage = load_newest(folder, "weights")
     if state is None:
         why = damage[0] if damage else "it holds no weights: it is not finished, or they were not kept"
-        raise LabError(f"{folder} cannot be diagnosed: {why}. Run the trial again to have them.")
+        raise LabError(f"{folder} cannot be diagnosed: {why}. Repeat the run to have them.")
     if brings_task(trial.model["name"]) is not None:
         raise LabError(f"{folder} is a pretraining; diagnose the classifier above it.")
     data = load_data(trial.data, data_dir, seed=trial.seed)
@@ -140,7 +140,7 @@ def from_model(
     if not path.is_file() and ":" not in place:
         problems.append(f"{place!r} is neither a folder of runs, nor a file of weights, nor module:function")
     if data is None:
-        problems.append("--data: missing; say on which data set to measure, as in --data digits")
+        problems.append("--data: missing; pass the data set to measure on, as in --data digits")
     if data is None or problems:
         raise ConfigError("dampen diagnose", problems)
     loaded = load_data({"name": data, **({"partial": True} if partial else {})}, data_dir)
@@ -152,7 +152,7 @@ def _from_file(path: Path, model: str | None, data: Any) -> nn.Module:
     from dampen.studies.bench.subject import parse_model
 
     if model is None:
-        problem = f"--model: missing; say what the weights in {path.name} belong to, as in --model 'vit(width=48)'"
+        problem = f"--model: missing; pass the model that {path.name} belongs to, as in --model 'vit(width=48)'"
         raise ConfigError("dampen diagnose", [problem])
     built = make_model(parse_model(model), data.model_args)
     try:

@@ -63,7 +63,7 @@ def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
     studies, skipped = make_studies(found, split)
     if not studies and not found.benches:
         reasons = "".join(f"\n  - {s.path}: {s.reason}" for s in skipped[:20])
-        seen = reasons or "\n  - no plan.json and no trial folder (config.json) anywhere below"
+        seen = reasons or "\n  - no plan.json and no run folder (config.json) anywhere below"
         raise LabError(
             f"Nothing to report in {', '.join(map(str, runs))}:{seen}\n"
             "Run something first, such as: dampen demo, or dampen run RECIPE."
@@ -102,5 +102,5 @@ def format_of(path: Path) -> str:
     """
     known = {ending: name for name, ending in FORMATS.items()} | {".htm": "html", ".markdown": "md"}
     if path.suffix.lower() not in known:
-        raise ConfigError("--output", [f"cannot tell the format of {path.name!r}; say --format {'|'.join(FORMATS)}"])
+        raise ConfigError("--output", [f"unknown format of {path.name!r}; pass --format {'|'.join(FORMATS)}"])
     return known[path.suffix.lower()]

@@ -35,7 +35,7 @@ class Column:
     digits: int | None = None
 
 
-ROW = Column("row", "Row")
+ROW = Column("row", "Method")
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ def note(shown: int, total: int) -> str:
     """Says when a chart leaves rows out.
 
     >>> note(12, 40)
-    ' Shown are the 12 best of 40 rows; the table has all.'
+    ' Shown are the 12 best of 40 methods; the table has all.'
     """
-    return f" Shown are the {shown} best of {total} rows; the table has all." if shown < total else ""
+    return f" Shown are the {shown} best of {total} methods; the table has all." if shown < total else ""
 
 
 def finish(chart: Any, height: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
             if files:
                 found[PurePosixPath(top, *folder.relative_to(given).parts).as_posix()] = files
     if not found:
-        raise LabError(f"There are no records in {', '.join(map(str, paths))}.")
+        raise LabError(f"There are no result files in {', '.join(map(str, paths))}.")
     sums = {name: checksum(files) for name, files in found.items()}
     return {"kind": KIND, "version": VERSION, "checksums": sums, "folders": found}
 
@@ -84,23 +84,23 @@ def unpack(path: Path, content: Any, folder: Path) -> None:
     """Write the records of a packed file (its `path`, for messages, and its `content`) below `folder`, as they were."""
     if not isinstance(content, dict) or content.get("kind") != KIND or not isinstance(content.get("folders"), dict):
         raise LabError(
-            f"{path} is no file of records; `dampen report RUNS -o FILE --format pack` writes one, "
+            f"{path} is not a pack; `dampen report RUNS -o FILE --format pack` writes one, "
             "and `dampen bench -o FILE` one of costs."
         )
     if content.get("version") != VERSION:
         raise LabError(
-            f"{path} has records of version {content.get('version')!r}, this dampen reads {VERSION}: update it."
+            f"{path} is a pack of version {content.get('version')!r}, this dampen reads {VERSION}: update it."
         )
     _check_sums(path, content)
     for name, files in content["folders"].items():
         place = (folder / name).resolve()
         unknown = sorted(set(files) - set(KEPT)) if isinstance(files, dict) else [name]
         if not place.is_relative_to(folder.resolve()) or unknown:
-            raise LabError(f"{path}: {', '.join(unknown) or name!r} does not belong in a file of records.")
+            raise LabError(f"{path}: {', '.join(unknown) or name!r} does not belong in a pack.")
         place.mkdir(parents=True, exist_ok=True)
         for file, value in files.items():
             if not isinstance(value, str | list if file.endswith(".jsonl") else str | dict | list):
-                raise LabError(f"{path}: {name}/{file} is not what such a file holds ({type(value).__name__}).")
+                raise LabError(f"{path}: {name}/{file} has an unexpected type ({type(value).__name__}).")
             (place / file).write_text(value if isinstance(value, str) else _text(file, value), encoding="utf-8")
 
 

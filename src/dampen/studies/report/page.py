@@ -22,14 +22,14 @@ from dampen.studies.table import ResultTable
 
 HERE = Path(__file__).parent
 METHOD = (
-    "Runs of one seed start from the same weights and see the same batches, so rows are compared seed by seed. A plan "
-    "whose number of seeds was fixed before is judged by the paired t-test (the exact sign-flip test where all "
-    "differences are equal); one that was looked at while it grew by an e-process that is valid at every look. "
-    "p values are corrected for the number of rows by Holm's method, level 0.05, every metric for itself; a row's "
-    "interval is made at the level at which the row was judged, and is its own: the intervals are not simultaneous. "
-    "Equal means that the interval at 0.05 divided by the number of rows lies within the margin. With fewer than 3 "
-    "shared seeds no test is made. The same training under two names is counted once. Grid points are chosen by the "
-    "mean on validation; the test set is evaluated once, at the end. Effects are Hedges' g with intervals from the "
+    "Runs of one seed start from the same weights and see the same batches, so methods are compared with the baseline "
+    "seed by seed. If the number of seeds was fixed in advance, the test is the paired t-test, or the exact sign-flip "
+    "test where all differences are equal. If the study was analyzed while it grew, the test is an e-process, which is "
+    "valid at every interim analysis. p values are Holm-corrected for the number of methods at level 0.05, separately "
+    "for each metric. A method's interval has the level of its test; the intervals are not simultaneous. Equal means "
+    "that the interval at 0.05 divided by the number of methods lies within the equivalence margin. With fewer than 3 "
+    "shared seeds there is no test. Identical trainings under two names count once. Grid points are selected by the "
+    "mean on validation, and the test set is evaluated once, at the end. Effects are Hedges' g with intervals from the "
     "noncentral t distribution."
 )
 

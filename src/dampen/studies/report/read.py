@@ -86,11 +86,11 @@ def _wrong_with_bench(content: dict[str, Any]) -> str:
     """Why a record of costs cannot be shown; empty where it can."""
     missing = [key for key in BENCH_KEYS if not isinstance(content.get(key), dict)]
     if missing:
-        return f"damaged: a record of costs without {', '.join(missing)}"
+        return f"damaged: a bench result without {', '.join(missing)}"
     try:
         bench_view(content, bench_figures(content), "b", {})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        return f"damaged: not a record of costs ({type(error).__name__}: {error})"
+        return f"damaged: not a bench result ({type(error).__name__}: {error})"
     return ""
 
 
@@ -201,7 +201,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
             study.protocol = check_protocol(study.name, study.runs(), study.grid_keys(), planned=True)
             studies.append(study)
         else:
-            skipped.append(Skipped(folder.name, f"none of its {len(plan.trials)} planned trials has been started"))
+            skipped.append(Skipped(folder.name, f"none of its {len(plan.trials)} planned runs has been started"))
     loose: dict[Path, list[LoggedRun]] = {}
     for run in found.runs.values():
         if run.folder not in claimed:
@@ -221,7 +221,7 @@ def _why_not(run: LoggedRun, plan: Comparison) -> str:
     if codes and function.get("code") not in codes:
         row = f"{methods_as_text(run.config['methods'])}, seed {run.seed}"
         return f"a result of older code of {function.get('name')} ({row}); --ignore-code-change counts it"
-    return "belongs to no row of plan.json; it was run under an earlier plan or other settings"
+    return "belongs to no configuration in plan.json: it was run under an earlier plan or other settings"
 
 
 def _from_plan(
@@ -312,7 +312,7 @@ def check_protocol(name: str, runs: Sequence[LoggedRun], free: Iterable[str], pl
         raise ProtocolMismatch(
             f"{name} mixes incompatible protocols in one table:\n"
             + "\n".join(lines)
-            + "\nReport them separately: keep each protocol in its own folder, or say --split for one table each."
+            + "\nReport them separately: keep each protocol in its own folder, or pass --split for one table each."
         )
     first = flats[0] if flats else {}
     return {k: v for k, v in first.items() if all(flat.get(k, v) == v for flat in flats)}

@@ -146,7 +146,7 @@ def make_server(runs: Sequence[Path | str], port: int = 0, split: bool = False) 
     try:
         server = _Server((HOST, port), Handler)
     except OSError as error:
-        raise LabError(f"Port {port} cannot be used: {error}. Say --port with another number, or 0 for any.") from error
+        raise LabError(f"Port {port} cannot be used: {error}. Pass another --port, or 0 for any free one.") from error
     return server
 
 

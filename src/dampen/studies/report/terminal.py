@@ -43,7 +43,7 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     compared = any(e.reference for e in entries)
     table = Table(title=escape(study.title), title_justify="left")
     whole = max((len(e.row.name) for e in entries), default=0) <= UNBROKEN
-    table.add_column("row", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts)
+    table.add_column("method", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts)
     if grid:
         table.add_column("grid", overflow="fold")
     table.add_column(f"test {metric.title}", justify="right")
@@ -130,7 +130,7 @@ class LiveView:
         self.overall = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total} trials"),
+            TextColumn("{task.completed:.0f}/{task.total} runs"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[eta]}"),
             console=console,
@@ -172,7 +172,7 @@ class LiveView:
                 self.each.remove_task(self.tasks.pop(trial))
             self.tasks[trial] = self.each.add_task(escape(self.labels[trial]), total=event.steps, told="")
             if event.resumed:
-                self._say(f"  {self.labels[trial]} goes on at step {steps_of(event)}")
+                self._say(f"  {self.labels[trial]} resumes at step {steps_of(event)}")
         elif kind == "progress" and trial in self.tasks:
             phase = f"{event.phase}, " if event.phase else ""
             left = f"{event.eta:.0f} s left" if event.eta is not None else ""
@@ -191,7 +191,7 @@ class LiveView:
             self._minute()
 
     def _minute(self) -> None:
-        """Without a terminal, a line per minute: trials done, what the running ones are at, time left."""
+        """Without a terminal, a line per minute: runs done, what the running ones are at, time left."""
         with self.lock:
             if self.console.is_terminal or time.monotonic() - self.said_at < EVERY:
                 return
@@ -261,7 +261,7 @@ class Pace:
         """All of it in one line."""
         running = "; ".join(f"{self.labels[trial]}: {told}" for trial, told in self.latest.items())
         left = f", {self.left() or 'time left not known yet'}" if self.done < self.total else ""
-        return f"{self.done}/{self.total} trials done{left}" + (f"; {running}" if running else "")
+        return f"{self.done}/{self.total} runs done{left}" + (f"; {running}" if running else "")
 
 
 def place_of(event: Event) -> str:

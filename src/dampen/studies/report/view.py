@@ -21,7 +21,7 @@ PAGED = 300
 """With more rows than these the page shows a part at a time and makes the rest only when it is asked for."""
 
 QUESTIONS = ("Which method should I use here?", "What does it cost?", "Can I trust it?")
-CHIPS = {"better": "up", "worse": "down", "equal": "same", "no gain": "same", "not decided": "few", "failed": "down"}
+CHIPS = {"better": "up", "worse": "down", "equal": "same", "no gain": "same", "inconclusive": "few", "failed": "down"}
 PAPER_CHIPS = {"reproduced": "yes", "not reproduced": "no"}
 
 
@@ -91,7 +91,7 @@ def bench_view(record: dict[str, Any], figures: list[Figure], key: str, dark: di
     met = f"{sum(t['met'] for t in targets)} of {len(targets)} targets met" if targets else ""
     return {
         "key": key,
-        "title": "What each method costs",
+        "title": "Cost of each method",
         "facts": [fact for fact in (record["model"], where, machine["date"], met) if fact],
         "figures": [figure_view(f, f"{key}-{f.key}", Palette([]), dark) for f in figures],
         "command": record["command"],
@@ -140,9 +140,9 @@ def race_text(study: StudyRuns) -> str:
     if not race:
         return ""
     told = (
-        f"Seeds were added in rounds to the rows that were still open: {race['runs']:,} runs in {race['rounds']} rounds"
+        f"Seeds were added in rounds to the inconclusive comparisons: {race['runs']:,} runs in {race['rounds']} rounds"
     )
-    told += f", until {'every row was decided' if race['why'] == 'all decided' else race['why']}"
+    told += f", until {'every comparison was conclusive' if race['why'] == 'all decided' else race['why']}"
     if race.get("fixed"):
         told += (
             f". A plan fixed before, with power 0.8 for the same differences, would have taken {race['fixed']:,} runs"
@@ -173,17 +173,17 @@ def about_test(table: ResultTable) -> str:
     test: Test = "sequential" if table.study.test == "sequential" else "fixed"
     margin = f", margin {table.margin:g}{table.metric.points}" if table.margin else ""
     told = (
-        f"Differences to {table.reference_name}, seed by seed: {KINDS[test]}, corrected over the rows by Holm{margin}. "
+        f"Differences to {table.reference_name}, seed by seed: {KINDS[test]}, Holm-corrected over the methods{margin}. "
     )
-    return told + "Each interval is made at the level at which its row was judged, so it never contradicts the verdict."
+    return told + "Each interval has the level of its test, so it always agrees with the verdict."
 
 
 def _columns(table: ResultTable, extra: list[str]) -> list[Head]:
     """What decides comes first, so that a phone shows it beside the name."""
-    heads = [Head("Row")]
+    heads = [Head("Method")]
     if table.main_reference:
-        heads.append(Head("Verdict", "verdict", "against the reference; the same as the interval says"))
-    heads.append(Head("Cost", "num", "time of a training step against the reference, or seconds"))
+        heads.append(Head("Verdict", "verdict", "against the baseline, in agreement with the interval"))
+    heads.append(Head("Cost", "num", "time of a training step relative to the baseline, or seconds"))
     heads.append(Head(table.metric.title, "num", "mean ± standard deviation over seeds"))
     if table.main_reference:
         heads.append(Head("Difference", "num", "mean paired difference with its corrected interval"))
@@ -191,7 +191,7 @@ def _columns(table: ResultTable, extra: list[str]) -> list[Head]:
     if table.main_reference:
         heads.append(Head("p", "num", "two-sided, after Holm's correction"))
         heads.append(Head("Effect", "num", "Hedges' g of the paired differences with its exact 95 % interval"))
-    return heads + [Head(describe(m).title, "num", "mean; the mark is its own verdict") for m in extra]
+    return heads + [Head(describe(m).title, "num", "mean, marked with the verdict on this metric") for m in extra]
 
 
 def _row(
@@ -343,7 +343,7 @@ def _measured(table: ResultTable, palette: Palette, dark: dict[str, str]) -> dic
         rows.append(
             {"cells": cells, "color": light, "dark": dark.get(light, light), "mark": _mark(entry.name, palette)}
         )
-    return {"columns": [Head("Row"), *(Head(m.title, "num") for m in shown)], "rows": rows}
+    return {"columns": [Head("Method"), *(Head(m.title, "num") for m in shown)], "rows": rows}
 
 
 def _paper(table: ResultTable) -> list[dict[str, Any]]:
@@ -380,7 +380,7 @@ def runs_view(table: ResultTable) -> dict[str, Any]:
     """Every run of a study as a plain table."""
     study = table.study
     grid = [k for k in study.grid_keys() if len({str(c.grid.get(k)) for r in study.rows for c in r.cells}) > 1]
-    heads = [("Row", None), *((k, None) for k in grid), ("Seed", 0), ("Status", None)]
+    heads = [("Method", None), *((k, None) for k in grid), ("Seed", 0), ("Status", None)]
     heads += [(f"Test {describe(study.metric).title}", 3), ("Epochs", 0), ("ms per step", 2), ("Seconds", 1)]
     heads += [("Machine", None), ("Folder", None)]
     records = []
@@ -452,7 +452,7 @@ def _by_seed(seed: str) -> tuple[int, str]:
 def rows_view(table: ResultTable) -> dict[str, Any]:
     """All rows of a large table as plain records, which the page shows a part at a time."""
     others = table.other_metrics()
-    heads = [("Row", None), ("Verdict", None), ("Cost", 2), (table.metric.title, table.metric.digits), ("SD", 3)]
+    heads = [("Method", None), ("Verdict", None), ("Cost", 2), (table.metric.title, table.metric.digits), ("SD", 3)]
     heads += [("Difference", 3), ("From", 3), ("To", 3), ("n", 0), ("p", 3)]
     heads += [(describe(m).title, describe(m).digits) for m in others]
     records = []
