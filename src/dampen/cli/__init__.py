@@ -56,7 +56,11 @@ def _exists(root: Path, module: str) -> bool:
 
 
 def build(called: str | None) -> typer.Typer:
-    """The command line, in which only the subcommand `called` is the real one; the others have their line of help."""
+    """The command line, in which only the subcommand `called` is the real one; the others have their line of help.
+
+    Args:
+        called: the subcommand that was typed; None without one.
+    """
     app = typer.Typer(
         name="dampen",
         help="Put Transformer regularizers into any model, train, compare, and see which one is worth it.",
@@ -128,7 +132,11 @@ def _placeholder() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
+    """The console script.
+
+    Args:
+        arguments: the command line; None: as typed.
+    """
     arguments = renamed(sys.argv[1:] if arguments is None else arguments)
     _load_plugins()
     called = next((a for a in arguments if not a.startswith("-")), None)

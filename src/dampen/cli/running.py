@@ -38,6 +38,15 @@ def execute(
     """Run the trials, show progress (on standard error with --json), print the table, exit with the run's code.
 
     Where a `page` is asked for, the report of the finished run is written there.
+
+    Args:
+        plan: the comparison.
+        folder: of the study.
+        trials: the runs to execute.
+        as_json: print JSON for machines.
+        execution: how runs are executed.
+        next_steps: commands to suggest.
+        page: where to write the report.
     """
     from dampen.studies.engines.runner import run_comparison
     from dampen.studies.report.terminal import LiveView, console_for, results_table
@@ -69,7 +78,16 @@ def conclude(
     page: Path | None = None,
     said: str = "",
 ) -> NoReturn:
-    """The end of a run: the page, the table, what was learned in words, what to type next, the exit code."""
+    """The end of a run: the page, the table, what was learned in words, what to type next, the exit code.
+
+    Args:
+        console: where to print.
+        run: one run.
+        as_json: print JSON for machines.
+        next_steps: commands to suggest.
+        page: where to write the report.
+        said: a line above the advice.
+    """
     from dampen.studies.report.summary import advise, in_words
     from dampen.studies.report.terminal import results_table
 
@@ -96,7 +114,11 @@ def conclude(
 
 
 def what_went_wrong(run: ComparisonResult) -> list[str]:
-    """Each message once, with the trials that it is about."""
+    """Each message once, with the trials that it is about.
+
+    Args:
+        run: one run.
+    """
     from dampen.studies.report.summary import listed
 
     labels, who = run.plan.labels(run.plan.trials.values()), dict[str, list[str]]()
@@ -150,7 +172,18 @@ def race_and_conclude(
     first: int,
     **options: Any,
 ) -> NoReturn:
-    """Race the rows of a plan, print its table and how the race ended, exit with the run's code."""
+    """Race the rows of a plan, print its table and how the race ended, exit with the run's code.
+
+    Args:
+        plan: the comparison.
+        folder: the folder.
+        as_json: print JSON for machines.
+        execution: how runs are executed.
+        next_steps: commands to suggest.
+        margin: the equivalence margin; None: the metric's own.
+        budget: how long at most, as in "30m".
+        first: seeds of the first round.
+    """
     from dampen.studies.engines import Outcome
     from dampen.studies.engines.runner import ComparisonResult, run_comparison
     from dampen.studies.report.summary import listed
@@ -188,7 +221,12 @@ def race_and_conclude(
 
 
 def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
-    """A training of the user's own knows its row by the trial's id, and every round has new trials."""
+    """A training of the user's own knows its row by the trial's id, and every round has new trials.
+
+    Args:
+        execution: how runs are executed.
+        plan: the comparison.
+    """
     function = execution.get("function")
     if function is None:
         return execution
@@ -210,7 +248,13 @@ Storage = Annotated[
 
 
 def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
-    """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts."""
+    """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts.
+
+    Args:
+        engine: local or ray.
+        workers: processes at once.
+        address: of a Ray cluster.
+    """
     from dampen.studies.engines import check_engine
 
     check_engine(engine)
@@ -220,7 +264,11 @@ def engine_options(engine: str, workers: int | None, address: str | None) -> dic
 
 
 def check_search(search: str | None) -> None:
-    """Refuse what is not known."""
+    """Refuse what is not known.
+
+    Args:
+        search: the kind of search; None: none.
+    """
     if search not in (None, "optuna"):
         raise ConfigError("--search", [f"unknown search {search!r}; known: optuna"])
 
@@ -235,7 +283,17 @@ def tuned(
     rows: Sequence[str],
     **engine: Any,
 ) -> Comparison:
-    """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
+    """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself.
+
+    Args:
+        recipe: what to compare.
+        plan: the comparison.
+        folder: the folder.
+        execution: how runs are executed.
+        scale: one of the recipe's scales.
+        settings: how much to measure.
+        rows: only these configurations.
+    """
     from dampen.cli.running import named, resume_command
     from dampen.studies.engines.runner import run_comparison
     from dampen.studies.report.terminal import LiveView, console_for
@@ -278,7 +336,19 @@ def searched(
     settings: Sequence[str] = (),
     seeds: Sequence[int] | None = None,
 ) -> Comparison:
-    """Search every row, with a line per trial on standard error, and return the plan of what was found best."""
+    """Search every row, with a line per trial on standard error, and return the plan of what was found best.
+
+    Args:
+        recipe: what to compare.
+        folder: the folder.
+        execution: how runs are executed.
+        trials: runs of the search per method.
+        storage: where the search is kept.
+        workers: processes at once.
+        scale: one of the recipe's scales.
+        settings: how much to measure.
+        seeds: the seeds to use.
+    """
     from dampen.studies.optuna_search import search
     from dampen.studies.trainer.state import Execution
 

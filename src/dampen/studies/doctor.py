@@ -44,7 +44,12 @@ class Finding:
 
 
 def examine(data_dir: str | None = None, runs: Path = Path("runs")) -> list[Finding]:
-    """Everything at once; nothing is changed."""
+    """Everything at once; nothing is changed.
+
+    Args:
+        data_dir: where data sets are looked for.
+        runs: where runs are written.
+    """
     return [
         *_packages(),
         *_devices(),

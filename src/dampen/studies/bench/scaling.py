@@ -40,6 +40,12 @@ def scale_attention(
 
     Methods that act inside attention run in `dampen.attention` alone, against plain SDPA; those that read the linear
     maps around it run in one block, against a plain block.
+
+    Args:
+        variants: the methods to measure.
+        options: what to measure, and for how long.
+        progress: called with what is done.
+        lengths: numbers of tokens.
     """
     from dampen.studies.bench.run import CLOCKS
 
@@ -203,7 +209,14 @@ def _too_much(found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: i
 def scale_batch(
     variants: list[Variant], options: Options, progress: Progress, batches: tuple[int, ...] = BATCHES
 ) -> dict[str, Any]:
-    """The cost of a training step over the size of its batch, each method in its default."""
+    """The cost of a training step over the size of its batch, each method in its default.
+
+    Args:
+        variants: the methods to measure.
+        options: what to measure, and for how long.
+        progress: called with what is done.
+        batches: batch sizes.
+    """
     from dampen.studies.bench.run import FUSED, UNFUSED, Step, plain_step, regularized_step
 
     points: list[Point] = []

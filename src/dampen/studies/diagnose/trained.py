@@ -42,7 +42,13 @@ class Trained:
     picture: Path | None = None
 
     def batches(self, split: str, examples: int, size: int | None = None) -> Batches:
-        """Batches (inputs, labels) of the first `examples` of a split; labels that do not count are -100."""
+        """Batches (inputs, labels) of the first `examples` of a split; labels that do not count are -100.
+
+        Args:
+            split: train, valid or test.
+            examples: how many at most.
+            size: examples per batch.
+        """
         return Batches(getattr(self.data, split), examples, size or 256)
 
     @property
@@ -76,13 +82,21 @@ class Batches:
 
 
 def inputs_of(batch: dict[str, Any]) -> Any:
-    """A lab batch's inputs: the tensor itself where there is only one."""
+    """A lab batch's inputs: the tensor itself where there is only one.
+
+    Args:
+        batch: a batch of a data set.
+    """
     inputs = batch["inputs"]
     return inputs[0] if len(inputs) == 1 else inputs
 
 
 def find_trials(folder: Path) -> list[Path]:
-    """The finished trials in `folder`: itself, or those below it."""
+    """The finished trials in `folder`: itself, or those below it.
+
+    Args:
+        folder: of a study or of one run.
+    """
     if not folder.is_dir():
         raise LabError(f"There is no folder {folder}. Give the folder that dampen run, compare or demo wrote.")
     below = (p.parent for p in folder.rglob("config.json") if p.parent.name != PRETRAIN)
@@ -98,7 +112,12 @@ def find_trials(folder: Path) -> list[Path]:
 
 
 def from_run(folder: Path, data_dir: str | None = None) -> Trained:
-    """The model of a finished trial, with its data, its regularizers, and its weights before training."""
+    """The model of a finished trial, with its data, its regularizers, and its weights before training.
+
+    Args:
+        folder: the folder.
+        data_dir: where data sets are looked for.
+    """
     record = RunStore(folder)
     trial = record.trial()
     state, damage = load_newest(folder, "weights")
@@ -134,6 +153,13 @@ def from_model(
     """A model that the lab did not train: `package.module:function` that returns it, or a file with its state_dict.
 
     The file is read with `weights_only=True`, and `model` says what the weights belong to, as in `vit(width=48)`.
+
+    Args:
+        place: a function or a file of weights.
+        data: the name of a data set.
+        model: what the weights belong to.
+        data_dir: where data sets are looked for.
+        partial: accept an incomplete copy of the data.
     """
     path = Path(place)
     problems = []

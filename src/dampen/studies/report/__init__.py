@@ -32,7 +32,12 @@ class Report:
     benches: list[dict[str, Any]] = field(default_factory=list)
 
     def render(self, format: str = "html", live: str = "") -> str:
-        """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content."""
+        """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content.
+
+        Args:
+            format: one of `FORMATS`, or "pack".
+            live: the version of the content, for a page that a server shows.
+        """
         if format not in FORMATS:
             raise ConfigError("--format", [f"unknown format {format!r}; known: {', '.join(FORMATS)}, pack"])
         from dampen.studies.report import formats
@@ -55,6 +60,10 @@ def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
 
     Damaged and empty folders are listed and skipped. Raises ProtocolMismatch where a table would mix protocols (with
     `split` each protocol gets its own table), LabError where nothing is left to show.
+
+    Args:
+        runs: the folders, packs or bench results to read.
+        split: make one table per protocol.
     """
     from dampen.studies.report.read import collect, make_studies
     from dampen.studies.table import make_table
@@ -81,6 +90,13 @@ def write_report(
     """Make a report and write it to `output`, in the format said or the one that the name's ending says.
 
     A pack is compressed where the name ends in .xz, and smaller by far without the `curves` of its trials.
+
+    Args:
+        runs: the folders, packs or bench results to read.
+        output: the file to write.
+        format: one of `FORMATS`, or "pack".
+        split: make one table per protocol.
+        curves: keep the logs of the runs.
     """
     from dampen.studies.files import atomic_file
     from dampen.studies.report.packs import pack, packed_bytes, to_text
@@ -96,6 +112,9 @@ def write_report(
 
 def format_of(path: Path) -> str:
     """The format that a file's name asks for.
+
+    Args:
+        path: the file.
 
     >>> format_of(Path("table.tex"))
     'latex'

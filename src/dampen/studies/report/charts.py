@@ -33,7 +33,12 @@ MOST_POINTS = 16
 
 
 def results(table: ResultTable, palette: Palette) -> Figure | None:
-    """Mean, 95 % interval and every single run, row by row."""
+    """Mean, 95 % interval and every single run, row by row.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     import altair as alt
 
     ranked = table.ranked()
@@ -83,7 +88,12 @@ def results(table: ResultTable, palette: Palette) -> Figure | None:
 
 
 def cost(table: ResultTable, palette: Palette) -> Figure | None:
-    """What a method gains against what a step costs; the line joins what nothing beats on both."""
+    """What a method gains against what a step costs; the line joins what nothing beats on both.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     import altair as alt
 
     entries = [e for e in table.ranked() if e.cost.ratio]
@@ -173,7 +183,12 @@ MOST_DIFFERENCES = 40
 
 
 def forest(table: ResultTable, palette: Palette) -> Figure | None:
-    """A row per method, best first: difference (point), its corrected interval (line), its verdict in words."""
+    """A row per method, best first: difference (point), its corrected interval (line), its verdict in words.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     import altair as alt
 
     entries = [e for e in table.ranked() if e.comparison and e.comparison.n and not e.same_as]
@@ -227,7 +242,12 @@ def _difference_record(entry: Entry, table: ResultTable) -> dict[str, Any]:
 
 
 def curves(table: ResultTable, palette: Palette) -> list[Figure]:
-    """Validation metric and training loss by epoch, mean over seeds with a band of one standard deviation."""
+    """Validation metric and training loss by epoch, mean over seeds with a band of one standard deviation.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     entries = table.selected()
     order = {e.name: i for i, e in enumerate(table.ranked())}
     names = sorted((e.name for e in entries), key=lambda n: order.get(n, 0))
@@ -296,7 +316,12 @@ def _curve_figure(
 
 
 def searched(table: ResultTable, palette: Palette) -> Figure | None:
-    """Every completed trial of the search; pruned ones have no final value and are only counted."""
+    """Every completed trial of the search; pruned ones have no final value and are only counted.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     import altair as alt
 
     search = table.study.search
@@ -354,7 +379,11 @@ KINDS = (("ratios", "dampen"), ("papers", "as published"), ("alternatives", "tim
 
 
 def bench_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry per mark: the row it stands in, who made it, its cost with its interval, memory and target."""
+    """One entry per mark: the row it stands in, who made it, its cost with its interval, memory and target.
+
+    Args:
+        record: what `dampen bench` measured.
+    """
     return [
         {"row": entry.get("ours", name), "name": name, "kind": kind, "memory": record["memory"][name]["ratio"]}
         | {key: entry[key] for key in ("median", "low", "high")}
@@ -365,12 +394,20 @@ def bench_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def bench_figures(record: dict[str, Any]) -> list[Figure]:
-    """Every figure for which the record has numbers."""
+    """Every figure for which the record has numbers.
+
+    Args:
+        record: what `dampen bench` measured.
+    """
     return [_steps(record), *([_lengths(record)] if record.get("scaling", {}).get("points") else [])]
 
 
 def bench_chart(record: dict[str, Any]) -> Any:
-    """Costs with their intervals on one axis, the papers' formulations beside ours (an altair chart)."""
+    """Costs with their intervals on one axis, the papers' formulations beside ours (an altair chart).
+
+    Args:
+        record: what `dampen bench` measured.
+    """
     import altair as alt
 
     rows = bench_rows(record)

@@ -24,7 +24,13 @@ QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
 
 
 def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequence[dict[str, Any]] = ()) -> str:
-    """Tables for a README: answers first, then the rows, then the paper, then what a bench measured."""
+    """Tables for a README: answers first, then the rows, then the paper, then what a bench measured.
+
+    Args:
+        tables: the judged tables.
+        skipped: what could not be read, with the reasons.
+        benches: the results of `dampen bench`.
+    """
     parts = []
     for table in tables:
         advice = advise(table)
@@ -73,7 +79,11 @@ def _texts_of_figures(table: ResultTable) -> list[str]:
 
 
 def to_csv(tables: list[ResultTable]) -> str:
-    """One line per row of every table, plain numbers."""
+    """One line per row of every table, plain numbers.
+
+    Args:
+        tables: the judged tables.
+    """
     out = io.StringIO()
     writer = csv.writer(out)
     metrics = list(dict.fromkeys(m for t in tables for e in t.entries for m in e.metrics))
@@ -124,13 +134,22 @@ def to_csv(tables: list[ResultTable]) -> str:
 
 
 def to_json(tables: list[ResultTable], skipped: list[Skipped]) -> str:
-    """Everything, for programs."""
+    """Everything, for programs.
+
+    Args:
+        tables: the judged tables.
+        skipped: what could not be read, with the reasons.
+    """
     content = {"tables": [_plain_table(t) for t in tables], "skipped": [asdict(s) for s in skipped]}
     return json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
 
 
 def to_latex(tables: list[ResultTable]) -> str:
-    """Tables for a paper (booktabs), one per study; rows shown better than the reference in bold."""
+    """Tables for a paper (booktabs), one per study; rows shown better than the reference in bold.
+
+    Args:
+        tables: the judged tables.
+    """
     parts = ["% needs \\usepackage{booktabs}"]
     for table in tables:
         heads, rows = _main_rows(table)
@@ -228,6 +247,9 @@ def _md_measured(table: ResultTable) -> list[str]:
 
 def markdown_text(text: str) -> str:
     """Text that stays text in Markdown, also inside a table.
+
+    Args:
+        text: the text.
 
     >>> markdown_text("<b>a|b</b>")
     '&lt;b&gt;a\\\\|b&lt;/b&gt;'

@@ -28,14 +28,23 @@ KEPT = ("plan.json", "search.json", "config.json", "environment.json", *RESULTS)
 
 
 def folders_below(root: Path) -> Iterator[Path]:
-    """The folder and all below it that may hold records, in a fixed order."""
+    """The folder and all below it that may hold records, in a fixed order.
+
+    Args:
+        root: the folder to start from.
+    """
     for name, folders, _ in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in ASIDE)
         yield Path(name)
 
 
 def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
-    """Every record below `paths` as one JSON document: by folder, by file; the logs only where `curves` are wanted."""
+    """Every record below `paths` as one JSON document: by folder, by file; the logs only where `curves` are wanted.
+
+    Args:
+        paths: the folders.
+        curves: keep the logs of the runs.
+    """
     kept = KEPT if curves else tuple(name for name in KEPT if name != "log.jsonl")
     found: dict[str, dict[str, Any]] = {}
     tops: dict[str, int] = {}  # two folders of the same name stay apart
@@ -58,7 +67,11 @@ def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
 
 
 def to_text(packed: Mapping[str, Any]) -> str:
-    """The document with one folder per line, so that a version control system shows which trials came."""
+    """The document with one folder per line, so that a version control system shows which trials came.
+
+    Args:
+        packed: what `pack` returned.
+    """
     folders = packed["folders"].items()
     lines = [f"{json.dumps(name)}:{json.dumps(files, separators=(',', ':'))}" for name, files in folders]
     head = f'"kind":{json.dumps(packed["kind"])},"version":{packed["version"]}'
@@ -68,12 +81,21 @@ def to_text(packed: Mapping[str, Any]) -> str:
 
 
 def packed_bytes(text: str, path: Path) -> bytes:
-    """The document as its file holds it: compressed where the name ends in .xz."""
+    """The document as its file holds it: compressed where the name ends in .xz.
+
+    Args:
+        text: the text.
+        path: the file.
+    """
     return lzma.compress(text.encode()) if path.suffix == ".xz" else text.encode()
 
 
 def packed_text(path: Path) -> str:
-    """What `packed_bytes` wrote."""
+    """What `packed_bytes` wrote.
+
+    Args:
+        path: the file.
+    """
     try:
         return read_limited(path).decode()
     except UnicodeDecodeError as error:
@@ -81,7 +103,13 @@ def packed_text(path: Path) -> str:
 
 
 def unpack(path: Path, content: Any, folder: Path) -> None:
-    """Write the records of a packed file (its `path`, for messages, and its `content`) below `folder`, as they were."""
+    """Write the records of a packed file (its `path`, for messages, and its `content`) below `folder`, as they were.
+
+    Args:
+        path: the file.
+        content: its parsed content.
+        folder: where to write.
+    """
     if not isinstance(content, dict) or content.get("kind") != KIND or not isinstance(content.get("folders"), dict):
         raise LabError(
             f"{path} is not a pack; `dampen report RUNS -o FILE --format pack` writes one, "

@@ -38,7 +38,14 @@ def make_page(
     tables: list[ResultTable], skipped: list[Skipped], live: str = "", benches: Sequence[dict[str, Any]] = ()
 ) -> str:
     """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server shows, with the
-    version of its content."""
+    version of its content.
+
+    Args:
+        tables: the judged tables.
+        skipped: what could not be read, with the reasons.
+        live: the version of the content, for a page that a server shows.
+        benches: the results of `dampen bench`.
+    """
     palette = Palette([e.row.name for t in tables for e in t.entries], _references(tables))
     for entry in (e for t in tables for e in t.entries):
         palette.same(entry.name, entry.row.name)
@@ -84,7 +91,12 @@ def _references(tables: list[ResultTable]) -> list[str]:
 
 
 def table_figures(table: ResultTable, palette: Palette) -> list[Figure]:
-    """Every figure for which the study has data."""
+    """Every figure for which the study has data.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     made = [
         cost(table, palette),
         results(table, palette) if not table.study.show_all else None,
@@ -113,7 +125,12 @@ def _figure_data(figure: Figure) -> dict[str, Any]:
 
 
 def content_policy(scripts: list[str], live: bool) -> str:
-    """A policy that lets the page run its own scripts, known by their hashes, and nothing else: no network, no eval."""
+    """A policy that lets the page run its own scripts, known by their hashes, and nothing else: no network, no eval.
+
+    Args:
+        scripts: the scripts of the page.
+        live: the version of the content, for a page that a server shows.
+    """
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     network = "'self'" if live else "'none'"
     return (
@@ -137,7 +154,11 @@ def vega_bundle() -> str:
 
 @cache
 def asset(name: str) -> str:
-    """A file of ours that goes into the page."""
+    """A file of ours that goes into the page.
+
+    Args:
+        name: of a file in assets/.
+    """
     return (HERE / "assets" / name).read_text(encoding="utf-8")
 
 

@@ -48,7 +48,11 @@ class Collection:
 
 def collect(paths: Sequence[Path | str]) -> Collection:
     """Read every plan and trial below `paths`, or in files of records and of costs. A path that does not exist is an
-    error; damaged content is listed."""
+    error; damaged content is listed.
+
+    Args:
+        paths: the folders.
+    """
     found = Collection()
     for root in map(Path, paths):
         if root.is_file():
@@ -95,7 +99,12 @@ def _wrong_with_bench(content: dict[str, Any]) -> str:
 
 
 def label(folder: Path, root: Path) -> str:
-    """How a folder is called in lists: relative to what was given, or by its own name."""
+    """How a folder is called in lists: relative to what was given, or by its own name.
+
+    Args:
+        folder: the folder.
+        root: what was given.
+    """
     relative = folder.relative_to(root)
     return str(relative) if relative.parts else folder.resolve().name
 
@@ -185,6 +194,10 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
     """One study per plan, and one per folder of trials without a plan; what belongs nowhere is listed.
 
     Raises ProtocolMismatch where a folder mixes protocols; `split=True` makes one study per protocol instead.
+
+    Args:
+        found: what was read.
+        split: make one table per protocol.
     """
     studies, skipped, claimed = [], list(found.skipped), set[Path]()
     by_id: dict[str, list[LoggedRun]] = {}
@@ -283,7 +296,12 @@ class ProtocolMismatch(LabError):
 
 
 def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
-    """What must be equal for runs to be compared, flat, as text: data, model, training, size of the splits."""
+    """What must be equal for runs to be compared, flat, as text: data, model, training, size of the splits.
+
+    Args:
+        run: one run.
+        free: further settings that may differ.
+    """
     said = {k: v for k, v in run.config.items() if k not in FREE and v is not None}  # older runs know no pretraining
     flat = _flatten(said)
     if run.final:
@@ -298,7 +316,14 @@ def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
 
 
 def check_protocol(name: str, runs: Sequence[LoggedRun], free: Iterable[str], planned: bool) -> dict[str, str]:
-    """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they may not be mixed."""
+    """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they may not be mixed.
+
+    Args:
+        name: the name to use.
+        runs: the runs of one table.
+        free: further settings that may differ.
+        planned: whether a plan names the rows.
+    """
     flats = [protocol_of(run, free) for run in runs]
     lines = []
     for key in sorted({k for flat in flats for k in flat}):
@@ -319,7 +344,11 @@ def check_protocol(name: str, runs: Sequence[LoggedRun], free: Iterable[str], pl
 
 
 def protocol_groups(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
-    """The runs, sorted into groups of one protocol each."""
+    """The runs, sorted into groups of one protocol each.
+
+    Args:
+        runs: the runs to sort.
+    """
     groups: dict[str, list[LoggedRun]] = {}
     for run in runs:
         flat = {k: v for k, v in protocol_of(run).items() if not k.startswith(FACTS)}

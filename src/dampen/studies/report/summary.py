@@ -27,7 +27,11 @@ class Advice:
 
 
 def advise(table: ResultTable) -> Advice:
-    """Read the table for someone in a hurry."""
+    """Read the table for someone in a hurry.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     reference = table.main_reference
     better = [
         e
@@ -39,7 +43,11 @@ def advise(table: ResultTable) -> Advice:
 
 
 def in_words(advice: Advice) -> list[str]:
-    """The answers as a few lines of plain text, for a terminal."""
+    """The answers as a few lines of plain text, for a terminal.
+
+    Args:
+        advice: the three answers.
+    """
     parts = (advice.which, advice.cost, advice.trust)
     shown = [f"{part.headline}. {' '.join(part.details[:most])}" for part, most in zip(parts, (9, 2, 2), strict=True)]
     return [line.replace("..", ".") for line in shown]
@@ -165,7 +173,11 @@ def _cost(table: ResultTable, pick: Entry | None) -> Answer:
 
 
 def small_model_note(table: ResultTable) -> str:
-    """Why ratios of a small model are no guide to a large one; empty where steps are long enough."""
+    """Why ratios of a small model are no guide to a large one; empty where steps are long enough.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     reference = table.main_reference
     step = reference.cost.step_seconds if reference else None
     if not step or step > SMALL_STEP:
@@ -186,13 +198,21 @@ class Answer:
 
 
 def shared_seeds(entry: Entry) -> int:
-    """How many seeds the row shares with its reference."""
+    """How many seeds the row shares with its reference.
+
+    Args:
+        entry: the results of one configuration.
+    """
     return entry.comparison.n if entry.comparison else 0
 
 
 def trust(table: ResultTable) -> Answer:
     """What the table could have shown, and every reason against it. Failed rows say so themselves and count here only
-    where runs are missing from means."""
+    where runs are missing from means.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     compared = table.compared()
     tested = [e for e in compared if e.comparison and e.comparison.p is not None]
     decided = [e for e in tested if e.verdict != "inconclusive"]
@@ -217,7 +237,11 @@ def trust(table: ResultTable) -> Answer:
 
 
 def smallest_difference(table: ResultTable) -> float:
-    """The difference that the middle row of this table shows with power 0.8; NaN where nothing was tested."""
+    """The difference that the middle row of this table shows with power 0.8; NaN where nothing was tested.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     found = [e.comparison.detectable for e in table.compared() if e.comparison and e.comparison.n >= FEWEST]
     return statistics.median(found) if found else math.nan
 
@@ -244,7 +268,11 @@ def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
 
 
 def tuned(table: ResultTable) -> str:
-    """Whether each row had its settings searched, in a sentence."""
+    """Whether each row had its settings searched, in a sentence.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     search = table.study.search
     if search:
         seeds = f" on tuning seeds {listed([str(s) for s in search['seeds']])}" if search.get("seeds") else ""
@@ -286,7 +314,11 @@ def _tuned_equally(table: ResultTable, seeds: str) -> str:
 
 
 def what_was_tested(table: ResultTable) -> str:
-    """Which weights were tested, and what chose them, in a sentence."""
+    """Which weights were tested, and what chose them, in a sentence.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     configs = [run.config for run in table.study.runs()]
     if not configs:
         return ""
@@ -299,7 +331,11 @@ def what_was_tested(table: ResultTable) -> str:
 
 
 def noise(table: ResultTable) -> list[str]:
-    """What seeds vary and what they do not, and so what the intervals cover."""
+    """What seeds vary and what they do not, and so what the intervals cover.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     runs = table.study.runs()
     varied = _varied([run.config for run in runs], _redrawn(runs))
     return [varied + (_test_set(table) if varied.endswith(SAME_TEST) else "") + "."] if varied else []
@@ -401,6 +437,10 @@ def _mixed(runs: list[LoggedRun]) -> list[str]:
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 
+    Args:
+        count: how many.
+        noun: in the singular.
+
     >>> plural(1, "seed"), plural(1200, "run")
     ('1 seed', '1,200 runs')
     """
@@ -408,12 +448,21 @@ def plural(count: int, noun: str) -> str:
 
 
 def counted(entry: Entry, table: ResultTable) -> str:
-    """Values of a row and how many were planned; the folds of a round of cross-validation make one value."""
+    """Values of a row and how many were planned; the folds of a round of cross-validation make one value.
+
+    Args:
+        entry: the results of one configuration.
+        table: the runs of a study, judged.
+    """
     return f"{entry.summary.n}/{entry.cell.planned // (table.study.header.get('folds') or 1)}"
 
 
 def listed(names: list[str], most: int = 4) -> str:
     """Names in a sentence, not too many of them.
+
+    Args:
+        names: the names, in order.
+        most: how many at most.
 
     >>> listed(["a", "b", "c"])
     'a, b and c'
@@ -427,6 +476,10 @@ def listed(names: list[str], most: int = 4) -> str:
 
 def shortened(name: str, most: int = 24) -> str:
     """A name that fits beside a point.
+
+    Args:
+        name: the whole name.
+        most: how many at most.
 
     >>> shortened("feed_forward_dropout (feed-forward)")
     'feed_forward_dropout (f…'
