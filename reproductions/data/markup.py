@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax import SAXParseException
 from xml.sax.handler import ContentHandler
+from xml.sax.xmlreader import Locator
 
 from defusedxml.common import DTDForbidden
 from defusedxml.sax import parseString
@@ -57,8 +58,11 @@ class _Tree(ContentHandler):
         self.path, self.outside = path, Element("", 0)
         self.stack = [self.outside]
 
+    def setDocumentLocator(self, locator: Locator) -> None:
+        self.locator = locator
+
     def startElement(self, name: str, attrs: object) -> None:
-        line = self._locator.getLineNumber() or 0
+        line = self.locator.getLineNumber() or 0
         if len(self.stack) > DEEPEST:
             raise DamagedData(f"{self.path}, line {line}: elements nest deeper than {DEEPEST}.")
         element = Element(name, line)

@@ -281,7 +281,9 @@ def text_reader(read: Read) -> Callable[..., Dataset]:
         return Dataset(
             request.spec.name,
             request.spec.task,
-            **splits,
+            train=splits["train"],
+            valid=splits["valid"],
+            test=splits["test"],
             classes=classes,
             info=facts,
             model_args={"classes": len(classes), "max_tokens": max_tokens, **learned},
