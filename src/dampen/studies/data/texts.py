@@ -274,7 +274,7 @@ def text_reader(read: Read) -> Callable[..., Dataset]:
                 for split, (source, index) in drawn.rows.items()
             }
         )
-        options = {"text": text, "second": second, "label": label}
+        options: dict[str, Any] = {"text": text, "second": second, "label": label}
         options |= {"max_tokens": max_tokens, "vocabulary": vocabulary}
         facts |= {"options": options, "departures": drawn.notes, "drawn": drawn.drawn}
         facts |= {"partial": False, "cut_to_max_tokens": cut, **cuts}
