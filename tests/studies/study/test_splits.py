@@ -141,13 +141,6 @@ def test_trials_with_folds_are_not_those_of_before_the_normalization_changed():
     assert Run.from_stored({**parts, "data": {"name": "digits", "folds": None}}).id == "ac67dd9d0a396449"
 
 
-def test_no_folds_where_one_image_would_be_in_two_parts():
-    (problem,) = check_data({"name": "digit_captions", "folds": 3}, "data.")
-    assert "each image makes two pairs" in problem
-    with pytest.raises(ValueError, match="digit_captions cannot be cross-validated: each image makes two pairs"):
-        load_data({"name": "digit_captions", "folds": 3}, None, None, 0)
-
-
 @pytest.mark.slow
 def test_the_command_averages_the_folds_of_a_seed(tmp_path, capsys):
     data = write_csv(tmp_path / "t.csv", rows=60)
