@@ -11,7 +11,7 @@ from dampen.studies.checks import check_data
 from dampen.studies.request import request_parts
 from dampen.studies.run import Run
 from dampen.studies.trainer.data import load_data
-from tests.studies.study.test_parts import write_csv
+from tests.studies.user_files import write_csv
 
 
 def rows_of(split):
