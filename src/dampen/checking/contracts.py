@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager, version_of
+from dampen._torch import (
+    TorchDispatchMode,
+    compile_counter,
+    inductor_draws_as_eager,
+    keep_sizes,
+    version_of,
+)
 from dampen.checking import masked
 from dampen.checking.attached import (
     Attached,
@@ -193,7 +199,7 @@ def compiled_dynamic(make: Make, subject: Subject, backend: str = "eager") -> No
         trial = Attached(make, SHALLOW)
         batches = [{"images": trial.inputs["images"].repeat(n, 1, 1, 1)} for n in (2, 3, 4, 5)]
         for batch in batches:
-            torch._dynamo.mark_static(batch["images"], (1, 2, 3))
+            keep_sizes(batch["images"], (1, 2, 3))
     counter: Any = compile_counter(backend)
     run = torch.compile(trial.model, fullgraph=True, dynamic=True, backend=counter)
     graphs = None
