@@ -212,7 +212,7 @@ def run_one(what: Search, row: str, study: Any, trial: Any, stop: Callable[[], b
     states = optuna.trial.TrialState
     chosen = {axis.key: axis.suggest(trial) for axis in what.axes[row]}
     plan = plan_at(what.recipe, what.scale, what.settings, row, chosen, [what.seed])
-    ((id, content),) = plan.trials.items()
+    ((id, content),) = plan.runs.items()
     trial.set_user_attr("id", id)
     folder, pruned = what.folder / SEARCH_FOLDER / id, False
 
@@ -276,9 +276,9 @@ def _best_plan(what: Search, seeds: Sequence[int]) -> Comparison:
         if whole is None:
             whole = plan
         else:
-            whole.rows += plan.rows
-            whole.trials |= plan.trials
-        for trial in plan.trials:
+            whole.configs += plan.configs
+            whole.runs |= plan.runs
+        for trial in plan.runs:
             found = what.folder / SEARCH_FOLDER / trial
             if (found / "final.json").exists() and not (what.folder / trial).exists():
                 shutil.copytree(found, what.folder / trial)

@@ -165,8 +165,8 @@ def race_plan(
 ) -> Race:
     """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and says whether to go
     on. The plan grows by the seeds that were asked for, and says that its test is the sequential one."""
-    several = [row.name for row in plan.rows if len(row.points) != 1]
-    reference = next((row.name for row in plan.rows if row.baseline), None)
+    several = [row.name for row in plan.configs if len(row.settings) != 1]
+    reference = next((row.name for row in plan.configs if row.baseline), None)
     problems = [f"{name} has several settings; choose one, or tune them first (--tune 10)" for name in several]
     problems += ["there is no row to compare with"] if reference is None else []
     if problems or reference is None:
@@ -183,7 +183,7 @@ def race_plan(
     def values() -> dict[str, dict[str, float]]:
         return {entry.name: entry.paired(entry.values) for entry in table().entries}
 
-    rows = [row.name for row in plan.rows if row.name != reference]
+    rows = [row.name for row in plan.configs if row.name != reference]
     found = race(
         rows,
         reference,
@@ -204,14 +204,14 @@ def race_plan(
 
 def seeded(plan: Comparison, row: str, seed: int) -> Run:
     """The trial of a row with this seed; made after its others and put into the plan where it is not there yet."""
-    (point,) = next(r for r in plan.rows if r.name == row).points
-    if str(seed) not in point.trials:
-        template = plan.trials[next(iter(point.trials.values()))]
+    (point,) = next(r for r in plan.configs if r.name == row).settings
+    if str(seed) not in point.ids:
+        template = plan.runs[next(iter(point.ids.values()))]
         trial = Run.from_dict({**template.to_dict(), "seed": seed})
-        plan.trials[trial.id] = trial
-        point.trials[str(seed)] = trial.id
+        plan.runs[trial.id] = trial
+        point.ids[str(seed)] = trial.id
         plan.seeds = sorted({*plan.seeds, seed})
-    return plan.trials[point.trials[str(seed)]]
+    return plan.runs[point.ids[str(seed)]]
 
 
 def seconds(text: str | float) -> float:

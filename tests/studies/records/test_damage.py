@@ -146,7 +146,7 @@ def test_a_damaged_plan_is_rebuilt_from_its_trials(copy, content):
     (copy / "plan.json").write_text(content)
     plan = load_comparison(copy)
     recorded = {i for i in before.trials if (copy / i / "config.json").exists()}
-    assert set(plan.trials) == recorded
+    assert set(plan.runs) == recorded
     assert "made again from the trials" in plan.departures[0]
     report = make_report([copy])
     assert any("plan.json" in s.path for s in collect([copy]).skipped)

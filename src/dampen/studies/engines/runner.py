@@ -99,7 +99,7 @@ def run_comparison(
         else:
             outcomes[trial.id] = Outcome(final["status"], final, final.get("reason", ""))
             recorded.append((trial, final))
-    jobs, twins = trained_once(jobs, plan.trials.values(), folder, retry)
+    jobs, twins = trained_once(jobs, plan.runs.values(), folder, retry)
     recorded += [(trial, final) for trial, final in finals_of(twins, folder) if trial.id not in outcomes]
     check_recorded(recorded, execution.data_dir, folder)
     plan.save(folder)
