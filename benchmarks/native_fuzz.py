@@ -43,7 +43,7 @@ import dampen
 from dampen import DropKey, HardMasking
 from dampen.functional.explicit import batched
 from dampen.functional.explicit import squares as taps
-from dampen.kernels.attend import attend
+from dampen.kernels.attend import Needs, attend
 from dampen.native import library
 from dampen.regularizer import Regularizer
 
@@ -315,7 +315,7 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
     def run(values: Tensor) -> tuple[Tensor, str]:
         torch.manual_seed(seed)
         with defaults(*elsewhere):
-            o, _, kernel = attend(q, k, values, mask, 0.0, causal, scale, groups != heads, methods, None)
+            o, _, kernel = attend(q, k, values, mask, 0.0, causal, scale, groups != heads, Needs(methods), None)
         return o, "none" if kernel is None else kernel.name
 
     if v_dtype is not dtype:  # torch's own attention refuses that too, unless a method's path takes it

@@ -24,8 +24,11 @@ plugins.register(
         "coco": "reproductions.data.coco:COCO_SOURCE",
         "multi30k": "reproductions.data.parallel:MULTI30K_SOURCE",
         "parallel": "reproductions.data.parallel:PARALLEL_SOURCE",
-        "tinyshakespeare": "reproductions.data.shakespeare:SHAKESPEARE",
+        "text": "reproductions.data.corpus:TEXT",
+        "tinyshakespeare": "reproductions.data.corpus:SHAKESPEARE",
     },
+    transforms={"noise": "reproductions.data.label_noise:LABEL_NOISE"},
+    augmentations={"specaugment": "reproductions.data.spec_augment:SpecAugment"},
     models={
         "captions": "reproductions.models.caption:CaptionMatcher",
         "cnn": "reproductions.models.cnn:CNN",
@@ -36,6 +39,7 @@ plugins.register(
     },
     tasks={
         "detection": "reproductions.metrics.tasks:DETECTION",
+        "language": "reproductions.metrics.tasks:LANGUAGE",
         "objects": "reproductions.metrics.tasks:OBJECT_DETECTION",
         "reconstruction": "reproductions.metrics.tasks:RECONSTRUCTION",
         "translation": "reproductions.metrics.tasks:TRANSLATE",

@@ -129,9 +129,25 @@ def checkpointing_now() -> bool:
     return top is not None and top(True) is not None
 
 
+functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""None where no transform of functorch is at work. Without a frame of Python, for what every layer asks."""
+
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""-1 outside a backward; see `in_backward`. Without a frame of Python, for what every layer asks."""
+
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many `TorchDispatchMode`s see every kernel now, as FlopCounterMode does."""
+
+saved_tensor_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "unknown"
+)
+"""`saved_tensor_hooks(True)` is None where autograd saves tensors as they are, without a checkpoint or
+offloading; see `saved_tensors_are_hooked`."""
+
+
 def in_functorch() -> bool:
     """Whether `vmap`, `grad` or another transform of functorch is at work: torch 2.0 and newer."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch_level() is not None
 
 
 def in_forward_mode() -> bool:

@@ -27,8 +27,8 @@ from dampen.names import nearest
 GROUPS = tuple(
     f"dampen.{kind}"
     for kind in (
-        *("methods", "models", "data", "tasks", "metrics", "engines", "loggers", "recipes"),
-        *("figures", "formulations"),
+        *("methods", "models", "data", "transforms", "augmentations", "tasks", "metrics"),
+        *("engines", "loggers", "recipes", "figures", "formulations"),
     )
 )
 IN_FILE = re.compile(r"(?P<file>[^:*?\"<>|]+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -52,8 +52,10 @@ def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
 MOVED = {
     "dampen.data": (
         *("cifar10", "cifar100", "digit_captions", "gtzan", "fsdd", "thumos14", "bccd", "voc", "coco"),
-        *("multi30k", "parallel", "tinyshakespeare"),
+        *("multi30k", "parallel", "tinyshakespeare", "text"),
     ),
+    "dampen.transforms": ("noise",),
+    "dampen.augmentations": ("specaugment",),
     "dampen.models": ("seq2seq", "convmixer", "cnn", "mae", "captions", "detr"),
 }
 """What was dampen's own until 0.2 and is in the folder `reproductions` of its repository now."""

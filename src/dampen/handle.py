@@ -14,12 +14,12 @@ from dampen.calls import later
 from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.hooks.attach import attach, check_model
 from dampen.hooks.carrier import CarrierSite
+from dampen.hooks.context import Layer, ModelSite
 from dampen.hooks.describe import describe
 from dampen.hooks.detach import remove
 from dampen.hooks.example import run_example
 from dampen.hooks.own_dropout import OwnRate, choose_own, depth_of, own_rates
 from dampen.hooks.sampling import sampling_own
-from dampen.hooks.state import Layer, ModelSite
 from dampen.hooks.swap import swap
 from dampen.native.library import use_native_kernels
 from dampen.regularizer import Regularizer

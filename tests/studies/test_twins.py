@@ -12,7 +12,7 @@ import torch
 import dampen
 from dampen.native import library
 from dampen.studies.comparison import Comparison, make_comparison
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.data.dataset import DamagedData
 from dampen.studies.engines.runner import ComparisonResult, run_comparison, training_of
 from dampen.studies.recipe import Recipe
 from dampen.studies.result import Event

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from dampen.diagnostics.predictions import device_of, in_mode
+from dampen.hooks.context import AttentionSite, BlockSite, Layer
 from dampen.hooks.find import LayerPlan, find_layers, is_cross
 from dampen.hooks.own_dropout import no_fast_path
-from dampen.hooks.state import AttentionSite, BlockSite, Layer
 from dampen.hooks.swap import swap
 from dampen.hooks.whole_model import first_argument
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site, in_order

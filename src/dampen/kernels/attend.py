@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dampen._torch import is_empty, refuse_nested
+from dampen._torch import refuse_nested
 from dampen.kernels.kernel import Kernel, attention_weights, choose_kernel, run_kernel
-from dampen.masks import ModelMask, read_mask
+from dampen.masks import read_mask
+from dampen.native.entry import unfit_for_attention
+from dampen.native.library import available as native_available
 from dampen.regularizer import ATTENTION_STAGES, Call, Regularizer, check_only_reads, in_order
 
 
@@ -35,8 +38,56 @@ def attention(
     >>> q = k = v = torch.randn(2, 4, 5, 8)
     >>> dampen.attention(q, k, v, regularizers=[dampen.DropKey(0.2)]).shape
     torch.Size([2, 4, 5, 8])"""
-    ordered = in_order(regularizers)
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, ordered, call)[0]
+    needs = Needs(in_order(regularizers), dropout_p)
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, needs, call)[0]
+
+
+class Needs:
+    """What some methods need of an attention, worked out once for all forwards in which they are at work.
+
+    The kernel that was chosen is kept here per shape, dtype and device, so that each site asks once.
+
+    Args:
+        regularizers: the methods at work, in their order.
+        dropout: the model's own rate of dropout on the weights.
+    """
+
+    def __init__(self, regularizers: Sequence[Regularizer], dropout: float | bool = 0.0) -> None:
+        self.regularizers, self.drops = regularizers, bool(dropout)
+        self.reading = reads_apart(regularizers, dropout)
+        self.inside = [r for r in regularizers if r not in self.reading]
+        at_operands = [r for r in regularizers if "qkv" in r.stages]
+        self.read_operands = [r for r in at_operands if r.only_reads]
+        self.change_operands = [r for r in at_operands if not r.only_reads]
+        self.hiding = [r for r in self.inside if "mask" in r.stages]
+        self.heads = [r for r in self.inside if "heads" in r.stages]
+        self.valid = any(r.needs_valid for r in regularizers)
+        self.jacobian = any(r.takes_jacobian for r in regularizers)
+        self.kernels: dict[Any, Kernel] = {}
+
+    def kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, matrix: bool, native: bool) -> Kernel:
+        """The kernel for these operands.
+
+        Args:
+            q: (B, H, N, D).
+            k: (B, G, M, D).
+            v: (B, G, M, E).
+            mask: the model's own bool mask.
+            matrix: whether the caller wants the weights.
+            native: whether dropout, mask and device leave a native kernel possible.
+        """
+        if torch.compiler.is_compiling():  # a graph is chosen for once, when it is traced
+            return choose_kernel(q, k, self.inside, matrix, native, v, mask)
+        device = q.device.type
+        # what may differ from call to call although the shapes are the same
+        unfit = unfit_for_attention(q, k, v, mask) if native and q.is_cpu and native_available() else None
+        half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+        key = (q.shape, k.shape, v.shape, half, q.device, mask is None, matrix, native, unfit)
+        kernel = self.kernels.get(key)
+        if kernel is None:
+            kernel = choose_kernel(q, k, self.inside, matrix, native, v, mask)
+            self.kernels[key] = kernel
+        return kernel
 
 
 def attend(
@@ -48,7 +99,7 @@ def attend(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    regularizers: Sequence[Regularizer],
+    needs: Needs,
     call: Call | None,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Kernel | None]:
@@ -57,47 +108,53 @@ def attend(
         raise ValueError(
             "attention: give attn_mask or is_causal=True, not both (as in F.scaled_dot_product_attention)."
         )
-    if regularizers:
+    if needs.regularizers and query.is_nested:
         refuse_nested(query, "attention")
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
     k, v = _fitting(q, k, v)
-    if is_empty(q) or is_empty(k):
-        regularizers = ()
+    # a batch of no samples, or no tokens: nothing to act on
+    if not torch.compiler.is_compiling() and not (q.numel() and k.numel()):
+        needs = Needs(())
     native = dropout_p == 0 and not need_weights and (mask is None or mask.dtype is torch.bool)
     native = native and not (q.is_cuda and (is_causal or mask is not None))
-    reading = reads_apart(regularizers, dropout_p)
-    inside = [r for r in regularizers if r not in reading]
-    if not regularizers:
-        kernel = choose_kernel(q, k, regularizers, need_weights, native)
+    if not needs.regularizers:
+        kernel = choose_kernel(q, k, (), need_weights, native)
         if kernel.name == "fused":
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
             return out, None, kernel
-    known = None if mask is None else read_mask(mask)
-    call = _fill(
-        Call() if call is None else call, q, k, known, is_causal, scale, any(r.needs_valid for r in regularizers)
-    )
+    call = _fill(Call() if call is None else call, q, k, mask, is_causal, scale, needs.valid)
     call.value_size = v.shape[3]
-    at_operands = [r for r in regularizers if "qkv" in r.stages]
-    for r in at_operands:
-        if r.only_reads:
-            q, k, v = r.qkv(q, k, v, call)
-    apart = _read(reading, q, k, v, call) if reading else ""
-    for r in at_operands:
-        if not r.only_reads:
-            q, k, v = r.qkv(q, k, v, call)
-    if regularizers:  # by what the kernel is given in the end
-        kernel = choose_kernel(q, k, inside, need_weights, native, v, call.mask)
+    for r in needs.read_operands:
+        q, k, v = r.qkv(q, k, v, call)
+    apart = _read(needs.reading, q, k, v, call) if needs.reading else ""
+    for r in needs.change_operands:
+        q, k, v = r.qkv(q, k, v, call)
+    if needs.regularizers:  # by what the kernel is given in the end
+        kernel = needs.kernel(q, k, v, call.mask, need_weights, native)
     if apart:
         kernel = kernel._replace(why=f"{kernel.why}; {apart}")
     weights = None
     if need_weights:
-        o, weights = attention_weights(q, k, v, dropout_p, inside, call)
+        o, weights = attention_weights(q, k, v, dropout_p, needs.inside, call)
+    elif kernel.name == "native":
+        o = _native(q, k, v, needs.hiding, call)
     else:
-        o = run_kernel(kernel, q, k, v, dropout_p, inside, call)
-    o = run_heads(o, inside, call)
+        o = run_kernel(kernel, q, k, v, dropout_p, needs.inside, call)
+    for r in needs.heads:
+        o = check_only_reads(r, "heads", o, r.heads(o, call))
     return (o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])), weights, kernel
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, hiding: Sequence[Regularizer], call: Call) -> Tensor:
+    from dampen.native.ops import Hiding, attention  # only where it was built
+
+    how = None
+    for r in hiding:
+        if how is None and (found := r.native_hiding(k.shape[2])) is not None:
+            how = Hiding(*found)
+    return attention(q, k, v, None if call.is_causal else call.mask, call.is_causal, call.scale, how)
 
 
 def reads_apart(regularizers: Sequence[Regularizer], dropout: float | bool = 0.0) -> list[Regularizer]:
@@ -147,7 +204,7 @@ def _fitting(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fill(
-    call: Call, q: Tensor, k: Tensor, mask: ModelMask | None, is_causal: bool, scale: float | None, need_valid: bool
+    call: Call, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, need_valid: bool
 ) -> Call:
     """Write into the call what is known once q and k are."""
     call.shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -155,9 +212,11 @@ def _fill(
     call.scale = q.shape[-1] ** -0.5 if scale is None else scale
     call.is_causal, call.mask, call.bias, call.blind = is_causal, None, None, None
     if mask is not None:
-        call.mask, call.bias, call.blind = mask.keep, mask.bias, mask.blind
+        known = read_mask(mask)
+        call.mask, call.bias, call.blind = known.keep, known.bias, known.blind
     if need_valid:
-        call.seen = call.valid_keys
+        if call.mask is not None:
+            call.seen = call.valid_keys
         call.valid = call.valid if call.cross else call.seen
     return call
 

@@ -18,7 +18,7 @@ from dampen._torch import half_in_hardware
 from dampen.kernels.blocks import attention_by_blocks, fits_blocks
 from dampen.kernels.flex import attend_flex, fits_flex
 from dampen.masks import keep_keys, may_empty
-from dampen.native.entry import transformed, unreadable
+from dampen.native.entry import unfit_for_attention
 from dampen.native.library import available as native_available
 from dampen.regularizer import Call, Regularizer, check_only_reads, needs_matrix
 
@@ -102,8 +102,6 @@ def run_kernel(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
 ) -> Tensor:
     """softmax(q k^T * scale + bias) v with the stages mask, logits and probs open."""
-    if kernel.name == "native":
-        return _native(q, k, v, regularizers, call)
     if kernel.name == "flex":
         return attend_flex(q, k, v, regularizers, call)
     run = _fused if kernel.name == "fused" else _plain
@@ -197,13 +195,8 @@ def _unfit_for_native(
     simply faster. It does at most one method that hides keys, in float32, on a CPU."""
     if torch.is_autocast_enabled("cpu"):
         return "autocast"
-    if why := transformed():
+    if why := unfit_for_attention(q, k, v, mask):
         return why
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if why := unreadable(t):
-            return f"{name} is {why}"
-    if mask is not None and (why := unreadable(mask, torch.bool)):
-        return f"the mask is {why}"
     compiling, keys, size = torch.compiler.is_compiling(), k.shape[2], q.shape[3]
     if not (isinstance(keys, int) and isinstance(size, int)):
         return "a length that changes inside a graph"
@@ -218,15 +211,6 @@ def _unfit_for_native(
         return "" if hiding[0].native_hiding(keys) is not None else f"{hiding[0].name} hides keys together"
     short = keys <= NATIVE_UP_TO and size <= NATIVE_UP_TO
     return "" if short and not compiling else None  # a graph has its own ways with torch's attention
-
-
-def _native(q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
-    from dampen.native.ops import Hiding, attention  # only where it was built
-
-    found = (h for r in regularizers if "mask" in r.stages and (h := r.native_hiding(k.shape[2])) is not None)
-    hiding = next(found, None)
-    keep = None if call.is_causal else call.mask
-    return attention(q, k, v, keep, call.is_causal, call.scale, None if hiding is None else Hiding(*hiding))
 
 
 def _hide(s: Tensor, hidden: Tensor, own: bool) -> Tensor:

@@ -223,7 +223,9 @@ def status() -> str:
 
 def library() -> ctypes.CDLL:
     """The loaded kernels."""
-    if not available() or _library is None:
+    if _library is None:
+        available()  # looks, once
+    if _library is None:
         raise RuntimeError(f"dampen's {status()}. Build them with `dampen doctor --build`.")
     return _library
 

@@ -57,7 +57,7 @@ def attention(
         rate = torch.as_tensor(hiding.rate if hiding else 0.0, dtype=torch.float32, device="cpu")
         out: Tensor = torch.ops.dampen.attention(q, k, v, keep, seed, rate, causal, scale, mode, num, den)[0]
         return out
-    number, share = (_seed(), float(hiding.rate)) if hiding else (0, 0.0)
+    number, share = (int(_drawn().item()), float(hiding.rate)) if hiding else (0, 0.0)
     settings = AttentionSettings(number, share, causal, scale, mode, num, den)
     eager: Tensor = _Attention.apply(q, k, v, keep, settings)
     return eager
@@ -66,11 +66,6 @@ def attention(
 def _drawn() -> Tensor:
     """From torch's global generator, as every draw: a checkpoint's recompute draws it again."""
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
-
-
-def _seed() -> int:
-    seed: int = _drawn().item()  # type: ignore[assignment]
-    return seed
 
 
 FACTORS_UP_TO = 2**18
@@ -85,22 +80,22 @@ def dropout(x: Tensor, rate: float | Tensor) -> Tensor:
         out: Tensor = torch.ops.dampen.dropout(x, _drawn(), share)
         return out
     if x.numel() <= FACTORS_UP_TO:
-        return x * factors(x.shape, _seed(), float(rate))
-    eager: Tensor = _Dropout.apply(x, _seed(), float(rate))
+        return x * factors(x.shape, int(_drawn().item()), float(rate))
+    eager: Tensor = _Dropout.apply(x, int(_drawn().item()), float(rate))
     return eager
 
 
-def _empty_like_heads(t: Tensor, size: int) -> Tensor:
-    """(B, H, N, size) in the layout (B, N, H, size), in which heads are merged without a copy."""
-    return t.new_empty(t.shape[0], t.shape[2], t.shape[1], size).transpose(1, 2)
+def _empty_like_heads(*tensors: Tensor) -> list[Tensor]:
+    """Like each (B, H, N, size), in the layout (B, N, H, size), in which heads are merged without a copy."""
+    return [t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in tensors]
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = rows_of(q), rows_of(k), rows_of(v)
-    o, lse = _empty_like_heads(q, v.shape[3]), q.new_empty(q.shape[:3])
-    top = q.new_empty(q.shape[:3] if settings.mode == 2 else (0,))
+    q, k, v = rows_of(q, k, v)
+    o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)  # heads merge without a copy
+    lse, top = q.new_empty(q.shape[:3]), q.new_empty(q.shape[:3] if settings.mode == 2 else (0,))
     if not (o.numel() and k.numel()):
         return o.zero_(), lse, top
     attend(q, k, v, keep, o, lse, top, settings)
@@ -111,8 +106,8 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor, keep: Tensor | None,
     settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, grad, o = rows_of(q), rows_of(k), rows_of(v), rows_of(settled(grad)), rows_of(o)
-    dq, dk, dv = _empty_like_heads(q, q.shape[3]), _empty_like_heads(k, k.shape[3]), _empty_like_heads(v, v.shape[3])
+    q, k, v, grad, o = rows_of(q, k, v, settled(grad), o)
+    dq, dk, dv = _empty_like_heads(q, k, v)
     if not (o.numel() and k.numel()):
         return dq.zero_(), dk.zero_(), dv.zero_()
     attend_backward(q, k, v, keep, o, lse, top, (grad, dq, dk, dv), settings)
@@ -145,7 +140,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, top, keep = ctx.saved_tensors
         if torch.is_grad_enabled() or unreadable(settled(grad) if type(grad) is Tensor else grad):
-            kept = kept_keys(rows_of(q.detach()), rows_of(k.detach()), keep, top, ctx.settings)
+            kept = kept_keys(*rows_of(q.detach(), k.detach()), keep, top, ctx.settings)
             return (*_again(grad, q, k, v, kept, ctx.settings.scale), None, None)
         return (*_backward(grad, q, k, v, o, lse, top, keep, ctx.settings), None, None)
 
@@ -192,7 +187,7 @@ def _kept_keys_op(
     mode: int, num: int, den: int,
 ) -> Tensor:  # fmt: skip
     settings = AttentionSettings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
-    return kept_keys(rows_of(settled(q)), rows_of(settled(k)), keep, top, settings)
+    return kept_keys(*rows_of(settled(q), settled(k)), keep, top, settings)
 
 
 @torch.library.custom_op("dampen::dropout", mutates_args=())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dampen.native.entry import Place, TapJob, spread_squares, sum_squares, unreadable
 
-__all__ = ["Place", "Strided", "all_gradients", "all_sums", "fits_tap", "layout_of", "tap_gradient", "tap_sums"]
+__all__ = ["Place", "Strided", "all_gradients", "all_sums", "fits_tap", "layouts_of", "tap_gradient", "tap_sums"]
 
 
 def fits_tap(y: Tensor, bias: Tensor | None) -> bool:
@@ -84,15 +84,21 @@ class Strided(NamedTuple):
     out: tuple[int, int, int]
 
 
-def layout_of(y: Tensor) -> Strided:
-    """By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which attention gives its own too."""
-    if y.ndim != 4:
+def layouts_of(ys: Sequence[Tensor]) -> list[Strided]:
+    """How each tensor lies. By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which attention gives its own
+    too."""
+    found = []
+    for y in ys:
         size = y.shape[-1]
-        return Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size))
-    (b, h, n, size), strides = y.shape, y.stride()
-    if strides[1] == size:  # heads side by side: one long row
-        return Strided((b, 1, n, h * size), strides[:3], (n * h * size, 0, h * size))
-    return Strided((b, h, n, size), strides[:3], (n * h * size, size, h * size))
+        if y.ndim != 4:
+            found.append(Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size)))
+            continue
+        (b, h, n, _), strides = y.shape, y.stride()[:3]
+        if strides[1] == size:  # heads side by side: one long row
+            found.append(Strided((b, 1, n, h * size), strides, (n * h * size, 0, h * size)))
+        else:
+            found.append(Strided((b, h, n, size), strides, (n * h * size, size, h * size)))
+    return found
 
 
 def all_sums(
@@ -121,7 +127,13 @@ def all_gradients(
     to_biases: Sequence[Place | None],
 ) -> list[Tensor]:
     """scale (y - bias) of each y, and -scale sums where `to_biases` stands."""
-    outs = [_empty_as(y) for y in ys]
+    outs = []
+    for y in ys:
+        if y.ndim != 4:
+            outs.append(y.new_empty(y.shape))
+            continue
+        b, h, n, size = y.shape
+        outs.append(y.new_empty(b, n, h, size).transpose(1, 2))
     spread_squares(
         [
             TapJob(at.shape, y, at.strides, scale, bias, sums=s, out=out, out_strides=at.out, to_bias=to)
@@ -129,13 +141,6 @@ def all_gradients(
         ]
     )
     return outs
-
-
-def _empty_as(y: Tensor) -> Tensor:
-    if y.ndim != 4:
-        return y.new_empty(y.shape)
-    b, h, n, size = y.shape
-    return y.new_empty(b, n, h, size).transpose(1, 2)
 
 
 def _place(t: Tensor | None) -> Place | None:

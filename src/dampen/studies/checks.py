@@ -6,7 +6,7 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
-from dampen.extensions import hint
+from dampen.extensions import MOVED, hint
 from dampen.names import nearest
 from dampen.studies.methods_text import OBJECT, check_methods
 from dampen.studies.run import Run
@@ -24,7 +24,6 @@ COMMON_DATA = (
     "fingerprint",
     "code",
     "folds",
-    "noise",
 )
 
 
@@ -76,12 +75,15 @@ def _check_samples(data: str, model: str, path: str) -> list[str]:
 def check_data(data: dict[str, Any], path: str) -> list[str]:
     """Problems of the data section."""
     from dampen.studies.data import DATASETS, options
+    from dampen.studies.data.sets import TRANSFORMS
     from dampen.studies.metrics import TASKS
 
     if data["name"] not in DATASETS:
         return [f"{path}name: unknown data set {data['name']!r}{hint('dampen.data', data['name'], DATASETS)}"]
     spec = DATASETS[data["name"]].spec
-    problems = unknown_keys(data, [*COMMON_DATA, *options(data["name"])], path)
+    moved = [key for key in MOVED["dampen.transforms"] if key in data and key not in TRANSFORMS]
+    problems = [f"{path}{key}: unknown key{hint('dampen.transforms', key, TRANSFORMS)}" for key in moved]
+    problems += unknown_keys(data, [*COMMON_DATA, *TRANSFORMS, *moved, *options(data["name"])], path)
     folds = data.get("folds")
     for key in ("split_seed", "test_seed"):
         drawn = data.get(key, 0)
@@ -93,20 +95,11 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
         problems.append(f"{path}folds: {data['name']} cannot be cross-validated: {why}")
     if problem := TASKS[spec.task].missing():
         problems.append(f"{path}name: {data['name']}: {problem}")
-    problems += _check_noise(data.get("noise"), spec.task, f"{path}noise")
+    for key, transform in TRANSFORMS.items():
+        value = data.get(key)
+        if value not in (None, False) and (problem := transform.problem(value, TASKS[spec.task].classes)):
+            problems.append(f"{path}{key}: {problem} (dataset {data['name']}, task {spec.task})")
     return problems + _check_augment(data.get("augment"), spec.task, f"{path}augment")
-
-
-def _check_noise(share: Any, task: str, path: str) -> list[str]:
-    from dampen.studies.metrics import TASKS
-
-    if share is None or share is False:
-        return []
-    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
-        return [f"{path}: the share of wrong training labels, a number in [0, 1), got {share!r}"]
-    if share and not TASKS[task].classes:
-        return [f"{path}: wrong labels are for sets with one class each; this set is {task}"]
-    return []
 
 
 def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
@@ -121,7 +114,7 @@ def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
             problems.append(f'{path}: expected names or tables such as {{ name = "flip" }}, got {item!r}')
             continue
         if name not in AUGMENTATIONS:
-            problems.append(f"{path}: unknown augmentation {name!r}{nearest(name, AUGMENTATIONS)}")
+            problems.append(f"{path}: unknown augmentation {name!r}{hint('dampen.augmentations', name, AUGMENTATIONS)}")
             continue
         problems += [f"{path}: {problem}"] if (problem := missing_for(name)) else []
         kind = AUGMENTATIONS[name]

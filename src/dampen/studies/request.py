@@ -17,9 +17,8 @@ from dampen.studies.checks import preset, task_of
 from dampen.studies.comparison import Comparison, load_comparison, make_comparison
 from dampen.studies.configs import PLAIN, Rows, check_params, read_rows
 from dampen.studies.data import DATASETS
-from dampen.studies.data.own_function import content_hash, read_parts
-from dampen.studies.data.recognize import recognize
-from dampen.studies.data.sets import locate
+from dampen.studies.data.arrays import content_hash, read_function
+from dampen.studies.data.sets import locate, recognize
 from dampen.studies.errors import ConfigError
 from dampen.studies.files import fingerprint
 from dampen.studies.methods_text import parse_rows
@@ -292,7 +291,7 @@ def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts
     """The data of the trials as plain data, and where it is. A user's own has a fingerprint of its content."""
     if callable(data) or (isinstance(data, str) and ".py:" in data):
         function = as_function(data) if callable(data) else function_in_file(data, "--data")
-        content = content_hash(read_parts(function.load(), function.code.name))
+        content = content_hash(read_function(function.load(), function.code.name))
         section = {"name": "function", "source": function.code.name, "code": function.code.digest}
         return section | {"fingerprint": content}, Parts(read=function)
     if isinstance(data, str) and data in DATASETS and data not in ("table", "function"):

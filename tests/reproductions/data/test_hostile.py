@@ -13,11 +13,12 @@ import pytest
 from PIL import Image
 
 from dampen.studies.data import load
-from dampen.studies.data.errors import DamagedData, IncompleteData, MissingData
-from dampen.studies.data.limits import parse_json, parse_npy, read_file, read_image, read_npz
+from dampen.studies.data.dataset import DamagedData, IncompleteData, MissingData
+from dampen.studies.data.files import parse_npy, read_file, read_image, read_npz
 from dampen.studies.errors import Interrupted
 from dampen.studies.trainer.build import _load
 from dampen.studies.trainer.train import run_trial
+from reproductions.data.archives import parse_json
 from reproductions.data.waves import read_audio
 from tests.reproductions.data import writers
 from tests.reproductions.data.readers import READERS, files, read
@@ -338,7 +339,7 @@ def test_a_table_with_more_values_than_names(tmp_path, rows):
 def test_a_partial_copy_without_its_test_part_says_what_is_missing(tmp_path):
     folder = writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", writers.cifar10_parts())
     (folder / "test_batch.bin").unlink()
-    with pytest.raises(IncompleteData, match="The test part of cifar10 is empty .incomplete copy: .*test_batch"):
+    with pytest.raises(IncompleteData, match="The test split of cifar10 is empty .incomplete copy: .*test_batch"):
         read("cifar10 binary", tmp_path)
 
 

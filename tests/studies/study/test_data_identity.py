@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dampen.studies.comparison import Comparison, Config, Setting
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.data.dataset import DamagedData
 from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import Interrupted
 from dampen.studies.request import request_parts

@@ -14,7 +14,7 @@ from dampen.studies.compare import check_rows
 from dampen.studies.data import load
 from dampen.studies.errors import ConfigError, OwnCodeError
 from dampen.studies.methods_text import parse_rows
-from dampen.studies.metrics import TASKS, LanguageMetrics, TextMetrics, make_metrics
+from dampen.studies.metrics import TASKS, TextMetrics, make_metrics
 from dampen.studies.request import request_parts
 from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
@@ -55,9 +55,6 @@ def test_a_task_gives_the_metrics_that_are_promised():
     texts = TextMetrics(2)
     texts.update(torch.eye(2), torch.arange(2))
     assert sorted(texts.compute()) == sorted(TASKS["text"].gives)
-    language = LanguageMetrics(torch.ones(2))
-    language.update(torch.zeros(1, 3, 2), torch.zeros(1, 3, dtype=torch.long))
-    assert sorted(language.compute()) == sorted(TASKS["language"].gives)
     assert sorted(corpus_scores(["a b"], ["a b"])) == ["bleu", "chrf"]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dampen.cli import main
-from dampen.studies.data.errors import DamagedData, MissingData
-from dampen.studies.data.recognize import recognize
+from dampen.studies.data.dataset import DamagedData, MissingData
+from dampen.studies.data.sets import recognize
 from dampen.studies.errors import ConfigError
 from dampen.studies.files import fingerprint
 from dampen.studies.request import request_parts
@@ -91,7 +91,7 @@ def test_a_csv_is_tokenized_by_bpe_of_its_training_part(tmp_path):
 def test_text_metrics_agree_with_scikit_learn():
     from sklearn.metrics import f1_score, matthews_corrcoef
 
-    from dampen.studies.metrics.text import TextMetrics
+    from dampen.studies.metrics import TextMetrics
 
     draw = torch.Generator().manual_seed(0)
     logits, target = torch.randn(200, 4, generator=draw), torch.randint(0, 4, (200,), generator=draw)
@@ -329,7 +329,7 @@ def test_a_bad_part_is_blamed_on_that_part(tmp_path, build, capsys):
     ("content", "words"),
     [
         ("text,label\na,1\nb\n", "row 2 does not have the columns"),
-        ("words,label\na,1\n", "no column that is called like a text; it has words, label. Say --set data.text=NAME"),
+        ("words,label\na,1\n", "no column named like a text; it has words, label. Pass --set data.text=NAME"),
         ("text,label\na,1\nb,1\n", "all examples are of one class"),
         ("text,label\na,\n", "row 1 has no 'label'"),
     ],
@@ -344,7 +344,7 @@ def test_tables_that_cannot_be_used_say_why(tmp_path, content, words):
 
 def test_what_is_not_recognized_says_what_would_be(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"1")
-    with pytest.raises(MissingData, match="none of what is recognized: a folder with one folder of images per class"):
+    with pytest.raises(MissingData, match="Supported: a folder with one folder of images per class"):
         recognize(tmp_path / "x.bin")
     np.savez(tmp_path / "flat.npz", x=np.zeros((4, 3)), y=np.arange(4))
     with pytest.raises(MissingData, match="shape"):

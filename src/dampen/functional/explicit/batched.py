@@ -107,10 +107,10 @@ class _Batched(torch.autograd.Function):
         ctx.native = native_available() and not any(unreadable(t) for t in tensors if t is not None)
         values = [torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(count)]
         if ctx.native:
-            from dampen.native.taps import all_sums, layout_of  # only where it was built
+            from dampen.native.taps import all_sums, layouts_of  # only where it was built
 
             sums = torch.empty(_room(biases), dtype=torch.float32, device="cpu")
-            ctx.layouts = [layout_of(y) for y in ys]
+            ctx.layouts = layouts_of(ys)
             factors, totals = [factor for _, factor, _ in plan], [values[number] for number, _, _ in plan]
             all_sums(ys, ctx.layouts, _places(biases, plan), factors, totals, _places(biases, plan, sums))
             ctx.save_for_backward(*tensors, sums)

@@ -80,7 +80,7 @@ def run_job(
     job: Job, execution: Execution, report: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
 ) -> Outcome:
     """Run one job in this process and turn whatever happens into an outcome; engines call it in their workers."""
-    from dampen.studies.data.errors import DamagedData, IncompleteData, MissingData
+    from dampen.studies.data.dataset import DamagedData, IncompleteData, MissingData
     from dampen.studies.trainer.train import run_trial
 
     def tell(event: dict[str, Any]) -> None:

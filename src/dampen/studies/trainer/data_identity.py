@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies.data import DATASETS
-from dampen.studies.data.errors import DamagedData, MissingData
+from dampen.studies.data.dataset import DamagedData, MissingData
 from dampen.studies.data.sets import locate
 from dampen.studies.files import cached, keep, sizes_and_times
 from dampen.studies.run import Run

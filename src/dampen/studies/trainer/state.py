@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.names import nearest
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.data.dataset import DamagedData
 from dampen.studies.errors import ConfigError
 from dampen.studies.loggers import check_loggers
 from dampen.studies.methods_text import build_methods

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dampen import extensions
 from dampen.studies.errors import ConfigError
 from dampen.studies.report.terminal import LiveView
 from dampen.studies.store import RunStore
@@ -70,9 +71,7 @@ def test_a_logger_of_another_package(tmp_path, small, quick, monkeypatch):
         def close(self):
             told.append("closed")
 
-    import dampen.studies.loggers as loggers
-
-    monkeypatch.setattr(loggers, "from_plugins", lambda group: {"mine": Mine} if group == "dampen.loggers" else {})
+    monkeypatch.setitem(extensions._registered["dampen.loggers"], "mine", Mine)
     trial = small(epochs=1)
     run_trial(trial, tmp_path, replace(quick, loggers=("mine",)))
     assert told[0] == (trial.id, 0)
@@ -84,7 +83,6 @@ def test_an_unknown_logger_and_one_that_is_not_installed(monkeypatch, tmp_path, 
     with pytest.raises(ConfigError, match="did you mean 'wandb'"):
         Execution(loggers=("wandbb",))
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.delitem(sys.modules, "dampen.studies.loggers.wandb", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'dampen\[wandb\]'"):
         run_trial(small(), tmp_path, replace(quick, loggers=("wandb",)))
 

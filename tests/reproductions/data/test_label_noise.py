@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-import reproductions  # noqa: F401 - more sets
 from dampen.studies.checks import check_data
 from dampen.studies.data import load
-from dampen.studies.data.label_noise import with_label_noise, wrong_labels
 from dampen.studies.data.sets import DATASETS
 from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import TASKS
@@ -15,6 +13,7 @@ from dampen.studies.store import RunStore
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
+from reproductions.data.label_noise import with_label_noise, wrong_labels
 from tests.reproductions.data.readers import READERS, read
 
 

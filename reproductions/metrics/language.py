@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from dampen.studies.metrics.base import Metrics, require_batches
+from dampen.studies.plugins import Metrics, require_batches
 
 
 class LanguageMetrics(Metrics):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dampen.studies.data.dataset import Normalization
-from dampen.studies.data.splits import ImageSplit, TextSplit
+from reproductions.data.corpus import TextSplit
 from reproductions.data.parallel import PairSplit
 from reproductions.data.sequences import SequenceSplit
 
@@ -107,9 +107,5 @@ def test_bad_indices_and_shapes():
         split.batch([99])
     with pytest.raises(ValueError, match="count tokens from 1"):
         TextSplit(torch.arange(9), 0, 1)
-    with pytest.raises(ValueError, match=r"uint8 \(n, channels, height, width\)"):
-        ImageSplit(torch.zeros(2, 1, 4, 4), torch.zeros(2), FLAT)
     with pytest.raises(ValueError, match="match one to one"):
         PairSplit(torch.zeros(2, 3), torch.zeros(1, 3), ["a"], ["b"], 0)
-    with pytest.raises(ValueError, match="finite"):
-        Normalization(torch.tensor([float("nan")]), torch.ones(1))
