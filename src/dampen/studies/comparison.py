@@ -129,6 +129,20 @@ class Comparison:
         """The run of the first setting and seed of a configuration."""
         return self.runs[next(iter(config.settings[0].ids.values()))]
 
+    def run_of(self, setting: Setting, seed: int) -> Run:
+        """The run of a setting with a seed; made after its others and added to the comparison where it is not there.
+
+        Args:
+            setting: one of this comparison's.
+            seed: of the run.
+        """
+        if str(seed) not in setting.ids:
+            run = replace(self.runs[next(iter(setting.ids.values()))], seed=seed)
+            self.runs[run.id] = run
+            setting.ids[str(seed)] = run.id
+            self.seeds = sorted({*self.seeds, seed})
+        return self.runs[setting.ids[str(seed)]]
+
     def joined(self, earlier: Comparison, recorded: Container[str]) -> Comparison:
         """This plan, with the rows and seeds that an earlier one under the same conditions has recorded: they stay."""
         own = {row.name: copy.deepcopy(row) for row in self.configs}
@@ -312,15 +326,14 @@ def _points(
         for key, value in chosen.items():
             if "." in key:
                 problems += [f"{path}grid.{problem}" for problem in _put(filled, key, value)]
-        ids = {}
-        for seed in seeds:
-            trial, found = Run.parse({**filled, "seed": seed}, path)
-            if trial is not None and names and seed == seeds[0]:
-                found = check_trial(trial, path)
-            problems += found
-            if trial is not None:
-                plan.runs[trial.id] = trial
-                ids[str(seed)] = trial.id
+        first, found = Run.parse({**filled, "seed": seeds[0]}, path)
+        if first is not None and names:
+            found = check_trial(first, path)
+        problems += found
+        # The seeds of a setting differ in nothing else, so one of them is read and checked.
+        runs = [replace(first, seed=seed) for seed in seeds] if first is not None else []
+        plan.runs |= {run.id: run for run in runs}
+        ids = {str(run.seed): run.id for run in runs}
         published: dict[str, Any] = next(
             (p["published"] for p in row.get("published_grid", []) if _matches(p["grid"], chosen)), {}
         )

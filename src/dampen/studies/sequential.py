@@ -174,11 +174,14 @@ def race_plan(
     folds = plan.header.get("folds") or 1  # a seed of the race is then a round of them, averaged
     plan.header |= {"test": "sequential"} | ({} if margin is None else {"margin": margin})
 
+    settings = {config.name: config.settings[0] for config in plan.configs}
+
     def table() -> Any:
         return comparison_table(plan, read_runs(plan, folder))
 
     def train(pairs: list[Pair]) -> bool:
-        return run([seeded(plan, row, folds * seed + fold) for row, seed in pairs for fold in range(folds)])
+        wanted = [(settings[name], folds * seed + fold) for name, seed in pairs for fold in range(folds)]
+        return run([plan.run_of(setting, seed) for setting, seed in wanted])
 
     def values() -> dict[str, dict[str, float]]:
         return {entry.name: entry.paired(entry.values) for entry in table().entries}
@@ -200,18 +203,6 @@ def race_plan(
     plan.header["race"] = {"runs": found.runs, "rounds": found.rounds, "why": found.why, "fixed": found.fixed}
     plan.save(folder)
     return found
-
-
-def seeded(plan: Comparison, row: str, seed: int) -> Run:
-    """The trial of a row with this seed; made after its others and put into the plan where it is not there yet."""
-    (point,) = next(r for r in plan.configs if r.name == row).settings
-    if str(seed) not in point.ids:
-        template = plan.runs[next(iter(point.ids.values()))]
-        trial = Run.from_dict({**template.to_dict(), "seed": seed})
-        plan.runs[trial.id] = trial
-        point.ids[str(seed)] = trial.id
-        plan.seeds = sorted({*plan.seeds, seed})
-    return plan.runs[point.ids[str(seed)]]
 
 
 def seconds(text: str | float) -> float:

@@ -206,14 +206,10 @@ def _add_seeds(plan: Comparison, seeds: int | Sequence[int]) -> None:
     rounds = range(first, first + seeds) if isinstance(seeds, int) else seeds
     more = [folds * n + fold for n in rounds for fold in range(folds)]
     plan.seeds += [seed for seed in more if seed not in plan.seeds]
-    for row in plan.configs:
-        for point in row.settings:
-            template = plan.runs[next(iter(point.ids.values()))]
+    for config in plan.configs:
+        for setting in config.settings:
             for seed in plan.seeds:
-                if str(seed) not in point.ids:
-                    trial = Run.from_dict({**template.to_dict(), "seed": seed})
-                    plan.runs[trial.id] = trial
-                    point.ids[str(seed)] = trial.id
+                plan.run_of(setting, seed)
 
 
 # --------------------

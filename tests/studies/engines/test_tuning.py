@@ -139,8 +139,8 @@ def test_a_search_that_cannot_be_meant_is_refused(changes, told):
 def test_a_scale_may_name_fewer_tuning_seeds_and_another_number_of_settings():
     scales = '[scales.laptop]\ntuning_seeds = [7]\nsearch = { settings = 3 }\n[scales.paper]\n[[rows]]\nname = "b'
     found = recipe(('[[rows]]\nname = "b', scales))
-    assert len(tuning_plan(found, "laptop", [], []).trials) == 3 * 3
-    assert len(tuning_plan(found, "paper", [], []).trials) == 3 * 4 * 3
+    assert len(tuning_plan(found, "laptop", [], []).runs) == 3 * 3
+    assert len(tuning_plan(found, "paper", [], []).runs) == 3 * 4 * 3
 
 
 ONE_LIST = [
@@ -332,7 +332,7 @@ def test_seeds_of_the_tuning_are_refused_as_seeds_of_the_table(tmp_path):
 def test_one_row_can_be_tuned_alone_and_the_others_later(tmp_path):
     answers = Answers(lambda t: t.train.lr)
     tune(recipe(), make_comparison(recipe()), tmp_path, None, [], ["dropkey"], answers)
-    assert {r.name for p in answers.runs for r in p.rows} == {"dropkey"}
+    assert {r.name for p in answers.runs for r in p.configs} == {"dropkey"}
     alone = settings_of(tmp_path, "dropkey")
     assert settings_of(tmp_path, "baseline")["chosen"] is None
     tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)

@@ -6,7 +6,7 @@ import inspect
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ def _method(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_once(
-    jobs: Sequence[Job], planned: Iterable[Run], folder: Path, retry: bool = False
+    jobs: Sequence[Job], planned: Collection[Run], folder: Path, retry: bool = False
 ) -> tuple[list[Job], list[tuple[Job, Run]]]:
     """The jobs to train, and those that take over the result of another trial of the plan, each with that trial.
 
@@ -168,12 +168,13 @@ def trained_once(
     which draw from another stream; nor, with `retry`, what diverged.
     """
     asked = {job.trial.id for job in jobs}
+    trainings = {run.id: training_of(run) for run in planned}
     groups: dict[str, list[Run]] = {}
-    for trial in planned:
-        groups.setdefault(training_of(trial), []).append(trial)
+    for run in planned:
+        groups.setdefault(trainings[run.id], []).append(run)
     own, twins = [], []
     for job in jobs:
-        group = groups.get(training_of(job.trial), [])
+        group = groups.get(trainings.get(job.trial.id, ""), [])
         alike = [t for t in group if _usable(folder / t.id, retry) or (t.id in asked and _on_this_path(folder / t.id))]
         first = min(alike, default=job.trial, key=lambda t: (not _done(folder / t.id), not (folder / t.id).exists()))
         if first.id == job.trial.id or not _on_this_path(job.folder):
