@@ -272,7 +272,7 @@ def test_a_choice_at_the_end_of_a_range_extends_it_once_for_every_row_alike(tmp_
     plan, code = tune(found, make_comparison(found), tmp_path, None, [], [], answers)
     assert code == 0
     assert len(answers.runs) == 2
-    assert [len(p.ids) for p in answers.runs] == [3 * 8 * 3, 3 * 2 * 3]
+    assert [len(p.runs) for p in answers.runs] == [3 * 8 * 3, 3 * 2 * 3]
     for row in ("baseline", "dropkey", "R-Drop"):
         told = settings_of(tmp_path, row)
         assert told["extended"] == [{"axis": "train.lr", "end": "upper", "to": 0.01778}]
@@ -359,7 +359,7 @@ def test_two_stages_spend_the_same_budget_on_every_row(tmp_path):
     found = recipe(*TWO_STAGES)
     assert count_runs(tuning_plan(found, None, [], [])) == 3 * (6 + 3) * 3
     tune(found, make_comparison(found), tmp_path, None, [], [], answers)
-    assert [len(p.ids) for p in answers.runs][:2] == [3 * 6 * 3, 3 * 3 * 3]
+    assert [len(p.runs) for p in answers.runs][:2] == [3 * 6 * 3, 3 * 3 * 3]
     told = {row: settings_of(tmp_path, row) for row in ("baseline", "dropkey", "R-Drop")}
     values = {row: [t["values"] for t in own["trials"]] for row, own in told.items()}
     common = {row: [(s["train.lr"], s["train.weight_decay"]) for s in own] for row, own in values.items()}
