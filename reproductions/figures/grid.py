@@ -17,6 +17,7 @@ from dampen.studies.plugins import (
     chosen_setting,
     finish,
     known,
+    markdown_text,
     tip,
 )
 
@@ -80,7 +81,39 @@ def grid(table: ResultTable, palette: Palette) -> Figure | None:
     caption = f"Test {table.metric.title} at every grid point, one color scale for all panels. "
     caption += "Outlined: the point selected on validation."
     title = f"{found.y} x {found.x}"
-    return Figure("grid", title, caption, panels, columns, found.records, wide=len(panels) > 2)
+    figure = Figure("grid", title, caption, panels, columns, found.records, wide=len(panels) > 2)
+    figure.markdown = as_markdown(found)
+    return figure
+
+
+def as_markdown(found: Matrix) -> list[str]:
+    """The grid as papers print it: one table per configuration, the selected point in bold.
+
+    Args:
+        found: the results over two axes.
+    """
+    lines = []
+    head = f"| {markdown_text(found.y)} \\ {markdown_text(found.x)} | " + " | ".join(found.across) + " |"
+    for name in found.rows():
+        cells = {(r["y"], r["x"]): r for r in found.records if r["row"] == name}
+        lines += ["", f"**{markdown_text(name)}**", "", head, "|" + "---|" * (len(found.across) + 1)]
+        for y in found.down:
+            points = " | ".join(_point(cells.get((y, x))) for x in found.across)
+            lines.append(f"| {markdown_text(y)} | {points} |")
+    return lines
+
+
+def _point(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    text = f"{record['mean']:.2f}"
+    if record["sd"] is not None:
+        text += f" ± {record['sd']:.2f}"
+    if record["chosen"]:
+        text = f"**{text}**"
+    if record["paper"] is not None:
+        text += f" (paper {record['paper']:.2f})"
+    return text
 
 
 def _heat_map(found: Matrix, name: str, domain: tuple[float, float], digits: str) -> dict[str, Any]:

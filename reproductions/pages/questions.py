@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dampen.studies import Advice, Palette, Report, ResultTable, advise, forest, make_report
-from reproductions.pages import claims, design
+from reproductions.pages import claims, design, planned
 from reproductions.pages.curves import interval_points
 from reproductions.pages.maps_picture import maps_picture
 from reproductions.pages.publish import PADDING, publish
@@ -302,6 +302,8 @@ def index(answers: Sequence[tuple[Question, ResultTable, Advice]]) -> str:
         lines.append(f"| [{q.text}](results/{q.slug}.md) | {answer(q, table, advice)} | {how} |")
     lines += [f"| [{text}]({where}) | on its page | |" for text, where in ELSEWHERE.items()]
     waiting = [q for q in QUESTIONS if q not in [found for found, *_ in answers]]
+    lines += ["", "The experiments of the plan, each with a page:", ""]
+    lines += [f"- [{q.text}](results/{q.slug}.md) {told}" for q, told in planned.first_sentences()]
     if waiting:
         lines += ["", "Not run to the end yet; the command resumes it:", ""]
         lines += [f"- {q.text} `{q.command}`" for q in waiting]

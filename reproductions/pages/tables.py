@@ -1,6 +1,6 @@
 """What came out here of the papers' tables at laptop scale: docs/results/laptop.md, pictures, the README's summary.
 
-    dampen run reproductions/explicit_dropout/table_1.toml --data-dir DATA --partial --out RUNS  # and others of STUDIES
+    dampen run reproductions/explicit_dropout/table_1.toml --allow-incomplete --out RUNS  # and others of STUDIES
     dampen diagnose RUNS/attentiondrop-cifar10-laptop --only calibration,robustness --data-dir DATA
     python -m reproductions.pages.tables --collect RUNS     # run folders -> PAPER/results/TABLE.json, without weights
     python -m reproductions.pages.tables [--check]          # results -> docs/results/laptop.md, docs/images, README.md

@@ -1,4 +1,5 @@
-"""The penalties of Explicit Dropout as plain functions of tensors: the public path of `dampen.functional.explicit`."""
+"""The penalties of Explicit Dropout as plain functions of tensors: the public path of
+`dampen.functional.explicit`."""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ import torch
 
 import dampen
 from dampen.checking import SUBJECTS, check_contract, check_pair
-from dampen.checking.attached import Attached, telling
+from dampen.checking.attached import Attached, with_example
 from dampen.checking.contracts import check_finite, check_leak, same
 from dampen.checking.pairs import COMPANIONS
 from dampen.functional.explicit import FORMS
@@ -26,7 +26,7 @@ def test_pair(first, second):
     """Contracts 1, 3, 5, 9 and 10 for two methods together, eagerly, on an image, a causal and a padded model."""
     for name in ("vit", "llama", "bert"):
         subject = SUBJECTS[name]
-        makes = [telling(METHODS[first]), telling(METHODS[second])]
+        makes = [with_example(METHODS[first]), with_example(METHODS[second])]
         try:
             trial = Attached(makes, subject)
         except UnsupportedModel:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import dampen
 from dampen import masks
 from dampen.checking import masked
-from dampen.checking.attached import telling
+from dampen.checking.attached import with_example
 from dampen.checking.contracts import check_forms
 from dampen.hooks import eager_scores
 from dampen.kernels import kernel
@@ -44,7 +44,7 @@ PAIRS = list(itertools.combinations(methods() if FULL else FAMILIES.values(), 2)
 def test_pairs_keep_the_contract(first, second):
     found = methods()
     try:
-        check_forms([telling(found[first]), telling(found[second])], brief=not FULL)
+        check_forms([with_example(found[first]), with_example(found[second])], brief=not FULL)
     except UnsupportedModel:
         assert FULL, "no method of a family refuses text"
 

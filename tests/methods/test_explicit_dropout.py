@@ -360,7 +360,7 @@ class Riddle(nn.Module):
 def test_projections_that_cannot_be_found_can_be_said():
     torch.manual_seed(0)
     model = nn.Sequential(Riddle()).train()
-    with pytest.raises(ValueError, match=r"cannot tell which linear map makes q at '0'.*projections=\{'q': 'name'"):
+    with pytest.raises(ValueError, match=r"unknown which linear layer makes q at '0'.*projections=\{'q': 'name'"):
         dampen.regularize(model, ExplicitDropout(query=0.1))
     reg = dampen.regularize(
         model, ExplicitDropout(value=1.0, rate=0.5), projections={"q": "alpha", "k": "beta", "v": "gamma"}

@@ -1,7 +1,8 @@
-"""Measurements on any model: calibration, robustness, gradient variance, generalization, conditioning, attention.
+"""Measurements on any model: calibration, robustness, gradient variance, generalization,
+conditioning, attention.
 
-Each is a function of a model and of batches (inputs, labels); none changes the model. Libraries beyond torch are
-imported only when a function that needs them is called.
+Each is a function of a model and of batches (inputs, labels); none changes the model. Libraries
+beyond torch are imported only when a function that needs them is called.
 """
 
 from typing import Any
@@ -94,7 +95,10 @@ __all__ = [
 
 _MOVED = {
     **dict.fromkeys(("ConsistencyBound", "consistency_bound"), "consistency_bound"),
-    **dict.fromkeys(("PacBayesBound", "pac_bayes_bound", "gaussian_kl", "binary_kl", "binary_kl_inverse"), "pac_bayes"),
+    **dict.fromkeys(
+        ("PacBayesBound", "pac_bayes_bound", "gaussian_kl", "binary_kl", "binary_kl_inverse"),
+        "pac_bayes",
+    ),
 }
 """What was here until 0.3, and its module in `reproductions/metrics`."""
 

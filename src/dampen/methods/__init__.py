@@ -1,5 +1,5 @@
-"""Regularizers, one idea per file. A new method is one file, one test file and one line here; the registry name, the
-command line, the contracts, the docs and the recipes follow from the class."""
+"""Regularizers, one idea per file. A new method is one file, one test file and one line here; the
+registry name, the command line, the contracts, the docs and the recipes follow from the class."""
 
 from dampen.methods.arora_dropout import AroraDropout
 from dampen.methods.attention_entropy import AttentionEntropy
@@ -10,7 +10,12 @@ from dampen.methods.drop_connect import DropConnect
 from dampen.methods.drop_head import DropHead
 from dampen.methods.drop_key import DropKey
 from dampen.methods.drop_path import DropPath
-from dampen.methods.dropouts import EmbeddingDropout, FeedForwardDropout, HiddenDropout, ProjectionDropout
+from dampen.methods.dropouts import (
+    EmbeddingDropout,
+    FeedForwardDropout,
+    HiddenDropout,
+    ProjectionDropout,
+)
 from dampen.methods.explicit_dropout import ExplicitDropout
 from dampen.methods.hard_masking import HardMasking
 from dampen.methods.head_diversity import HeadDiversity

@@ -1,4 +1,5 @@
-"""The plain dropouts of a Transformer, switched on without editing the model: one class per place."""
+"""The plain dropouts of a Transformer, switched on without editing the model: one class per
+place."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from dampen.schedules import Value
 
 
 class HiddenDropout(Regularizer):
-    """Plain dropout on each residual branch just before it is added: the residual dropout of the Transformer
-    (arXiv 1706.03762), `hidden_dropout_prob` of BERT-like models, switched on without editing the model.
+    """Plain dropout on each residual branch just before it is added: the residual dropout of the
+    Transformer (arXiv 1706.03762), `hidden_dropout_prob` of BERT-like models, switched on without
+    editing the model.
 
-    x + b becomes x + m * b / (1 - p), m ~ Bernoulli(1 - p) per feature, for the attention and the feed-forward branch
-    of each block. With `EmbeddingDropout`, `DropAttention(normalized=False)`, `ProjectionDropout` and
-    `FeedForwardDropout` it makes up the places of dropout in figure 1 of Explicit Dropout (arXiv 2604.20505), whose
-    penalty for this place is `ExplicitDropout(residual=...)`; with `DropKey(unit="column")` and `RDrop` it is HiddenKey
+    x + b becomes x + m * b / (1 - p), m ~ Bernoulli(1 - p) per feature, for the attention and the
+    feed-forward branch of each block. With `EmbeddingDropout`, `DropAttention(normalized=False)`,
+    `ProjectionDropout` and `FeedForwardDropout` it makes up the places of dropout in figure 1 of
+    Explicit Dropout (arXiv 2604.20505), whose penalty for this place is
+    `ExplicitDropout(residual=...)`; with `DropKey(unit="column")` and `RDrop` it is HiddenKey
     (`dampen.hidden_key`). A model's own dropout stays as it is and acts besides.
 
     Args:
-        rate: probability to zero a feature. One number, a schedule, or one value per layer: `last(0.3, rest=0.1)` gives
-            the last layer a rate of its own.
+        rate: probability to zero a feature. One number, a schedule, or one value per layer:
+            `last(0.3, rest=0.1)` gives the last layer a rate of its own.
 
     >>> from dampen import HiddenDropout, last
     >>> HiddenDropout(0.1), HiddenDropout(last(0.3, rest=0.1))
@@ -45,10 +48,10 @@ class HiddenDropout(Regularizer):
 class EmbeddingDropout(Regularizer):
     """Plain dropout on what the input or patch embedding gives, before positions are added.
 
-    e becomes m * e / (1 - p), m ~ Bernoulli(1 - p) per feature: the first place of dropout in figure 1 of Explicit
-    Dropout (arXiv 2604.20505). Departure: the Transformer (arXiv 1706.03762) drops the sum of embeddings and positions;
-    here positions stay whole, so that no token loses its place. The token lookup itself is untouched: whole words are
-    not dropped.
+    e becomes m * e / (1 - p), m ~ Bernoulli(1 - p) per feature: the first place of dropout in
+    figure 1 of Explicit Dropout (arXiv 2604.20505). Differences from the paper: the Transformer
+    (arXiv 1706.03762) drops the sum of embeddings and positions; here positions stay whole, so that
+    no token loses its place. The token lookup itself is untouched: whole words are not dropped.
 
     Args:
         rate: probability to zero a feature.
@@ -70,11 +73,11 @@ class EmbeddingDropout(Regularizer):
 
 
 class FeedForwardDropout(Regularizer):
-    """Plain dropout on the input of each feed-forward map: the "implicit" feed-forward of Explicit Dropout (arXiv
-    2604.20505).
+    """Plain dropout on the input of each feed-forward map: the "implicit" feed-forward of Explicit
+    Dropout (arXiv 2604.20505).
 
-    y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p), on both layers of the feed-forward (gate, up and down of a
-    gated one).
+    y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p), on both layers of the feed-forward (gate, up
+    and down of a gated one).
 
     Args:
         rate: probability to zero a feature.
@@ -96,17 +99,19 @@ class FeedForwardDropout(Regularizer):
 
 
 class ProjectionDropout(Regularizer):
-    """Plain dropout on the input of the attention's projections, by default of the output projection: with
-    `FeedForwardDropout`, `DropAttention(normalized=False)`, `HiddenDropout` and `EmbeddingDropout` every place of
-    figure 1 of Explicit Dropout (arXiv 2604.20505), switched on without editing the model.
+    """Plain dropout on the input of the attention's projections, by default of the output
+    projection: with `FeedForwardDropout`, `DropAttention(normalized=False)`, `HiddenDropout` and
+    `EmbeddingDropout` every place of figure 1 of Explicit Dropout (arXiv 2604.20505), switched on
+    without editing the model.
 
-    y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p). A fused projection makes q, k and v of one masked x, for which
-    `ExplicitDropout(joint=...)` stands; separate maps draw separately. The explicit counterpart of the output
-    projection is `ExplicitDropout(output=...)`.
+    y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p). A fused projection makes q, k and v of one
+    masked x, for which `ExplicitDropout(joint=...)` is the penalty; separate maps draw separately.
+    The explicit counterpart of the output projection is `ExplicitDropout(output=...)`.
 
     Args:
         rate: probability to zero a feature.
-        targets: "out" (default), or roles among q, k, v, qkv, kv, out; where a model fuses them say qkv.
+        targets: "out" (default), or roles among q, k, v, qkv, kv, out; where a model fuses them say
+            qkv.
 
     >>> from dampen import ProjectionDropout
     >>> ProjectionDropout(0.2)
@@ -122,7 +127,8 @@ class ProjectionDropout(Regularizer):
         self.roles = check_targets(targets, "ProjectionDropout")
         if self.roles & {"ffn_in", "ffn_out"}:
             raise ValueError(
-                f"ProjectionDropout: targets are projections of attention, got {targets!r}; the feed-forward has "
+                f"ProjectionDropout: targets are projections of attention, got {targets!r}; the "
+                "feed-forward has "
                 "FeedForwardDropout."
             )
 

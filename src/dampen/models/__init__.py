@@ -1,6 +1,7 @@
 """Small, readable, paper-shaped models in plain PyTorch. They know nothing of regularizers.
 
-The models of single papers (DETR, MAE, ConvMixer, ...) are in the folder `reproductions` of dampen's repository.
+The models of single papers (DETR, MAE, ConvMixer, ...) are in the folder `reproductions` of
+dampen's repository.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ __all__ = [
 ]
 
 MODELS: Registry[type[nn.Module]] = Registry(
-    "dampen.models", {"vit": ViT, "encoder": FeatureEncoder, "language": LanguageModel, "text": TextEncoder}
+    "dampen.models",
+    {"vit": ViT, "encoder": FeatureEncoder, "language": LanguageModel, "text": TextEncoder},
 )
 """Models by name: dampen's own, and those that packages and plug-ins add."""
 
@@ -68,6 +70,10 @@ _MOVED = {
 def build_model(name: str, **arguments: Any) -> nn.Module:
     """Build a model by its registry name.
 
+    Args:
+        name: registry name: vit, encoder, language, text, or what a plug-in adds.
+        arguments: of the model's constructor.
+
     >>> build_model("vit", width=48, depth=2, heads=4, mlp=96).num_prefix_tokens
     1
     >>> build_model("vitt")
@@ -81,10 +87,15 @@ def build_model(name: str, **arguments: Any) -> nn.Module:
     known = inspect.signature(cls).parameters
     for argument in arguments:
         if argument not in known:
-            raise TypeError(f"Model {name!r} takes no argument {argument!r}{nearest(argument, known)}")
+            raise TypeError(
+                f"Model {name!r} takes no argument {argument!r}{nearest(argument, known)}"
+            )
     missing = [p.name for p in known.values() if p.default is p.empty and p.name not in arguments]
     if missing:
-        raise TypeError(f"Model {name!r} needs a value for {', '.join(missing)}: got {sorted(arguments) or 'nothing'}.")
+        raise TypeError(
+            f"Model {name!r} needs a value for {', '.join(missing)}: got "
+            f"{sorted(arguments) or 'nothing'}."
+        )
     return cls(**arguments)
 
 

@@ -10,9 +10,19 @@ from dampen.models.block import Block, initialize
 class LanguageModel(nn.Module):
     """Predict each next token from those before it: (B, N) token ids to (B, N, vocab) logits.
 
-    Pre-norm blocks, learned positions, output layer tied to the embedding (`tied=False` separates them).
-    Attention is called with `is_causal=True` and no mask, so the fused kernel needs no n x n tensor. Padding belongs
-    on the right, where no real token can see it.
+    Pre-norm blocks, learned positions, output layer tied to the embedding (`tied=False` separates
+    them). Attention is called with `is_causal=True` and no mask, so the fused kernel needs no n x n
+    tensor. Padding belongs on the right, where no real token can see it.
+
+    Args:
+        vocab: number of token ids.
+        width: channels of a token.
+        depth: number of blocks.
+        heads: attention heads; must divide the width.
+        mlp: width of the feed-forward.
+        context: longest sequence.
+        tied: the output layer shares the embedding's weight.
+        norm_first: layer norm before each branch (pre-norm) instead of after the sum.
 
     >>> import torch
     >>> model = LanguageModel(vocab=65, width=32, depth=2, heads=4, mlp=64, context=16)
@@ -35,7 +45,9 @@ class LanguageModel(nn.Module):
         self.context = context
         self.token_embed = nn.Embedding(vocab, width)
         self.pos_embed = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, mlp, causal=True, norm_first=norm_first) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, mlp, causal=True, norm_first=norm_first) for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.head = nn.Linear(width, vocab, bias=False)
         initialize(self)
@@ -44,11 +56,14 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.dim() != 2:
-            raise ValueError(f"Tokens must be ids of shape (batch, length): got shape {tuple(tokens.shape)}.")
+            raise ValueError(
+                f"Tokens must be ids of shape (batch, length): got shape {tuple(tokens.shape)}."
+            )
         n = tokens.shape[1]
         if n > self.context:
             raise ValueError(
-                f"The sequence is longer than the context: got {n} tokens, context is {self.context}. "
+                f"The sequence is longer than the context: got {n} tokens, context is "
+                f"{self.context}. "
                 f"Cut it into windows, or build the model with context={n}."
             )
         x = self.token_embed(tokens) + self.pos_embed.weight[:n]

@@ -1,5 +1,5 @@
-"""`python -m dampen.native`: build the kernels unless they are there, and say in one line what runs.
-Never fails: they are optional, and without them everything runs on torch."""
+"""`python -m dampen.native`: build the kernels unless they are there, and say in one line what
+runs. Never fails: they are optional, and without them everything runs on torch."""
 
 from dampen.native.library import BuildError, build, status
 
@@ -13,7 +13,7 @@ def main() -> None:
         print(f"{status()}.")
     except BuildError as error:
         print(f"native kernels were not built: {str(error).rstrip('.')}. {WITHOUT}")
-    except Exception as error:  # whatever it is, nobody's installation may stop here
+    except Exception as error:  # whatever it is, no installation may stop here
         said = " ".join(str(error).split()).encode("ascii", "backslashreplace").decode()
         print(f"native kernels were not built ({type(error).__name__}: {said}). {WITHOUT}")
 

@@ -1,4 +1,5 @@
-"""The one place where tensors become pointers: what is asked of them first, and the calls of the C functions.
+"""The one place where tensors become pointers: what is checked first, and the calls of the C
+functions.
 
 Nothing else in dampen hands an address to C. `unreadable` says why a kernel may not see a tensor,
 and its caller then stays on torch. What was let in is laid out as the kernels read it (`rows_of`),
@@ -15,36 +16,44 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from dampen._torch import functorch_level, in_forward_mode
-from dampen.native.library import library
+from dampen._torch import forward_level, functorch_level
+from dampen.native import library
 
-# The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack bytes
-# is several times quicker than to fill a ctypes structure, and these calls are made in every layer.
+# The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack
+# bytes is several times quicker than to fill a ctypes structure, and these calls are made in every
+# layer.
 _PROBLEM = struct.Struct("12q2dQ11Q28q11q")
 _TAPPED = struct.Struct("4q7Q9q7qd")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_LONGEST_ROW = 2**31 - 64  # numbers between two rows: `LARGEST` of checks.h
+# numbers between two rows: `LARGEST` of checks.h
+_LONGEST_ROW = 2**31 - 64
 _NO_STRIDES = (0, 0, 0)
 
 
 class NativeError(RuntimeError):
-    """A kernel refused its arguments. Nothing was read or written; what should have been asked before was not."""
+    """A kernel refused its arguments. Nothing was read or written; what should have been checked
+    before was not."""
 
 
-# --- what may be read -------------------------------------------------------------------------------------------------
+# --- what may be read
 
 
 def unreadable(t: Tensor, dtype: torch.dtype = torch.float32) -> str:
     """Why no kernel may read this tensor, in a few words; "" where one may."""
     found = first_unreadable((t,), dtype)
-    return "" if found is None else found[1]
+    if found is None:
+        return ""
+    return found[1]
 
 
-def first_unreadable(tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32) -> tuple[int, str] | None:
+def first_unreadable(
+    tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32
+) -> tuple[int, str] | None:
     """The first of several tensors that no kernel may read, and why; None where all can be read.
 
     One loop and no function per tensor: this runs for every tensor of every layer and step. In a
-    graph only what a fake tensor knows is asked: the operator asks the rest of the numbers themselves.
+    graph only what a fake tensor knows is checked: the operator checks the rest of the numbers
+    themselves.
     """
     compiling, size = torch.compiler.is_compiling(), dtype.itemsize
     for i, t in enumerate(tensors):
@@ -71,14 +80,15 @@ def first_unreadable(tensors: Sequence[Tensor | None], dtype: torch.dtype = torc
 
 
 def transformed() -> str:
-    """Why no kernel may run now, whatever the tensors are: they can be differentiated backward alone. "" if one may."""
+    """Why no kernel may run now, whatever the tensors are: they can be differentiated backward
+    alone. "" if one may."""
     if torch.compiler.is_compiling():
         return ""
     if functorch_level() is not None:
         return "inside torch.func"
     if torch.jit.is_tracing():
         return "inside torch.jit.trace"
-    return "in forward-mode differentiation" if in_forward_mode() else ""
+    return "in forward-mode differentiation" if forward_level() >= 0 else ""
 
 
 def unfit_for_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
@@ -97,24 +107,29 @@ def require(tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32
     found = first_unreadable(tensors, dtype)
     if found is not None:
         i, why = found
+        shape = tuple(tensors[i].shape)  # type: ignore[union-attr]
         raise NativeError(
-            f"dampen's native kernels were given a tensor of shape {tuple(tensors[i].shape)} that is "  # type: ignore[union-attr]
-            f"{why}. They read plain {str(dtype).removeprefix('torch.')} tensors on the CPU; everything "
-            "else runs on torch (DAMPEN_NATIVE=0 switches the kernels off)."
+            f"dampen's native kernels were given a tensor of shape {shape} that is {why}. They "
+            f"read plain {str(dtype).removeprefix('torch.')} tensors on the CPU; all else runs on "
+            "torch (DAMPEN_NATIVE=0 switches the kernels off)."
         )
 
 
-# --- how it is laid out -----------------------------------------------------------------------------------------------
+# --- how it is laid out
 
 
 def settled(t: Tensor) -> Tensor:
-    """The same numbers as a kernel may read them: no change of signs on the way, aligned in memory."""
+    """The same numbers as a kernel may read them: no change of signs on the way, aligned in
+    memory."""
     t = t.resolve_neg()
-    return t.clone() if t.data_ptr() % t.itemsize else t
+    if t.data_ptr() % t.itemsize:
+        return t.clone()
+    return t
 
 
 def rows_of(*tensors: Tensor) -> list[Tensor]:
-    """Tensors (B, H, N, D) with rows that BLAS can read: numbers side by side, rows that do not overlap.
+    """Tensors (B, H, N, D) with rows that BLAS can read: numbers side by side, rows that do not
+    overlap.
 
     An axis of one entry has whatever stride it has, here and after `contiguous`; C puts one there
     that fits (`fitting`)."""
@@ -136,18 +151,19 @@ def _at(t: Tensor | None) -> tuple[int, int]:
     return t.data_ptr(), int(t.untyped_storage().nbytes() // size - t.storage_offset())
 
 
-# --- the calls --------------------------------------------------------------------------------------------------------
+# --- the calls
 
 
 def _raise_refused(refused: bytes) -> NoReturn:
     raise NativeError(
-        f"dampen's native kernels refused what they were given: {refused.decode()}. Nothing was read or written. "
+        f"dampen's native kernels refused what they were given: {refused.decode()}. Nothing was "
+        "read or written. "
         "Please report this; DAMPEN_NATIVE=0 switches the kernels off until then."
     )
 
 
 class AttentionSettings(NamedTuple):
-    """What a call of the attention kernel is told besides its tensors."""
+    """What a call of the attention kernel gets besides its tensors."""
 
     seed: int
     rate: float
@@ -175,21 +191,59 @@ def _problem(
     strides: list[int] = []
     for t in by_heads:
         strides += _NO_STRIDES if t is None else t.stride()[:3]
-    # an address, and how many numbers lie from there to the end of the memory: `_at`, without the calls
+    # an address, and how many numbers lie from there to the end of the memory: `_at`, without the
+    # calls
     pointers: list[int] = []
     rooms: list[int] = []
     for t in (*by_heads, keep, lse, top):
         pointers.append(0 if t is None else t.data_ptr())
-        rooms.append(0 if t is None else t.untyped_storage().nbytes() // t.itemsize - t.storage_offset())
+        rooms.append(
+            0 if t is None else t.untyped_storage().nbytes() // t.itemsize - t.storage_offset()
+        )
     q_at, k_at, v_at, o_at, go_at, dq_at, dk_at, dv_at, keep_at, lse_at, top_at = pointers
-    room_q, room_k, room_v, room_o, room_go, room_dq, room_dk, room_dv, room_keep, room_lse, room_top = rooms
+    (
+        room_q,
+        room_k,
+        room_v,
+        room_o,
+        room_go,
+        room_dq,
+        room_dk,
+        room_dv,
+        room_keep,
+        room_lse,
+        room_top,
+    ) = rooms
     return _PROBLEM.pack(
-        *(b, h, g, n, m, d, d if v is None else v.shape[3], torch.get_num_threads(), settings.mode, settings.causal),
+        *(
+            b,
+            h,
+            g,
+            n,
+            m,
+            d,
+            d if v is None else v.shape[3],
+            torch.get_num_threads(),
+            settings.mode,
+            settings.causal,
+        ),
         *(settings.num, settings.den, settings.scale, settings.rate, settings.seed),
         *(q_at, k_at, v_at, go_at, keep_at, o_at, lse_at, top_at, dq_at, dk_at, dv_at),
         *strides,
         *((0, 0, 0, 0) if keep is None else keep.stride()),
-        *(room_q, room_k, room_v, room_go, room_keep, room_o, room_lse, room_top, room_dq, room_dk, room_dv),
+        *(
+            room_q,
+            room_k,
+            room_v,
+            room_go,
+            room_keep,
+            room_o,
+            room_lse,
+            room_top,
+            room_dq,
+            room_dk,
+            room_dv,
+        ),
     )
 
 
@@ -207,7 +261,8 @@ def attend(
     require((q, k, v))
     if keep is not None:
         require((keep,), torch.bool)
-    if refused := library().dampen_attention(_problem(settings, q, k, v, keep, top, o, lse)):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_attention(_problem(settings, q, k, v, keep, top, o, lse)):
         _raise_refused(refused)
 
 
@@ -222,21 +277,28 @@ def attend_backward(
     grads: Sequence[Tensor],
     settings: AttentionSettings,
 ) -> None:
-    """Write the gradients of q, k and v into the last three of `grads`, from that of o, the first."""
+    """Write the gradients of q, k and v into the last three of `grads`, from that of o, the
+    first."""
     require((q, k, v, grads[0], o, lse, top))
     if keep is not None:
         require((keep,), torch.bool)
-    if refused := library().dampen_attention_backward(_problem(settings, q, k, v, keep, top, o, lse, grads)):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_attention_backward(
+        _problem(settings, q, k, v, keep, top, o, lse, grads)
+    ):
         _raise_refused(refused)
 
 
-def kept_keys(q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: AttentionSettings) -> Tensor:
+def kept_keys(
+    q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: AttentionSettings
+) -> Tensor:
     """Which keys attention shows each query under a seed: bool (B, H, N, M)."""
     require((q, k, top))
     if keep is not None:
         require((keep,), torch.bool)
     kept = torch.empty(*q.shape[:3], k.shape[2], dtype=torch.uint8, device="cpu")
-    if refused := library().dampen_kept(_problem(settings, q, k, None, keep, top), *_at(kept)):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_kept(_problem(settings, q, k, None, keep, top), *_at(kept)):
         _raise_refused(refused)
     return kept.view(torch.bool)
 
@@ -246,7 +308,10 @@ def dropped(x: Tensor, seed: int, rate: float) -> Tensor:
     require((x,))
     x = x.contiguous()
     y = torch.empty_like(x)
-    if refused := library().dampen_dropout(*_at(x), *_at(y), x.numel(), rate, seed, torch.get_num_threads()):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_dropout(
+        *_at(x), *_at(y), x.numel(), rate, seed, torch.get_num_threads()
+    ):
         _raise_refused(refused)
     return y
 
@@ -254,15 +319,18 @@ def dropped(x: Tensor, seed: int, rate: float) -> Tensor:
 def factors(shape: Sequence[int], seed: int, rate: float) -> Tensor:
     """0 or 1 / (1 - rate): what `dropped` multiplies by under the same seed."""
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
-    if refused := library().dampen_factors(*_at(out), out.numel(), rate, seed):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_factors(*_at(out), out.numel(), rate, seed):
         _raise_refused(refused)
     return out
 
 
 def hidden_keys(slabs: int, queries: int, keys: int, rate: float, seed: int) -> Tensor:
-    """Which keys attention hides under a seed where the model shows all: bool (slabs, queries, keys), True hides."""
+    """Which keys attention hides under a seed where the model shows all: bool (slabs, queries,
+    keys), True hides."""
     out = torch.empty(slabs, queries, keys, dtype=torch.uint8, device="cpu")
-    if refused := library().dampen_mask(*_at(out), slabs, queries, keys, rate, seed):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_mask(*_at(out), slabs, queries, keys, rate, seed):
         _raise_refused(refused)
     return out.view(torch.bool)
 
@@ -270,20 +338,22 @@ def hidden_keys(slabs: int, queries: int, keys: int, rate: float, seed: int) -> 
 def draws(count: int, seed: int, stream: int = 0, slab: int = 0) -> Tensor:
     """The first 16-bit draws of a slab, as int16: for tests of their quality."""
     out = torch.empty(count, dtype=torch.int16, device="cpu")
-    if refused := library().dampen_draws(*_at(out), count, seed, stream, slab):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_draws(*_at(out), count, seed, stream, slab):
         _raise_refused(refused)
     return out
 
 
 class Place(NamedTuple):
-    """Where a row of numbers stands: a tensor, and from which of its numbers on."""
+    """Where a row of numbers is: a tensor, and from which of its numbers on."""
 
     of: Tensor
     start: int = 0
 
 
 class TapJob(NamedTuple):
-    """One tensor whose squares are summed up, as slabs, groups, rows and numbers; see `struct Tapped`."""
+    """One tensor whose squares are summed up, as slabs, groups, rows and numbers; see `struct
+    Tapped`."""
 
     shape: tuple[int, int, int, int]
     y: Tensor
@@ -301,13 +371,15 @@ class TapJob(NamedTuple):
 
 def sum_squares(tapped: Sequence[TapJob]) -> None:
     """Add to each total, and write each sum."""
-    if refused := library().dampen_taps(_packed(tapped), len(tapped)):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_taps(_packed(tapped), len(tapped)):
         _raise_refused(refused)
 
 
 def spread_squares(tapped: Sequence[TapJob]) -> None:
     """Write each gradient, and those of the biases."""
-    if refused := library().dampen_taps_backward(_packed(tapped), len(tapped)):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_taps_backward(_packed(tapped), len(tapped)):
         _raise_refused(refused)
 
 

@@ -32,8 +32,9 @@ _INSTRUCTIONS = re.compile(
 
 
 def instruction_sets() -> list[str]:
-    """What this processor can compute with, by the names that the system gives its features: what a compiler may use
-    for it. Not the features of security and power that a new system lists for the same processor."""
+    """What this processor can compute with, by the names that the system gives its features: what a
+    compiler may use for it. Not the features of security and power that a new system lists for the
+    same processor."""
     info = Path("/proc/cpuinfo")
     found: set[str] = set()
     if info.exists():
@@ -42,4 +43,7 @@ def instruction_sets() -> list[str]:
             if name.strip() in ("flags", "Features"):
                 found = {flag for flag in value.split() if _INSTRUCTIONS.match(flag)}
                 break
-    return [platform.machine(), *(sorted(found) or [platform.processor(), torch.backends.cpu.get_cpu_capability()])]
+    return [
+        platform.machine(),
+        *(sorted(found) or [platform.processor(), torch.backends.cpu.get_cpu_capability()]),
+    ]

@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from dampen.studies.report.figures import note as note
     from dampen.studies.report.figures import some as some
     from dampen.studies.report.figures import tip as tip
+    from dampen.studies.report.formats import markdown_text as markdown_text
     from dampen.studies.result import Detected as Detected
     from dampen.studies.table import axis_name as axis_name
     from dampen.studies.table import chosen_setting as chosen_setting
@@ -96,7 +97,7 @@ if TYPE_CHECKING:
     from dampen.studies.text import PAD as PAD
     from dampen.studies.text import Bpe as Bpe
     from dampen.studies.text import pad_tokens as pad_tokens
-    from dampen.studies.trainer.build import derive as derive
+    from dampen.studies.trainer.data import derive as derive
 
 ENVIRONMENT = "DAMPEN_PLUGINS"
 KINDS = tuple(group.removeprefix("dampen.") for group in extensions.GROUPS)
@@ -154,8 +155,9 @@ _HOMES = {
         *("ROW", "Column", "Figure", "Palette", "Panel", "band_chart", "finish", "known", "note"),
         *("some", "tip"),
     ),
+    "report.formats": ("markdown_text",),
     "text": ("BEGIN", "END", "PAD", "Bpe", "pad_tokens"),
-    "trainer.build": ("derive",),
+    "trainer.data": ("derive",),
 }
 __all__ = ["activate", "active", "load_plugins", "register", *(n for names in _HOMES.values() for n in names)]
 

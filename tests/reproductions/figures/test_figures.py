@@ -1,6 +1,7 @@
 """The figures that the papers' pages add to the report, on invented numbers."""
 
 import json
+import re
 import statistics
 
 import pytest
@@ -62,6 +63,10 @@ def test_a_grid_is_a_heat_map_with_the_selected_point(tmp_path):
     assert sum(r["chosen"] for r in found.records) == 2
     assert len(grid(table, Palette([e.name for e in table.entries])).panels) == 2
     assert "lambda x lr" in report.render("html")
+    markdown = report.render("md")
+    assert "| lambda \\ lr | 0.0001 | 0.0005 |" in markdown
+    assert markdown.count("| 0.001 | ") == 2
+    assert len(re.findall(r"\*\*\d\d\.\d\d ± ", markdown)) == 2  # the selected point of each row
 
 
 def test_what_was_diagnosed_is_drawn(tmp_path):

@@ -6,23 +6,32 @@ import pytest
 import torch
 
 from dampen.studies.checks import check_data
-from dampen.studies.data import AUGMENTATIONS, augment, load
+from dampen.studies.data import AUGMENTATIONS, Dataset, DataSpec, augment
+from dampen.studies.data.arrays import ArraySplit
+from dampen.studies.data.images import image_dataset
 from dampen.studies.doctor import _torchvision
-from tests.reproductions.data import writers
 
 IMAGE = ["crop", "flip", "vertical_flip", "randaugment", "autoaugment", "trivialaugment", "mixup", "cutmix"]
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    path = tmp_path_factory.mktemp("cifar")
-    writers.cifar10_binary(path, writers.cifar10_parts())
-    return load("cifar10", path, partial=True)
+def images():
+    """Random pixels of ten classes, split like any set of images."""
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (140, 3, 32, 32), generator=draw, dtype=torch.uint8)
+    spec = DataSpec("noise", "image", "", "", "")
+    cuts = {"seed": 0, "train_fraction": 0.7, "limit": None}
+    names = [str(i) for i in range(10)]
+    return image_dataset(spec, pixels, torch.arange(140) % 10, names, {}, test=None, **cuts)
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory):
-    return load("fsdd", writers.fsdd(tmp_path_factory.mktemp("fsdd")), partial=True)
+def spoken():
+    """Sequences of 12 tokens with padding."""
+    draw = torch.Generator().manual_seed(0)
+    padding = torch.arange(12) >= torch.randint(4, 13, (30, 1), generator=draw)
+    split = ArraySplit((torch.randn(30, 12, 5, generator=draw), padding), torch.arange(30) % 3)
+    return Dataset("spoken", "audio", split, split, split, ["a", "b", "c"], {}, {})
 
 
 def pixels(dataset, x):
@@ -205,7 +214,7 @@ def test_mistakes_are_named(images, spoken):
         augment("mixups", images)
     with pytest.raises(ValueError, match="no option 'alfa'; did you mean 'alpha'"):
         augment([{"name": "mixup", "alfa": 1}], images)
-    with pytest.raises(ValueError, match="'crop' is for image tasks: fsdd"):
+    with pytest.raises(ValueError, match="'crop' is for image tasks: spoken"):
         augment("crop", spoken)
     with pytest.raises(ValueError, match="must be positive"):
         augment({"name": "mixup", "alpha": 0}, images)(images.train.batch([0, 1]))

@@ -132,7 +132,7 @@ def test_every_grid_point_is_a_row_and_none_is_tested_against_a_corner(tmp_path)
     assert len(table.entries) == 8
     assert {e.verdict for e in table.entries} == {""}
     assert advise(table).which.headline in {f"{n} · lambda 0.001, lr 0.0005" for n in rows}  # the best corner
-    assert report.render("md").count("lambda 0.001, lr 0.0005 | ") == 2
+    assert report.render("csv").count("lambda 0.001, lr 0.0005") == 4  # the name and the grid of both
 
 
 def test_what_was_diagnosed_stands_in_a_table_and_next_to_the_paper(tmp_path):

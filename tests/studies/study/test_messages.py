@@ -5,9 +5,9 @@ import pytest
 from dampen.studies.errors import ConfigError, Diverged
 from dampen.studies.request import request_own, request_parts
 from dampen.studies.study import Study
-from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
+from dampen.studies.trainer.user_function import function_in_file
 
 ODD = """
 import dampen

@@ -1,7 +1,11 @@
-"""Explicit Dropout's penalties as plain functions of tensors (arXiv 2604.20505), for `ExplicitDropout` and for your
-own modules."""
+"""Explicit Dropout's penalties as plain functions of tensors (arXiv 2604.20505), for
+`ExplicitDropout` and for your own modules."""
 
-from dampen.functional.explicit.convolution import ConvolutionPenalties, convolution_penalty, regularize_convolutions
+from dampen.functional.explicit.convolution import (
+    ConvolutionPenalties,
+    convolution_penalty,
+    regularize_convolutions,
+)
 from dampen.functional.explicit.layers import linear_penalty
 from dampen.functional.explicit.reductions import FORMS, REDUCTIONS, author_weight
 

@@ -1,10 +1,12 @@
-"""The sums of squares of all maps of a small model in one function, computed when the penalties are consumed.
+"""The sums of squares of all maps of a small model in one function, computed when the penalties are
+consumed.
 
     J = sum_l factor_l ||y_l - bias_l||^2
 
-A tap in each layer (`squares.tap`) costs a small model more in Python calls than in arithmetic. Here the layers run as
-they are and keep their outputs, and one function of all of them computes the sum and all gradients at once. Autograd
-adds these where they meet the layers' own. All gradients exist at the same time, so this is for small tensors alone.
+A tap in each layer (`squares.tap`) costs a small model more in Python calls than in arithmetic.
+Here the layers run as they are and keep their outputs, and one function of all of them computes the
+sum and all gradients at once. Autograd adds these where they meet the layers' own. All gradients
+exist at the same time, so this is for small tensors alone.
 """
 
 from __future__ import annotations
@@ -15,15 +17,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dampen._torch import apply_directly, has_numbers, norms_of_all, saved_tensors_are_hooked, scale_all, version_of
-from dampen.calls.later import Later
+from dampen._torch import (
+    apply_directly,
+    functorch_level,
+    norms_of_all,
+    saved_tensor_hooks,
+    scale_all,
+    written_to,
+)
+from dampen.calls import Deferred
 from dampen.functional.explicit.reductions import Number
 from dampen.functional.explicit.squares import Cut, bias_row
-from dampen.native.entry import Place, unreadable
-from dampen.native.library import available as native_available
+from dampen.native import library
+from dampen.native.entry import Place, TapJob, first_unreadable, spread_squares, sum_squares
 
 BATCHED_UP_TO = 2**17
-"""Numbers of an output up to which it waits for the others: above, calls are no longer what a step is made of."""
+"""Numbers of an output up to which it waits for the others: above, calls are no longer what a
+step is made of."""
 
 
 class Tapped(NamedTuple):
@@ -38,64 +48,100 @@ class Tapped(NamedTuple):
     version: int  # of y, when it was made
 
 
-def may_wait(like: Tensor, weight: Tensor, bias: Tensor | None, factor: Number | None, size: int) -> bool:
-    """Whether the penalty of a map can wait for others. `like`: what its output of `size` numbers resembles.
+def may_wait(
+    like: Tensor, weight: Tensor, bias: Tensor | None, factor: Number | None, size: int
+) -> bool:
+    """Whether the penalty of a map can wait for others. `like`: what its output of `size` numbers
+    resembles.
 
-    Not while tensors that autograd saves are replaced (checkpoints), because the output would be kept all the same; and
-    not where processes train together, because sharded parameters are not there any more when penalties are taken.
+    Not while tensors that autograd saves are replaced (checkpoints), because the output would be
+    kept all the same; and not where processes train together, because sharded parameters are not
+    there any more when penalties are taken.
+
+    Args:
+        like: a tensor whose penalty is computed.
+        weight: (out, in).
+        bias: in no penalty; None: there is none.
+        factor: of the sum.
+        size: numbers in the output.
     """
     return (
-        isinstance(factor, float)
+        type(factor) is float
         and 0 < size <= BATCHED_UP_TO
         and like.dtype is weight.dtype is torch.float32
         and like.device.type == "cpu"
-        and weight.requires_grad  # then autograd itself sees to it that the input stays as it was
+        # then autograd itself sees to it that the input stays as it was
+        and weight.requires_grad
         and (bias is None or (bias.dtype is torch.float32 and bias.is_contiguous()))
         and torch.is_grad_enabled()
-        and has_numbers(like)
-        and not saved_tensors_are_hooked()
+        and type(like) is Tensor
+        and not torch.compiler.is_compiling()
+        and functorch_level() is None
+        and saved_tensor_hooks(True) is None
         and not torch.is_autocast_enabled("cpu")
         and not (torch.distributed.is_available() and torch.distributed.is_initialized())
     )
 
 
 def wait(
-    y: Tensor, bias: Tensor | None, factor: Number | None, x: Tensor, weight: Tensor, cut: Cut | None = None
-) -> Later:
-    """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others'; as for `tap`."""
+    y: Tensor,
+    bias: Tensor | None,
+    factor: Number | None,
+    x: Tensor,
+    weight: Tensor,
+    cut: Cut | None = None,
+) -> Deferred:
+    """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others';
+    as for `tap`.
+
+    Args:
+        y: output of the layer.
+        bias: in no penalty; None: there is none.
+        factor: of the sum.
+        x: input of the layer.
+        weight: (out, in).
+        cut: first row and number of rows, where a fused layer makes y.
+    """
     assert isinstance(factor, float)  # `may_wait` has looked
-    return Later((Tapped(y, bias, factor, cut, x, weight, version_of(y)),), sum_up)
+    return Deferred((Tapped(y, bias, factor, cut, x, weight, written_to(y)),), sum_up)
 
 
 def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    """The values of several penalties of `Tapped`."""
+    """The values of several penalties of `Tapped`.
+
+    Args:
+        penalties: of several names, each with its parts.
+    """
     plan, ys, biases, changed = [], [], [], []
     for number, parts in enumerate(penalties):
         for part in parts:
-            if version_of(part.y) != part.version or not _is_read(part):  # the model went on in place
+            y, cut = part.y, part.cut
+            # by heads (B, H, N, dh) where it is a cut, else as rows in order
+            readable = y.ndim > 1 and y.is_contiguous() if cut is None else y.stride(-1) == 1
+            if written_to(y) != part.version or not readable:  # the model went on in place
                 changed.append((number, part))
                 continue
-            plan.append((number, part.factor, part.cut))
-            whole_map_in_2d = (
-                part.cut is None and part.y.ndim == 4
-            )  # (B, height, width, out): four axes mean heads below
-            ys.append(part.y.flatten(0, 2) if whole_map_in_2d else part.y)
+            plan.append((number, part.factor, cut))
+            if cut is None and y.ndim == 4:  # (B, height, width, out): four axes mean heads below
+                y = y.flatten(0, 2)
+            ys.append(y)
             biases.append(part.bias)
     nothing = [torch.zeros((), dtype=torch.float32, device="cpu")] * len(penalties)
     values: list[Tensor] = list(_apply(plan, len(penalties), *ys, *biases)) if plan else nothing
     for number, part in changed:
-        weight = part.weight if part.cut is None else part.weight.narrow(0, *part.cut)
-        values[number] = values[number] + part.factor * torch.nn.functional.linear(part.x, weight).square().sum()
+        if part.cut is None:
+            weight = part.weight
+        else:
+            weight = part.weight.narrow(0, *part.cut)
+        values[number] = (
+            values[number] + part.factor * torch.nn.functional.linear(part.x, weight).square().sum()
+        )
     return values
 
 
-def _is_read(part: Tapped) -> bool:
-    """Whether the function below can read it: by heads (B, H, N, dh) where it is a cut, else as rows in order."""
-    return part.y.stride(-1) == 1 if part.cut is not None else part.y.ndim > 1 and part.y.is_contiguous()
-
-
 class _Batched(torch.autograd.Function):
-    """Takes the plan (which penalty, its factor, the cut of its bias), how many penalties, all outputs, all biases."""
+    """Takes the plan (which penalty, its factor, the cut of its bias), how many penalties, all
+    outputs, all biases."""
 
     @staticmethod
     def forward(
@@ -104,19 +150,26 @@ class _Batched(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         ys, biases = cast(tuple[Tensor, ...], tensors[: len(plan)]), tensors[len(plan) :]
-        ctx.native = native_available() and not any(unreadable(t) for t in tensors if t is not None)
+        there = library.loaded is not None if library.looked else library.available()
+        ctx.native = there and first_unreadable(tensors) is None
         values = [torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(count)]
         if ctx.native:
-            from dampen.native.taps import all_sums, layouts_of  # only where it was built
-
             sums = torch.empty(_room(biases), dtype=torch.float32, device="cpu")
             ctx.layouts = layouts_of(ys)
-            factors, totals = [factor for _, factor, _ in plan], [values[number] for number, _, _ in plan]
-            all_sums(ys, ctx.layouts, _places(biases, plan), factors, totals, _places(biases, plan, sums))
+            factors, totals = (
+                [factor for _, factor, _ in plan],
+                [values[number] for number, _, _ in plan],
+            )
+            all_sums(
+                ys, ctx.layouts, _places(biases, plan), factors, totals, _places(biases, plan, sums)
+            )
             ctx.save_for_backward(*tensors, sums)
             return tuple(values)
-        rows = (bias_row(b, y, cut) for b, y, (_, _, cut) in zip(biases, ys, plan, strict=True))
-        bares = [y if row is None else y - row for y, row in zip(ys, rows, strict=True)]
+        bares = []
+        for y, bias, (_, _, cut) in zip(ys, biases, plan, strict=True):
+            if bias is not None and cut is not None:  # as it stands in y
+                bias = bias.narrow(0, *cut).view(y.shape[1], 1, y.shape[3])
+            bares.append(y if bias is None else y - bias)
         squares = torch.stack(norms_of_all(bares)).square_()
         for number, value in enumerate(values):
             own = [f if n == number else 0.0 for n, f, _ in plan]
@@ -128,14 +181,13 @@ class _Batched(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         plan, (many, saved) = ctx.plan, (len(ctx.plan), ctx.saved_tensors)
         ys, biases, rest = saved[:many], saved[many : 2 * many], saved[2 * many :]
-        if torch.is_grad_enabled():  # to be differentiated again: as functions of y and bias
+        # to be differentiated again: as functions of y and bias
+        if torch.is_grad_enabled():
             return (None, None, *_again(plan, ys, biases, grads))
         twice = [0.0 if grad is None else 2 * grad.item() for grad in grads]
         scales = [twice[number] * factor for number, factor, _ in plan]
         room = torch.zeros(_room(biases), dtype=torch.float32, device="cpu")
         if ctx.native:
-            from dampen.native.taps import all_gradients  # it was there in the forward
-
             to_ys = all_gradients(
                 ys,
                 ctx.layouts,
@@ -164,30 +216,45 @@ _apply: Any = apply_directly(_Batched)
 
 
 def _again(
-    plan: list[tuple[int, float, Cut | None]], ys: Sequence[Tensor], biases: Sequence[Tensor | None], grads: Any
+    plan: list[tuple[int, float, Cut | None]],
+    ys: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    grads: Any,
 ) -> list[Tensor | None]:
     to_ys: list[Tensor | None] = []
     to_biases: list[Tensor | None] = []
     for y, bias, (number, factor, cut) in zip(ys, biases, plan, strict=True):
         row, grad = bias_row(bias, y, cut), grads[number]
-        g = None if grad is None else (y if row is None else y - row) * (2 * factor * grad)
+        if grad is None:
+            g = None
+        else:
+            g = (y if row is None else y - row) * (2 * factor * grad)
         to = None if g is None or row is None else -g.sum_to_size(row.shape)
         if to is not None and bias is not None:
             to = to.view(-1 if cut else bias.shape)
-            to = to if cut is None else torch.nn.functional.pad(to, (cut[0], bias.shape[0] - sum(cut)))
+            if cut is None:
+                to = to
+            else:
+                to = torch.nn.functional.pad(to, (cut[0], bias.shape[0] - sum(cut)))
         to_ys.append(g)
         to_biases.append(to)
     return [*to_ys, *to_biases]
 
 
 def _room(biases: Sequence[Tensor | None]) -> int:
-    return sum(0 if b is None else b.shape[0] for b in biases)
+    room = 0
+    for b in biases:
+        room += 0 if b is None else b.shape[0]
+    return room
 
 
 def _places(
-    biases: Sequence[Tensor | None], plan: list[tuple[int, float, Cut | None]], room: Tensor | None = None
+    biases: Sequence[Tensor | None],
+    plan: list[tuple[int, float, Cut | None]],
+    room: Tensor | None = None,
 ) -> list[Place | None]:
-    """Where the biases stand, or their cuts where a fused map has one; with a room for all of them, where there."""
+    """Where the biases are, or their cuts where a fused map has one; with a room for all of
+    them, where there."""
     found: list[Place | None] = []
     first = 0
     for bias, (_, _, cut) in zip(biases, plan, strict=True):
@@ -203,3 +270,89 @@ def _places(
 def _split(room: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
     parts = iter(room.split([b.shape[0] for b in biases if b is not None]))
     return [None if b is None else next(parts) for b in biases]
+
+
+# --- the same by the native kernels, all tensors of a step in one call
+
+
+class Strided(NamedTuple):
+    """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the
+    strides of its own and of a gradient like it."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, ...]
+    out: tuple[int, int, int]
+
+
+def layouts_of(ys: Sequence[Tensor]) -> list[Strided]:
+    """How each tensor lies. By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which
+    attention gives its own too."""
+    found = []
+    for y in ys:
+        size = y.shape[-1]
+        if y.ndim != 4:
+            found.append(Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size)))
+            continue
+        (b, h, n, _), strides = y.shape, y.stride()[:3]
+        # heads side by side: one long row
+        if strides[1] == size:
+            found.append(Strided((b, 1, n, h * size), strides, (n * h * size, 0, h * size)))
+        else:
+            found.append(Strided((b, h, n, size), strides, (n * h * size, size, h * size)))
+    return found
+
+
+def all_sums(
+    ys: Sequence[Tensor],
+    layouts: Sequence[Strided],
+    biases: Sequence[Place | None],
+    factors: Sequence[float],
+    totals: Sequence[Tensor],
+    sums: Sequence[Place | None],
+) -> None:
+    """Of each y: totals += factor sum ||y_i - bias||^2, and its sums."""
+    sum_squares(
+        [
+            TapJob(at.shape, y, at.strides, factor, bias, total, to)
+            for y, at, bias, factor, total, to in zip(
+                ys, layouts, biases, factors, totals, sums, strict=True
+            )
+        ]
+    )
+
+
+def all_gradients(
+    ys: Sequence[Tensor],
+    layouts: Sequence[Strided],
+    biases: Sequence[Place | None],
+    scales: Sequence[float],
+    sums: Sequence[Place | None],
+    to_biases: Sequence[Place | None],
+) -> list[Tensor]:
+    """scale (y - bias) of each y, and -scale sums where `to_biases` stands."""
+    outs = []
+    for y in ys:
+        if y.ndim != 4:
+            outs.append(y.new_empty(y.shape))
+            continue
+        b, h, n, size = y.shape
+        outs.append(y.new_empty(b, n, h, size).transpose(1, 2))
+    spread_squares(
+        [
+            TapJob(
+                at.shape,
+                y,
+                at.strides,
+                scale,
+                bias,
+                sums=s,
+                out=out,
+                out_strides=at.out,
+                to_bias=to,
+            )
+            for y, at, out, bias, scale, s, to in zip(
+                ys, layouts, outs, biases, scales, sums, to_biases, strict=True
+            )
+        ]
+    )
+    return outs

@@ -59,7 +59,7 @@ def require_complete(problems: list[str], partial: bool, name: str) -> list[str]
     if problems and not partial:
         raise IncompleteData(
             f"The copy of {name} is incomplete: {'; '.join(problems)}. Fetch the whole set, or "
-            "accept the incomplete copy with partial=True (--partial on the command line); the "
+            "accept the incomplete copy with partial=True (--allow-incomplete on the command line); the "
             "record will then list what is missing."
         )
     return [f"incomplete copy: {problem}" for problem in problems]

@@ -62,6 +62,7 @@ class Figure:
     )  # group, title, alt, png as a data address, width, height
     legend: list[str] = field(default_factory=list)  # names, where the panels share one legend
     smooth: bool = False  # lines over training, which the page can smooth
+    markdown: list[str] = field(default_factory=list)  # lines that say the same as text
     fixed: bool = False  # shows its rows whatever the page's picker says
 
 

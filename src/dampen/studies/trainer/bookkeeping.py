@@ -22,8 +22,7 @@ from dampen.studies.result import FORMAT
 from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import fingerprint, load_newest, save_state, save_weights, saved_states
 from dampen.studies.trainer.distributed import all_ranks, is_sharded, load_model_state, whole_model_state
-from dampen.studies.trainer.losses import NotFinite
-from dampen.studies.trainer.optim import learning_rate
+from dampen.studies.trainer.optim import NotFinite, learning_rate
 from dampen.studies.trainer.state import Execution, TrialState
 from dampen.studies.trainer.variance import over_training
 

@@ -1,8 +1,4 @@
-"""Pretraining without labels: a trial of its own in the folder `pretrain` of the trial that starts from it.
-
-It is a trial like any other, so it is logged, resumed bit-exactly and closed like one; its weights enter the classifier
-before that one's first step.
-"""
+"""What a run takes over from its pretraining: weights, facts for the record, the prepared data."""
 
 from __future__ import annotations
 

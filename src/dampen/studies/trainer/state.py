@@ -20,8 +20,8 @@ from dampen.studies.methods_text import build_methods
 from dampen.studies.metrics import TASKS
 from dampen.studies.plugins import activate, active
 from dampen.studies.run import Run
-from dampen.studies.trainer.build import derive, load_data, make_augment, make_model, places, seed_all
 from dampen.studies.trainer.checkpoint import rng_state, set_rng_state
+from dampen.studies.trainer.data import derive, load_data, make_augment, places, seed_all
 from dampen.studies.trainer.distributed import (
     all_ranks,
     equal_buffers,
@@ -33,11 +33,10 @@ from dampen.studies.trainer.distributed import (
     whole_model_state,
     whole_optimizer_state,
 )
-from dampen.studies.trainer.function import Function
-from dampen.studies.trainer.losses import Meter, NotFinite, loss_of
-from dampen.studies.trainer.optim import MovingAverage, make_optimizer
-from dampen.studies.trainer.parts import Parts
+from dampen.studies.trainer.models import make_model
+from dampen.studies.trainer.optim import Meter, MovingAverage, NotFinite, loss_of, make_optimizer
 from dampen.studies.trainer.pretraining import Pretrained, prepared_by
+from dampen.studies.trainer.user_function import Function, Parts
 from dampen.studies.trainer.variance import measure_variance
 
 ACCELERATORS = ("auto", "cpu", "cuda", "mps")

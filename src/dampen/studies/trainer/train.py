@@ -1,8 +1,11 @@
-"""The way of a batch, from the data to the record.
+"""The training loop, and what runs before it: pretraining.
 
 batch -> inputs -> tokens
       -> [(operands -> product -> qkv -> mask -> logits -> probs -> heads) -> branch -> block] x L
       -> outputs -> penalties by name -> loss = task + sum -> backward -> metrics -> record
+
+A pretraining without labels is a run of its own in the folder `pretrain` of the run that starts from
+it. It is logged, resumed bit-exactly and finished like any other run.
 """
 
 from __future__ import annotations
@@ -17,13 +20,12 @@ from dampen.studies.errors import Diverged
 from dampen.studies.run import Run
 from dampen.studies.store import PRETRAIN, RunStore, clean_folder, locked
 from dampen.studies.trainer.bookkeeping import Bookkeeping, Event, set_threads
-from dampen.studies.trainer.kernel_path import on_its_path
-from dampen.studies.trainer.losses import NotFinite
-from dampen.studies.trainer.optim import learning_rate, set_learning_rate
-from dampen.studies.trainer.own import run_own
+from dampen.studies.trainer.checkpoint import keeps_kernels
+from dampen.studies.trainer.distributed import launch
+from dampen.studies.trainer.optim import NotFinite, learning_rate, set_learning_rate
 from dampen.studies.trainer.pretraining import close_with_pretraining, load_pretrained, told_as_pretraining
-from dampen.studies.trainer.ranks import launch
 from dampen.studies.trainer.state import Execution, TrialState
+from dampen.studies.trainer.user_trial import train_user_function
 
 
 def run_trial(
@@ -54,11 +56,11 @@ def run_trial(
 def _way(trial: Run) -> Callable[..., dict[str, Any]]:
     """How to train: the user's own way, in this process, or on several devices."""
     if trial.function is not None:
-        return run_own
+        return train_user_function
     return train if trial.train.devices == 1 else _train_on_ranks
 
 
-@on_its_path
+@keeps_kernels
 def train(
     trial: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models of one's own in the lab's trainer: from a function in a file, or a folder that Hugging Face saved."""
+"""The model of a run: built-in, timm's, a saved one of Hugging Face, or a user's function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,48 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dampen.extensions import hint
+from dampen.names import nearest
 from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import TASKS
-from dampen.studies.trainer.function import Function
+from dampen.studies.trainer.user_function import Function, Parts
+
+
+def make_model(model: dict[str, Any], from_data: dict[str, Any], parts: Parts | None = None) -> nn.Module:
+    """The model of a trial; what the data decides (classes, sizes, vocabulary) need not be said again."""
+    from dampen.models import MODELS, build_model
+
+    name, own = model["name"], {k: v for k, v in model.items() if k not in ("name", "code", "fingerprint")}
+    if name.startswith("hf/"):
+        return hub_model((parts or Parts()).model, model, own, from_data)
+    if ".py:" in name:
+        return built_model((parts or Parts()).build, name, own, from_data)
+    if name.startswith("timm/"):
+        return _timm_model(name.removeprefix("timm/"), own, from_data)
+    if name not in MODELS:
+        raise ConfigError(
+            "The trial", [f"model.name: unknown model {name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"]
+        )
+    takes = inspect.signature(MODELS[name]).parameters
+    return build_model(name, **{**{k: v for k, v in from_data.items() if k in takes}, **own})
+
+
+def _timm_model(name: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
+    import timm
+
+    if not timm.is_model(name):
+        raise ConfigError("The trial", [f"model.name: timm has no model {name!r}{nearest(name, timm.list_models())}"])
+    arguments = {"num_classes": from_data.get("classes"), "in_chans": from_data.get("channels")}
+    given = {**{k: v for k, v in arguments.items() if v is not None}, **own}
+    size = from_data.get("image_size")
+    if size is None or "img_size" in given:
+        return timm.create_model(name, **given)
+    try:
+        return timm.create_model(name, img_size=size, **given)
+    except TypeError as error:
+        if "img_size" not in str(error):  # a convolutional network takes images of any size
+            raise
+        return timm.create_model(name, **given)
 
 
 def built_model(function: Function | None, name: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:

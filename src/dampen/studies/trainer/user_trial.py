@@ -1,9 +1,15 @@
-"""A trial at work, as the user's function sees it: methods, curves, checkpoints, a seed and a folder."""
+"""The user's training function: the `Trial` it receives, and how it is run and recorded.
+
+Around the function dampen sets the seeds, adds the methods, writes curves, checkpoints and a record
+like that of any other run. Errors inside the function name its file and line and end this run only.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,18 +19,35 @@ from torch import Tensor, nn
 
 from dampen.handle import Regularization, regularize
 from dampen.native import library
-from dampen.studies.errors import LabError, Stopped
+from dampen.studies import environment
+from dampen.studies.errors import LabError, OwnCodeError, Stopped
+from dampen.studies.loggers import open_loggers
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.bookkeeping import Event, _finite
-from dampen.studies.trainer.checkpoint import load_newest, rng_state, save_state, saved_states, set_rng_state
-from dampen.studies.trainer.function import Function, row_methods
-from dampen.studies.trainer.losses import Meter, NotFinite
-from dampen.studies.trainer.own_costs import costs, weights_of
-from dampen.studies.trainer.own_log import OwnLog
-from dampen.studies.trainer.own_result import RETURNED, diverged, finished, judged_by, read_metrics
+from dampen.studies.trainer.bookkeeping import Event, _finite, set_threads
+from dampen.studies.trainer.checkpoint import (
+    keeps_kernels,
+    load_newest,
+    rng_state,
+    save_state,
+    saved_states,
+    set_rng_state,
+)
+from dampen.studies.trainer.data import seed_all
+from dampen.studies.trainer.instrumented import BaselineHandle, Clock, Observer, RandomStream, watch
+from dampen.studies.trainer.optim import Meter, NotFinite
 from dampen.studies.trainer.state import Execution
-from dampen.studies.trainer.watched import Clock, PlainHandle, RandomStream, Watch, watch
+from dampen.studies.trainer.user_function import Function, row_methods
+from dampen.studies.trainer.user_result import (
+    RETURNED,
+    UserLog,
+    costs,
+    diverged,
+    finished,
+    judged_by,
+    read_metrics,
+    weights_of,
+)
 
 
 class Trial:
@@ -51,7 +74,7 @@ class Trial:
         self.seed, self.folder = spec.seed, folder
         self.params: dict[str, Any] = dict(spec.function["params"])
         self.row = self._function.rows.get(spec.id, "") if self._function else ""
-        self._log = OwnLog(RunStore(folder))
+        self._log = UserLog(RunStore(folder))
         self._stream, self._clock, self._meter = RandomStream(spec.seed), Clock(), Meter(torch.device("cpu"))
         self._handles: list[Any] = []
         self._waiting: list[Any] = []  # states of handles from a checkpoint, for handles that are not made yet
@@ -71,13 +94,13 @@ class Trial:
 
         On the plain row the handle has the same methods and does nothing.
         """
-        observer = Watch(self._stream, self._clock, self._step)
+        observer = Observer(self._stream, self._clock, self._step)
         handle: Regularization
         if self._spec.methods:
             methods = row_methods(self._spec, self._function, self.row)
             handle = watch(regularize(model, methods, sites, **options), observer)
         else:
-            handle = PlainHandle(model, observer)
+            handle = BaselineHandle(model, observer)
         self._handles.append(handle)
         self._meter.every = Meter(self._device()).every
         if self._waiting:
@@ -266,3 +289,67 @@ class Trial:
 
     def _named(self) -> str:
         return self._spec.function["name"] if self._spec.function else "the function"
+
+
+OUTPUT = "output.txt"
+"""What the function prints goes into this file of the trial's folder: several trials share one terminal."""
+
+
+@keeps_kernels
+def train_user_function(
+    spec: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+) -> dict[str, Any]:
+    """Run a user's function as a trial, and record it; the folder's lock is held by the caller."""
+    if execution.function is None:
+        named = spec.function["name"] if spec.function else ""
+        raise LabError(
+            f"The trial is a run of {named}, which is not at hand. Start it with dampen compare or dampen.compare."
+        )
+    record = RunStore(folder)
+    set_threads(execution, record)
+    function = execution.function.load()
+    trial = Trial(spec, folder, execution, report, stop)
+    record.start(spec, environment.describe(torch.get_num_threads(), "cpu"))
+    report({"kind": "start", "step": 0, "steps": 100, "resumed": 0})
+    trial._log.loggers = open_loggers(execution.log_to, folder, spec, trial._resume_step())
+    seed_all(spec.seed)
+    before = torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        with (folder / OUTPUT).open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            returned = function(trial)
+        return trial._finish(returned)
+    except NotFinite as bad:
+        return trial._diverged(bad)
+    except LabError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _in_their_words(error, execution.function, trial) from error
+    finally:
+        for logger in trial._log.loggers:
+            logger.close()
+        # The worker's next trial starts from the same state.
+        torch.set_default_dtype(before[0])
+        torch.set_grad_enabled(before[1])
+
+
+def _in_their_words(error: BaseException, function: Function, trial: Trial) -> OwnCodeError:
+    """The error with the place in the user's code where it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    root = str(function.code.root) if function.code.root else None
+    own = [f for f in frames if _theirs(f.filename, root, function)]
+    place = own[-1] if own else frames[-1]
+    name = Path(place.filename).name if not place.filename.startswith("<") else place.filename
+    message = "".join(traceback.format_exception_only(error)).strip()
+    told = OwnCodeError(
+        f"{name}, line {place.lineno}, in {place.name}: {message} (row {trial.row!r}, seed {trial.seed})"
+    )
+    told.add_note("".join(traceback.format_exception(error)))
+    return told
+
+
+def _theirs(file: str, root: str | None, function: Function) -> bool:
+    if root is None:
+        return file.startswith("<") or "ipykernel" in file
+    return any(file == str(Path(root) / name) for name in function.code.files) or Path(file).name in {
+        Path(name).name for name in function.code.files
+    }

@@ -192,3 +192,13 @@ def _written(files: tuple[tuple[str, str], ...]) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
     return root
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Places and functions of the user's own parts; None where the lab's own are used."""
+
+    data: str | None = None  # a file or folder
+    read: Function | None = None  # a function that returns data sets
+    model: str | None = None  # a folder of a saved Hugging Face model
+    build: Function | None = None  # a function that returns a model

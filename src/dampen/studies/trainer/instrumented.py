@@ -19,7 +19,7 @@ from dampen.handle import Regularization
 from dampen.hooks.own_dropout import OwnRate, choose_own, find_own
 from dampen.hooks.sampling import sampling_own
 from dampen.schedules import as_schedule, check_progress, per_layer
-from dampen.studies.trainer.build import derive
+from dampen.studies.trainer.data import derive
 
 
 class RandomStream:
@@ -132,7 +132,7 @@ class Clock:
         return max(self.times.values(), key=len, default=[])
 
 
-class Watch:
+class Observer:
     """What a handle tells its trial: a step of some kind, and the terms of the loss."""
 
     def __init__(
@@ -141,10 +141,10 @@ class Watch:
         self.stream, self.clock, self.step = stream, clock, step
 
 
-class WatchedRegularization(Regularization):
+class InstrumentedRegularization(Regularization):
     """The handle of a row with methods. Everything is as in `Regularization`, and the trial hears of it."""
 
-    watch: Watch
+    watch: Observer
     hooks: list[Any]
 
     def progress(self, t: float) -> None:
@@ -171,21 +171,21 @@ class WatchedRegularization(Regularization):
         _unhook(self)
 
 
-def watch(handle: Regularization, observer: Watch) -> WatchedRegularization:
+def watch(handle: Regularization, observer: Observer) -> InstrumentedRegularization:
     """Let a trial hear of a handle."""
-    handle.__class__ = WatchedRegularization
-    assert isinstance(handle, WatchedRegularization)  # by the line above
+    handle.__class__ = InstrumentedRegularization
+    assert isinstance(handle, InstrumentedRegularization)  # by the line above
     handle.watch, handle.hooks = observer, observer.stream.attach(handle.model)
     return handle
 
 
-class PlainHandle(Regularization):
+class BaselineHandle(Regularization):
     """The handle of the plain row: the same methods as `Regularization`, and the model is left as it is.
 
     Nothing is inherited but the type: there is no site in the model that the real one's methods could look at.
     """
 
-    def __init__(self, model: nn.Module, observer: Watch):
+    def __init__(self, model: nn.Module, observer: Observer):
         self.model, self.methods, self.layers, self.clones = model, [], [], []
         self.watch, self.hooks = observer, observer.stream.attach(model)
         self._progress, self._removed = 0.0, False

@@ -1,27 +1,33 @@
-"""From the plain data of a trial to its parts: seeds, data set, augmentation, model."""
+"""The seeds and the dataset of a run, and whether the dataset is still the recorded one.
+
+A user's own data has a fingerprint in the identity of its runs: other data makes other runs. Official
+datasets keep their ids, so their recorded hashes are compared instead, when a run resumes and when
+one is looked up. Sizes and times of files are compared first; what was read under them is cached in
+`~/.cache/dampen/identities.json`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import random
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from dampen.extensions import hint
-from dampen.names import nearest
-from dampen.studies.data.dataset import TEST_SEED
-from dampen.studies.data.sets import TRANSFORMS
+from dampen.studies.data import DATASETS
+from dampen.studies.data.dataset import TEST_SEED, DamagedData, MissingData
+from dampen.studies.data.sets import TRANSFORMS, locate
 from dampen.studies.data.splits import fold_of
 from dampen.studies.errors import ConfigError
-from dampen.studies.trainer.own_models import built_model, hub_model
-from dampen.studies.trainer.parts import Parts
+from dampen.studies.files import cached, keep, sizes_and_times
+from dampen.studies.run import Run
+from dampen.studies.trainer.user_function import Parts
 
 MODEL = "model"
 """Said for a data set's tokenizer: the one of the model's folder."""
@@ -79,7 +85,7 @@ def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = 
     options |= {key: seed if chosen == "seed" else chosen for key, chosen in drawn.items()}
     parts = parts or Parts()
     if data["name"] == "function":
-        return _load_own(data, parts, json.dumps(options, sort_keys=True))
+        return _load_function(data, parts, json.dumps(options, sort_keys=True))
     if options.get("tokenizer") == MODEL:
         options["tokenizer"] = parts.model
     place = parts.data if parts.data is not None else data_dir
@@ -112,18 +118,18 @@ def _check_fingerprint(planned: str, place: Any) -> None:
 
 
 @lru_cache(maxsize=1)
-def _own_parts(function: str) -> dict[str, Any]:
+def _cached_function(function: str) -> dict[str, Any]:
     return {}
 
 
-def _load_own(data: dict[str, Any], parts: Parts, arguments: str) -> Any:
+def _load_function(data: dict[str, Any], parts: Parts, arguments: str) -> Any:
     """What the user's own function returns, read once per process."""
     from dampen.studies.data.arrays import content_hash, function_dataset, read_function
     from dampen.studies.data.dataset import DamagedData
 
     if parts.read is None:
         raise ConfigError("The trial", [f"data.name: the function {data.get('source')} is not at hand"])
-    kept = _own_parts(parts.read.code.digest)
+    kept = _cached_function(parts.read.code.digest)
     if "parts" not in kept:
         kept["parts"] = read_function(parts.read.load(), parts.read.code.name)
         kept["hash"] = content_hash(kept["parts"])
@@ -154,38 +160,56 @@ def make_augment(chosen: Any, data: Any) -> Any:
     return augment(chosen, data) if chosen else None
 
 
-def make_model(model: dict[str, Any], from_data: dict[str, Any], parts: Parts | None = None) -> nn.Module:
-    """The model of a trial; what the data decides (classes, sizes, vocabulary) need not be said again."""
-    from dampen.models import MODELS, build_model
-
-    name, own = model["name"], {k: v for k, v in model.items() if k not in ("name", "code", "fingerprint")}
-    if name.startswith("hf/"):
-        return hub_model((parts or Parts()).model, model, own, from_data)
-    if ".py:" in name:
-        return built_model((parts or Parts()).build, name, own, from_data)
-    if name.startswith("timm/"):
-        return _timm_model(name.removeprefix("timm/"), own, from_data)
-    if name not in MODELS:
-        raise ConfigError(
-            "The trial", [f"model.name: unknown model {name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"]
-        )
-    takes = inspect.signature(MODELS[name]).parameters
-    return build_model(name, **{**{k: v for k, v in from_data.items() if k in takes}, **own})
+CACHE = "identities.json"
+Recorded = Iterable[tuple[Run, Mapping[str, Any]]]
+"""Trials that are done, each with its result."""
 
 
-def _timm_model(name: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
-    import timm
+def check_recorded(recorded: Recorded, data_dir: str | None, folder: Path) -> None:
+    """Refuse to add to results whose data has changed since; data that is not here cannot be asked."""
+    seen: dict[str, tuple[Run, Mapping[str, str], int]] = {}
+    for trial, result in recorded:
+        hashes = result.get("data", {}).get("sha256")
+        if hashes and trial.function is None and "fingerprint" not in trial.data and trial.data["name"] in DATASETS:
+            key = json.dumps([trial.data, hashes], sort_keys=True)
+            seen[key] = (trial, hashes, seen[key][2] + 1 if key in seen else 1)
+    for trial, before, count in seen.values():
+        now = hashes_now(trial, data_dir)
+        changed = [k for k in before if now is not None and k in now and now[k] != before[k]]
+        if now is not None and changed:
+            told = ", ".join(f"{k} had sha256 {before[k][:12]} and has {now[k][:12]}" for k in changed)
+            place = locate(trial.data["name"], data_dir)
+            raise DamagedData(
+                f"The data of {trial.data['name']}{f' at {place}' if place else ''} has changed since {count} "
+                f"trial{'s' * (count != 1)} in {folder} {'were' if count != 1 else 'was'} recorded: {told}. "
+                "Put the data back, or keep the results of the new data apart: say another --out (folder=)."
+            )
 
-    if not timm.is_model(name):
-        raise ConfigError("The trial", [f"model.name: timm has no model {name!r}{nearest(name, timm.list_models())}"])
-    arguments = {"num_classes": from_data.get("classes"), "in_chans": from_data.get("channels")}
-    given = {**{k: v for k, v in arguments.items() if v is not None}, **own}
-    size = from_data.get("image_size")
-    if size is None or "img_size" in given:
-        return timm.create_model(name, **given)
+
+def hashes_now(trial: Run, data_dir: str | None) -> dict[str, str] | None:
+    """The hashes of a trial's official set as it lies here; None where it does not."""
+    mark = _mark(trial.data["name"], data_dir)
+    if mark == "":
+        return None
+    data = {k: v for k, v in trial.data.items() if k not in ("augment", "folds", "split_seed", "test_seed")}
+    key = hashlib.sha256(json.dumps([data, mark], sort_keys=True).encode()).hexdigest()[:32]
+    known = cached(CACHE).get(key)
+    if mark is not None and isinstance(known, dict):
+        return known
     try:
-        return timm.create_model(name, img_size=size, **given)
-    except TypeError as error:
-        if "img_size" not in str(error):  # a convolutional network takes images of any size
-            raise
-        return timm.create_model(name, **given)
+        found: dict[str, str] = load_data(data, data_dir).info.get("sha256", {})
+    except MissingData:
+        return None
+    if mark is not None:
+        keep(CACHE, {key: found})
+    return found
+
+
+def _mark(name: str, data_dir: str | None) -> str | None:
+    """What tells that nothing was touched: sizes and times. None where nothing does, '' where there is no such data."""
+    if name == "digits":
+        return f"scikit-learn {metadata.version('scikit-learn')}"
+    if name not in DATASETS or DATASETS[name].holds is None:
+        return None
+    place = locate(name, data_dir)
+    return "" if place is None else sizes_and_times(place)
