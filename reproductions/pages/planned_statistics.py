@@ -15,6 +15,7 @@ from dampen.studies import (
     LEVEL,
     Entry,
     ResultTable,
+    Summary,
     Verdict,
     judge_pairs,
     paired_differences,
@@ -22,7 +23,6 @@ from dampen.studies import (
     sentence,
     summarize,
 )
-from dampen.studies.stats import Summary
 
 __all__ = ["sentence"]
 
@@ -161,7 +161,10 @@ def winners(table: ResultTable) -> str:
     counted = f"of {len(rows)} methods tuned in the same way"
     against = f"the tuned {reference.name}" if table.study.search else f"the {reference.name}"
     told = f"{listed(better)}, {counted}" if better else f"none {counted}"
-    return f"Significantly better than {against}: {told} ({n} seeds, Holm)."
+    undecided = [c.detectable for _, c in rows if c.verdict == "not decided"]
+    power = f" The study has 80 % power to detect {max(undecided):.2f}{table.metric.points}" if undecided else ""
+    inconclusive = f"{power}; {len(undecided)} methods are inconclusive." if undecided else ""
+    return f"Significantly better than {against}: {told} ({n} seeds, Holm).{inconclusive}"
 
 
 def leaders(table: ResultTable) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from dampen._torch import own_parameter
+from dampen._torch import memory_is_gone, own_parameter
 from dampen.masks import any_in_row, causal_rows
 
 if TYPE_CHECKING:
@@ -241,7 +241,16 @@ def _cut(whole: LinearCall, rows: slice | Tensor, role: str) -> LinearCall:
 
 
 def check_whole(linear: LinearCall) -> LinearCall:
-    """The map itself; raise where DeepSpeed's ZeRO-3 has taken its weight apart again (it leaves an empty tensor)."""
+    """The map itself; raise where its weight was taken apart again: DeepSpeed's ZeRO-3 leaves an
+    empty tensor, and FSDP one whose memory was given back."""
+    if any(t is not None and memory_is_gone(t) for t in (linear.weight, linear.bias)):
+        where = linear.site.name if linear.site else ""
+        raise RuntimeError(
+            f"the weight of the linear layer {linear.role} at '{where}' is read where its attention "
+            "runs, but FSDP shards this layer as a unit of its own and has freed the weight by "
+            "then. Shard whole blocks instead: fully_shard(block) for each block, and not "
+            "fully_shard(linear)."
+        )
     if linear.weight.shape[0] == 0 and hasattr(linear.weight, "ds_id"):
         raise RuntimeError(
             f"the weight of the map {linear.role} is read where its attention runs, but DeepSpeed's ZeRO-3 keeps it "

@@ -5,7 +5,6 @@ rows that are masked everywhere, blocks of queries, native kernels and compiled 
 
 import itertools
 import math
-import os
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from dampen.kernels import kernel
 from dampen.native import library
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
+from tests.full import FULL
 
 FAMILIES = {
     "hides keys": "drop_key",
@@ -36,7 +36,6 @@ FAMILIES = {
     "penalty of heads": "head_diversity",
     "two passes": "r_drop",
 }
-FULL = bool(os.environ.get("DAMPEN_FULL"))
 PAIRS = list(itertools.combinations(methods() if FULL else FAMILIES.values(), 2))
 
 

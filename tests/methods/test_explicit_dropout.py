@@ -396,7 +396,7 @@ def test_an_interleaved_fused_projection_is_followed():
 
 
 def test_concat_with_grouped_keys_raises():
-    from tests.functional.explicit.toy import Case
+    from tests.oracles.explicit_layer import Case
 
     layer, inputs = Case(layer={"heads": 4, "kv_heads": 2, "size": 1}).build()
     dampen.regularize(layer, ExplicitDropout(query=0.1, heads="concat"))
@@ -405,7 +405,7 @@ def test_concat_with_grouped_keys_raises():
 
 
 def test_a_shared_mask_needs_one_input():
-    from tests.functional.explicit.toy import Case
+    from tests.oracles.explicit_layer import Case
 
     layer, inputs = Case(cross=True).build()
     dampen.regularize(layer, ExplicitDropout(query_key=0.1, shared_mask=True))

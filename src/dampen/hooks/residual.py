@@ -63,7 +63,7 @@ class ResidualSocket(TorchFunctionMode):
         self.memory: Memory | None = None if torch.compiler.is_compiling() else layer.residual_memory
         self.removed = False  # whether a skip was left out
         self.buffers: list[tuple[Tensor, int]] = []  # of the block, with their versions, where it is followed
-        if self.memory is None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.memory is None:
             self.buffers = [(b, version_of(b)) for b in frame.block.buffers() if not b.is_inference()]
         self._fresh()
         frame.residual = self

@@ -85,7 +85,7 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     with handle.disable(), handle.mc_mode():
         model(x)
     assert handle.mc_average(lambda: model(x), 2).shape == (4, 3)
-    assert "plain" in repr(handle)
+    assert "baseline" in repr(handle)
     handle.own(rate=lambda depth, progress: 0.2 + 0.1 * progress)
     handle.progress(1.0)
     assert model[1].p == pytest.approx(0.3)

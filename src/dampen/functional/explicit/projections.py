@@ -182,7 +182,8 @@ def _shows(operand: Tensor, y: Tensor, rows: slice) -> bool:
             return False
     return (
         (batch, tokens, heads * size) == (*y.shape[:2], rows.stop - rows.start)
-        and operand.data_ptr() == y.data_ptr() + rows.start * channel * y.element_size()
+        and operand.storage_offset() == y.storage_offset() + rows.start * channel
+        and operand.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
         and operand.dtype == y.dtype
     )
 

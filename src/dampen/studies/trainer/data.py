@@ -1,10 +1,9 @@
 """The seeds and the dataset of a run, and whether the dataset is still the recorded one.
 
-A user's own data has a fingerprint in the identity of its runs: other data makes other runs. Official
-datasets keep their ids, so their recorded hashes are compared instead, when a run resumes and when
-one is looked up. Sizes and times of files are compared first; what was read under them is cached in
-`~/.cache/dampen/identities.json`.
-"""
+A user's own data has a fingerprint in the identity of its runs: other data makes other runs.
+Official datasets keep their ids, so their recorded hashes are compared instead, when a run resumes
+and when one is looked up. Sizes and times of files are compared first; what was read under them is
+cached in `~/.cache/dampen/identities.json`."""
 
 from __future__ import annotations
 
@@ -59,18 +58,22 @@ def _load(arguments: str, data_dir: str | None, mark: Any = None) -> Any:
     return load(options.pop("name"), data_dir=data_dir, **options)
 
 
-def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = None, seed: int = 0) -> Any:
+def load_data(
+    data: dict[str, Any], data_dir: str | None, parts: Parts | None = None, seed: int = 0
+) -> Any:
     """The data set of a trial; workers that stay alive load it once for each split.
 
-    `split_seed = "seed"` draws train and validation by the trial's own seed, `test_seed` likewise a test split that is
-    not official. Without them the draw is that of records from before they were written: seed 0 and the fixed test.
-    Transforms are always drawn by the trial's seed, so that methods of one seed meet the same data.
-    """
+    `split_seed = "seed"` draws train and validation by the trial's own seed, `test_seed` likewise a
+    test split that is not official. Without them the draw is that of records from before they were
+    written: seed 0 and the fixed test. Transforms are always drawn by the trial's seed, so that
+    methods of one seed meet the same data."""
     from dampen.studies.data.sets import locate
 
     requested = {key: data[key] for key in TRANSFORMS if data.get(key)}
     if requested:
-        loaded = load_data({k: v for k, v in data.items() if k not in requested}, data_dir, parts, seed)
+        loaded = load_data(
+            {k: v for k, v in data.items() if k not in requested}, data_dir, parts, seed
+        )
         for key, value in requested.items():
             loaded = TRANSFORMS[key].apply(loaded, value, derive(seed, key))
         return loaded
@@ -79,7 +82,9 @@ def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = 
     drawn = {"seed": options.pop("split_seed", 0), "test_seed": options.pop("test_seed", TEST_SEED)}
     if data.get("folds"):
         pooled = load_data(
-            {k: v for k, v in data.items() if k not in ("folds", "split_seed", "test_seed")}, data_dir, parts
+            {k: v for k, v in data.items() if k not in ("folds", "split_seed", "test_seed")},
+            data_dir,
+            parts,
         )
         return fold_of(pooled, data["folds"], seed, data.get("train_fraction", 0.7))
     options |= {key: seed if chosen == "seed" else chosen for key, chosen in drawn.items()}
@@ -97,7 +102,9 @@ def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = 
 
 
 def _newest(path: Path | None) -> tuple[int, int]:
-    """Sizes and times of the files of a set, added up: data that is changed between two trials is read again."""
+    """Sizes and times of the files of a set, added up: data that is changed between two trials is
+    read again.
+    """
     from dampen.studies.files import files_of
 
     stats = [file.stat() for file in files_of(path)] if path is not None and path.exists() else []
@@ -105,14 +112,17 @@ def _newest(path: Path | None) -> tuple[int, int]:
 
 
 def _check_fingerprint(planned: str, place: Any) -> None:
-    """The data must be what the trial was planned with; sizes and times are looked at, and hashes where they differ."""
+    """The data must be what the trial was planned with; sizes and times are looked at, and hashes
+    where they differ.
+    """
     from dampen.studies.data.dataset import DamagedData
     from dampen.studies.files import fingerprint
 
     found = fingerprint(place)
     if found != planned:
         raise DamagedData(
-            f"The data at {place} has changed: its fingerprint is {found}, the trial was planned with {planned}. "
+            f"The data at {place} has changed: its fingerprint is {found}, the trial was planned "
+            f"with {planned}. "
             "Other data makes other trials: start the comparison again, or put the data back."
         )
 
@@ -128,29 +138,40 @@ def _load_function(data: dict[str, Any], parts: Parts, arguments: str) -> Any:
     from dampen.studies.data.dataset import DamagedData
 
     if parts.read is None:
-        raise ConfigError("The trial", [f"data.name: the function {data.get('source')} is not at hand"])
+        raise ConfigError(
+            "The trial", [f"data.name: the function {data.get('source')} is not at hand"]
+        )
     kept = _cached_function(parts.read.code.digest)
     if "parts" not in kept:
         kept["parts"] = read_function(parts.read.load(), parts.read.code.name)
         kept["hash"] = content_hash(kept["parts"])
     if kept["hash"] != data["fingerprint"]:
         raise DamagedData(
-            f"{parts.read.code.name} returned other data than when the trial was planned (fingerprint {kept['hash']}, "
-            f"not {data['fingerprint']}). It must return the same each time; draw with a fixed seed."
+            f"{parts.read.code.name} returned other data than when the trial was planned "
+            f"(fingerprint {kept['hash']}, "
+            f"not {data['fingerprint']}). It must return the same each time; draw with a fixed "
+            "seed."
         )
     options = {k: v for k, v in json.loads(arguments).items() if k != "name"}
-    cuts = {"train_fraction": 0.7, "limit": None} | {k: v for k, v in options.items() if k != "partial"}
+    cuts = {"train_fraction": 0.7, "limit": None} | {
+        k: v for k, v in options.items() if k != "partial"
+    }
     return function_dataset(kept["parts"], parts.read.code.name, kept["hash"], **cuts)
 
 
 def places(sites: str) -> dict[str, Any]:
-    """Where a trial's methods sit, as `regularize` takes it: `cross:PATTERN` and `self:PATTERN` choose the attention.
+    """Where a trial's methods sit, as `regularize` takes it: `cross:PATTERN` and `self:PATTERN`
+    choose the attention.
 
     >>> places("*"), places("cross:*")
     ({'sites': '*'}, {'sites': '*', 'attention': 'cross'})
     """
     kind, colon, pattern = sites.partition(":")
-    return {"sites": pattern, "attention": kind} if colon and kind in ("self", "cross", "all") else {"sites": sites}
+    return (
+        {"sites": pattern, "attention": kind}
+        if colon and kind in ("self", "cross", "all")
+        else {"sites": sites}
+    )
 
 
 def make_augment(chosen: Any, data: Any) -> Any:
@@ -166,23 +187,33 @@ Recorded = Iterable[tuple[Run, Mapping[str, Any]]]
 
 
 def check_recorded(recorded: Recorded, data_dir: str | None, folder: Path) -> None:
-    """Refuse to add to results whose data has changed since; data that is not here cannot be asked."""
+    """Raise where results would be added whose data has changed since; missing data passes."""
     seen: dict[str, tuple[Run, Mapping[str, str], int]] = {}
     for trial, result in recorded:
         hashes = result.get("data", {}).get("sha256")
-        if hashes and trial.function is None and "fingerprint" not in trial.data and trial.data["name"] in DATASETS:
+        if (
+            hashes
+            and trial.function is None
+            and "fingerprint" not in trial.data
+            and trial.data["name"] in DATASETS
+        ):
             key = json.dumps([trial.data, hashes], sort_keys=True)
             seen[key] = (trial, hashes, seen[key][2] + 1 if key in seen else 1)
     for trial, before, count in seen.values():
         now = hashes_now(trial, data_dir)
         changed = [k for k in before if now is not None and k in now and now[k] != before[k]]
         if now is not None and changed:
-            told = ", ".join(f"{k} had sha256 {before[k][:12]} and has {now[k][:12]}" for k in changed)
+            told = ", ".join(
+                f"{k} had sha256 {before[k][:12]} and has {now[k][:12]}" for k in changed
+            )
             place = locate(trial.data["name"], data_dir)
             raise DamagedData(
-                f"The data of {trial.data['name']}{f' at {place}' if place else ''} has changed since {count} "
-                f"trial{'s' * (count != 1)} in {folder} {'were' if count != 1 else 'was'} recorded: {told}. "
-                "Put the data back, or keep the results of the new data apart: say another --out (folder=)."
+                f"The data of {trial.data['name']}{f' at {place}' if place else ''} has changed "
+                f"since {count} "
+                f"trial{'s' * (count != 1)} in {folder} {'were' if count != 1 else 'was'} "
+                f"recorded: {told}. "
+                "Put the data back, or keep the results of the new data apart: say another --out "
+                "(folder=)."
             )
 
 
@@ -191,7 +222,11 @@ def hashes_now(trial: Run, data_dir: str | None) -> dict[str, str] | None:
     mark = _mark(trial.data["name"], data_dir)
     if mark == "":
         return None
-    data = {k: v for k, v in trial.data.items() if k not in ("augment", "folds", "split_seed", "test_seed")}
+    data = {
+        k: v
+        for k, v in trial.data.items()
+        if k not in ("augment", "folds", "split_seed", "test_seed")
+    }
     key = hashlib.sha256(json.dumps([data, mark], sort_keys=True).encode()).hexdigest()[:32]
     known = cached(CACHE).get(key)
     if mark is not None and isinstance(known, dict):
@@ -206,7 +241,9 @@ def hashes_now(trial: Run, data_dir: str | None) -> dict[str, str] | None:
 
 
 def _mark(name: str, data_dir: str | None) -> str | None:
-    """What tells that nothing was touched: sizes and times. None where nothing does, '' where there is no such data."""
+    """What tells that nothing was touched: sizes and times. None where nothing does, '' where there
+    is no such data.
+    """
     if name == "digits":
         return f"scikit-learn {metadata.version('scikit-learn')}"
     if name not in DATASETS or DATASETS[name].holds is None:

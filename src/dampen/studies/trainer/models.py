@@ -15,11 +15,18 @@ from dampen.studies.metrics import TASKS
 from dampen.studies.trainer.user_function import Function, Parts
 
 
-def make_model(model: dict[str, Any], from_data: dict[str, Any], parts: Parts | None = None) -> nn.Module:
-    """The model of a trial; what the data decides (classes, sizes, vocabulary) need not be said again."""
+def make_model(
+    model: dict[str, Any], from_data: dict[str, Any], parts: Parts | None = None
+) -> nn.Module:
+    """The model of a trial; what the data decides (classes, sizes, vocabulary) need not be said
+    again.
+    """
     from dampen.models import MODELS, build_model
 
-    name, own = model["name"], {k: v for k, v in model.items() if k not in ("name", "code", "fingerprint")}
+    name, own = (
+        model["name"],
+        {k: v for k, v in model.items() if k not in ("name", "code", "fingerprint")},
+    )
     if name.startswith("hf/"):
         return hub_model((parts or Parts()).model, model, own, from_data)
     if ".py:" in name:
@@ -28,7 +35,11 @@ def make_model(model: dict[str, Any], from_data: dict[str, Any], parts: Parts | 
         return _timm_model(name.removeprefix("timm/"), own, from_data)
     if name not in MODELS:
         raise ConfigError(
-            "The trial", [f"model.name: unknown model {name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"]
+            "The trial",
+            [
+                "model.name: unknown model "
+                f"{name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"
+            ],
         )
     takes = inspect.signature(MODELS[name]).parameters
     return build_model(name, **{**{k: v for k, v in from_data.items() if k in takes}, **own})
@@ -38,7 +49,10 @@ def _timm_model(name: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn
     import timm
 
     if not timm.is_model(name):
-        raise ConfigError("The trial", [f"model.name: timm has no model {name!r}{nearest(name, timm.list_models())}"])
+        raise ConfigError(
+            "The trial",
+            [f"model.name: timm has no model {name!r}{nearest(name, timm.list_models())}"],
+        )
     arguments = {"num_classes": from_data.get("classes"), "in_chans": from_data.get("channels")}
     given = {**{k: v for k, v in arguments.items() if v is not None}, **own}
     size = from_data.get("image_size")
@@ -52,11 +66,16 @@ def _timm_model(name: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn
         return timm.create_model(name, **given)
 
 
-def built_model(function: Function | None, name: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
-    """What `file.py:build` returns. It gets the arguments that it names, of those that the data decides and `own`."""
+def built_model(
+    function: Function | None, name: str, own: dict[str, Any], from_data: dict[str, Any]
+) -> nn.Module:
+    """What `file.py:build` returns. It gets the arguments that it names, of those that the data
+    decides and `own`.
+    """
     if function is None:
         raise ConfigError(
-            "The trial", [f"model.name: the function {name} is not at hand; start it with dampen compare"]
+            "The trial",
+            [f"model.name: the function {name} is not at hand; start it with dampen compare"],
         )
     build: Any = function.load()
     takes = inspect.signature(build).parameters
@@ -64,40 +83,59 @@ def built_model(function: Function | None, name: str, own: dict[str, Any], from_
     unknown = [k for k in own if k not in takes and not any_name]
     if unknown:
         raise ConfigError(
-            "The model", [f"{name} takes no argument {unknown[0]!r}; it takes {', '.join(takes) or 'none'}"]
+            "The model",
+            [f"{name} takes no argument {unknown[0]!r}; it takes {', '.join(takes) or 'none'}"],
         )
-    missing = [p.name for p in takes.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    missing = [
+        p.name for p in takes.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    ]
     missing = [n for n in missing if n not in from_data and n not in own]
     if missing:
         known = ", ".join(f"{k}={v}" for k, v in from_data.items())
-        raise ConfigError("The model", [f"{name} needs {', '.join(missing)}; the data decides {known}"])
+        raise ConfigError(
+            "The model", [f"{name} needs {', '.join(missing)}; the data decides {known}"]
+        )
     model = build(**{k: v for k, v in from_data.items() if k in takes}, **own)
     if not isinstance(model, nn.Module):
-        raise ConfigError("The model", [f"{name} must return a torch.nn.Module, got {type(model).__name__}"])
+        raise ConfigError(
+            "The model", [f"{name} must return a torch.nn.Module, got {type(model).__name__}"]
+        )
     return model
 
 
-def hub_model(folder: str | None, model: dict[str, Any], own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
-    """A classifier, or a model of the task, from a saved folder: its weights where there are some, a fresh head."""
+def hub_model(
+    folder: str | None, model: dict[str, Any], own: dict[str, Any], from_data: dict[str, Any]
+) -> nn.Module:
+    """A classifier, or a model of the task, from a saved folder: its weights where there are some,
+    a fresh head.
+    """
     if folder is None or not Path(folder).is_dir():
-        raise ConfigError("The trial", [f"model.name: {model['name']} is not at hand; start it with dampen compare"])
+        raise ConfigError(
+            "The trial",
+            [f"model.name: {model['name']} is not at hand; start it with dampen compare"],
+        )
     from dampen.studies.files import fingerprint
 
     if fingerprint(folder) != model["fingerprint"]:
-        problem = f"the model in {folder} has changed since the trial was planned; start the comparison again"
+        problem = f"the model in {folder} has changed since the trial was planned"
+        problem += "; start the comparison again"
         raise ConfigError("The trial", [f"model.name: {problem}"])
     task = TASKS.get(from_data.get("task", ""))
     if task is not None and task.saved_model is not None:
         return task.saved_model(folder, own, from_data)
     kind, config = _kind_and_config(folder, own, from_data)
     if _has_weights(folder):
-        built = kind.from_pretrained(folder, config=config, local_files_only=True, ignore_mismatched_sizes=True)
+        built = kind.from_pretrained(
+            folder, config=config, local_files_only=True, ignore_mismatched_sizes=True
+        )
     else:
         built = kind.from_config(config)
     return _InOrder(built)
 
 
-def _kind_and_config(folder: str, own: dict[str, Any], from_data: dict[str, Any]) -> tuple[Any, Any]:
+def _kind_and_config(
+    folder: str, own: dict[str, Any], from_data: dict[str, Any]
+) -> tuple[Any, Any]:
     from transformers import (
         AutoConfig,
         AutoModelForImageClassification,
@@ -111,7 +149,11 @@ def _kind_and_config(folder: str, own: dict[str, Any], from_data: dict[str, Any]
     if "channels" in from_data:
         sizes |= {"image_size": from_data["image_size"], "num_channels": from_data["channels"]}
     config = AutoConfig.from_pretrained(folder, local_files_only=True, **{**sizes, **own})
-    if "vocab" in from_data and not _has_weights(folder) and getattr(config, "vocab_size", 0) < from_data["vocab"]:
+    if (
+        "vocab" in from_data
+        and not _has_weights(folder)
+        and getattr(config, "vocab_size", 0) < from_data["vocab"]
+    ):
         config.vocab_size = from_data["vocab"]
     if "channels" in from_data:
         return AutoModelForImageClassification, config
@@ -121,18 +163,23 @@ def _kind_and_config(folder: str, own: dict[str, Any], from_data: dict[str, Any]
 
 
 def _has_weights(folder: str) -> bool:
-    return any(next(Path(folder).glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    return any(
+        next(Path(folder).glob(pattern), None)
+        for pattern in ("*.safetensors", "pytorch_model*.bin")
+    )
 
 
 class _InOrder(nn.Module):
-    """A Hugging Face classifier that takes the lab's inputs in order and gives logits."""
+    """A Hugging Face classifier that takes inputs in order and returns logits."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
         self.takes = set(inspect.signature(model.forward).parameters)
 
-    def forward(self, x: Tensor, padding: Tensor | None = None, types: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, padding: Tensor | None = None, types: Tensor | None = None
+    ) -> Tensor:
         if x.is_floating_point():
             logits: Tensor = self.model(pixel_values=x).logits
             return logits

@@ -18,38 +18,54 @@ from dampen.studies.run import TrainOptions
 from dampen.studies.trainer.distributed import in_pieces_like, whole
 
 
-def loss_of(data: Dataset, output: Any, target: Tensor, valid: Tensor | None, smoothing: float = 0.0) -> Tensor:
+def loss_of(
+    data: Dataset, output: Any, target: Tensor, valid: Tensor | None, smoothing: float = 0.0
+) -> Tensor:
     """The loss that a data set is made for: its task's own, or one of `task_loss`."""
     if data.loss != "task":
         return task_loss(output, target, valid, data.loss, smoothing)
     loss = TASKS[data.task].loss
     if loss is None:
-        raise ValueError(f"{data.name} wants the loss of the task {data.task!r}, which has none. Give the Task a loss.")
+        raise ValueError(
+            f"{data.name} wants the loss of the task {data.task!r}, which has none. Give the Task "
+            "a loss."
+        )
     return loss(output, target)
 
 
-def task_loss(logits: Any, target: Tensor, valid: Tensor | None, kind: str, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy over classes, or over independent yes/no questions (`kind="binary_cross_entropy"`).
+def task_loss(
+    logits: Any, target: Tensor, valid: Tensor | None, kind: str, smoothing: float = 0.0
+) -> Tensor:
+    """Cross-entropy over classes, or over independent yes/no questions
+    (`kind="binary_cross_entropy"`).
 
-    `logits` are (..., classes); `target` holds class numbers (...) or probabilities (..., classes); where `valid` (...)
-    is False a position counts neither in the sum nor in the divisor.
+    `logits` are (..., classes); `target` holds class numbers (...) or probabilities (..., classes);
+    where `valid` (...) is False a position counts neither in the sum nor in the divisor.
 
     >>> logits = torch.tensor([[2.0, 0.0], [0.0, 9.0]])
-    >>> round(task_loss(logits, torch.tensor([0, 0]), torch.tensor([True, False]), "cross_entropy").item(), 4)
+    >>> target, valid = torch.tensor([0, 0]), torch.tensor([True, False])
+    >>> round(task_loss(logits, target, valid, "cross_entropy").item(), 4)
     0.1269
     """
     logits = logits.float()
     if kind == "binary_cross_entropy":
         target = target.float() * (1 - smoothing) + 0.5 * smoothing
-        return _mean(F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(-1), valid)
+        return _mean(
+            F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(-1), valid
+        )
     if target.is_floating_point():
         flat = F.cross_entropy(
-            logits.flatten(0, -2), target.flatten(0, -2), label_smoothing=smoothing, reduction="none"
+            logits.flatten(0, -2),
+            target.flatten(0, -2),
+            label_smoothing=smoothing,
+            reduction="none",
         )
         return _mean(flat.view(logits.shape[:-1]), valid)
     if valid is not None:
         target = target.masked_fill(~valid, -100)  # F.cross_entropy's own sign for 'does not count'
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten(), label_smoothing=smoothing, ignore_index=-100)
+    return F.cross_entropy(
+        logits.flatten(0, -2), target.flatten(), label_smoothing=smoothing, ignore_index=-100
+    )
 
 
 def _mean(loss: Tensor, valid: Tensor | None) -> Tensor:
@@ -59,10 +75,11 @@ def _mean(loss: Tensor, valid: Tensor | None) -> Tensor:
 
 
 class Meter:
-    """Means of the loss terms over an epoch, and the place where a loss that is not finite is noticed.
+    """Means of the loss terms over an epoch, and the place where a loss that is not finite is
+    noticed.
 
-    On the CPU each step is checked before its backward pass; on other devices every 50 steps, so as not to wait.
-    """
+    On the CPU each step is checked before its backward pass; on other devices every 50 steps, so as
+    not to wait."""
 
     def __init__(self, device: torch.device):
         self.every = 1 if device.type == "cpu" else 50
@@ -78,7 +95,9 @@ class Meter:
             self._read(step, {name: t.item() for name, t in terms.items()})
             return
         values = [t.detach() for t in terms.values()]
-        together = values[0].view(1) if len(values) == 1 else torch.stack([v.float() for v in values])
+        together = (
+            values[0].view(1) if len(values) == 1 else torch.stack([v.float() for v in values])
+        )
         self._pending.append((step, list(terms), together if share == 1 else together * share))
         self.count += 1
         if len(self._pending) >= self.every:
@@ -115,11 +134,13 @@ class NotFinite(ArithmeticError):
         self.step, self.names, self.before = step, names, before
 
 
-def make_optimizer(model: nn.Module, extra: Iterable[nn.Parameter], options: TrainOptions) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, extra: Iterable[nn.Parameter], options: TrainOptions
+) -> torch.optim.Optimizer:
     """The optimizer over the model's weights and the regularizers' own parameters.
 
-    Weight decay is for matrices: norms, biases and what a regularizer learns are not pulled to zero.
-    """
+    Weight decay is for matrices: norms, biases and what a regularizer learns are not pulled to
+    zero."""
     learned = list(extra)
     theirs = {id(p) for p in learned}
     own = [p for p in model.parameters() if p.requires_grad and id(p) not in theirs]
@@ -128,7 +149,8 @@ def make_optimizer(model: nn.Module, extra: Iterable[nn.Parameter], options: Tra
         {"params": [p for p in own if p.ndim < 2] + learned, "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    # One fused kernel for all tensors; with a gradient scaler Fabric could not clip, so fp16 goes without.
+    # One fused kernel for all tensors; with a gradient scaler Fabric could not clip, so fp16 goes
+    # without.
     fused = options.precision != "fp16" and {p.device.type for p in own} <= {"cpu", "cuda"}
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=fused)
@@ -137,7 +159,8 @@ def make_optimizer(model: nn.Module, extra: Iterable[nn.Parameter], options: Tra
 
 
 def learning_rate(step: int, total: int, per_epoch: int, options: TrainOptions) -> float:
-    """The learning rate of step `step` (from 0) out of `total`: a linear warm-up, then cosine, steps, or constant.
+    """The learning rate of step `step` (from 0) out of `total`: a linear warm-up, then cosine,
+    steps, or constant.
 
     >>> options = TrainOptions(lr=1.0, warmup=1.0)
     >>> [round(learning_rate(s, 40, 4, options), 3) for s in (0, 3, 4, 22, 39)]
@@ -149,9 +172,13 @@ def learning_rate(step: int, total: int, per_epoch: int, options: TrainOptions) 
     if options.schedule == "constant":
         return options.lr
     if options.schedule == "step":
-        return options.lr * options.step_factor ** math.floor(step / (options.step_every * per_epoch))
+        return options.lr * options.step_factor ** math.floor(
+            step / (options.step_every * per_epoch)
+        )
     t = (step - warmup) / max(1.0, total - warmup)
-    return options.lr * (options.final_lr + (1 - options.final_lr) * 0.5 * (1 + math.cos(math.pi * t)))
+    return options.lr * (
+        options.final_lr + (1 - options.final_lr) * 0.5 * (1 + math.cos(math.pi * t))
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -194,19 +221,28 @@ class MovingAverage:
             _copy(self._live(model), own)
 
     def state_dict(self) -> dict[str, object]:
-        return {"steps": self.steps, "shadow": {n: whole(t) for n, t in zip(self.names, self.shadow, strict=True)}}
+        return {
+            "steps": self.steps,
+            "shadow": {n: whole(t) for n, t in zip(self.names, self.shadow, strict=True)},
+        }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         shadow, steps = state["shadow"], state["steps"]
         if not isinstance(shadow, dict) or not isinstance(steps, int):
             raise ValueError(
-                "the moving average of this checkpoint cannot be read; delete the checkpoint to start over."
+                "the moving average of this checkpoint cannot be read; delete the checkpoint to "
+                "start over."
             )
         self.steps = steps
-        _copy(self.shadow, [in_pieces_like(shadow[n], t) for n, t in zip(self.names, self.shadow, strict=True)])
+        _copy(
+            self.shadow,
+            [in_pieces_like(shadow[n], t) for n, t in zip(self.names, self.shadow, strict=True)],
+        )
 
 
 @torch.no_grad()
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    for tensor, value in zip(into, values, strict=True):  # one by one: sharded tensors have no fused copy
+    for tensor, value in zip(
+        into, values, strict=True
+    ):  # one by one: sharded tensors have no fused copy
         tensor.copy_(value)

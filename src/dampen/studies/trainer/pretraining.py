@@ -22,7 +22,9 @@ FACTS = ("valid", "train", "selected_epoch", "epochs", "steps", "seconds", "para
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What a classifier starts from: the autoencoder's weights, and what its training gave for the record."""
+    """What a classifier starts from: the autoencoder's weights, and what its training gave for the
+    record.
+    """
 
     model: str
     weights: dict[str, Tensor]
@@ -39,7 +41,10 @@ def load_pretrained(folder: Path) -> Pretrained:
     state, damage = load_newest(folder / PRETRAIN, "weights")
     if state is None or final is None:
         why = damage[0] if damage else "there are none"
-        raise LabError(f"{folder / PRETRAIN} has no pretrained weights: {why}. Delete {folder} to run the trial again.")
+        raise LabError(
+            f"{folder / PRETRAIN} has no pretrained weights: {why}. Delete {folder} to run the "
+            "trial again."
+        )
     return Pretrained(
         RunStore(folder / PRETRAIN).trial().model["name"],
         state["model"],
@@ -57,8 +62,10 @@ def close_with_pretraining(trial: Run, folder: Path) -> dict[str, Any]:
     return result
 
 
-def told_as_pretraining(report: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    """What the trial's listener hears of its pretraining: that it moves, not its epochs' results."""
+def report_as_pretraining(
+    report: Callable[[dict[str, Any]], None],
+) -> Callable[[dict[str, Any]], None]:
+    """The events of a pretraining that its trial reports: progress, not results of epochs."""
 
     def tell(event: dict[str, Any]) -> None:
         if event["kind"] in ("start", "progress", "warning"):
@@ -75,7 +82,8 @@ def prepared_by(model: nn.Module, name: str, data: Dataset) -> Dataset:
     if data.task not in kind.takes:
         needs = " or ".join(kind.takes)
         raise ConfigError(
-            "The trial", [f"model.name: {name!r} needs {needs} data; {data.name} is a data set for {data.task}"]
+            "The trial",
+            [f"model.name: {name!r} needs {needs} data; {data.name} is a data set for {data.task}"],
         )
     prepared: Dataset = cast(Any, model).prepare(data)
     return prepared

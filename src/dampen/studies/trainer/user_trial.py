@@ -21,10 +21,11 @@ from dampen.handle import Regularization, regularize
 from dampen.native import library
 from dampen.studies import environment
 from dampen.studies.errors import LabError, OwnCodeError, Stopped
+from dampen.studies.files import finite
 from dampen.studies.loggers import open_loggers
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.bookkeeping import Event, _finite, set_threads
+from dampen.studies.trainer.bookkeeping import Event, set_threads
 from dampen.studies.trainer.checkpoint import (
     keeps_kernels,
     load_newest,
@@ -34,7 +35,13 @@ from dampen.studies.trainer.checkpoint import (
     set_rng_state,
 )
 from dampen.studies.trainer.data import seed_all
-from dampen.studies.trainer.instrumented import BaselineHandle, Clock, Observer, RandomStream, watch
+from dampen.studies.trainer.instrumented import (
+    BaselineHandle,
+    Clock,
+    Observer,
+    RandomStream,
+    instrument,
+)
 from dampen.studies.trainer.optim import Meter, NotFinite
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.user_function import Function, row_methods
@@ -51,13 +58,13 @@ from dampen.studies.trainer.user_result import (
 
 
 class Trial:
-    """One trial at work, as the user's function sees it.
+    """One running trial, as the user's function sees it.
 
     Attributes:
-        seed: torch, numpy and random are seeded with it already.
-        row: the name of the row in the table.
-        params: the parameters of the comparison and of this row.
-        folder: the trial's folder; what is written here stays with the record.
+        seed: torch, numpy and random are already seeded with it.
+        row: the name of the configuration in the table.
+        params: the parameters of the comparison and of this configuration.
+        folder: the trial's folder; files written here stay with the record.
     """
 
     def __init__(
@@ -75,30 +82,39 @@ class Trial:
         self.params: dict[str, Any] = dict(spec.function["params"])
         self.row = self._function.rows.get(spec.id, "") if self._function else ""
         self._log = UserLog(RunStore(folder))
-        self._stream, self._clock, self._meter = RandomStream(spec.seed), Clock(), Meter(torch.device("cpu"))
+        self._stream, self._clock, self._meter = (
+            RandomStream(spec.seed),
+            Clock(),
+            Meter(torch.device("cpu")),
+        )
         self._handles: list[Any] = []
-        self._waiting: list[Any] = []  # states of handles from a checkpoint, for handles that are not made yet
+        self._waiting: list[
+            Any
+        ] = []  # states of handles from a checkpoint, for handles that are not made yet
         self._resumed, self._fraction = 0, 0.0
-        self._began = self._told_at = self._saved_at = self._asked_at = time.monotonic()
+        self._began = self._reported_at = self._saved_at = self._asked_at = time.monotonic()
         self._spent = 0.0  # seconds of earlier sessions
 
-    # --- what the user's function calls
+    # --- called by the user's function
 
     @property
     def stopping(self) -> bool:
-        """Whether the trial was asked to stop; the next call of `log` or `checkpoint` raises `dampen.Stopped`."""
+        """Whether a stop was requested: the next `log` or `checkpoint` raises `dampen.Stopped`."""
         return bool(self._stop())
 
-    def regularize(self, model: nn.Module, sites: str | Sequence[str] = "*", **options: Any) -> Regularization:
-        """Put the row's methods into `model`: the handle of `dampen.regularize`, with the same arguments.
+    def regularize(
+        self, model: nn.Module, sites: str | Sequence[str] = "*", **options: Any
+    ) -> Regularization:
+        """Put the row's methods into `model`: the handle of `dampen.regularize`, with the same
+        arguments.
 
-        On the plain row the handle has the same methods and does nothing.
+        On the baseline the handle has the same methods and does nothing.
         """
         observer = Observer(self._stream, self._clock, self._step)
         handle: Regularization
         if self._spec.methods:
             methods = row_methods(self._spec, self._function, self.row)
-            handle = watch(regularize(model, methods, sites, **options), observer)
+            handle = instrument(regularize(model, methods, sites, **options), observer)
         else:
             handle = BaselineHandle(model, observer)
         self._handles.append(handle)
@@ -116,43 +132,53 @@ class Trial:
         valid: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        """Keep values for curves and the live table; raises `dampen.Stopped` when the trial is to end.
+        """Keep values for curves and the live table; raises `dampen.Stopped` when the trial is to
+        end.
 
-        Calls with `valid` make a line of the log each; calls without are averaged until the next such call, or until
-        there are 200. Other keywords are numbers (`lr=...`) or groups of numbers.
-        """
+        Calls with `valid` make a line of the log each; calls without are averaged until the next
+        such call, or until there are 200. Other keywords are numbers (`lr=...`) or groups of
+        numbers."""
         with self._clock.pause():
             if self._log.add({"train": train, "valid": valid, **more}, step, epoch):
                 self._flush(epoch)
-            self._tell(force=valid is not None)
+            self._report_progress(force=valid is not None)
         if self.stopping:
             raise self._stopped()
 
     def checkpoint(self, state: Any) -> None:
-        """Save the state that `resume` gives back, with the generators and the regularizers beside it.
+        """Save the state that `resume` gives back, with the generators and the regularizers beside
+        it.
 
-        `state` is made of dicts, lists, numbers, strings and tensors, such as state_dicts. Or a function that makes
-        one: then it is called, and something written, only when a checkpoint is due. Raises `dampen.Stopped` after
-        writing when the trial is to end: nothing is lost.
-        """
+        `state` is made of dicts, lists, numbers, strings and tensors, such as state_dicts. Or a
+        function that makes one: then it is called, and something written, only when a checkpoint is
+        due. Raises `dampen.Stopped` after writing when the trial is to end: nothing is lost."""
         stopping = self.stopping
         with self._clock.pause():
             if not callable(state) or stopping or self._due():
                 self._log.begin()
-                save_state(self.folder, "checkpoint", self._count(), self._state(state() if callable(state) else state))
+                save_state(
+                    self.folder,
+                    "checkpoint",
+                    self._count(),
+                    self._state(state() if callable(state) else state),
+                )
                 self._saved_at = time.monotonic()
         if stopping:
             raise self._stopped()
 
     def resume(self) -> Any:
-        """The state of the newest checkpoint, with generators and regularizers as they were; None at a fresh start."""
+        """The state of the newest checkpoint, with generators and regularizers as they were; None
+        at a fresh start.
+        """
         found, damage = load_newest(self.folder, "checkpoint")
         for problem in damage:
             self._report({"kind": "warning", "message": f"{problem} Going on from the one before."})
         if found is None:
             return None
         if found["trial"] != self._spec.id:
-            raise LabError(f"{self.folder} has a checkpoint of trial {found['trial']}, not of {self._spec.id}.")
+            raise LabError(
+                f"{self.folder} has a checkpoint of trial {found['trial']}, not of {self._spec.id}."
+            )
         states = list(found["handles"])
         for handle in self._handles:
             handle.load_state_dict(states.pop(0))
@@ -167,45 +193,56 @@ class Trial:
         self._report({"kind": "start", **at, "resumed": self._resumed})
         return found["state"]
 
-    # --- what the lab does
+    # --- called by dampen
 
     def _step(self, progress: float | None, terms: Mapping[str, Tensor] | None) -> None:
-        """A handle was used: look at the loss, tell how far we are, and hear whether to stop."""
+        """A handle was used: check the loss, report progress, and stop where requested."""
         if progress is not None:
             self._fraction = progress
         if terms:
             self._meter.add(self._meter.count, dict(terms))
         now = time.monotonic()
-        if now - self._told_at >= self._execution.progress_seconds:
-            self._tell()
+        if now - self._reported_at >= self._execution.progress_seconds:
+            self._report_progress()
         if now - self._asked_at >= 0.2:
             self._asked_at = now
             if self.stopping:
                 raise self._stopped()
 
     def _stopped(self) -> Stopped:
-        kept = "its checkpoint resumes it" if saved_states(self.folder, "checkpoint") else "it starts again"
-        return Stopped(f"Stopped after {self._count()} steps; the next run of the same command: {kept}.")
+        kept = (
+            "its checkpoint resumes it"
+            if saved_states(self.folder, "checkpoint")
+            else "it starts again"
+        )
+        return Stopped(
+            f"Stopped after {self._count()} steps; the next run of the same command: {kept}."
+        )
 
     def _flush(self, epoch: int | None = None) -> None:
         line = self._log.flush(self._seconds(), self._count(), epoch)
         if line is not None and "valid" in line:
             known = ("epoch", "step", "train", "valid")  # other keywords are the user's
-            told: dict[str, Any] = {k: line[k] for k in known if k in line}
-            self._report({"kind": "epoch", **told, "epochs": None})
+            event: dict[str, Any] = {k: line[k] for k in known if k in line}
+            self._report({"kind": "epoch", **event, "epochs": None})
 
-    def _tell(self, force: bool = False) -> None:
+    def _report_progress(self, force: bool = False) -> None:
         now = time.monotonic()
-        if not force and now - self._told_at < self._execution.progress_seconds:
+        if not force and now - self._reported_at < self._execution.progress_seconds:
             return
-        self._told_at = now
+        self._reported_at = now
         passed, left = now - self._began, None
         if 0 < self._fraction <= 1:
             left = round(passed * (1 - self._fraction) / self._fraction, 1)
         latest = dict(self._meter.latest) or self._log.known.get("train", {})
-        told = {"kind": "progress", "step": int(100 * self._fraction), "steps": 100, "epoch": self._log.epochs or None}
-        told |= {"epochs": None, "count": self._count(), "fraction": self._fraction, "eta": left}
-        self._report(told | {"terms": {k: v for k, v in latest.items() if math.isfinite(v)}})
+        event = {
+            "kind": "progress",
+            "step": int(100 * self._fraction),
+            "steps": 100,
+            "epoch": self._log.epochs or None,
+        }
+        event |= {"epochs": None, "count": self._count(), "fraction": self._fraction, "eta": left}
+        self._report(event | {"terms": {k: v for k, v in latest.items() if math.isfinite(v)}})
 
     def _resume_step(self) -> int:
         """The step of the newest checkpoint, which `resume` would go on from."""
@@ -219,7 +256,7 @@ class Trial:
         return time.monotonic() - self._saved_at >= self._execution.checkpoint_seconds
 
     def _count(self) -> int:
-        """Steps done, as far as anybody told."""
+        """Steps done, as far as they were reported."""
         return max(self._log.steps, self._clock.count)
 
     def _seconds(self) -> float:
@@ -239,22 +276,25 @@ class Trial:
             "rng": rng_state(self._device()),
             **self._log.state(),
             "seconds": self._seconds(),
-            "times": {k: torch.tensor(v, dtype=torch.float64) for k, v in self._clock.times.items()},
+            "times": {
+                k: torch.tensor(v, dtype=torch.float64) for k, v in self._clock.times.items()
+            },
         }
 
     def _finish(self, returned: Any) -> dict[str, Any]:
         """Write the result; drop the checkpoints."""
         if self._spec.methods and not self._handles:
             raise LabError(
-                f"Row {self.row!r} has methods, but {self._named()} never called trial.regularize(model): it would "
-                "have trained the plain model under their name. Call it once the model is made."
+                f"{self._named()} never called trial.regularize(model), so the methods of "
+                f"{self.row!r} were "
+                "not applied. Call it right after building the model."
             )
         test, valid = read_metrics(returned, self._named())
         judged = judged_by(test, self._function.metric if self._function else None, self._named())
         known = self._log.known
         if not math.isfinite(test[judged[0]]):
-            told = f"{RETURNED}{judged[0]} = {test[judged[0]]}, by which this study is judged"
-            raise NotFinite(self._count(), [told], known.get("train", {}))
+            name = f"{RETURNED}{judged[0]} = {test[judged[0]]}, the metric of this study"
+            raise NotFinite(self._count(), [name], known.get("train", {}))
         self._flush()
         train = self._meter.latest or known.get("train", {})
         result = finished(self._spec.id, test, valid or known.get("valid", {}), train, judged)
@@ -264,25 +304,32 @@ class Trial:
             "last_weights": weights_of(self._models()),
         }
         self._close(result)
-        self._report({"kind": "finish", "status": "finished", "test": test, "valid": result["valid"]})
+        self._report(
+            {"kind": "finish", "status": "finished", "test": test, "valid": result["valid"]}
+        )
         return result
 
     def _diverged(self, bad: NotFinite) -> dict[str, Any]:
-        result = diverged(self._spec.id, bad, self._function.metric if self._function else None) | self._cost()
+        result = (
+            diverged(self._spec.id, bad, self._function.metric if self._function else None)
+            | self._cost()
+        )
         self._close(result)
         self._report({"kind": "finish", "status": "diverged", "reason": result["reason"]})
         return result
 
     def _close(self, result: dict[str, Any]) -> None:
-        self._log.record.finish(_finite(result))
+        self._log.record.finish(finite(result))
         for logger in self._log.loggers:
-            logger.finish(_finite(result))
+            logger.finish(finite(result))
         for path in saved_states(self.folder, "checkpoint"):
             path.unlink(missing_ok=True)
 
     def _cost(self) -> dict[str, Any]:
         device = self._device().type
-        return costs(self._models(), self._clock, self._count(), self._seconds(), device) | {"resumed": self._resumed}
+        return costs(self._models(), self._clock, self._count(), self._seconds(), device) | {
+            "resumed": self._resumed
+        }
 
     def _models(self) -> list[nn.Module]:
         return [handle.model for handle in self._handles]
@@ -292,18 +339,23 @@ class Trial:
 
 
 OUTPUT = "output.txt"
-"""What the function prints goes into this file of the trial's folder: several trials share one terminal."""
+"""The file of the trial's folder that the function prints to: trials share one terminal."""
 
 
 @keeps_kernels
 def train_user_function(
-    spec: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    spec: Run,
+    folder: Path,
+    execution: Execution,
+    report: Callable[[Event], None],
+    stop: Callable[[], bool],
 ) -> dict[str, Any]:
     """Run a user's function as a trial, and record it; the folder's lock is held by the caller."""
     if execution.function is None:
         named = spec.function["name"] if spec.function else ""
         raise LabError(
-            f"The trial is a run of {named}, which is not at hand. Start it with dampen compare or dampen.compare."
+            f"The trial is a run of {named}, which is not at hand. Start it with dampen compare or "
+            "dampen.compare."
         )
     record = RunStore(folder)
     set_threads(execution, record)
@@ -315,7 +367,11 @@ def train_user_function(
     seed_all(spec.seed)
     before = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
-        with (folder / OUTPUT).open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        with (
+            (folder / OUTPUT).open("a") as file,
+            contextlib.redirect_stdout(file),
+            contextlib.redirect_stderr(file),
+        ):
             returned = function(trial)
         return trial._finish(returned)
     except NotFinite as bad:
@@ -323,7 +379,7 @@ def train_user_function(
     except LabError:
         raise
     except (Exception, SystemExit) as error:
-        raise _in_their_words(error, execution.function, trial) from error
+        raise _locate_error(error, execution.function, trial) from error
     finally:
         for logger in trial._log.loggers:
             logger.close()
@@ -332,24 +388,25 @@ def train_user_function(
         torch.set_grad_enabled(before[1])
 
 
-def _in_their_words(error: BaseException, function: Function, trial: Trial) -> OwnCodeError:
+def _locate_error(error: BaseException, function: Function, trial: Trial) -> OwnCodeError:
     """The error with the place in the user's code where it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     root = str(function.code.root) if function.code.root else None
-    own = [f for f in frames if _theirs(f.filename, root, function)]
-    place = own[-1] if own else frames[-1]
+    in_user_code = [f for f in frames if _is_user_file(f.filename, root, function)]
+    place = (in_user_code or frames)[-1]
     name = Path(place.filename).name if not place.filename.startswith("<") else place.filename
     message = "".join(traceback.format_exception_only(error)).strip()
-    told = OwnCodeError(
-        f"{name}, line {place.lineno}, in {place.name}: {message} (row {trial.row!r}, seed {trial.seed})"
+    failure = OwnCodeError(
+        f"{name}, line {place.lineno}, in {place.name}: {message} (row {trial.row!r}, seed "
+        f"{trial.seed})"
     )
-    told.add_note("".join(traceback.format_exception(error)))
-    return told
+    failure.add_note("".join(traceback.format_exception(error)))
+    return failure
 
 
-def _theirs(file: str, root: str | None, function: Function) -> bool:
+def _is_user_file(file: str, root: str | None, function: Function) -> bool:
     if root is None:
         return file.startswith("<") or "ipykernel" in file
-    return any(file == str(Path(root) / name) for name in function.code.files) or Path(file).name in {
-        Path(name).name for name in function.code.files
-    }
+    return any(file == str(Path(root) / name) for name in function.code.files) or Path(
+        file
+    ).name in {Path(name).name for name in function.code.files}
