@@ -271,7 +271,7 @@ def test_coefficients_are_described_and_not_judged(tmp_path):
     found = {name: at for name, at, _ in own.best_points(table)}
     assert found["explicit query"] == 8.0
     assert found["Arora value"] == 0.01
-    assert set(found) == {e.row.name for e in table.entries if e.row.name != "baseline"}
+    assert set(found) == {e.config.name for e in table.entries if e.config.name != "baseline"}
     assert "have no verdicts" in page(tmp_path, "coefficients")
     assert planned.svg(planned.coefficient_picture(tables(tmp_path, "coefficients"))).startswith("<svg")
 
