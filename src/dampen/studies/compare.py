@@ -283,6 +283,11 @@ def check_rows(plan: Comparison, folder: Path, execution: Execution) -> None:
 
     Rows that have a result already are not asked again; a training of the user's own, and pretraining, are not ours
     to cut short.
+
+    Args:
+        plan: the comparison.
+        folder: of its runs; configurations with a result are not checked again.
+        execution: with the user's model and data, where there are any.
     """
     problems, state = [], torch.get_rng_state()
     for row in plan.configs:
@@ -344,7 +349,12 @@ class RowProbe:
 
 
 def probe(plan: Comparison, execution: Execution) -> list[RowProbe]:
-    """Run a few steps of the first trial of each row, in a folder that is thrown away."""
+    """Run a few steps of the first trial of each row, in a folder that is thrown away.
+
+    Args:
+        plan: the comparison.
+        execution: how runs are executed.
+    """
     return [_probe(row.name, plan.first_run(row), execution) for row in plan.configs]
 
 

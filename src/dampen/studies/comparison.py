@@ -144,7 +144,12 @@ class Comparison:
         return self.runs[setting.ids[str(seed)]]
 
     def joined(self, earlier: Comparison, recorded: Container[str]) -> Comparison:
-        """This plan, with the rows and seeds that an earlier one under the same conditions has recorded: they stay."""
+        """This plan, with the rows and seeds that an earlier one under the same conditions has recorded: they stay.
+
+        Args:
+            earlier: a comparison under the same conditions.
+            recorded: the ids of runs that have a result.
+        """
         own = {row.name: copy.deepcopy(row) for row in self.configs}
         trials = dict(self.runs)
         for row in earlier.configs:
@@ -173,7 +178,11 @@ class Comparison:
         return self.header.get("folds") or 1
 
     def labels(self, trials: Iterable[Run]) -> dict[str, str]:
-        """Row, grid point and seed of each trial, for people."""
+        """Row, grid point and seed of each trial, for people.
+
+        Args:
+            trials: the runs to name.
+        """
         wanted, named = {t.id for t in trials}, dict[str, str]()
         for row in self.configs:
             for point in row.settings:
@@ -186,7 +195,12 @@ class Comparison:
         return named
 
     def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
-        """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows fill up evenly."""
+        """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows fill up evenly.
+
+        Args:
+            rows: names of configurations; default: all.
+            seeds: default: all.
+        """
         names = {r.name for r in self.configs}
         problems = [f"--row: there is no row {r!r}{nearest(r, names)}" for r in rows if r not in names]
         if problems:
@@ -214,6 +228,14 @@ def make_comparison(
     `settings` are strings such as `train.lr=0.01`, as on the command line. Without `check_names` the names of data
     sets, models and methods are taken on trust (torch is then not imported). `points` are the settings of each row, in
     place of the grid; a recipe with a search has one for each row until it has chosen, the first that it tries.
+
+    Args:
+        recipe: what to compare.
+        scale: one of the recipe's; default: the one it names.
+        settings: changes such as `train.lr=0.01`, as on the command line.
+        seeds: in place of the recipe's.
+        check_names: look up data sets, models and methods; without it torch is not imported.
+        points: the settings of each configuration in place of the grid, for a search.
     """
     at = recipe.at(scale)
     over, problems = read_settings(settings)
@@ -412,7 +434,11 @@ def _apply_setting(setting: str, over: dict[str, Any]) -> list[str]:
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """The plan of a folder; where plan.json is damaged, what its trials say of it."""
+    """The plan of a folder; where plan.json is damaged, what its trials say of it.
+
+    Args:
+        folder: that holds plan.json.
+    """
     try:
         return Comparison.load(folder)
     except (LabError, KeyError, TypeError, AttributeError) as error:
@@ -427,6 +453,9 @@ def rebuild_plan(folder: Path) -> Comparison:
 
     Names of rows, published numbers and the command stood in plan.json alone; the command that made it brings them
     back, and finds every trial where it was.
+
+    Args:
+        folder: that holds the folders of runs.
     """
     found = [_stored_run(path.parent) for path in sorted(folder.glob("*/config.json"))]
     trials = {run.id: run for run in found if run is not None}

@@ -70,6 +70,18 @@ def search(
     """Search every row and return the plan of the best: each row at the point that validation prefers, on all seeds.
 
     Ctrl-C stops after a checkpoint and raises Interrupted; the same call goes on.
+
+    Args:
+        recipe: what to search.
+        folder: for the runs and the record of the search.
+        execution: how runs are executed.
+        trials: proposals for each configuration.
+        storage: an SQLAlchemy URL that several machines share; default: a file in the folder.
+        workers: processes; default: one per core.
+        scale: of the recipe.
+        settings: changes as on the command line.
+        seeds: of the table; default: the recipe's.
+        report: receives a line for each proposal that ended.
     """
     if trials < 1:
         raise ValueError(f"trials must be 1 or more, got {trials}.")

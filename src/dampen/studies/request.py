@@ -49,7 +49,11 @@ class ComparisonRequest:
 
 
 def seeds_of(seeds: int | Sequence[int]) -> list[int]:
-    """`8` means seeds 0 to 7; a list is taken as it is."""
+    """`8` means seeds 0 to 7; a list is taken as it is.
+
+    Args:
+        seeds: how many, or which.
+    """
     if isinstance(seeds, int) and not isinstance(seeds, bool):
         if seeds < 1:
             raise ConfigError("The comparison", [f"seeds: must be 1 or more, got {seeds}"])
@@ -62,6 +66,9 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
 
 def metric_of(metric: str | Sequence[str] | None) -> tuple[str, str] | None:
     """`"accuracy"`, `"rmse:min"` or `("rmse", "min")`; the direction follows from the name where it is not said.
+
+    Args:
+        metric: as the user gave it, or None.
 
     >>> metric_of("f1"), metric_of("score:min")
     (('f1', 'max'), ('score', 'min'))

@@ -164,7 +164,18 @@ def race_plan(
     look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
 ) -> Race:
     """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and says whether to go
-    on. The plan grows by the seeds that were asked for, and says that its test is the sequential one."""
+    on. The plan grows by the seeds that were asked for, and says that its test is the sequential one.
+
+    Args:
+        plan: the comparison.
+        folder: of its runs.
+        run: trains runs, which are then recorded; False stops.
+        margin: the smallest difference of interest; default: the metric's.
+        budget: seconds.
+        first: seeds of the first round; never fewer than can decide anything.
+        most: seeds after which an inconclusive configuration stays so.
+        look: called after every round.
+    """
     several = [row.name for row in plan.configs if len(row.settings) != 1]
     reference = next((row.name for row in plan.configs if row.baseline), None)
     problems = [f"{name} has several settings; choose one, or tune them first (--tune 10)" for name in several]
@@ -207,6 +218,9 @@ def race_plan(
 
 def seconds(text: str | float) -> float:
     """A time in seconds.
+
+    Args:
+        text: such as 30m, 1h30m or 90s, or a number of seconds.
 
     >>> seconds("30m"), seconds("1h30m"), seconds("90"), seconds(2.5)
     (1800.0, 5400.0, 90.0, 2.5)

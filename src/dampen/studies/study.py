@@ -108,7 +108,11 @@ class Study:
         return pd.DataFrame(lines)
 
     def report(self, path: Path | str = "report.html") -> Path:
-        """Write the report; the ending of the name says in which format."""
+        """Write the report; the ending of the name says in which format.
+
+        Args:
+            path: its ending says the format: html, md, csv, json or tex.
+        """
         from dampen.studies.report import write_report
 
         write_report([self.folder], path)
@@ -119,6 +123,12 @@ class Study:
 
         Returns this study, which then has them. A study that was looked at and then extended is judged by the
         sequential test, which allows that.
+
+        Args:
+            seeds: how many more, or which.
+            methods: further configurations, as for `dampen.compare`.
+            settings: how to run them, in place of how the study was run: workers, threads, engine,
+                ....
         """
         from dampen.studies.compare import run
 
@@ -160,7 +170,11 @@ class Study:
 
 
 def load(folder: Path | str) -> Study:
-    """Open a study from its folder."""
+    """Open a study from its folder.
+
+    Args:
+        folder: that `dampen.compare` or the command wrote.
+    """
     folder = Path(folder)
     if not (folder / "plan.json").is_file():
         raise LabError(f"{folder} holds no study: there is no plan.json. Give the folder that dampen compare wrote.")

@@ -171,12 +171,23 @@ class ResultTable:
 
 
 def comparison_table(plan: Comparison, runs: Mapping[str, LoggedRun]) -> ResultTable:
-    """The table of a plan, from those of its trials that are recorded."""
+    """The table of a plan, from those of its trials that are recorded.
+
+    Args:
+        plan: the comparison.
+        runs: its logged runs, by id.
+    """
     return make_table(logged_comparison(plan, runs.get))
 
 
 def read_runs(plan: Comparison, folder: Path, known: Mapping[str, LoggedRun] | None = None) -> dict[str, LoggedRun]:
-    """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones not read again."""
+    """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones not read again.
+
+    Args:
+        plan: the comparison.
+        folder: that holds a folder for each run.
+        known: runs that were read before, by id; they are not read again.
+    """
     known = known or {}
     found = {}
     for i, trial in plan.runs.items():
@@ -186,7 +197,12 @@ def read_runs(plan: Comparison, folder: Path, known: Mapping[str, LoggedRun] | N
 
 
 def read_results(plan: Comparison, folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of the plan's trials that are done, by id, as they were written; damaged ones are none."""
+    """The results of the plan's trials that are done, by id, as they were written; damaged ones are none.
+
+    Args:
+        plan: the comparison.
+        folder: that holds a folder for each run.
+    """
     found = {}
     for i in plan.runs:
         with suppress(DamagedRecord):
@@ -195,7 +211,11 @@ def read_results(plan: Comparison, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def make_table(study: LoggedComparison) -> ResultTable:
-    """Summaries, comparisons and verdicts of every row (or of every grid point, where the plan shows them all)."""
+    """Summaries, comparisons and verdicts of every row (or of every grid point, where the plan shows them all).
+
+    Args:
+        study: a comparison with its logged runs.
+    """
     entries = []
     for row in study.configs:
         settings = row.settings if study.show_all else [chosen_setting(row)]
@@ -211,6 +231,9 @@ def make_table(study: LoggedComparison) -> ResultTable:
 
 def grid_text(grid: Mapping[str, Any]) -> str:
     """A grid point in words.
+
+    Args:
+        grid: values by the dotted names of their axes.
 
     >>> grid_text({"lambda": 0.001, "train.lr": 0.0005})
     'lambda 0.001, lr 0.0005'

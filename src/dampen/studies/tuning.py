@@ -118,6 +118,11 @@ def tuned_recipe(recipe: Recipe, count: int, settings: Sequence[str] = ()) -> Re
 
     Where these two vary beside strengths, a third of the settings belongs to the strengths alone: drawn together, the
     learning rate and the weight decay decide which setting is best, and the strength beside them is left to chance.
+
+    Args:
+        recipe: of a comparison.
+        count: settings to try for each configuration.
+        settings: changes as on the command line.
     """
     over, problems = read_settings(settings)
     if problems:
@@ -229,7 +234,13 @@ class Tuning:
 
 
 def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> Tuning | None:
-    """What there is to choose, on the tuning seeds; None where nothing is."""
+    """What there is to choose, on the tuning seeds; None where nothing is.
+
+    Args:
+        recipe: with a search, or with a grid and tuning seeds.
+        scale: of the recipe.
+        settings: changes as on the command line.
+    """
     at = recipe.at(scale)
     if at["search"]:
         axes, tried = design_of(recipe, scale, settings)
@@ -297,6 +308,15 @@ def tune(
     nothing could be chosen.
 
     With `rows` only these are run; the others keep what is recorded of them.
+
+    Args:
+        recipe: with a search, or with a grid and tuning seeds.
+        plan: the comparison to train once settings are chosen.
+        folder: of its runs; tuning runs go to a folder inside.
+        scale: of the recipe.
+        settings: changes as on the command line.
+        rows: tune these configurations alone; default: all.
+        run: trains the runs of a comparison in a folder and returns an exit code.
     """
     tuning = make_tuning(recipe, scale, settings)
     if tuning is None:
@@ -354,7 +374,11 @@ def own_metric(function: Function | None) -> tuple[str, str]:
 
 
 def chosen_in_words(folder: Path) -> list[str]:
-    """What was chosen for each row, a line each, from the record of a folder; nothing where nothing was tuned."""
+    """What was chosen for each row, a line each, from the record of a folder; nothing where nothing was tuned.
+
+    Args:
+        folder: of the comparison.
+    """
     if not (folder / "search.json").exists():
         return []
     record = read_json(folder / "search.json")

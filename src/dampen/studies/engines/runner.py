@@ -79,7 +79,18 @@ def run_comparison(
     retry: bool = False,
     **engine_options: Any,
 ) -> ComparisonResult:
-    """Run the trials of a plan in `folder`, one subfolder each."""
+    """Run the trials of a plan in `folder`, one subfolder each.
+
+    Args:
+        plan: the comparison.
+        folder: where each run has its own folder.
+        trials: the runs to do, of those of the comparison.
+        execution: threads, devices, data, plug-ins.
+        report: receives each event with the id of its run.
+        engine: 'local', 'ray', or the name of a plug-in's.
+        retry: run diverged runs again.
+        engine_options: arguments of the engine, such as `workers`.
+    """
     if engine == "local":
         execution.check_here()
     outcomes: dict[str, Outcome] = {}
@@ -132,6 +143,9 @@ def training_of(trial: Run) -> str:
 
     A pretraining has a folder of its own and a user's function sees the name of its row, so such trials agree with
     none but themselves.
+
+    Args:
+        trial: a run.
 
     >>> parts = {"data": {"name": "digits"}, "model": {"name": "vit"}}
     >>> make = lambda **terms: Run.from_dict({**parts, "methods": [{"name": "explicit_dropout", **terms}]})
@@ -188,6 +202,11 @@ def take_over(job: Job, first: Run, outcomes: Mapping[str, Outcome]) -> Outcome:
     """Write the record of a trial from that of the one that was trained; what became of it where that has none.
 
     What cannot be read or written is an outcome like any other: the other trials still have their table.
+
+    Args:
+        job: the run that is not trained.
+        first: the run with the same training.
+        outcomes: how runs ended, by id.
     """
     try:
         return _take_over(job, first, outcomes)
