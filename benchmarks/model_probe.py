@@ -240,7 +240,7 @@ class Probe:
             return Finding("WRONG", f"hides channels, not tokens, at {touched[0].module}")
         off = []
         for c in facts.token_cores:
-            if hidden[c.index] and wanted[c.index] > 0:
+            if hidden[c.index] and wanted[c.index] > 0 and c.index not in facts.own_masks:
                 z = (hidden[c.index] - wanted[c.index]) / math.sqrt(spread[c.index])
                 if abs(z) > WORST:
                     off.append(f"{c.module}: {hidden[c.index]} keys hidden, {wanted[c.index]:.0f} expected (z {z:.1f})")

@@ -21,6 +21,7 @@ from dampen.hooks.frame import Frame, close_frame, frame_of, open_frame
 from dampen.hooks.layout import layout_of
 from dampen.hooks.linear import apply_linear
 from dampen.hooks.residual import call_torch
+from dampen.hooks.source import scripted_function
 from dampen.hooks.state import AttentionSite
 from dampen.hooks.torch_mha import mha_forward
 from dampen.kernels.attend import attend
@@ -81,7 +82,10 @@ class Socket(TorchFunctionMode):
             call.valid = self.frame.valid if call.cross else call.seen if needs_valid else None
             made = call.maps.get("v")
             strange = made is not None and made.input.ndim == 3 and made.input.shape[1] != call.shape[3]  # ProphetNet
-            if not call.cross and call.valid is not None and (call.shape[2] != call.shape[3] or strange):
+            odd = call.shape[2] != call.shape[3] or strange
+            if odd and not call.cross and call.valid is not None and self._hides_no_key(call):
+                call.valid = None
+            elif odd and not call.cross and call.valid is not None:
                 raise RuntimeError(
                     f"{type(call.module).__name__} at '{self.site.name}' attends from {call.shape[2]} queries to "
                     f"{call.shape[3]} keys, so its mask of keys does not tell which of its tokens are padding. "
@@ -90,6 +94,11 @@ class Socket(TorchFunctionMode):
             return
         self.seen = True
         attention_done(self.site, self.frame, call, needs_valid, "eager (the model computes its scores itself)")
+
+    @staticmethod
+    def _hides_no_key(call: Call) -> bool:
+        """Whether every key is seen by some query, so that no token is padding, whichever keys are its tokens."""
+        return not torch.compiler.is_compiling() and call.valid is not None and bool(call.valid.all())
 
     def _is_over_channels(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
         """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
@@ -319,6 +328,9 @@ def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 def raise_without_socket(module: nn.Module, site: AttentionSite, why: str) -> None:
     """Nothing may be silent: a regularizer that was never asked for has done nothing."""
     stages = sorted({s for r in site.layer.clones for s in r.stages if s in ATTENTION_STAGES})
+    scripted = scripted_function(module)
+    if scripted:
+        why = f"it calls '{scripted}', which torch.jit.script has compiled, so that what it does cannot be followed"
     raise RuntimeError(
         f"{type(module).__name__} at '{site.name}' ran without calling F.scaled_dot_product_attention, and {why}, so "
         f"its regularizers (stages {', '.join(stages) or 'watching for padding'}) did nothing. "

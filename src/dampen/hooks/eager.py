@@ -9,8 +9,8 @@ scores that the stages give. The model's own first softmax serves only to go on 
 Attention sinks, columns of scores that belong to no key (gpt-oss), are part of the way too: they are laid beside the
 scores before the softmax and cut off after it, and the stages see the keys alone.
 
-Heads that are mixed on the way (talking heads: a linear map or a convolution over the axis of the heads, before the
-softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
+Heads that are mixed on the way (talking heads: a linear map, a convolution or a matrix over the axis of the heads,
+before the softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
 
 The way that a module's first forward took is remembered by the order of its functions. A later forward whose scores
 come the same way to the softmax is at the same place, so the stages run there, once: no second softmax, no way gone
@@ -33,7 +33,7 @@ from dampen.hooks.channels import attends_over_channels, tell_heads, tell_rows
 from dampen.hooks.eager_scores import fit, read_model_mask, stages_of_scores
 from dampen.hooks.equations import Equation, Flipped, product_equation
 from dampen.hooks.layout import layout_of
-from dampen.hooks.mixing import MOVES_AXES, moved_axes
+from dampen.hooks.mixing import MOVES_AXES, mixes_by_matrix, moved_axes
 from dampen.hooks.ways import Product, Way, name_of
 from dampen.kernels.attend import reads_apart, run_heads
 from dampen.names import leave_out
@@ -121,7 +121,8 @@ class EagerAttention:
         if name in _JOINS:
             return self._join(func, args, kwargs, run)
         found = self._known(args, kwargs)
-        equation = product_equation(name, args, kwargs)
+        mixing = found is not None and mixes_by_matrix(name, args)
+        equation = None if mixing else product_equation(name, args, kwargs)
         if equation is not None:
             if found is None:
                 return self._product(equation, func, args, kwargs, run)

@@ -27,7 +27,7 @@ from dampen.hooks.scope import (
     refine_scopes,
     scope_of,
 )
-from dampen.hooks.source import calls_socket, computes_attention, shows_parts
+from dampen.hooks.source import adds, calls_socket, computes_attention, shows_parts
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, ROLES, Regularizer
 
 _KEYLESS = re.compile(r"outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE)
@@ -227,6 +227,22 @@ def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Mapping[str
     return list(beside.values())
 
 
+def find_outside(model: nn.Module, plans: Sequence[LayerPlan], residual: bool) -> list[str]:
+    """The largest modules that lie in no layer, hold none, and have two linear layers or more; `residual`: or add in
+    their code, as a block with a residual does, and multiply."""
+    held = {name for plan in plans for name in [plan.name, *plan.elements, *plan.attentions, *plan.linears]}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or any(name == f or inside(name, f) for f in found):
+            continue
+        if any(name == h or inside(h, name) or inside(name, h) for h in held):
+            continue
+        linears = sum(is_linear(m) for m in module.modules())
+        if linears > 1 or (residual and any(adds(type(m)) and _mixes(m) for m in module.modules())):
+            found.append(name)
+    return found
+
+
 def _mixes(module: nn.Module) -> bool:
     """Whether a part of a layer without attention stands in its place: it multiplies."""
     return any(p.ndim > 1 for p in module.parameters()) and not isinstance(module, LISTS)
@@ -270,7 +286,7 @@ def describe_candidates(model: nn.Module, most: int = 6) -> str:
 def _with_projections(name: str, modules: Mapping[str, nn.Module], attentions: set[str]) -> str:
     """The attention that calls a function kept as a module (x-transformers' `Attend`, which has no parameters): the
     closest module around it, if that makes its queries, keys or values. The name itself for any other attention."""
-    if next(modules[name].parameters(), None) is not None:
+    if _projections_in(modules[name]):
         return name
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):
@@ -278,10 +294,15 @@ def _with_projections(name: str, modules: Mapping[str, nn.Module], attentions: s
         around = modules[above]
         if isinstance(around, LISTS):
             continue
-        roles = {attention_role(n, {}) for n, m in around.named_modules() if is_linear(m) or is_convolution(m)}
         alone = not any(n != name and inside(n, above) for n in attentions)
-        return above if alone and roles & PROJECTIONS else name
+        return above if alone and _projections_in(around) else name
     return name
+
+
+def _projections_in(module: nn.Module) -> bool:
+    """Whether a module holds linear layers that make queries, keys or values, by their names."""
+    maps = (n for n, m in module.named_modules() if is_linear(m) or is_convolution(m))
+    return not PROJECTIONS.isdisjoint(attention_role(n, {}) for n in maps)
 
 
 def is_keyless(module: nn.Module) -> bool:

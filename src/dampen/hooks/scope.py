@@ -47,6 +47,8 @@ def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -
         module = model.get_submodule(ancestor)
         if NAME.search(type(module).__name__) and not _holds_feed_forward(module, ancestor, attentions):
             continue  # a wrapper that adds the output projection (BERT) or the norm (T5) is not yet the layer
+        if _wraps_sublayer(model, ancestor, module):
+            continue
         if _outside_attention(model, ancestor, attentions):
             element = ".".join(parts[: i + 1])
             return element if _is_layer_of_list(model, ancestor, element, name) else _owner(model, parts, i)
@@ -58,6 +60,16 @@ def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -
         return ".".join(parts[: elements[-1]])
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
     return "" if {"ffn_in", "ffn_out"} <= set(roles.values()) and len(parts) == 1 else name
+
+
+def _wraps_sublayer(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """Whether a module in a list of sublayers only projects what enters and leaves an attention (CrossViT): it adds no
+    residual and has no name of a feed-forward in it."""
+    if isinstance(module, LISTS) or not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList):
+        return False
+    maps = {n: m for n, m in module.named_modules() if is_linear(m) and n.count(".") == 0}
+    named = feed_forward_roles(maps, by_shape=False)
+    return bool(maps) and set(named.values()) == {"other"} and not adds(type(module))
 
 
 def _is_layer_of_list(model: nn.Module, holder: str, element: str, attention: str) -> bool:
