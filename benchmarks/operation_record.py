@@ -95,6 +95,12 @@ _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 _SOFTMAX = {"_softmax", "_safe_softmax"}
 
 
+_CLOCKS = {"timestep", "timesteps", "t", "guidance", "r_timestep", "timestep_cond", "sigma", "pooled_projections"}
+_CLOCK, _CONTENT = 1 << 30_000, 1 << 30_001
+"""Bits beside those of events: whether a tensor depends on an input that all tokens share (the time of a diffusion),
+and whether on any other input. What is shared modulates tokens, and its sum with them is no residual addition."""
+
+
 class Trace(TorchDispatchMode):
     """All linear calls, cores and branches of one forward, in the order of execution."""
 
@@ -198,6 +204,8 @@ class Trace(TorchDispatchMode):
         if given[0].shape != given[1].shape or given[0].ndim < 2 or not given[0].is_floating_point():
             return
         for a, b, tensor in ((tags[0], tags[1], given[1]), (tags[1], tags[0], given[0])):
+            if b.before & _CONTENT and not a.before & _CONTENT:
+                continue
             between = b.before & ~a.before
             parallel = bool(a.before & ~b.before)
             if between and b.scores is None and (not parallel or tensor.ndim > 2):
@@ -373,6 +381,10 @@ def record(
     """One training forward with its record."""
     torch.manual_seed(seed)
     trace = Trace(model, change)
+    for name, value in inputs.items():
+        for tensor in (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)):
+            trace.tags[_key(tensor)] = Tags(before=_CLOCK if name in _CLOCKS else _CONTENT)
+            trace.alive.append(tensor.untyped_storage())
     with torch.set_grad_enabled(grad), trace.recording():
         out = model.train()(**inputs)
     return trace, out

@@ -5,6 +5,7 @@ checkpointing runs a module's forward again during the backward pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from dampen.hooks.linear import apply_linear
 from dampen.hooks.residual import call_torch
 from dampen.hooks.source import scripted_function
 from dampen.hooks.state import AttentionSite
-from dampen.hooks.torch_mha import mha_forward
+from dampen.hooks.torch_mha import functional_mha, mha_forward
 from dampen.kernels.attend import attend
 from dampen.names import leave_out
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
@@ -50,6 +51,10 @@ class Socket(TorchFunctionMode):
                 self._leave_out()
                 return func(*args, **kwargs)
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            self.seen = True
+            attend = partial(socket_attention, self.site, self.frame, self.regularizers, self.call)
+            return functional_mha(self._linear, attend, self.frame, self.call, *args, **kwargs)
         if func is F.linear and not self.frame.multiplying and not (args and self.eager.knows(args[0])):
             return self._linear(*args, **kwargs)
         name = getattr(func, "__name__", "")

@@ -17,7 +17,7 @@ come the same way to the softmax is at the same place, so the stages run there, 
 twice, and a function that touches nothing on the way is passed by. A forward that departs is followed as the first was.
 
 What cannot be told is refused: another function between, a softmax over another axis, weights that the module also uses
-for something else (token pruning) or mixes with others (ConViT's gate)."""
+for something else (token pruning) or mixes with others (ConViT's gate), where a method acts on scores or weights."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ _TO_WEIGHTS = set(
 _KEEPS_SUMS = set((_FORM + "permute transpose swapaxes movedim dropout").split())
 """After these the rows of the weights sum to what they summed to."""
 _IN_PLACE = {name for name in _TO_SCORES if name.endswith("_") != name.endswith("__") or name.startswith("__i")}
+_OF_WEIGHTS = ("mask", "logits", "probs")
+"""The stages that are about scores or weights: what the model does to its weights must then be known."""
 _JOINS = {"cat", "concat", "concatenate"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
@@ -227,8 +229,11 @@ class EagerAttention:
             self._put(here, product)
         elif product.softmax is None and name in ("max", "amax"):
             pass  # the largest of each row, to subtract it: the softmax does not see it
-        elif product.softmax is not None:
+        elif product.softmax is not None and not self.stages.isdisjoint(_OF_WEIGHTS):
             self._refuse(f"it also uses its attention weights in '{name}'")
+        elif product.softmax is not None:  # nobody acts on the weights, so they may become whatever the model makes
+            if isinstance(out, Tensor) and out.shape == way.tensor.shape and way.in_order:
+                self._put(Way(out, func, args, kwargs, way), product)
         else:
             self._tell(f"its scores go through '{name}' before the softmax")
         return out

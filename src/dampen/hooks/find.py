@@ -183,7 +183,7 @@ def _plan_layer(
     """The layer around the attention `name`: the module `scope`, or a group of the elements of a list."""
     whole, elements = group or (scope, [scope])
     block = model.get_submodule(scope)
-    callable_block = not isinstance(block, nn.ModuleList | nn.ModuleDict) and (scope != name or is_whole_block(block))
+    callable_block = not isinstance(block, nn.ModuleList | nn.ModuleDict) and (scope != name or _is_block(block))
     plan = LayerPlan(scope, block if callable_block and group is None else None)
     plan.linears = find_linears(model, whole, found, projections)
     if group is not None:
@@ -193,6 +193,12 @@ def _plan_layer(
     around = sum(n == e or inside(n, e) for n in found for e in elements)
     plan.branches = around + ("ffn_out" in plan.roles)
     return plan
+
+
+def _is_block(attention: nn.Module) -> bool:
+    """Whether an attention alone is the block: it has its own feed-forward, or adds its residual itself (diffusers)."""
+    own = getattr(attention, "residual_connection", False) is True
+    return own or is_whole_block(attention) or adds(type(attention))
 
 
 def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Mapping[str, nn.Module]) -> list[LayerPlan]:
@@ -256,7 +262,7 @@ def find_attentions(model: nn.Module) -> dict[str, nn.Module]:
     certain = {_with_projections(n, modules, certain) for n in certain}
     named = {n for n, m in modules.items() if NAME.search(type(m).__name__) and not isinstance(m, LISTS)}
     # not a helper of one (timm's CvT): it has linear layers, or computes attention of what convolutions make
-    named = {n for n in named if computes_attention(modules[n]) or any(is_linear(m) for m in modules[n].modules())}
+    named = {n for n in named if computes_attention(modules[n]) or _multiplies(modules[n])}
     named -= {n for n in named if any(inside(other, n) for other in named | certain)}
     named -= {n for n in named if any(n == c or inside(n, c) for c in certain)}
     if not certain | named:  # maps of another kind (convolutions, quantized), or another name: the code tells
@@ -297,6 +303,13 @@ def _with_projections(name: str, modules: Mapping[str, nn.Module], attentions: s
         alone = not any(n != name and inside(n, above) for n in attentions)
         return above if alone and _projections_in(around) else name
     return name
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module has linear layers, or others that by their names make queries, keys or values."""
+    parts = list(module.named_modules())
+    named = (n for n, m in parts if n and attention_role(n, {}) in PROJECTIONS and _mixes(m))
+    return any(is_linear(m) for _, m in parts) or next(named, None) is not None
 
 
 def _projections_in(module: nn.Module) -> bool:

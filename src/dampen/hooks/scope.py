@@ -54,8 +54,10 @@ def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -
             return element if _is_layer_of_list(model, ancestor, element, name) else _owner(model, parts, i)
     elements = [i for i in range(len(parts), 0, -1) if isinstance(model.get_submodule(".".join(parts[: i - 1])), LISTS)]
     for i in elements:  # no linear map beside it: the smallest element of a list that has other maps (convolutions)
-        if _has_other_maps(model, ".".join(parts[:i]), attentions):
-            return ".".join(parts[:i])
+        element = ".".join(parts[:i])
+        wrapper = _wraps_sublayer(model, element, model.get_submodule(element))
+        if not wrapper and _has_other_maps(model, element, attentions):
+            return element
     if elements:
         return ".".join(parts[: elements[-1]])
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
@@ -98,6 +100,8 @@ def group_sublayers(
         for key, module in holder.named_children():
             element = f"{scope}.{key}" if scope else key
             here = [n for n, s in scopes.items() if s == scope and (n == element or inside(n, element))]
+            if not here and not any(of for _, of, _ in groups) and _is_stem(module):
+                continue
             feeds = not here and any(is_linear(m) for m in module.modules())
             same = bool(groups) and any(crossing(a) == crossing(b) for a in here for b in groups[-1][1])
             if not groups or (here and groups[-1][1] and (groups[-1][2] or same)):
@@ -110,6 +114,13 @@ def group_sublayers(
             made[elements[0]] = scope, elements
             grouped |= dict.fromkeys(attentions, elements[0])
     return grouped, made
+
+
+def _is_stem(module: nn.Module) -> bool:
+    """Whether an element before the first attention of a list looks at neighbors (a convolution wider than a position
+    that does not work on each channel alone): a stage of its own, no sublayer of the layer after it (MaxViT)."""
+    convolutions = [m for m in module.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    return any(max(m.kernel_size) > 1 for m in convolutions)
 
 
 def refine_scopes(model: nn.Module, scopes: Mapping[str, str]) -> dict[str, str]:

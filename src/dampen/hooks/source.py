@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_SOCKETS = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
+_SOCKETS = {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
 _SOFTMAX = {"softmax", "Softmax"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 _PLAIN = (Tensor, torch, F, nn.Module, str, list, dict, tuple, int, float)  # whose attributes hide no attention
