@@ -224,7 +224,9 @@ class Probe:
                         changed_shape.append(plain)
                         continue
                     leaked[plain.index] += plain.index not in facts.own_masks and int(
-                        (now.seen & ~plain.seen & plain.seen.any(-1, keepdim=True)).sum()
+                        (
+                            now.seen & ~facts.visible.get(plain.index, plain.seen) & plain.seen.any(-1, keepdim=True)
+                        ).sum()
                     )
                     many = plain.seen.sum(-1)
                     rows = (many >= 2) & (plain.distinct if name == "HardMasking" else True)
@@ -298,6 +300,8 @@ class Probe:
                 for e in trace.linears:
                     zeros[e.weights[0]] = max(zeros[e.weights[0]], e.zeros)
         missed = [e for e in outs if zeros[e.weights[0]] < 0.05]
+        if outs and len(missed) == len(outs) and all(said(self.report, e.module) for e in missed):
+            return Finding("not applicable", "every attention over tokens has one head, as the report says")
         if outs and len(missed) == len(outs):
             return Finding("SILENT", f"no head is zeroed before any of {len(outs)} output projections")
         return self._coverage("output projections", len(outs) - len(missed), len(outs), [e.module for e in missed])
@@ -450,13 +454,18 @@ class Probe:
             samples = event.rows // keys
             if not (self._attends_to_itself(core) or event.index in core.v_sources) or core.shape[0] % samples:
                 continue
-            return core.seen[..., :keys].any(1).reshape(samples, -1, keys).any(1).flatten()
+            if core.seen.shape[0] % samples or core.seen[..., :keys].shape[-1] != keys:
+                continue
+            valid = core.seen[..., :keys].any(1).reshape(samples, -1, keys).any(1)
+            tokens_first = event.given[:2] == (keys, samples) != (samples, keys)
+            return (valid.t() if tokens_first else valid).flatten()
         return None
 
     def _attends_to_itself(self, core: Core) -> bool:
-        """Whether queries, keys and values are projections of one tensor."""
+        """Whether queries, keys and values are projections of one tensor, to which positions may be added first."""
         events = self.facts.trace.events
-        return len({events[i].sources for i in core.sources | core.v_sources}) == 1
+        values = [events[i].sources for i in core.v_sources]
+        return all(source <= events[i].sources for source in values for i in core.sources)
 
     def _mean(self, event: Linear, columns: Tensor | None = None) -> float:
         y = event.y if columns is None else event.y[:, columns]

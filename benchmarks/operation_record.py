@@ -43,6 +43,7 @@ class Linear:
     x: Tensor
     y: Tensor  # without bias
     depthwise: bool = False
+    given: tuple[int, ...] = ()  # the shape that its module was given
     touched: bool | None = None  # whether its input is another than its module was given; None: not known
 
 
@@ -63,6 +64,7 @@ class Core:
     done: bool = False
     depth: float | None = None
     site: str = ""
+    allowed: Tensor | None = None  # the keys that the mask of a fused operator leaves, whatever the scores
 
 
 @dataclass
@@ -233,6 +235,7 @@ class Trace(TorchDispatchMode):
             depthwise=kind == "conv" and weight.shape[1] == 1 < x.shape[1],
         )  # fmt: skip
         given_to_module = self.given.get(self.stack[-1])
+        event.given = () if given_to_module is None else tuple(given_to_module.shape)
         own = event.weights == (f"{self.stack[-1]}.weight",)
         if own and given_to_module is not None and given_to_module.numel() == x.numel():
             event.touched = not torch.equal(given_to_module.reshape(-1), x.detach().reshape(-1))
@@ -306,15 +309,18 @@ class Trace(TorchDispatchMode):
         scale = kwargs.get("scale")
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         shape = (q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
-        seen = distinct = None
+        seen = distinct = allowed = None
         if math.prod(shape) <= LARGEST_SCORES:
             keys = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
             s = q.detach().double() @ keys.detach().double().mT * scale
+            bias = torch.zeros_like(s)
             if causal:
-                s = s.masked_fill(~torch.ones(shape[1], shape[2], dtype=torch.bool).tril(), -math.inf)
+                bias = bias.masked_fill(~torch.ones(shape[1], shape[2], dtype=torch.bool).tril(), -math.inf)
             if mask is not None:
-                s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.detach().double()
-            seen, distinct = _seen(s.reshape(shape))
+                added = bias + mask.detach().double() if mask.dtype != torch.bool else None
+                bias = bias.masked_fill(~mask, -math.inf) if added is None else added
+            seen, distinct = _seen((s + bias).reshape(shape))
+            allowed = _seen(bias.reshape(shape))[0]
         index = len(self.events)
         near = frozenset().union(*(t.near for t in tags[:2]))
         before = _union(tags)
@@ -323,6 +329,7 @@ class Trace(TorchDispatchMode):
             index, self.stack[-1], name, shape, seen, distinct, near, before, tags[2].near, v.detach().clone(), True
         )
         core.site, core.depth = site
+        core.allowed = allowed
         self._add(core)
         for result in pytree.tree_leaves(out):
             if isinstance(result, Tensor):

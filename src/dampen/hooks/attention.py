@@ -182,6 +182,13 @@ def attention_done(site: AttentionSite, frame: Frame, call: Call, needs_valid: b
     """What an attention has told: padding, for the rest of its block, and the kernel that ran."""
     if not call.cross and needs_valid:
         frame.valid = call.valid
+        batch, _, tokens, _ = call.shape or (0, 0, 0, 0)
+        if (
+            call.given is not None
+            and len(call.given) == 3
+            and tuple(call.given[:2]) == (tokens, batch) != (batch, tokens)
+        ):
+            frame.sequence_first = True  # the module was given (N, B, D), and so is the feed-forward beside it (FSMT)
         if site.layer.padding is not None and call.valid is not None:
             site.layer.padding.report(call.valid)
         if frame.early and frame.valid is not None:
@@ -193,10 +200,10 @@ def attention_done(site: AttentionSite, frame: Frame, call: Call, needs_valid: b
     site.layer.kernels[site.name] = kernel
 
 
-def pass_by(site: AttentionSite) -> None:
-    """Methods inside attention do not act in a layer whose attentions are all over channels."""
+def pass_by(site: AttentionSite, why: str = "left out (attends over channels, not over tokens)") -> None:
+    """Methods inside attention do not act in a layer whose attentions are all over channels, or over their queries."""
     layer = site.layer
-    layer.kernels[site.name] = "left out (attends over channels, not over tokens)"
+    layer.kernels[site.name] = why
     if all(layer.kernels.get(name, "").startswith("left out") for name in layer.attentions):
         layer.tells_padding, layer.passed_by = False, True
         layer.reached = {name: parts - {"attention"} for name, parts in layer.reached.items()}
@@ -257,6 +264,10 @@ def run_attention(
             socket.close()
             if switched:
                 switch_off(self, site)
+        if not socket.seen and socket.eager.over_queries:
+            site.over_channels = True  # never entered again
+            pass_by(site, "left out (its softmax is over its queries, not over its keys)")
+            return out
         if not socket.seen:
             raise_without_socket(self, site, socket.eager.why)
         socket.eager.remember()

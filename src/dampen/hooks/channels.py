@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dampen.calls import claimed_rows
 from dampen.hooks.roles import is_convolution
@@ -64,7 +65,7 @@ class Channels:
 
     def follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """A torch function has run: its outputs get companions where its input had one."""
-        moves = name in _MOVES
+        moves = name in _MOVES and func is not F.unfold  # which makes windows of an image, unlike the tensor's method
         if self.known and name in _ADDS:
             self._add(args, kwargs, out)
         elif self.known and name in ("cat", "concat"):

@@ -83,6 +83,7 @@ class EagerAttention:
         self.done = 0
         self.why = "no softmax of a product of two tensors was seen"
         self.told = False  # whether `why` names what stood in the way first
+        self.over_queries = False  # whether the softmax of its scores is over the queries: they compete for each key
 
     def start(self, regularizers: Sequence[Regularizer], call: Call) -> None:
         """The beginning of a forward. `qkv` needs the values too, which come after the softmax. A checkpoint counts the
@@ -259,6 +260,7 @@ class EagerAttention:
         elif dim not in (-1, scores.ndim - 1):
             why = f"its softmax is over axis {dim} of {tuple(scores.shape)}, not over the keys at the end"
         if why:
+            self.over_queries = way.in_order and dim in (-2, scores.ndim - 2)
             self._tell(why)
             return run(func, args, kwargs) if known else out
         product.scores, product.softmax = keys, Way(out, func, args, kwargs, way)

@@ -189,7 +189,8 @@ def _plan_layer(
     if group is not None:
         plan.linears = {n: p for n, p in plan.linears.items() if any(n == e or inside(n, e) for e in elements)}
     plan.experts = find_experts(model, elements, found, plan.linears)
-    plan.elements = elements if plan.block is None and isinstance(model.get_submodule(whole), LISTS) else []
+    listed = isinstance(model.get_submodule(whole), LISTS) or len(elements) > 1
+    plan.elements = elements if plan.block is None and listed else []
     around = sum(n == e or inside(n, e) for n in found for e in elements)
     plan.branches = around + ("ffn_out" in plan.roles)
     return plan
@@ -198,7 +199,8 @@ def _plan_layer(
 def _is_block(attention: nn.Module) -> bool:
     """Whether an attention alone is the block: it has its own feed-forward, or adds its residual itself (diffusers)."""
     own = getattr(attention, "residual_connection", False) is True
-    return own or is_whole_block(attention) or adds(type(attention))
+    adding = adds(type(attention)) and not computes_attention(attention)  # what is added to scores is no residual
+    return own or is_whole_block(attention) or adding
 
 
 def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Mapping[str, nn.Module]) -> list[LayerPlan]:
@@ -292,7 +294,8 @@ def describe_candidates(model: nn.Module, most: int = 6) -> str:
 def _with_projections(name: str, modules: Mapping[str, nn.Module], attentions: set[str]) -> str:
     """The attention that calls a function kept as a module (x-transformers' `Attend`, which has no parameters): the
     closest module around it, if that makes its queries, keys or values. The name itself for any other attention."""
-    if _projections_in(modules[name]):
+    own = any(p.ndim > 1 for p in modules[name].parameters(recurse=False))  # as of nn.MultiheadAttention
+    if own or _projections_in(modules[name]):
         return name
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):

@@ -113,7 +113,26 @@ def group_sublayers(
         for elements, attentions, _ in groups:
             made[elements[0]] = scope, elements
             grouped |= dict.fromkeys(attentions, elements[0])
+    for name, scope in scopes.items():
+        if name == scope and scope not in made and (beside := _in_parallel_list(model, scope)):
+            made[scope] = scope.rpartition(".")[0].rpartition(".")[0], [scope, beside]
     return grouped, made
+
+
+def _in_parallel_list(model: nn.Module, name: str) -> str:
+    """The feed-forward at the same place of another list of the module that holds the list of an attention (XLM:
+    `attentions` and `ffns`), or ""."""
+    holder, _, key = name.rpartition(".")
+    above = holder.rpartition(".")[0]
+    if not holder or not isinstance(own := model.get_submodule(holder), nn.ModuleList):
+        return ""
+    for local, other in model.get_submodule(above).named_children():
+        if other is own or not isinstance(other, nn.ModuleList) or len(other) != len(own):
+            continue
+        maps = {n: m for n, m in other[int(key)].named_modules() if is_linear(m)}
+        if {"ffn_in", "ffn_out"} <= set(feed_forward_roles(maps, by_shape=False).values()):
+            return f"{above}.{local}.{key}" if above else f"{local}.{key}"
+    return ""
 
 
 def _is_stem(module: nn.Module) -> bool:
