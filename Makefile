@@ -56,11 +56,7 @@ test-data: install
 # we stand on
 full: lint native
 	DAMPEN_FULL=1 $(BIN)/python -m pytest -n 2 --dist loadfile
-<<<<<<< HEAD
-	DAMPEN_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadfile tests/checking tests/functional tests/kernels tests/methods tests/sockets tests/two_pass
-=======
-	DAMPEN_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadfile tests/checking tests/formulas tests/kernels tests/methods tests/hooks tests/two_pass
->>>>>>> next
+	DAMPEN_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadfile tests/checking tests/functional tests/kernels tests/methods tests/hooks tests/two_pass
 	$(MAKE) --no-print-directory test-data
 	$(BIN)/python -m benchmarks.model_sweep
 	$(BIN)/python -m benchmarks.reliability

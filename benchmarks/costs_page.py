@@ -359,7 +359,7 @@ def pictures() -> dict[Path, str]:
     """The bench's own charts as SVG."""
     import vl_convert
 
-    from dampen.studies.report.costs import bench_figures
+    from dampen.studies.report.charts import bench_figures
 
     found = {}
     for record, key, name in (

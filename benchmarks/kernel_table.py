@@ -9,15 +9,47 @@ plain is faster.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from dampen.kernels.kernel import _HALF_IN_HARDWARE
-from dampen.kernels.timing import machine
-from dampen.kernels.tuning import LENGTHS, measure
+from dampen.studies.bench.timing import compare, machine
 from dampen.studies.files import write_json
+
+LENGTHS = (16, 32, 48, 65, 128, 197, 256, 512, 1024, 2048)
+
+
+def measure(dtype: torch.dtype, keys: int, masked: bool, rounds: int, device: str = "cpu", size: int = 32) -> float:
+    """fused / plain of attention alone, forward and backward, interleaved."""
+    batch = max(1, int(96 * (65 / keys) ** 1.5))  # about the same time at every length
+    shape = (batch, 8, keys, size)
+    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    gradient = torch.randn_like(q)
+    keep = torch.rand(batch, 8, keys, keys, device=device) > 0.3 if masked else None
+
+    def run(attention: Callable[..., Tensor]) -> Callable[[], None]:
+        def call() -> None:
+            torch.autograd.grad(attention(q, k, v, keep), (q, k, v), gradient)
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        return call
+
+    return compare({"plain": run(_plain), "fused": run(_fused)}, "plain", rounds=rounds)["fused"].median
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    s = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    out: Tensor = (s if keep is None else s.masked_fill(~keep, torch.finfo(s.dtype).min)).softmax(-1) @ v
+    return out
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, keep)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

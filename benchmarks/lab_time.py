@@ -22,15 +22,15 @@ import torch
 from torch.nn import functional as F
 
 import dampen
-from dampen.kernels.timing import compare
-from dampen.studies.allocator import keep_freed_memory
-from dampen.studies.config.catalog import catalog
-from dampen.studies.config.demo import demo_recipe
-from dampen.studies.config.methods_text import build_methods
-from dampen.studies.config.plan import make_plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.bench.timing import compare
+from dampen.studies.catalog import catalog
+from dampen.studies.comparison import make_comparison
+from dampen.studies.environment import describe
 from dampen.studies.files import write_json
-from dampen.studies.records.environment import describe
+from dampen.studies.methods_text import build_methods
+from dampen.studies.processes import keep_freed_memory
+from dampen.studies.recipe import demo_recipe
+from dampen.studies.run import Run
 from dampen.studies.trainer.build import derive, load_data, make_model, seed_all
 from dampen.studies.trainer.optim import learning_rate, make_optimizer
 from dampen.studies.trainer.state import Execution
@@ -41,7 +41,7 @@ ROWS = ("plain", "drop_key (keys)")
 TARGET = 0.03
 
 
-def by_hand(trial: TrialSpec) -> None:
+def by_hand(trial: Run) -> None:
     """What the trial trains, with nothing around it."""
     options, data = trial.train, load_data(trial.data, None, None, trial.seed)
     seed_all(derive(trial.seed, "init"))
@@ -79,7 +79,7 @@ def by_hand(trial: TrialSpec) -> None:
 def measure(row: str, pairs: int, folder: Path) -> dict[str, Any]:
     """Both in every round, in a random order, each on its own next seed, which is the same for both."""
     execution = Execution(threads=1, accelerator="cpu")
-    trials = make_plan(demo_recipe(list(catalog()), pairs + 1)).chosen([row])
+    trials = make_comparison(demo_recipe(list(catalog()), pairs + 1)).chosen([row])
     hand, lab = iter(trials), iter(trials)
 
     def in_the_lab() -> None:

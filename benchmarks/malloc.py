@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dampen.studies.allocator import AS_FOUND, keep_freed_memory
+from dampen.studies.processes import AS_FOUND, keep_freed_memory
 
 MODEL = "vit(depth=2)"
 KINDS = (AS_FOUND, "freed memory kept")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.inside:
         print(json.dumps(inside(options.inside, options.batch)))
         return
-    from dampen.kernels.timing import machine
+    from dampen.studies.bench.timing import machine
     from dampen.studies.files import write_json
 
     if not keep_freed_memory():  # in this process, which measures nothing itself

@@ -51,8 +51,8 @@ MODULES = {
     "attend": Module("kernels/attend.py", ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py")),
     "explicit": Module("functional/explicit/*.py", ("functional/explicit", "methods/test_explicit_dropout.py")),
     "handle": Module("handle.py", ("test_handle.py", "test_handle_modes.py", "calls/test_ledger.py")),
-    "stats": Module("studies/records/stats.py", ("studies/records/test_stats.py",)),
-    "record": Module("studies/records/record.py", ("studies/records/test_record.py", "studies/records/test_damage.py")),
+    "stats": Module("studies/stats.py", ("studies/records/test_stats.py",)),
+    "record": Module("studies/store.py", ("studies/records/test_record.py", "studies/records/test_damage.py")),
     "checkpoint": Module(
         "studies/trainer/checkpoint.py",
         ("studies/records/test_record.py", "studies/engines/test_survivors.py", "studies/trainer/test_resume.py"),
@@ -61,8 +61,8 @@ MODULES = {
 
 
 EQUIVALENT = {
-    ("studies/records/stats.py", "[True] * m"): "every entry is written before it is read",
-    ("studies/records/stats.py", "[ 1.0] * len(p_values)"): "every entry is written before it is read",
+    ("studies/stats.py", "[True] * m"): "every entry is written before it is read",
+    ("studies/stats.py", "[ 1.0] * len(p_values)"): "every entry is written before it is read",
     ("masks.py", "(width - 1) // 1"): "more padding behind the window than anything reads",
     ("studies/trainer/checkpoint.py", "if match else - 2"): "only names that match are sorted",
     ("kernels/attend.py", "len(leading) > 1:"): "the mask is expanded, as a view with the same values",

@@ -41,9 +41,9 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import DropKey, HardMasking
-from dampen.functional.explicit import tap as taps
-from dampen.functional.explicit import together
-from dampen.kernels.attend import attend
+from dampen.functional.explicit import batched
+from dampen.functional.explicit import squares as taps
+from dampen.kernels.attend import Needs, attend
 from dampen.native import library
 from dampen.regularizer import Regularizer
 
@@ -315,7 +315,7 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
     def run(values: Tensor) -> tuple[Tensor, str]:
         torch.manual_seed(seed)
         with defaults(*elsewhere):
-            o, _, kernel = attend(q, k, values, mask, 0.0, causal, scale, groups != heads, methods, None)
+            o, _, kernel = attend(q, k, values, mask, 0.0, causal, scale, groups != heads, Needs(methods), None)
         return o, "none" if kernel is None else kernel.name
 
     if v_dtype is not dtype:  # torch's own attention refuses that too, unless a method's path takes it
@@ -503,7 +503,7 @@ def together_case(draw: random.Random, guard: bool, counts: Counts) -> None:
                 cut = (draw.randrange(3) * heads * size, heads * size)
                 y = y[..., cut[0] : sum(cut)].unflatten(-1, (heads, size)).transpose(1, 2)
             factor = draw.choice([0.1, 1.0])
-            parts.append(together.Tapped(y, bias, factor, cut, x, weight, y._version))
+            parts.append(batched.Tapped(y, bias, factor, cut, x, weight, y._version))
             wide = [t.detach().double().requires_grad_() for t in (x, weight)]
             own = wide[1] if cut is None else wide[1][cut[0] : sum(cut)]
             value = value + factor * (wide[0] @ own.mT).square().sum()
@@ -512,7 +512,7 @@ def together_case(draw: random.Random, guard: bool, counts: Counts) -> None:
         penalties.append(tuple(parts))
         expected.append(value)
     with defaults(draw.choice([torch.float32, torch.float64, torch.bfloat16]), draw.choice(["cpu", "cpu", "meta"])):
-        values = together.sum_up(penalties)
+        values = batched.sum_up(penalties)
         ours = torch.autograd.grad(sum(values), leaves, allow_unused=True)  # type: ignore[arg-type]
     theirs = torch.autograd.grad(sum(expected), [w for w in wide_leaves if w.requires_grad], allow_unused=True)
     for a, t in zip(values, expected, strict=True):
@@ -566,7 +566,7 @@ def main() -> None:
     bad = len(counts.failed) + (abs(counts.z()) > 5)
     print(f"{options.cases} cases, {len(counts.failed)} wrong; hidden keys: z {counts.z():.2f}")
     if options.json:
-        from dampen.kernels.timing import machine
+        from dampen.studies.bench.timing import machine
         from dampen.studies.files import write_json
 
         how = {"cases": options.cases, "guarded": options.guarded, "sanitized": options.sanitize}

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dampen.kernels.timing import machine
 from dampen.native import build
 from dampen.native.ops import draws, hidden_keys
+from dampen.studies.bench.timing import machine
 from dampen.studies.files import write_json
 
 SHAPE = (32, 96, 96)  # heads, queries, keys

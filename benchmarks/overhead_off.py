@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.inside:
         inside(options.batch, options.depth)
         return
-    from dampen.kernels.timing import machine
+    from dampen.studies.bench.timing import machine
     from dampen.studies.files import write_json
 
     counted = count(options.batch, options.depth)

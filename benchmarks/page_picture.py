@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 
 from dampen.studies.report import make_report
-from dampen.studies.report.figure import DARK, LIGHT, Palette
-from dampen.studies.report.forest import forest
+from dampen.studies.report.charts import forest
+from dampen.studies.report.figures import DARK, LIGHT, Palette
 from reproductions.pages.publish import PADDING
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,10 +32,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from dampen.hooks.stream import STEADY
 from dampen.studies.bench.alternatives import ALTERNATIVES
-from dampen.studies.bench.presets import PRESETS
+from dampen.studies.bench.rows import PRESETS, find_variants
 from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.studies.bench.subject import Subject, make_subject
-from dampen.studies.bench.variants import find_variants
 
 METHODS = (
     "drop_key(rate=0.2), hard_masking, explicit_dropout(value=0.06, ffn=0.06), feed_forward_dropout(rate=0.2), "
@@ -234,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, found in record[path].items():
             print(f"{path:<7} {name:<45} {found}", flush=True)
     if options.json:
-        from dampen.kernels.timing import machine
+        from dampen.studies.bench.timing import machine
         from dampen.studies.files import write_json
 
         told = {

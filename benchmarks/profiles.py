@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dampen.kernels.timing import machine
-from dampen.studies.allocator import describe_malloc, keep_freed_memory
+from dampen.studies.bench.rows import find_variants
 from dampen.studies.bench.run import plain_step, regularized_step
 from dampen.studies.bench.subject import make_subject
-from dampen.studies.bench.variants import find_variants
+from dampen.studies.bench.timing import machine
 from dampen.studies.files import write_json
+from dampen.studies.processes import describe_malloc, keep_freed_memory
 
 METHODS = "drop_key,drop_attention,hard_masking,blurred_attention,explicit_dropout,feed_forward_dropout,token_graying"
 MODEL = "vit(depth=2)"

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, ratio in found.items():
         print(f"{name:<24} {ratio:.3f}x the instructions of a plain step")
     if options.json:
-        from dampen.kernels.timing import machine
+        from dampen.studies.bench.timing import machine
         from dampen.studies.files import write_json
 
         what = "instructions of a training step by valgrind callgrind, torch path, method / plain; ViT 2 x 48, batch 8"

@@ -2,8 +2,8 @@
 
     python -m benchmarks.skip_cost [--batch 64] [--rounds 15] [--threads 1] [--json benchmarks/records/skip_cost.json]
 
-One process, interleaved rounds, median of paired ratios of processor time (`kernels/timing.py`): other programs on the
-machine do not count. The model is DESIGN's: ViT 7 x 384, 12 heads, 65 tokens, float32; the images are synthetic noise.
+One process, interleaved rounds, median of paired ratios of processor time (`studies/bench/timing.py`): other programs
+on the machine do not count. The model is DESIGN's: ViT 7 x 384, 12 heads, 65 tokens, float32, on synthetic noise.
 Beside the steps, graying alone is timed, because its share of a step is below the noise of a busy machine. The paper
 (arXiv 2505.01996, ViT-B) reports 1.01x for dct and 6.3x for svd.
 """
@@ -24,7 +24,7 @@ from dampen import Regularizer, SkipAblation, TokenGraying
 from dampen.diagnostics.conditioning import ConditionProbe
 from dampen.functional.graying import gray_images
 from dampen.functional.patches import patchify, unpatchify
-from dampen.kernels.timing import compare, machine
+from dampen.studies.bench.timing import compare, machine
 from dampen.studies.files import write_json
 from tests.oracles import skips as reference_skip
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dampen
-from dampen.kernels.timing import machine
+from dampen.studies.bench.timing import machine
 from dampen.studies.files import write_json
 from tests.oracles import stochastic as reference_stochastic
 

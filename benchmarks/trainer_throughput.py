@@ -22,10 +22,10 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from dampen.kernels.timing import Ratio, summarize
 from dampen.studies import train as train_module
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.records.environment import describe
+from dampen.studies.bench.timing import Ratio, summarize
+from dampen.studies.environment import describe
+from dampen.studies.run import Run
 from dampen.studies.trainer.bookkeeping import Bookkeeping
 from dampen.studies.trainer.build import derive, load_data, make_model, seed_all
 from dampen.studies.trainer.optim import learning_rate, make_optimizer, set_learning_rate
@@ -37,7 +37,7 @@ MODELS = {
 }
 
 
-def bare_loop(trial: TrialSpec) -> Any:
+def bare_loop(trial: Run) -> Any:
     """What one would write by hand: batches, forward, loss, backward, step. A generator of steps."""
     data = load_data(trial.data, None)
     seed_all(derive(trial.seed, "init"))
@@ -70,7 +70,7 @@ def measure(name: str, rounds: int, steps: int, clock: Callable[[], float]) -> R
     Validation is left out of both.
     """
     options = {"epochs": 10**6, "batch_size": 64, "lr": 1e-3}
-    trial = TrialSpec.from_dict({"data": {"name": "digits"}, "model": MODELS[name], "train": options})
+    trial = Run.from_dict({"data": {"name": "digits"}, "model": MODELS[name], "train": options})
     bare = bare_loop(trial)
     pairs: list[tuple[float, dict[str, float]]] = []
 

@@ -19,8 +19,7 @@ import numpy as np
 from scipy.special import stdtr
 
 from dampen.studies.files import write_json
-from dampen.studies.records.sequential import first_round, log_e_matrix
-from dampen.studies.records.stats import LEVEL
+from dampen.studies.stats import LEVEL, first_round, log_e_matrix
 
 RECORD = Path(__file__).parent / "records" / "verdict_power.json"
 

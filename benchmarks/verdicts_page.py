@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
-from dampen.studies.files import write_json
-from dampen.studies.records.plain import finite
-from dampen.studies.records.stats import LEVEL, seeds_needed
-from dampen.studies.records.table import plan_table, read_runs
+from dampen.studies.comparison import Comparison
+from dampen.studies.files import finite, write_json
+from dampen.studies.stats import LEVEL, seeds_needed
+from dampen.studies.table import comparison_table, read_runs
 from reproductions.pages.publish import publish
 
 HERE = Path(__file__).parent
@@ -40,8 +39,8 @@ corrected over the rows by Holm's method.
 
 def collected(folder: Path) -> dict[str, Any]:
     """What a race decided, and what plans fixed before would have taken."""
-    plan = Plan.load(folder)
-    table = plan_table(plan, read_runs(plan, folder))
+    plan = Comparison.load(folder)
+    table = comparison_table(plan, read_runs(plan, folder))
     compared = {e.name: e.comparison for e in table.compared() if e.comparison}
     reference = table.main_reference
     rows = {

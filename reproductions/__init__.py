@@ -24,8 +24,11 @@ plugins.register(
         "coco": "reproductions.data.coco:COCO_SOURCE",
         "multi30k": "reproductions.data.parallel:MULTI30K_SOURCE",
         "parallel": "reproductions.data.parallel:PARALLEL_SOURCE",
-        "tinyshakespeare": "reproductions.data.shakespeare:SHAKESPEARE",
+        "text": "reproductions.data.corpus:TEXT",
+        "tinyshakespeare": "reproductions.data.corpus:SHAKESPEARE",
     },
+    transforms={"noise": "reproductions.data.label_noise:LABEL_NOISE"},
+    augmentations={"specaugment": "reproductions.data.spec_augment:SpecAugment"},
     models={
         "captions": "reproductions.models.caption:CaptionMatcher",
         "cnn": "reproductions.models.cnn:CNN",
@@ -36,9 +39,18 @@ plugins.register(
     },
     tasks={
         "detection": "reproductions.metrics.tasks:DETECTION",
+        "language": "reproductions.metrics.tasks:LANGUAGE",
         "objects": "reproductions.metrics.tasks:OBJECT_DETECTION",
         "reconstruction": "reproductions.metrics.tasks:RECONSTRUCTION",
         "translation": "reproductions.metrics.tasks:TRANSLATE",
+    },
+    figures={
+        "grid": "reproductions.figures.grid:grid",
+        "detections": "reproductions.figures.detections:detections",
+        "conditioning": "reproductions.figures.conditioning:conditioning",
+        "training": "reproductions.figures.conditioning:conditioning_over_training",
+        "variance": "reproductions.figures.gradient_variance:gradient_variance",
+        "attention": "reproductions.figures.attention_maps:attention_maps",
     },
     recipes={path.relative_to(HERE).with_suffix("").as_posix(): path for path in sorted(HERE.glob("*/*.toml"))},
 )

@@ -14,7 +14,7 @@ from hypothesis import settings
 
 import dampen  # noqa: F401 - before timm and the like, which need torchvision cured
 
-os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(prefix="dampen-tests-")  # what `doctor --tune` measured must not matter
+os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(prefix="dampen-tests-")  # what this machine has must not matter
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None)  # a busy machine is no error of the code
 settings.load_profile("tests")

@@ -40,7 +40,7 @@ METRIC = '''"""A metric and a model of one's own."""
 
 from torch import nn
 from dampen.studies.metrics import Metrics
-from dampen.studies.records.metric import Metric
+from dampen.studies.metric import Metric
 
 
 class TopTwo(Metrics):
@@ -125,19 +125,19 @@ def test_models_of_packages_are_known_by_name(package):
 
 
 def test_other_code_is_another_trial(package, monkeypatch):
-    from dampen.studies.config.trial import TrialSpec
+    from dampen.studies.run import Run
 
     monkeypatch.chdir(package)
     spec = {"data": {"name": "digits"}, "model": {"name": "vit"}, "methods": ["noisy.py:HeadNoise"]}
-    first = TrialSpec.from_dict(spec)
+    first = Run.from_dict(spec)
     (package / "noisy.py").write_text(METHOD + "\n# a comment\n")
-    assert TrialSpec.from_dict(spec).id == first.id
+    assert Run.from_dict(spec).id == first.id
     (package / "noisy.py").write_text(METHOD.replace("1 + self", "1 - self"))
-    assert TrialSpec.from_dict(spec).id != first.id
+    assert Run.from_dict(spec).id != first.id
 
 
 def test_recipes_take_it(package, monkeypatch):
-    from dampen.studies.config.methods_text import build_methods, check_methods
+    from dampen.studies.methods_text import build_methods, check_methods
 
     monkeypatch.chdir(package)
     assert check_methods([{"name": "noisy.py:HeadNoise", "rate": 0.2}], "methods") == []

@@ -16,3 +16,20 @@ def test_the_lab_is_called_studies_now():
 def test_an_unknown_name_of_the_lab_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         importlib.import_module("dampen.lab").nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Plan", "Comparison"),
+        ("Record", "RunStore"),
+        ("RunResult", "ComparisonResult"),
+        ("TrialSpec", "Run"),
+        ("make_plan", "make_comparison"),
+        ("run_plan", "run_comparison"),
+    ],
+)
+def test_the_nouns_of_a_comparison_have_new_names(old: str, new: str):
+    studies = importlib.import_module("dampen.studies")
+    with pytest.warns(DeprecationWarning, match=f"dampen.studies.{old} is now dampen.studies.{new}"):
+        assert getattr(studies, old) is getattr(studies, new)

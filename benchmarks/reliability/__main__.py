@@ -16,8 +16,8 @@ from benchmarks import reliability
 from benchmarks.reliability import disks, fuzz, hardships, kills, memory, parsers, pickles, readers
 from benchmarks.reliability.page import PAGE, RECORD, page
 from benchmarks.reliability.subject import CannotAttack, Tally, patience
+from dampen.studies.environment import describe
 from dampen.studies.files import read_json, write_json
-from dampen.studies.records.environment import describe
 
 
 class Attack(NamedTuple):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial, undisturbed
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import DiskFull, LabError
 from dampen.studies.processes import start
+from dampen.studies.run import Run
 from dampen.studies.trainer.train import run_trial
 
 
@@ -67,7 +67,7 @@ class Disk:
                     path.write_bytes(content[:kept] + zeros)
 
 
-def _until_the_cut(pipe: Any, spec: TrialSpec, folder: Path, seed: int) -> None:
+def _until_the_cut(pipe: Any, spec: Run, folder: Path, seed: int) -> None:
     """A trial whose machine loses power at a random sync, rename or step."""
     rng = random.Random(seed)
     left = rng.randrange(1, 75)

@@ -12,7 +12,7 @@ from benchmarks.reliability.subject import Tally, patience
 
 def formats(count: int, where: Path, rng: random.Random) -> Tally:
     """`count` harmed contents for each function that takes a file apart: read, or refused as damaged."""
-    from dampen.studies.data.errors import DamagedData
+    from dampen.studies.data.dataset import DamagedData
 
     tally = Tally()
     for name, (content, read) in _taken_apart(where).items():
@@ -39,8 +39,8 @@ def _taken_apart(where: Path) -> dict[str, tuple[bytes, Callable[[bytes], Any]]]
     import numpy as np
     from PIL import Image
 
-    from dampen.studies.data.files import Store
-    from dampen.studies.data.limits import parse_json, parse_npy, read_image, read_npz
+    from dampen.studies.data.files import parse_npy, read_image, read_npz
+    from reproductions.data.archives import Store, parse_json
     from reproductions.data.unpickle import safe_unpickle
     from reproductions.data.waves import read_audio
     from tests.reproductions.data import writers

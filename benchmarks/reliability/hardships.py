@@ -10,13 +10,13 @@ from typing import Any
 
 from benchmarks.reliability.memory import used
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, trial, undisturbed
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import Locked
 from dampen.studies.processes import start
+from dampen.studies.run import Run
 from dampen.studies.trainer.train import run_trial
 
 
-def _contend(pipe: Any, spec: TrialSpec, folder: Path) -> None:
+def _contend(pipe: Any, spec: Run, folder: Path) -> None:
     try:
         run_trial(spec, folder, QUICK)
         pipe.send("done")

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, Tally, judge, patience, result_of, trial, undisturbed
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.engines.engine import Job, make_engine
+from dampen.studies.engines import Job, make_engine
 from dampen.studies.errors import LabError
 from dampen.studies.processes import start
-from dampen.studies.records.events import Event
+from dampen.studies.result import Event
+from dampen.studies.run import Run
 from dampen.studies.trainer.checkpoint import saved_states
 from dampen.studies.trainer.train import run_trial
 
 
-def _steps(pipe: Any, spec: TrialSpec, folder: Path) -> None:
+def _steps(pipe: Any, spec: Run, folder: Path) -> None:
     """The life of a process that gets killed: it says each step."""
     run_trial(spec, folder, QUICK, lambda event: pipe.send(event.get("step", 0)))
 
@@ -67,7 +67,7 @@ def _cluster(engine: str) -> Iterator[None]:
     if engine != "ray":
         yield
         return
-    from dampen.studies.engines.ray_engine import _cluster as started
+    from dampen.studies.engines.ray import _cluster as started
 
     for left in reversed(range(10)):
         with ExitStack() as stack:

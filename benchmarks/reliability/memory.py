@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.subject import QUICK, CannotAttack, Tally, judge, patience, trial, undisturbed
-from dampen.studies.engines.engine import Job, make_engine
-from dampen.studies.records.events import Event
+from dampen.studies.engines import Job, make_engine
+from dampen.studies.result import Event
 from dampen.studies.trainer.train import run_trial
 
 CGROUPS = Path("/sys/fs/cgroup/memory")

@@ -19,15 +19,15 @@ SIGNS = "()[]{},+=.:'\"*#\\\0\n -019eExX_jé\u2212\U0001f600"
 
 def attack(count: int, where: Path, rng: random.Random) -> Tally:
     """`count` inputs for each of --methods, --model, --set and recipes: read, or refused in words."""
-    from dampen.studies.config.plan import make_plan
-    from dampen.studies.study.parts import comparison
+    from dampen.studies.comparison import make_comparison
+    from dampen.studies.request import comparison
     from tests.studies import strategies, test_parsers
 
     usual = comparison("digits", None, "drop_key", 1)
     cases: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         "--methods": (strategies.METHOD_TEXT, test_parsers.parsed),
-        "--model": (strategies.MODEL_TEXT, lambda text: make_plan(comparison("digits", text, "drop_key", 1))),
-        "--set": (strategies.SETTING, lambda text: make_plan(usual, settings=[text, "train.epochs=1"])),
+        "--model": (strategies.MODEL_TEXT, lambda text: make_comparison(comparison("digits", text, "drop_key", 1))),
+        "--set": (strategies.SETTING, lambda text: make_comparison(usual, settings=[text, "train.epochs=1"])),
         "recipes": (strategies.mutated(test_parsers.GOOD), test_parsers.planned),
     }
     tally = Tally()

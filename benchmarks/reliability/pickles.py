@@ -40,7 +40,7 @@ def allowed(value: object, size: int) -> bool:
 
 def one(content: bytes) -> None:
     """Read what the fuzzer made up; whatever this raises is a finding."""
-    from dampen.studies.data.errors import DamagedData
+    from dampen.studies.data.dataset import DamagedData
     from reproductions.data.unpickle import safe_unpickle
 
     try:

@@ -69,7 +69,7 @@ SMALLER: dict[str, Callable[[Path], Path]] = {
 
 def attack(count: int, where: Path, rng: random.Random) -> Tally:
     """`count` harmed files for each reader: read, or refused as damaged with the file's name."""
-    from dampen.studies.data.errors import DamagedData, IncompleteData, MissingData
+    from dampen.studies.data.dataset import DamagedData, IncompleteData, MissingData
 
     tally = Tally()
     sets: dict[str, tuple[Path, dict[Path, bytes]]] = {}

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.records.record import Record
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 
@@ -46,9 +46,9 @@ class Patience:
 patience = Patience()
 
 
-def trial(seed: int = 0, epochs: int = 3, limit: int = 300) -> TrialSpec:
+def trial(seed: int = 0, epochs: int = 3, limit: int = 300) -> Run:
     """Digits, a one-layer ViT, DropKey."""
-    return TrialSpec.from_dict(
+    return Run.from_dict(
         {
             "data": {"name": "digits", "limit": limit},
             "model": {"name": "vit", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "mlp": 16},
@@ -59,14 +59,14 @@ def trial(seed: int = 0, epochs: int = 3, limit: int = 300) -> TrialSpec:
     )
 
 
-def undisturbed(spec: TrialSpec, folder: Path) -> dict[str, Any]:
+def undisturbed(spec: Run, folder: Path) -> dict[str, Any]:
     """The result of a trial that is left alone, without its times."""
     run_trial(spec, folder, QUICK)
     return result_of(folder)
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    return {k: v for k, v in (Record(folder).final() or {}).items() if k not in ASIDE}
+    return {k: v for k, v in (RunStore(folder).final() or {}).items() if k not in ASIDE}
 
 
 def judge(tally: Tally, folder: Path, whole: dict[str, Any]) -> None:

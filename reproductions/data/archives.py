@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
+import json
+import lzma
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import IO, cast
+from typing import IO, Any, cast
 
-from dampen.studies.plugins import BROKEN, DamagedData, open_limited, read_file, require_within
+from dampen.studies.plugins import BROKEN, DamagedData, limit_of, read_file, require_within
+
+COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+
+
+class Limited:
+    """A stream of bytes of which nobody takes too many at once; tar headers may ask for any number."""
+
+    def __init__(self, stream: IO[bytes], path: Path):
+        self.stream, self.path = stream, path
+
+    def read(self, size: int = -1) -> bytes:
+        most = limit_of("DAMPEN_MAX_CONTENT")
+        content = self.stream.read(most + 1 if size < 0 else min(size, most + 1))
+        require_within("DAMPEN_MAX_CONTENT", len(content), self.path, "bytes of content or more")
+        return content
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.stream.tell()
+
+
+def open_limited(path: Path, content: bytes | None = None) -> Limited:
+    """A file, uncompressed by what its first bytes say it is (gzip, bzip2, xz, or as it is)."""
+    raw = io.BytesIO(read_file(path) if content is None else content)
+    opener: Any = next((o for magic, o in COMPRESSED.items() if raw.getvalue().startswith(magic)), None)
+    return Limited(cast(IO[bytes], opener(raw)) if opener is not None else raw, path)
+
+
+def parse_json(content: bytes, path: Path) -> Any:
+    """JSON, or DamagedData that names the file, also for nesting too deep to be read."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamagedData(f"{path} ({len(content)} bytes) is not JSON: {error}. Fetch the file again.") from error
 
 
 class Store:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dampen.studies.plugins import DamagedData, damaged, parse_json, read_image, sha256
-from reproductions.data.archives import Store
+from dampen.studies.plugins import DamagedData, damaged, read_image, sha256
+from reproductions.data.archives import Store, parse_json
 from reproductions.data.unpickle import safe_unpickle
 
 PIXELS = 3072  # 3 x 32 x 32, channel by channel, row by row

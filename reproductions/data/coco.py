@@ -17,9 +17,9 @@ from dampen.studies.plugins import (
     Request,
     file_sha256,
     find,
-    parse_json,
     read_file,
 )
+from reproductions.data.archives import parse_json
 from reproductions.data.objects import Annotated, checked_box, object_dataset
 
 COCO = DataSpec(

@@ -94,14 +94,14 @@ def load_digit_captions(
         "layout": "embedded",
         "source": "scikit-learn; captions are synthetic",
         "sha256": {"images": sha256(images.numpy().tobytes()), "captions": sha256("\n".join(true + false).encode())},
-        "departures": [*rows.departures, "captions are synthetic: a true and a false one for each real image"],
+        "departures": [*rows.notes, "captions are synthetic: a true and a false one for each real image"],
         "drawn": rows.drawn,
         "partial": False,
         **cuts,
         "normalization": change.facts(),
     }
     model = {"image_size": 8, "channels": 1, "classes": 2, "vocab": len(vocabulary()), "max_tokens": length}
-    parts = (pairs(rows.train), pairs(rows.valid), pairs(rows.test))
+    parts = (pairs(index) for _, index in rows.rows.values())
     return Dataset(ask.spec.name, ask.spec.task, *parts, ["false", "true"], info, model, normalization=change)
 
 

@@ -14,8 +14,8 @@ from dampen.studies.plugins import (
     DataSource,
     DataSpec,
     Request,
-    a_draw,
     damaged,
+    draw_name,
     file_sha256,
     find,
     joint_sha256,
@@ -100,7 +100,7 @@ def load_gtzan(
         train, valid, cut = train_and_valid(labels[pool], ask.train_fraction, ask.seed, ask.limit)
         rows = {"train": pool[train], "valid": pool[valid], "test": test}
         split, drawn = "drawn by genre", ["valid", "test"]
-        how = f"{a_draw(ask.test_seed)} by genre of {len(test)} clips"
+        how = f"{draw_name(ask.test_seed)} by genre of {len(test)} clips"
         departures.append(f"no official split found: {how} serves as test")
     info = {
         "layout": clips.layout,

@@ -147,12 +147,7 @@ def object_dataset(
     counts = Counter(label for example in parts["train"] for label in example.labels)
     strata = {part: _strata(own, counts) for part, own in parts.items()}
     rows = split_rows(strata, **ask.cuts, test_fraction=test_fraction, test_limit=test_limit)
-    places = {
-        "train": ("train", rows.train),
-        "valid": (rows.valid_from, rows.valid),
-        "test": (rows.test_from, rows.test),
-    }
-    chosen = {part: [parts[source][i] for i in own.tolist()] for part, (source, own) in places.items()}
+    chosen = {part: [parts[source][i] for i in index.tolist()] for part, (source, index) in rows.rows.items()}
     splits = {part: ObjectSplit(examples, (height, width), channels) for part, examples in chosen.items()}
     train = splits["train"]
     normalization = channel_statistics(train.pixels(range(min(len(train), SAMPLED if train.images is None else 10**9))))
@@ -162,7 +157,7 @@ def object_dataset(
     info = facts | {
         "sha256": facts["sha256"] | {"images": joint_sha256(hashes)},
         "objects": {k: sum(len(t) for t in split.objects) for k, split in splits.items()},
-        "departures": [*facts.get("departures", []), *rows.departures],
+        "departures": [*facts.get("departures", []), *rows.notes],
         "partial": facts.get("partial", False),
         "drawn": rows.drawn,
         **ask.cuts,

@@ -24,12 +24,12 @@ from dampen.studies.plugins import (
     file_sha256,
     find,
     limited,
-    open_limited,
     pad_tokens,
     read_file,
     require_complete,
     require_within,
 )
+from reproductions.data.archives import open_limited
 
 MULTI30K = DataSpec(
     "multi30k",

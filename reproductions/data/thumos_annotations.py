@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.plugins import DamagedData, file_sha256, parse_json, read_file
+from dampen.studies.plugins import DamagedData, file_sha256, read_file
+from reproductions.data.archives import parse_json
 
 ANNOTATION_FILES = ("annotations.json", "thumos14.json", "thumos_14_anno.json")
 SUBSETS = dict.fromkeys(("train", "training", "validation", "val"), "train") | {"test": "test", "testing": "test"}

@@ -230,7 +230,7 @@ def safe_unpickle(content: bytes, where: str) -> Table:
     >>> safe_unpickle(pickle.dumps(len), "batch")
     Traceback (most recent call last):
     ...
-    dampen.studies.data.errors.DamagedData: batch was not read: as a pickle of arrays and lists it is damaged or \
+    dampen.studies.data.dataset.DamagedData: batch was not read: as a pickle of arrays and lists it is damaged or \
 unsafe (it asks for builtins.len). Fetch the official file again.
     """
     try:

@@ -12,6 +12,7 @@ from reproductions.data.parallel import PRESET as TRANSLATION
 from reproductions.data.voc import PRESET as OBJECTS
 from reproductions.metrics.detected import detected
 from reproductions.metrics.detection import DetectionMetrics
+from reproductions.metrics.language import LanguageMetrics
 from reproductions.metrics.objects import ObjectMetrics, missing_packages
 from reproductions.metrics.reconstruction import ReconstructionMetrics
 from reproductions.metrics.translation import TranslationMetrics
@@ -59,6 +60,19 @@ def _drawn(model: nn.Module, dataset: Dataset) -> dict[str, Any]:
     return {"detections": detected(model, split, dataset.classes)}
 
 
+def _language(dataset: Dataset, split: Split) -> Metrics:
+    return LanguageMetrics(dataset.extras["characters"])
+
+
+LANGUAGE = Task(
+    _language,
+    "bpc",
+    ("bpc", "nll", "perplexity", "accuracy"),
+    preset={
+        "model": {"name": "language", "width": 128, "depth": 3, "heads": 4, "mlp": 256},
+        "train": {"epochs": 3, "batch_size": 32, "lr": 2e-3, "warmup": 0.2, "clip": 1.0},
+    },
+)
 DETECTION = Task(
     _frames,
     "frame_map",

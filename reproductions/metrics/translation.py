@@ -7,9 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dampen.studies.plugins import Bpe, LanguageMetrics, Metrics, Split
+from dampen.studies.plugins import Bpe, Metrics, Split
 from reproductions.data.parallel import PairSplit
 from reproductions.metrics.beam_search import Translator, beam_search
+from reproductions.metrics.language import LanguageMetrics
 
 
 class TranslationMetrics(Metrics):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.explicit import appendix_b
 from dampen.studies import write_json
+from reproductions.metrics.appendix_b import appendix_b
 from reproductions.pages.publish import measure_and_publish
 from reproductions.pages.trained_digits import about, trained
 
@@ -42,10 +42,10 @@ For a linear map with input X (tokens x features) and weight W, arXiv 2604.20505
     R_arora = p/(1-p) sum_j ||x_:j||^2 ||W_:j||^2
     R_cross = p^2/2 sum_{j != j'} (X^T X)_jj' (W^T W)_jj'
 
-`dampen.explicit.r_arora`, `r_cross` and `appendix_b` compute them from the map's input and weight; `R_cross` needs no
+`reproductions/metrics/appendix_b.py` computes them from the map's input and weight; `R_cross` needs no
 d x d matrix, because it is the whole less its diagonal. They agree with the sums over all pairs to ten digits
-(`tests/functional/explicit/test_appendix_b.py`). `alpha R_arora = p^2/2 sum_j ||x_:j||^2 ||W_:j||^2` is never negative;
-`R_cross` can be.
+(`tests/reproductions/metrics/test_appendix_b.py`). `alpha R_arora = p^2/2 sum_j ||x_:j||^2 ||W_:j||^2` is never
+negative; `R_cross` can be.
 
 What the table says: the share of J that is `R_cross`, in percent (the rest to 100 is Arora's part; below 0, features
 that occur together are weighted against each other, and the paper's J is smaller than Arora's part alone).

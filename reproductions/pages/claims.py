@@ -16,9 +16,9 @@ from pathlib import Path
 from dampen.studies import (
     FEWEST_SEEDS,
     LEVEL,
-    Comparison,
     Metric,
     ResultTable,
+    Verdict,
     describe_metric,
     detectable,
     deviation,
@@ -134,15 +134,15 @@ def outcome(claim: Claim, found: Found) -> str:
     return "contradicted (half the published effect is excluded)" if high < abs(found.published) / 2 else open_
 
 
-def _differences(found: Sequence[Comparison]) -> str:
+def _differences(found: Sequence[Verdict]) -> str:
     return ", ".join(f"{c.difference:+.1f}" for c in found)
 
 
-def _worse(found: Sequence[Comparison]) -> str:
+def _worse(found: Sequence[Verdict]) -> str:
     return f"{sum(c.verdict == 'worse' for c in found)} of {len(found)}"
 
 
-def _compared(table: ResultTable, names: Sequence[str]) -> list[Comparison]:
+def _compared(table: ResultTable, names: Sequence[str]) -> list[Verdict]:
     """The comparisons of these rows, in the family of their page."""
     return [c for name in names if (c := table.entry(name).comparison) is not None]
 

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dampen.diagnostics import consistency_bound
 from dampen.studies import write_json
+from reproductions.metrics.consistency_bound import consistency_bound
 from reproductions.pages.publish import measure_and_publish
 from reproductions.pages.trained_digits import about, trained
 
@@ -45,8 +45,7 @@ Chernoff's bound holds for the single draw from above and for the disagreement f
 
     Brier(average)  <=  upper(Brier(one draw)) - lower(1/2 E ||p1 - p2||^2)        with probability 1 - delta.
 
-`dampen.diagnostics.consistency_bound` computes it; `dampen diagnose RUNS --only consistency` does so for every trial,
-on its test part.
+`reproductions/metrics/consistency_bound.py` computes it, and measured what the table shows.
 """
 TAIL = """
 ## What it says
@@ -64,7 +63,7 @@ TAIL = """
 ## Obvious routes that fail
 
 - **The PAC-Bayes bound printed in the paper** holds a term per logit that is negative for sigma > 0.242; a KL
-  divergence is never negative (`dampen.diagnostics.pac_bayes_bound` has the valid one, over weights).
+  divergence is never negative (`reproductions/metrics/pac_bayes.py` has the valid one, over weights).
 - **The binary C-bound** bounds the majority vote by the margin's mean and the disagreement, and falls as disagreement
   grows: a method that makes draws agree would look worse by it. It also speaks of two classes.
 - **Disagreement of the predicted classes** is not bounded by the consistency loss: two draws may differ in their argmax

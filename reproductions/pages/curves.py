@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dampen.studies import (
-    Comparison,
     Entry,
     ResultTable,
+    Verdict,
     describe_metric,
     judge_pairs,
     make_report,
@@ -74,7 +74,7 @@ def chosen(search: Mapping[str, Any]) -> dict[str, float]:
     return best
 
 
-Family = dict[tuple[str, str, str], Comparison]
+Family = dict[tuple[str, str, str], Verdict]
 """By study, reference and row."""
 Tested = Mapping[str, Sequence[str]]
 """By reference, the rows that are compared with it."""

@@ -15,7 +15,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dampen.studies import BOX_COLORS, Entry, Report, ResultTable, draw_boxes, make_report, picture_size, write_report
+from dampen.studies import Entry, Report, ResultTable, make_report, write_report
+from reproductions.figures.detections import COLORS, drawn, picture_size
 from reproductions.pages import design
 from reproductions.pages.publish import publish
 
@@ -118,7 +119,7 @@ def page() -> str:
 
 def picture() -> str:
     """The first seed of each row, one row below the other."""
-    colors = dict(zip(("WBC", "RBC", "Platelets"), BOX_COLORS, strict=False))
+    colors = dict(zip(("WBC", "RBC", "Platelets"), COLORS, strict=False))
     width, height, gap, label = 240, 180, 8, 22
     parts, top = [], 0
     for entry in table().entries:
@@ -128,7 +129,7 @@ def picture() -> str:
         for i, seen in enumerate(_first(entry)):
             size = picture_size(seen.image)
             if size is not None:
-                inner = base64.b64decode(draw_boxes(seen, size, colors).partition(",")[2]).decode()
+                inner = base64.b64decode(drawn(seen, size, colors).partition(",")[2]).decode()
                 place = f'<svg x="{i * (width + gap)}" y="{top + label}" width="{width}" height="{height}" '
                 parts.append(inner.replace("<svg ", place, 1))
         top += label + height + gap

@@ -5,14 +5,15 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 
-from dampen.studies import ResultTable, attention_maps
+from dampen.studies import ResultTable
+from reproductions.figures.attention_maps import maps_of
 
 SIDE, GAP, TITLE = 96, 10, 18
 
 
 def maps_picture(table: ResultTable) -> str | None:
     """The maps of a diagnosed study as SVG; None where none was recorded."""
-    figure = attention_maps(table.entries)
+    figure = maps_of(table.entries)
     if figure is None:
         return None
     lines = [list(images) for _, images in groupby(figure.images, key=lambda image: image["group"])]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dampen.studies import Comparison, Entry, ResultTable
+from dampen.studies import Entry, ResultTable, Verdict
 from reproductions.pages import design
 from reproductions.pages.design import losses, overfits
 from reproductions.pages.publish import PADDING, publish
@@ -85,7 +85,7 @@ class Case:
     train: float
     test: float
     table: ResultTable
-    found: list[tuple[str, Comparison]]
+    found: list[tuple[str, Verdict]]
 
     @property
     def overfits(self) -> bool:

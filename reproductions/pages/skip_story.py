@@ -15,7 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies import Comparison, Plan, Record, ResultTable, judge_pairs, make_report, sentence, summarize, words
+from dampen.studies import (
+    Comparison,
+    ResultTable,
+    RunStore,
+    Verdict,
+    judge_pairs,
+    make_report,
+    sentence,
+    summarize,
+    words,
+)
 from reproductions.pages import claims
 from reproductions.pages.publish import publish, renew
 
@@ -31,13 +41,13 @@ Rows = dict[str, list[dict[str, Any]]]
 def collect(runs: Path) -> None:
     """Every finished trial of every always_skip_attention run below `runs` into one small record per recipe."""
     for folder in sorted(path.parent for path in runs.glob("always_skip_attention-*/plan.json")):
-        plan = Plan.load(folder)
+        plan = Comparison.load(folder)
         rows: Rows = {}
         machine: dict[str, Any] = {}
         data: dict[str, Any] = {}
         for row in plan.rows:
             for seed, trial in row.points[0].trials.items():
-                record = Record(folder / trial)
+                record = RunStore(folder / trial)
                 final = record.final()
                 if final is None:
                     continue
@@ -92,7 +102,7 @@ def accuracy_table(content: dict[str, Any], reference: str, against: Mapping[str
     lines = [header + " training loss at the end |", "|---|---|---|---|---|---|"]
     references = {name: (against or {}).get(name, reference) for name in rows}
     pairs = {name: (rows[name], rows[one]) for name, one in references.items() if name != one}
-    compared: dict[str, Comparison] = judge_pairs(pairs, "accuracy")
+    compared: dict[str, Verdict] = judge_pairs(pairs, "accuracy")
     for name, values in rows.items():
         said = published.get(name, {}).get("accuracy")
         said = said[0] if isinstance(said, list) else said

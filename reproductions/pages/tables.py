@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dampen.studies import (
+    Comparison,
     Palette,
-    Plan,
     Report,
     ResultTable,
     advise,
@@ -57,7 +57,7 @@ def result_of(name: str) -> Path:
 def collect(runs: Path) -> None:
     """Every study's run folder below `runs` into one record."""
     for folder in sorted(path.parent for path in runs.glob("*/plan.json")):
-        name = Plan.load(folder).name
+        name = Comparison.load(folder).name
         if name in STUDIES:
             target = result_of(name)
             target.parent.mkdir(parents=True, exist_ok=True)

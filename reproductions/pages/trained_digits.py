@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from dampen.studies import Execution, Trained, TrialSpec, describe_machine, run_trial, trained_model
+from dampen.studies import Execution, Run, Trained, describe_machine, run_trial, trained_model
 
 DATA = {"name": "digits", "train_fraction": 0.25}
 MODEL = {"name": "vit", "patch_size": 2, "width": 32, "depth": 4, "heads": 4, "mlp": 64}
 TRAIN = {"epochs": 40, "batch_size": 32, "lr": 3e-3, "warmup": 1.0, "validate_every": 40, "select": "last"}
 
 
-def trial(methods: Sequence[Mapping[str, Any]], seed: int, **data: Any) -> TrialSpec:
+def trial(methods: Sequence[Mapping[str, Any]], seed: int, **data: Any) -> Run:
     """The last weights are kept, so that the validation part has chosen nothing: it is unseen, as the test part is."""
     asked = {"data": DATA | data, "model": MODEL, "train": TRAIN, "methods": list(methods), "seed": seed}
-    return TrialSpec.from_dict(asked)
+    return Run.from_dict(asked)
 
 
 def trained(methods: Sequence[Mapping[str, Any]], seed: int, runs: Path, **data: Any) -> Trained:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dampen.studies import (
-    Comparison,
     Entry,
     ResultTable,
+    Verdict,
     describe_metric,
     grid_text,
     judge,
@@ -169,7 +169,7 @@ def read(path: Path) -> tuple[ResultTable, list[Entry]]:
     return table, [e for e in table.selected() if not e.same_as]
 
 
-def judged(records: Iterable[str]) -> dict[str, list[tuple[Entry, Comparison]]]:
+def judged(records: Iterable[str]) -> dict[str, list[tuple[Entry, Verdict]]]:
     """Every row of these records against its baseline, best first; all rows together are one family (Holm)."""
     pairs, rows = {}, {}
     for record in records:
@@ -191,7 +191,7 @@ def recorded() -> list[Situation]:
     return [s for s in SITUATIONS if (RECORDS / s.record).is_file()]
 
 
-def advice(situation: Situation, found: Sequence[tuple[Entry, Comparison]]) -> str:
+def advice(situation: Situation, found: Sequence[tuple[Entry, Verdict]]) -> str:
     """One row of the page."""
     path = RECORDS / situation.record
     where = f"{situation.size} | {situation.task} | {situation.start}"

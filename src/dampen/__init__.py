@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dampen.public import *  # noqa: F403
+    from dampen.studies.compare import compare as compare
     from dampen.studies.errors import Stopped as Stopped
-    from dampen.studies.study.compare import compare as compare
-    from dampen.studies.study.study import Study as Study
-    from dampen.studies.study.study import load as load
+    from dampen.studies.study import Study as Study
+    from dampen.studies.study import load as load
     from dampen.studies.trainer.own_trial import Trial as Trial
 
 __version__ = "0.2.0"
@@ -20,10 +20,10 @@ __version__ = "0.2.0"
 
 _STUDIES = {
     "Stopped": "dampen.studies.errors",
-    "Study": "dampen.studies.study.study",
+    "Study": "dampen.studies.study",
     "Trial": "dampen.studies.trainer.own_trial",
-    "compare": "dampen.studies.study.compare",
-    "load": "dampen.studies.study.study",
+    "compare": "dampen.studies.compare",
+    "load": "dampen.studies.study",
 }
 """Names of the lab that stand at the front door, by their home. The core itself never imports the lab."""
 

@@ -1,11 +1,13 @@
-"""Everything private of torch that dampen uses, in one place; and the cure that makes torchvision importable beside it.
+"""Everything private of torch that dampen uses, in one place; and the cure that makes torchvision
+importable beside it.
 
-Each name says since when torch has it and what happens without it. Tested with torch 2.13; `docs/how_it_works.md` says
-what is known of older ones.
+Each name says since when torch has it and what happens without it. Tested with torch 2.13;
+`docs/how_it_works.md` says what is known of older ones.
 
-torchvision: its wheel on the Python package index is built for CUDA. Beside a CPU torch its compiled extension does not
-load, and its import then dies with `operator torchvision::nms does not exist`, taking timm, torchmetrics and
-Lightning with it. Declaring the two operators that the import mentions is enough; nothing here ever calls them.
+torchvision: its wheel on the Python package index is built for CUDA. Beside a CPU torch its
+compiled extension does not load, and its import then dies with `operator torchvision::nms does not
+exist`, taking timm, torchmetrics and Lightning with it. Declaring the two operators that the import
+mentions is enough; nothing here ever calls them.
 """
 
 from __future__ import annotations
@@ -23,60 +25,73 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["DropoutModule", "TorchDispatchMode", "cure_torchvision", "pytree"]
-"""`torch.utils._pytree` (torch 1.8 and newer) finds the tensors in nested outputs; `TorchDispatchMode` (torch 1.13 and
-newer) sees every kernel, for the contracts. Without them dampen cannot be imported."""
+"""`torch.utils._pytree` (torch 1.8 and newer) finds the tensors in nested outputs;
+`TorchDispatchMode` (torch 1.13 and newer) sees every kernel, for the contracts. Without them dampen
+cannot be imported."""
 
 DropoutModule = torch.nn.modules.dropout._DropoutNd
 """What nn.Dropout and its kin have in common: torch 1.0 and newer."""
 
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""As `__torch_function__` of a subclass of Tensor: torch treats it as a plain tensor; torch 1.7 and newer."""
+"""As `__torch_function__` of a subclass of Tensor: torch treats it as a plain tensor; torch 1.7 and
+newer."""
 
 
 def version_of(t: torch.Tensor) -> int:
-    """How often a tensor was changed in place: `Tensor._version`, torch 0.4 and newer; 0 for one of `inference_mode`,
-    where nobody counts and no backward asks."""
-    return 0 if t.is_inference() else t._version
+    """How often a tensor was changed in place: `Tensor._version`, torch 0.4 and newer; 0 for one of
+    `inference_mode`, where nobody counts and no backward asks."""
+    if t.is_inference():
+        return 0
+    return t._version
 
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
-    """A module's own parameter, past every `__getattr__` that a library puts before it (`Module._parameters`, torch 0.1
-    and newer); None where there is none of this name."""
+    """A module's own parameter, past every `__getattr__` that a library puts before it
+    (`Module._parameters`, torch 0.1 and newer); None where there is none of this name."""
     return module._parameters.get(name)
 
 
 def has_forward_hooks(module: torch.nn.Module, before: bool = True, after: bool = True) -> bool:
-    """Whether the user's hooks run around this module's forward (`Module._forward_hooks`, torch 0.1 and newer)."""
+    """Whether the user's hooks run around this module's forward (`Module._forward_hooks`, torch 0.1
+    and newer)."""
     return (before and bool(module._forward_pre_hooks)) or (after and bool(module._forward_hooks))
 
 
 def convolve(
-    module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, x: torch.Tensor, weight: torch.Tensor
+    module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d,
+    x: torch.Tensor,
+    weight: torch.Tensor,
 ) -> torch.Tensor:
-    """The convolution of a module, padded as it pads, with another weight and no bias: `_conv_forward`, which takes the
-    bias as an argument in torch 1.8 and newer; without it convolutions have no penalty."""
+    """The convolution of a module, padded as it pads, with another weight and no bias:
+    `_conv_forward`, which takes the bias as an argument in torch 1.8 and newer; without it
+    convolutions have no penalty."""
     out: torch.Tensor = module._conv_forward(x, weight, None)
     return out
 
 
 def norms_of_all(these: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The Euclidean norm of each of many tensors: `torch._foreach_norm`, torch 1.10 and newer; else one by one."""
+    """The Euclidean norm of each of many tensors: `torch._foreach_norm`, torch 1.10 and newer; else
+    one by one."""
     together = getattr(torch, "_foreach_norm", None)
-    return list(together(these)) if together is not None else [torch.linalg.vector_norm(t) for t in these]
+    if together is not None:
+        return list(together(these))
+    return [torch.linalg.vector_norm(t) for t in these]
 
 
 def scale_all(these: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
-    """Each of many tensors times its number: `torch._foreach_mul`, torch 1.10 and newer; else one by one."""
+    """Each of many tensors times its number: `torch._foreach_mul`, torch 1.10 and newer; else one
+    by one."""
     together = getattr(torch, "_foreach_mul", None)
-    return (
-        list(together(these, numbers)) if together is not None else [t * n for t, n in zip(these, numbers, strict=True)]
-    )
+    if together is not None:
+        return list(together(these, numbers))
+    return [t * n for t, n in zip(these, numbers, strict=True)]
 
 
 def compile_counter(backend: str) -> Callable[..., Any]:
-    """A back end for `torch.compile` that counts its graphs in `frame_count` (`torch._dynamo.testing`, torch 2.0 and
-    newer); only the contract of compiled graphs needs it."""
+    """A back end for `torch.compile` that counts its graphs in `frame_count`
+    (`torch._dynamo.testing`, torch 2.0 and newer); only the contract of compiled graphs needs it.
+    """
     import torch._dynamo.testing as testing
 
     counter: Callable[..., Any] = testing.CompileCounterWithBackend(backend)
@@ -84,8 +99,9 @@ def compile_counter(backend: str) -> Callable[..., Any]:
 
 
 def inductor_draws_as_eager() -> AbstractContextManager[Any]:
-    """A context in which compiled graphs draw the random numbers that eager code draws (`torch._inductor.config`, torch
-    2.0 and newer); only the contract of compiled graphs needs it."""
+    """A context in which compiled graphs draw the random numbers that eager code draws
+    (`torch._inductor.config`, torch 2.0 and newer); only the contract of compiled graphs needs it.
+    """
     import torch._inductor.config as config
 
     patched: AbstractContextManager[Any] = config.patch(fallback_random=True)
@@ -93,13 +109,14 @@ def inductor_draws_as_eager() -> AbstractContextManager[Any]:
 
 
 def forward_hooks(module: torch.nn.Module, not_of: str) -> bool:
-    """Whether hooks run after this module's forward (`Module._forward_hooks`, torch 0.1 and newer), those of one
-    package left out."""
+    """Whether hooks run after this module's forward (`Module._forward_hooks`, torch 0.1 and newer),
+    those of one package left out."""
     return any(not getattr(hook, "__module__", "").startswith(not_of) for hook in module._forward_hooks.values())
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running in this thread: then a forward is a checkpoint's recompute.
+    """Whether a backward pass is running in this thread: then a forward is a checkpoint's
+    recompute.
 
     `torch._C._current_graph_task_id`, torch 1.11 and newer; -1 outside a backward.
     """
@@ -107,7 +124,8 @@ def in_backward() -> bool:
 
 
 def half_in_hardware() -> bool:
-    """Whether this CPU multiplies 16-bit numbers in hardware: `torch.cpu._is_*`, torch 2.4 and newer; else no."""
+    """Whether this CPU multiplies 16-bit numbers in hardware: `torch.cpu._is_*`, torch 2.4 and
+    newer; else no."""
     asks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
     return any(bool(ask()) for ask in asks if ask is not None)
 
@@ -115,28 +133,44 @@ def half_in_hardware() -> bool:
 def saved_tensors_are_hooked() -> bool:
     """Whether something (a checkpoint, offloading) replaces tensors that autograd saves.
 
-    `torch._C._autograd._top_saved_tensors_default_hooks`, torch 2.7 and newer; without it the answer is yes, and
-    nothing is shared between two passes, which is slower and never wrong.
+    `torch._C._autograd._top_saved_tensors_default_hooks`, torch 2.7 and newer; without it the
+    answer is yes, and nothing is shared between two passes, which is slower and never wrong.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 
 
 def checkpointing_now() -> bool:
-    """Whether tensors that autograd saves are being replaced right now, by a checkpoint for one: torch 2.7 and newer;
-    without it the answer is no."""
+    """Whether tensors that autograd saves are being replaced right now, by a checkpoint for one:
+    torch 2.7 and newer; without it the answer is no."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
 
 
+functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""None where no transform of functorch is at work. Without a frame of Python, for what every layer asks."""
+
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""-1 outside a backward; see `in_backward`. Without a frame of Python, for what every layer asks."""
+
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many `TorchDispatchMode`s see every kernel now, as FlopCounterMode does."""
+
+saved_tensor_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "unknown"
+)
+"""`saved_tensor_hooks(True)` is None where autograd saves tensors as they are, without a checkpoint or
+offloading; see `saved_tensors_are_hooked`."""
+
+
 def in_functorch() -> bool:
     """Whether `vmap`, `grad` or another transform of functorch is at work: torch 2.0 and newer."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch_level() is not None
 
 
 def in_forward_mode() -> bool:
-    """Whether derivatives are taken forward, by dual numbers (`torch.autograd.forward_ad._current_level`, torch 1.8 and
-    newer)."""
+    """Whether derivatives are taken forward, by dual numbers
+    (`torch.autograd.forward_ad._current_level`, torch 1.8 and newer)."""
     return forward_ad._current_level >= 0
 
 
@@ -147,65 +181,74 @@ def watched_by_a_mode() -> bool:
 
 
 def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its half in Python, which looks for functorch and for `setup_context` on every call: for
-    one that has none, where `in_functorch` was asked before. `torch._C._FunctionBase`, torch 0.4 and newer."""
+    """`function.apply` without its half in Python, which looks for functorch and for
+    `setup_context` on every call: for one that has none, where `in_functorch` was asked before.
+    `torch._C._FunctionBase`, torch 0.4 and newer."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 def without_modes() -> AbstractContextManager[None]:
-    """Inside, no torch function mode sees what runs. torch 2.0 and newer; there is no other way to leave the modes that
-    stand around the caller."""
+    """Inside, no torch function mode sees what runs. torch 2.0 and newer; there is no other way to
+    leave the modes that stand around the caller."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context
 
 
 def has_parameters(module: torch.nn.Module) -> bool:
-    """Whether a module has parameters of its own, those of its children left out; asked in every step, and
-    `module.parameters()` walks through all of them. Any torch; a module without the private dict has none to ask."""
+    """Whether a module has parameters of its own, those of its children left out; asked in every
+    step, and `module.parameters()` walks through all of them. Any torch; a module without the
+    private dict has none to ask."""
     return bool(module._parameters)
 
 
 def has_numbers(t: torch.Tensor) -> bool:
-    """Whether Python may look at a tensor's values: not while tracing, for fake tensors or inside `vmap`."""
+    """Whether Python may look at a tensor's values: not while tracing, for fake tensors or inside
+    `vmap`."""
     return type(t) is torch.Tensor and not torch.compiler.is_compiling() and not in_functorch()
 
 
 def refuse_nested(t: torch.Tensor, who: str) -> None:
-    """Raise for a nested tensor, jagged or strided: its samples have no common shape to draw masks in, nor a mask that
-    says what is padding. `torch.nested`: torch 1.13 and newer."""
+    """Raise for a nested tensor, jagged or strided: its samples have no common shape to draw masks
+    in, nor a mask that says what is padding. `torch.nested`: torch 1.13 and newer."""
     if t.is_nested:
         raise RuntimeError(
-            f"{who} got a nested tensor (torch.nested, layout {t.layout}), which regularizers cannot take. Give "
-            "padded batches with a mask: x.to_padded_tensor(0.0) and its lengths. torch.nn.TransformerEncoder makes "
-            "nested tensors of padded batches in eval: set encoder.use_nested_tensor = False, or build it with "
+            f"{who} got a nested tensor (torch.nested, layout {t.layout}), which regularizers "
+            "cannot take. Give "
+            "padded batches with a mask: x.to_padded_tensor(0.0) and its lengths. "
+            "torch.nn.TransformerEncoder makes "
+            "nested tensors of padded batches in eval: set encoder.use_nested_tensor = False, or "
+            "build it with "
             "enable_nested_tensor=False."
         )
 
 
 def is_empty(t: torch.Tensor) -> bool:
-    """Whether a tensor has no entries: a batch of no samples, or no tokens. A graph is of one size, which is not it."""
+    """Whether a tensor has no entries: a batch of no samples, or no tokens. A graph is of one size,
+    which is not it."""
     return not torch.compiler.is_compiling() and t.numel() == 0
 
 
 def run_by_the_tracer(function: Callable[[], bool]) -> Callable[[], bool]:
     """Mark a function that torch.compile runs while tracing, and whose result it keeps.
 
-    What `torch.compiler.assume_constant_result` (torch 2.1 and newer) does, without importing torch._dynamo: that
-    takes a second, and `import dampen` does not need it.
+    What `torch.compiler.assume_constant_result` (torch 2.1 and newer) does, without importing
+    torch._dynamo: that takes a second, and `import dampen` does not need it.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def addresses_known() -> bool:
-    """Whether Python may ask where tensors lie: not while tracing, nor inside `torch.func`, where they are wrapped."""
+    """Whether Python may ask where tensors lie: not while tracing, nor inside `torch.func`, where
+    they are wrapped."""
     return not torch.compiler.is_compiling() and not in_functorch()
 
 
 def shared_until_written(t: torch.Tensor) -> torch.Tensor:
-    """A copy that takes no memory until one of the two is written to, in whatever way: `torch._lazy_clone`, torch 2.2
-    and newer; where torch, the device, the kind of tensor or its memory has none of it, a copy at once."""
+    """A copy that takes no memory until one of the two is written to, in whatever way:
+    `torch._lazy_clone`, torch 2.2 and newer; where torch, the device, the kind of tensor or its
+    memory has none of it, a copy at once."""
     lazy = getattr(torch, "_lazy_clone", None)
     plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type in ("cpu", "cuda")
     if lazy is None or not plain:
@@ -217,16 +260,19 @@ def shared_until_written(t: torch.Tensor) -> torch.Tensor:
 
 
 def is_shared(t: torch.Tensor) -> bool:
-    """Whether a tensor still shares its memory with what it was copied from by `shared_until_written`."""
+    """Whether a tensor still shares its memory with what it was copied from by
+    `shared_until_written`."""
     ask = getattr(torch._C, "_is_cow_tensor", None)
     return ask is not None and bool(ask(t))
 
 
-_library: torch.library.Library | None = None  # the declarations live as long as this object
+# the declarations live as long as this object
+_library: torch.library.Library | None = None
 
 
 def cure_torchvision() -> bool:
-    """Declare torchvision's operators if its extension cannot do so itself; return whether that was needed.
+    """Declare torchvision's operators if its extension cannot do so itself; return whether that was
+    needed.
 
     `import dampen` has it called just before the first import of torchvision, whoever imports it.
     """
@@ -243,7 +289,8 @@ def cure_torchvision() -> bool:
 
 
 def _extension_loads(spec: importlib.machinery.ModuleSpec) -> bool:
-    """Whether torchvision's own extension registers its operators, as torchvision.extension would make it."""
+    """Whether torchvision's own extension registers its operators, as torchvision.extension would
+    make it."""
     extension = next((p for root in spec.submodule_search_locations or [] for p in _extensions(root)), None)
     if extension is None:
         return False

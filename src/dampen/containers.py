@@ -1,4 +1,5 @@
-"""What modules take and return, whatever holds it: tuples, named ones too, dicts, dataclasses, outputs of libraries.
+"""What modules take and return, whatever holds it: tuples, named ones too, dicts, dataclasses,
+outputs of libraries.
 
 A container comes back as what it was: the same class, the same other fields. Only what changed is
 another tensor; where nothing changed it is the same object."""
@@ -43,7 +44,9 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed = with_tensors(part, change)
         if changed is not part:
             new[key] = changed
-    return _with_parts(value, new) if new else value
+    if new:
+        return _with_parts(value, new)
+    return value
 
 
 def with_first(value: Any, new: Tensor) -> Any:
@@ -72,7 +75,9 @@ def _with_parts(value: Any, new: dict[Any, Any]) -> Any:
         parts = [new.get(i, part) for i, part in enumerate(value)]
         if type(value) in (list, tuple):
             return type(value)(parts)
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if hasattr(value, "_fields"):
+            return type(value)(*parts)
+        return type(value)(parts)
     if type(value) is dict:
         return {**value, **new}
     if torch.compiler.is_compiling() and dataclasses.is_dataclass(value):

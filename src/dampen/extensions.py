@@ -1,12 +1,14 @@
-"""What packages, plug-ins and files add to dampen: methods, models, data sets, tasks, metrics and more.
+"""What packages, plug-ins and files add to dampen: methods, models, data sets, tasks, metrics and
+more.
 
 A package declares it in its `pyproject.toml`, under the name that users will type:
 
     [project.entry-points."dampen.methods"]
     head_dropout = "mypackage.dropout:HeadDropout"
 
-A plug-in that is not installed calls `register` when it is imported: see `dampen.studies.plugins`. A method in a file
-needs neither: wherever the name of a method is expected, `my.py:HeadDropout` will do.
+A plug-in that is not installed calls `register` when it is imported: see `dampen.studies.plugins`.
+A method in a file needs neither: wherever the name of a method is expected, `my.py:HeadDropout`
+will do.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ from typing import Any, Generic, TypeVar
 from dampen.names import nearest
 
 GROUPS = tuple(
-    f"dampen.{kind}" for kind in ("methods", "models", "data", "tasks", "metrics", "engines", "loggers", "recipes")
+    f"dampen.{kind}"
+    for kind in (
+        *("methods", "models", "data", "transforms", "augmentations", "tasks", "metrics"),
+        *("engines", "loggers", "recipes", "figures", "formulations"),
+    )
 )
 IN_FILE = re.compile(r"(?P<file>[^:*?\"<>|]+\.py):(?P<name>[A-Za-z_]\w*)")
 """`my.py:HeadDropout`, with any path before it."""
@@ -33,13 +39,18 @@ IN_FILE = re.compile(r"(?P<file>[^:*?\"<>|]+\.py):(?P<name>[A-Za-z_]\w*)")
 
 @functools.cache
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
-    """What installed packages offer in one of `GROUPS`, by name, not yet imported."""
+    """What installed packages offer in one of `GROUPS`, by name, not yet imported.
+
+    Args:
+        group: one of `GROUPS`.
+    """
     found: dict[str, metadata.EntryPoint] = {}
     for point in metadata.entry_points(group=group):
         other = found.setdefault(point.name, point)
         if other.value != point.value:
             raise ValueError(
-                f"two packages offer {point.name!r} as one of {group}: {_origin(other)} and {_origin(point)}. "
+                f"two packages offer {point.name!r} as one of {group}: {_origin(other)} and "
+                f"{_origin(point)}. "
                 "Uninstall one of them, or ask its author for another name."
             )
     return found
@@ -48,23 +59,33 @@ def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
 MOVED = {
     "dampen.data": (
         *("cifar10", "cifar100", "digit_captions", "gtzan", "fsdd", "thumos14", "bccd", "voc", "coco"),
-        *("multi30k", "parallel", "tinyshakespeare"),
+        *("multi30k", "parallel", "tinyshakespeare", "text"),
     ),
+    "dampen.transforms": ("noise",),
+    "dampen.augmentations": ("specaugment",),
     "dampen.models": ("seq2seq", "convmixer", "cnn", "mae", "captions", "detr"),
 }
 """What was dampen's own until 0.2 and is in the folder `reproductions` of its repository now."""
 
 
 def hint(group: str, name: object, known: Iterable[str]) -> str:
-    """What to say of a name that a group does not have: where it moved to, the nearest name, or what is known.
+    """What to say of a name that a group does not have: where it moved to, the nearest name, or
+    what is known.
+
+    Args:
+        group: one of `GROUPS`.
+        name: the name that users type.
+        known: the names the group has.
 
     >>> hint("dampen.models", "vitt", ["vit"])
     "; did you mean 'vit'?"
     """
     if name in MOVED.get(group, ()) and name not in (known := list(known)):
         return (
-            f"; {name} is in the plug-in 'reproductions', a folder of dampen's repository. In a clone, set "
-            'DAMPEN_PLUGINS=reproductions, or write plugins = ["reproductions"] at the top of the recipe'
+            f"; {name} is in the plug-in 'reproductions', a folder of dampen's repository. In a "
+            "clone, set "
+            'DAMPEN_PLUGINS=reproductions, or write plugins = ["reproductions"] at the top of the '
+            "recipe"
         )
     return nearest(name, known)
 
@@ -77,8 +98,8 @@ def register(group: str, things: Mapping[str, Any]) -> None:
 
     Args:
         group: one of `GROUPS`.
-        things: by the name that users will type, the thing itself, or where it is: "package.module:attribute",
-            imported when the name is first used.
+        things: by the name that users will type, the thing itself, or where it is:
+            "package.module:attribute", imported when the name is first used.
     """
     if group not in _registered:
         raise ValueError(f"unknown group {group!r}; known are {', '.join(GROUPS)}.")
@@ -86,18 +107,32 @@ def register(group: str, things: Mapping[str, Any]) -> None:
 
 
 def added(group: str) -> list[str]:
-    """The names that packages and plug-ins add to a group; nothing is imported."""
+    """The names that packages and plug-ins add to a group; nothing is imported.
+
+    Args:
+        group: one of `GROUPS`.
+    """
     return [*entry_points(group), *(n for n in _registered[group] if n not in entry_points(group))]
 
 
 def references(group: str) -> dict[str, str]:
-    """Where the things of a group are, as "package.module:attribute", by name; nothing is imported."""
+    """Where the things of a group are, as "package.module:attribute", by name; nothing is
+    imported.
+
+    Args:
+        group: one of `GROUPS`.
+    """
     given = {n: t for n, t in _registered[group].items() if isinstance(t, str)}
     return {**given, **{name: point.value for name, point in entry_points(group).items()}}
 
 
 def load_added(group: str, name: str) -> Any:
-    """The thing that a package or plug-in adds under a name, imported where it is not yet."""
+    """The thing that a package or plug-in adds under a name, imported where it is not yet.
+
+    Args:
+        group: one of `GROUPS`.
+        name: the name that users type.
+    """
     if name in entry_points(group):
         return _loaded(entry_points(group)[name])
     thing = _registered[group][name]
@@ -108,7 +143,11 @@ def load_added(group: str, name: str) -> Any:
 
 
 def from_plugins(group: str) -> dict[str, Any]:
-    """Everything that packages and plug-ins add to a group, imported, by name."""
+    """Everything that packages and plug-ins add to a group, imported, by name.
+
+    Args:
+        group: one of `GROUPS`.
+    """
     return {name: load_added(group, name) for name in added(group)}
 
 
@@ -116,7 +155,8 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """The things of a group by name: dampen's own, then what packages and plug-ins add, imported on first use.
+    """The things of a group by name: dampen's own, then what packages and plug-ins add, imported on
+    first use.
 
     Args:
         group: one of `GROUPS`.
@@ -133,7 +173,10 @@ class Registry(Mapping[str, T], Generic[T]):
         if name not in self._added():
             raise KeyError(name)
         thing = load_added(self.group, name)
-        return thing if self.check is None else self.check(thing)
+        if self.check is not None:
+            thing = self.check(thing)
+        found: T = thing
+        return found
 
     def __iter__(self) -> Iterator[str]:
         yield from self.own
@@ -157,6 +200,9 @@ class Registry(Mapping[str, T], Generic[T]):
 def is_in_file(reference: str) -> bool:
     """Whether a name is written as `my.py:HeadDropout`.
 
+    Args:
+        reference: as `my.py:HeadDropout`.
+
     >>> is_in_file("my.py:HeadDropout"), is_in_file("drop_key")
     (True, False)
     """
@@ -164,7 +210,12 @@ def is_in_file(reference: str) -> bool:
 
 
 def from_file(reference: str) -> Any:
-    """What `my.py:HeadDropout` names. A file is imported once, and anew when its text has changed."""
+    """What `my.py:HeadDropout` names. A file is imported once, and anew when its text has
+    changed.
+
+    Args:
+        reference: as `my.py:HeadDropout`.
+    """
     match = IN_FILE.fullmatch(reference)
     if match is None:
         raise ValueError(f"expected FILE.py:NAME, such as my.py:HeadDropout, got {reference!r}.")
@@ -179,7 +230,8 @@ def from_file(reference: str) -> Any:
 
 
 def _imported(path: Path) -> Any:
-    """The module of a file under a name of its own, so that copies and pickles made in this process find their class.
+    """The module of a file under a name of its own, so that copies and pickles made in this process
+    find their class.
 
     Files beside it can be imported, as they can where the file is run as a script.
     """
@@ -210,5 +262,8 @@ def _loaded(point: metadata.EntryPoint) -> Any:
 
 
 def _origin(point: metadata.EntryPoint) -> str:
-    package = f" of the package {point.dist.name}" if point.dist is not None else ""
+    if point.dist is not None:
+        package = f" of the package {point.dist.name}"
+    else:
+        package = ""
     return f"{point.value}{package}"

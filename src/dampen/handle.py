@@ -14,14 +14,13 @@ from dampen.calls import later
 from dampen.calls.ledger import Ledger, makes_penalties
 from dampen.hooks.attach import attach, check_model
 from dampen.hooks.carrier import CarrierSite
+from dampen.hooks.context import Layer, ModelSite
 from dampen.hooks.describe import describe
 from dampen.hooks.detach import remove
 from dampen.hooks.example import run_example
 from dampen.hooks.own_dropout import OwnRate, choose_own, depth_of, own_rates
 from dampen.hooks.sampling import sampling_own
-from dampen.hooks.state import Layer, ModelSite
 from dampen.hooks.swap import swap
-from dampen.kernels.kernel import use_tuned_table
 from dampen.native.library import use_native_kernels
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value, as_schedule, check_progress, per_layer
@@ -73,7 +72,6 @@ def regularize(
         raise TypeError(f"regularize takes regularizers such as DropKey(0.1), or a list of them, got {methods!r}.")
     chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
     check_model(model)
-    use_tuned_table()
     use_native_kernels()
     layers, clones, prefix = attach(model, chosen, sites, attention, projections, depth)
     reg = Regularization(model, chosen, layers, clones, prefix, strict)

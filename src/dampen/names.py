@@ -1,4 +1,5 @@
-"""Names: the stages, how a class is called in the registry, and the nearest known word for a wrong one.
+"""Names: the stages, how a class is called in the registry, and the nearest known word for a wrong
+one.
 
 No torch here, so that the command can list, show and complain without waiting for it.
 """
@@ -7,13 +8,23 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 MODEL_STAGES = ("inputs", "embeddings", "outputs")
 BLOCK_STAGES = ("tokens", "branch", "block")
 LINEAR_STAGES = ("operands", "product")
 ATTENTION_STAGES = ("qkv", "mask", "logits", "probs", "heads")
-STAGES = ("inputs", "embeddings", "tokens", *LINEAR_STAGES, *ATTENTION_STAGES, "branch", "block", "outputs")
+STAGES = (
+    "inputs",
+    "embeddings",
+    "tokens",
+    *LINEAR_STAGES,
+    *ATTENTION_STAGES,
+    "branch",
+    "block",
+    "outputs",
+)
 """All of them, in the order in which the data meets them."""
 MATRIX_STAGES = ("logits", "probs")
 """Those that need the N x M matrix of scores or weights, so that no fused kernel can run."""
@@ -29,12 +40,15 @@ def snake_case(name: str) -> str:
 
 
 def leave_out(name: str) -> str:
-    """How to go on without one layer or attention, for the end of an error. The model itself cannot be left out.
+    """How to go on without one layer or attention, for the end of an error. The model itself cannot
+    be left out.
 
     >>> leave_out("blocks.0")
     'leave it out: sites="!blocks.0"'
     """
-    return f'leave it out: sites="!{name}"' if name else "do without the method"
+    if name:
+        return f'leave it out: sites="!{name}"'
+    return "do without the method"
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
@@ -47,4 +61,28 @@ def nearest(word: object, known: Iterable[str]) -> str:
     """
     words = list(known)
     close = difflib.get_close_matches(str(word), words, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(words))}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(sorted(words))}"
+
+
+def moved_out(module: str, name: str, folder: str, moved: Mapping[str, str]) -> NoReturn:
+    """Raise for an attribute that a module does not have, or no longer has: the `__getattr__` of
+    that module.
+
+    Args:
+        module: `__name__` of the module.
+        name: the attribute that was requested.
+        folder: the folder of `reproductions` that has what moved.
+        moved: the attributes that moved, each with its module in that folder.
+    """
+    if name not in moved:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    # ImportError, because `from dampen.models import DETR` would replace the message of an
+    # AttributeError.
+    raise ImportError(
+        f"{module}.{name} moved out of the installed package. In a clone of dampen's repository, "
+        "write: "
+        f"from reproductions.{folder}.{moved[name]} import {name}",
+        name=f"{module}.{name}",
+    )

@@ -1,4 +1,5 @@
-"""The methods by name: whatever `dampen.methods` lists, what installed packages offer, and what a file holds."""
+"""The methods by name: whatever `dampen.methods` lists, what installed packages offer, and what a
+file holds."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from dampen.regularizer import Regularizer, snake_case
 
 
 def methods() -> dict[str, type[Regularizer]]:
-    """Every method by its registry name, in alphabetical order: ours, and those of installed packages.
+    """Every method by its registry name, in alphabetical order: ours, and those of installed
+    packages.
 
     >>> "drop_key" in methods()
     True
@@ -24,7 +26,12 @@ def methods() -> dict[str, type[Regularizer]]:
 
 
 def find_method(name: str) -> type[Regularizer]:
-    """The class of a method, by registry name, class name or `file.py:Class`; else an error with the nearest name."""
+    """The class of a method, by registry name, class name or `file.py:Class`; else an error with
+    the nearest name.
+
+    Args:
+        name: registry name, class name, or `file.py:Class`.
+    """
     if is_in_file(name):
         return _checked(name, from_file(name))
     known = methods()

@@ -1,8 +1,8 @@
 """Values that change over depth and over training: f(depth, progress), both in [0, 1].
 
-Anything that takes a rate or a weight takes a number, one of these schedules (or any callable of the same form), or a
-list with one value per layer. `depth` is 0 in the first layer and 1 in the last; `progress` is what
-`Regularization.progress` was told."""
+Anything that takes a rate or a weight takes a number, one of these schedules (or any callable of
+the same form), or a list with one value per layer. `depth` is 0 in the first layer and 1 in the
+last; `progress` is what `Regularization.progress` was told."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,8 @@ class constant:
 
 @dataclass(frozen=True)
 class linear:
-    """From `start` to `end`, over depth or over training. DropKey's decreasing schedule is `linear(p, 0.0)`.
+    """From `start` to `end`, over depth or over training. DropKey's decreasing schedule is
+    `linear(p, 0.0)`.
 
     >>> linear(0.3, 0.0)(0.5, 0.0)
     0.15
@@ -70,7 +71,8 @@ class cosine:
 
 @dataclass(frozen=True)
 class early:
-    """`value` until the fraction `until` of training, then nothing: early dropout (arXiv 2303.01500).
+    """`value` until the fraction `until` of training, then nothing: early dropout (arXiv
+    2303.01500).
 
     With `until` near 1 it is the fine-tune phase without DropKey (arXiv 2208.02646).
 
@@ -85,12 +87,15 @@ class early:
         _check_fraction("until", self.until)
 
     def __call__(self, depth: float, progress: float) -> float:
-        return _inner(self.value, depth, progress) if progress < self.until else 0.0
+        if progress < self.until:
+            return _inner(self.value, depth, progress)
+        return 0.0
 
 
 @dataclass(frozen=True)
 class late:
-    """Nothing until the fraction `start` of training, then `value`: late dropout (arXiv 2303.01500).
+    """Nothing until the fraction `start` of training, then `value`: late dropout (arXiv
+    2303.01500).
 
     >>> late(0.1, start=0.5)(0.0, 0.4), late(0.1, start=0.5)(0.0, 0.5)
     (0.0, 0.1)
@@ -103,12 +108,15 @@ class late:
         _check_fraction("start", self.start)
 
     def __call__(self, depth: float, progress: float) -> float:
-        return _inner(self.value, depth, progress) if progress >= self.start else 0.0
+        if progress >= self.start:
+            return _inner(self.value, depth, progress)
+        return 0.0
 
 
 @dataclass(frozen=True)
 class curriculum:
-    """Rises from 0 towards `value` as 1 - exp(-gamma t): curriculum dropout (arXiv 1703.06229), with t = progress.
+    """Rises from 0 towards `value` as 1 - exp(-gamma t): curriculum dropout (arXiv 1703.06229),
+    with t = progress.
 
     >>> curriculum(0.5, gamma=10.0)(0.0, 0.0)
     0.0
@@ -145,8 +153,8 @@ class warmup:
 
 @dataclass(frozen=True)
 class vshape:
-    """Falls linearly from `start` to 0 at the fraction `bottom` of training, then rises to `end`: scheduled DropHead
-    (arXiv 2004.13342).
+    """Falls linearly from `start` to 0 at the fraction `bottom` of training, then rises to `end`:
+    scheduled DropHead (arXiv 2004.13342).
 
     >>> vshape(0.2, 0.2)(0.0, 0.5)
     0.0
@@ -167,9 +175,11 @@ class vshape:
 
 @dataclass(frozen=True)
 class last:
-    """`value` in the last layer, `rest` in all others: the layer before the head often wants a rate of its own.
+    """`value` in the last layer, `rest` in all others: the layer before the head often wants a rate
+    of its own.
 
-    The only layer of a model is its last. For any other pattern give a list with one value per layer.
+    The only layer of a model is its last. For any other pattern give a list with one value per
+    layer.
 
     >>> last(0.3, rest=0.1)(1.0, 0.0), last(0.3, rest=0.1)(0.5, 0.0)
     (0.3, 0.1)
@@ -193,25 +203,39 @@ class per_layer:
 
 
 def as_only_layer(schedule: Schedule) -> Schedule:
-    """A schedule as it runs in a model's only layer, whose depth is 0 although it is the last."""
+    """A schedule as it runs in a model's only layer, whose depth is 0 although it is the last.
+
+    Args:
+        schedule: as `as_schedule` returns it.
+    """
     if not isinstance(schedule, last):
         return schedule
-    return schedule.value if callable(schedule.value) else constant(schedule.value)
+    if callable(schedule.value):
+        return schedule.value
+    return constant(schedule.value)
 
 
 def always_zero(schedule: Schedule, depth: float) -> bool:
-    """Whether a schedule is 0 at this depth for the whole of training, by construction. A callable of one's own might
-    be anything, so it is not.
+    """Whether a schedule is 0 at this depth for the whole of training, by construction. A callable
+    of one's own might be anything, so it is not.
+
+    Args:
+        schedule: as `as_schedule` returns it.
+        depth: of the layer, 0 to 1.
 
     >>> always_zero(linear(0.0, 0.3), 0.0), always_zero(late(0.1), 0.0)
     (True, False)
     """
     if isinstance(schedule, early | late | curriculum | warmup):
         inner = schedule.value
-        return always_zero(inner, depth) if callable(inner) else inner == 0
+        if callable(inner):
+            return always_zero(inner, depth)
+        return inner == 0
     if isinstance(schedule, last):
         inner = schedule.value if depth == 1 else schedule.rest
-        return always_zero(inner, depth) if callable(inner) else inner == 0
+        if callable(inner):
+            return always_zero(inner, depth)
+        return inner == 0
     if isinstance(schedule, linear | cosine) and schedule.along == "progress":
         return schedule.start == schedule.end == 0
     if isinstance(schedule, vshape):
@@ -220,7 +244,13 @@ def always_zero(schedule: Schedule, depth: float) -> bool:
 
 
 def as_schedule(value: Value, what: str, high: float = 1.0) -> Schedule:
-    """A number, a schedule or a list as a schedule, with errors in the user's own words."""
+    """A number, a schedule or a list as a schedule, with errors in the user's own words.
+
+    Args:
+        value: a number, a schedule, or a list with one entry per layer.
+        what: the argument's name, for errors.
+        high: the value must be below this.
+    """
     if callable(value):
         return value
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -231,7 +261,13 @@ def as_schedule(value: Value, what: str, high: float = 1.0) -> Schedule:
 
 
 def check_value(value: Any, what: str, high: float = 1.0) -> float:
-    """`value` as a float in [0, high), or an error that says what was got and what to give."""
+    """`value` as a float in [0, high), or an error that says what was got and what to give.
+
+    Args:
+        value: a number, a schedule, or a list with one entry per layer.
+        what: the argument's name, for errors.
+        high: the value must be below this.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(
             f"{what} must be a number, a schedule f(depth, progress) or a list of numbers, "
@@ -245,7 +281,9 @@ def check_value(value: Any, what: str, high: float = 1.0) -> float:
 
 
 def _inner(value: float | Schedule, depth: float, progress: float) -> float:
-    return value(depth, progress) if callable(value) else value
+    if callable(value):
+        return value(depth, progress)
+    return value
 
 
 def _check_axis(along: str) -> None:
@@ -260,6 +298,9 @@ def _check_fraction(name: str, value: float) -> None:
 
 def check_progress(t: object) -> float:
     """How far training is, as a number in [0, 1]; raises for anything else.
+
+    Args:
+        t: share of training that is done.
 
     >>> check_progress(1)
     1.0

@@ -15,7 +15,7 @@ import torch
 
 import dampen
 from dampen.cli import COMMANDS, available, main
-from dampen.cli.demo import NEXT
+from dampen.cli.run import NEXT
 from tests.studies.study.test_parts import write_images
 
 TINY = """
@@ -106,11 +106,12 @@ def test_the_catalogue_says_what_the_classes_say(capsys):
         assert entry["summary"], name
 
 
-def test_show(capsys):
+def test_show(capsys, monkeypatch):
     code, out, _ = run(capsys, "show", "DropKey")
     assert code == 0
     assert "2208.02646" in out
     assert re.search(r"Stages: .*\bmask\b", out)
+    monkeypatch.setenv("DAMPEN_PLUGINS", "reproductions")
     code, out, _ = run(capsys, "show", "explicit_dropout/table_1")
     assert "86.38 ± 0.44" in out
     assert "Departures" in out
@@ -256,7 +257,7 @@ def test_a_bad_accelerator_is_found_before_anything_runs(capsys, tmp_path, accel
 
 @pytest.mark.slow
 def test_the_demo_compares_every_family_and_says_what_to_type_next(capsys, tmp_path, monkeypatch):
-    from dampen.studies.config import demo
+    from dampen.studies import recipe as demo
 
     real = demo.demo_recipe
 
@@ -288,7 +289,7 @@ def test_what_the_demo_says_to_type_next_can_be_typed(capsys, tmp_path, monkeypa
     write_images(tmp_path / "FOLDER_OF_IMAGES")
     (tmp_path / "train.py").write_text("def train(trial):\n    return {'accuracy': 1.0}\n")
     seen = []
-    monkeypatch.setattr("dampen.cli.preview.preview", lambda asked, *_: seen.append([r.name for r in asked.plan.rows]))
+    monkeypatch.setattr("dampen.cli.compare.preview", lambda asked, *_: seen.append([r.name for r in asked.plan.rows]))
     for line in NEXT:
         arguments = shlex.split(line, comments=True)[1:]
         code, out, err = run(capsys, *arguments, *(["--dry-run"] if arguments[0] == "compare" else []))
@@ -331,6 +332,7 @@ def test_doctor_and_data(capsys, tmp_path):
     code, out, _ = run(capsys, "doctor", "--json", "--data-dir", tmp_path)
     answer = json.loads(out)
     assert answer["ok"] is (code == 0)
+    assert "--tune was removed" in run(capsys, "doctor", "--json", "--data-dir", tmp_path, "--tune")[2]
     found = {f["what"]: f for f in answer["findings"]}
     assert found["fused attention"]["ok"]
     assert found["data digits"]["found"] == "embedded"

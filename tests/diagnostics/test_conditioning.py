@@ -11,9 +11,14 @@ import torch
 from torch import nn
 
 import dampen
-from dampen.diagnostics.conditioning import ConditionProbe, condition_of, measure_conditioning
+from dampen.diagnostics.conditioning import (
+    ConditionProbe,
+    condition_of,
+    linear_attention_bound,
+    linear_attention_condition,
+    measure_conditioning,
+)
 from dampen.diagnostics.jacobian import estimate_condition, measure_jacobian
-from dampen.diagnostics.linear_attention import linear_attention_bound, linear_attention_condition
 from reproductions.models.convmixer import ConvMixer
 from reproductions.models.seq2seq import Seq2Seq
 from tests.oracles import skips as reference

@@ -7,7 +7,7 @@ from scipy.ndimage import gaussian_filter
 from torch import nn
 
 from dampen.diagnostics import CORRUPTIONS, Pixels, corrupt, measure_corruptions
-from dampen.diagnostics.corruptions import add_noise, blur
+from dampen.diagnostics.robustness import add_noise, blur
 
 
 def test_blur_matches_scipy():

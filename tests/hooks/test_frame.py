@@ -82,8 +82,9 @@ def loss_of(model, reg, inputs):
 
 
 def state_of(layer):
-    """What a forward may not leave behind; which kernels ran, how a block added and what ran first stays known."""
-    known = ("clones", "ordered", "kernels", "residual_memory", "residual_same", "order")
+    """What a forward may not leave behind; which kernels ran, which methods were at work, how a block added and what
+    ran first stays known."""
+    known = ("clones", "ordered", "kernels", "work", "residual_memory", "residual_same", "order")
     return {key: value for key, value in vars(layer).items() if key not in known}
 
 

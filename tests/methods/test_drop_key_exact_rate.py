@@ -7,7 +7,7 @@ import torch
 
 import dampen
 from dampen import DropKey, regularize
-from dampen.functional.grid_cover import cover, exact_seed_rate, hidden_share, reach
+from dampen.functional.grid import cover, exact_seed_rate, hidden_share, reach
 from dampen.masks import seed_rate
 from tests.oracles import attention as reference
 

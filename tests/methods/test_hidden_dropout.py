@@ -109,7 +109,7 @@ def test_a_rate_of_its_own_for_the_last_layer_as_text_and_for_the_head():
     """Written in a row of a table; the dropout before the head is the model's own and has a name."""
     import transformers as tr
 
-    from dampen.studies.config.methods_text import build_methods, parse_rows
+    from dampen.studies.methods_text import build_methods, parse_rows
 
     (specs,) = parse_rows("hidden_dropout(rate=last(value=0.3, rest=0.1))").values()
     reg = regularize(vit(3), build_methods(specs))

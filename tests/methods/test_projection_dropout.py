@@ -179,7 +179,7 @@ def test_detached_residual_is_refused():
         ExplicitDropout(residual=1.0, detach_inputs=True)
     with pytest.raises(RuntimeError, match="without samples"):
         from dampen.calls import LinearCall
-        from dampen.functional.explicit.linear import Term, tap_branch
+        from dampen.functional.explicit.layers import Term, tap_branch
 
         y = torch.randn(3, 4)
         tap_branch(y, LinearCall("out", y, y, None), Term(1.0, 0.1, "paper", "author"))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from dampen.functional.patches import patchify, unpatchify
 from dampen.models import ViT
 from dampen.models.block import SelfAttention
-from dampen.models.patches import PatchEmbed
+from dampen.models.vit import PatchEmbed
 from reproductions.models.cnn import CNN
 from reproductions.models.convmixer import ConvMixer
 from reproductions.models.mae import MaskedAutoencoder

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dampen
 from dampen import DropKey, ExplicitDropout, HardMasking
-from dampen.kernels.attend import attend
+from dampen.kernels.attend import Needs, attend
 from dampen.native import entry, library, taps
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -25,7 +25,7 @@ def tiny(**options):
 
 
 def run(q, k, v, methods=NOTHING):
-    o, _, kernel = attend(q, k, v, None, 0.0, False, None, False, methods, None)
+    o, _, kernel = attend(q, k, v, None, 0.0, False, None, False, Needs(methods), None)
     return o, kernel
 
 
@@ -124,7 +124,7 @@ def test_long_sequences_on_torch_with_another_default_device(monkeypatch, causal
     for device in ("cpu", "meta"):
         torch.manual_seed(0)
         with library.torch_only("a test"), torch.device(device):
-            o, _, kernel = attend(q, k, v, None, 0.0, causal, None, False, [DropKey(0.3)], None)
+            o, _, kernel = attend(q, k, v, None, 0.0, causal, None, False, Needs([DropKey(0.3)]), None)
             found.append((o, *torch.autograd.grad(o.sin().sum(), (q, k, v))))
         assert kernel.chunked
     for a, e in zip(*found, strict=True):
@@ -285,7 +285,7 @@ def test_differentiated_twice(built, method, size, causal):
 
     def attention(values):
         torch.manual_seed(5)
-        o, _, kernel = attend(q, k, values, None, 0.0, causal, None, False, [method], None)
+        o, _, kernel = attend(q, k, values, None, 0.0, causal, None, False, Needs([method]), None)
         assert kernel.name == "native"
         return o
 

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import dampen
 from dampen import BlurredAttention, DropAttention, DropHead, DropKey, FeedForwardDropout, HardMasking
 from dampen.checking import check_contract
+from dampen.kernels.attend import Needs, attend
 from dampen.native import library
 
 
@@ -55,7 +56,7 @@ def test_masks_of_the_model_hold(built, kind, method):
     q, k, _ = operands(n=20, m=20)
     v = torch.eye(20).expand(2, 4, 20, 20)
     keep = {"causal": None, "padded": torch.rand(2, 1, 1, 20) < 0.6, "per query": torch.rand(2, 4, 20, 20) < 0.5}[kind]
-    a, _, kernel = dampen.kernels.attend.attend(q, k, v, keep, 0.0, kind == "causal", None, False, [method], None)
+    a, _, kernel = attend(q, k, v, keep, 0.0, kind == "causal", None, False, Needs([method]), None)
     allowed = torch.ones(20, 20).tril().bool().expand(2, 4, 20, 20) if keep is None else keep.expand(2, 4, 20, 20)
     assert kernel.name == "native"
     assert (a[~allowed] == 0).all()
@@ -117,7 +118,7 @@ def test_empty(built, shape):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes_run_on_torch(built, dtype):
     q, k, v = (t.detach().to(dtype) for t in operands())
-    o, _, kernel = dampen.kernels.attend.attend(q, k, v, None, 0.0, False, None, False, [DropKey(0.3)], None)
+    o, _, kernel = attend(q, k, v, None, 0.0, False, None, False, Needs([DropKey(0.3)]), None)
     assert kernel.name != "native"
     assert o.dtype == dtype
     assert o.isfinite().all()
@@ -126,11 +127,9 @@ def test_other_dtypes_run_on_torch(built, dtype):
 def test_autocast_and_biases_run_on_torch(built):
     q, k, v = operands()
     bias = torch.randn(17, 17)
-    assert (
-        dampen.kernels.attend.attend(q, k, v, bias, 0.0, False, None, False, [DropKey(0.3)], None)[2].name != "native"
-    )
+    assert attend(q, k, v, bias, 0.0, False, None, False, Needs([DropKey(0.3)]), None)[2].name != "native"
     with torch.autocast("cpu", torch.bfloat16):
-        kernel = dampen.kernels.attend.attend(q, k, v, None, 0.0, False, None, False, [DropKey(0.3)], None)[2]
+        kernel = attend(q, k, v, None, 0.0, False, None, False, Needs([DropKey(0.3)]), None)[2]
     assert kernel.name != "native"
 
 
@@ -257,7 +256,7 @@ def test_short_rows_run_natively_and_longer_ones_where_keys_are_hidden(built):
 
     def kernel(length, method):
         q, k, v = operands(n=length, m=length)
-        return dampen.kernels.attend.attend(q, k, v, None, 0.0, False, None, False, [method], None)[2].name
+        return attend(q, k, v, None, 0.0, False, None, False, Needs([method]), None)[2].name
 
     methods = DropKey(0.1), HardMasking(0.1), DropHead(0.1), BlurredAttention(3)
     assert [kernel(17, m) for m in methods] == ["native"] * 4

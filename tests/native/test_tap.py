@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dampen.functional.explicit import tap as taps
+from dampen.functional.explicit import squares as taps
 
 pytestmark = pytest.mark.usefixtures("built")
 

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from dampen.studies.config.plan import make_plan
-from dampen.studies.config.recipe import load_recipe
-from dampen.studies.engines.grid_tuning import tuning_plan
+from dampen.studies.comparison import make_comparison
+from dampen.studies.recipe import load_recipe
+from dampen.studies.tuning import tuning_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
@@ -17,7 +17,7 @@ def examples() -> list[str]:
 def test_the_example_is_planned_as_it_says(tmp_path):
     text, _ = examples()
     (tmp_path / "my.toml").write_text(text)
-    plan = make_plan(load_recipe(str(tmp_path / "my.toml")))
+    plan = make_comparison(load_recipe(str(tmp_path / "my.toml")))
     assert len(plan.trials) == 8  # (plain + DropKey x 2 rates + not pretrained) x 2 seeds
     assert sorted(t.pretrain is None for t in plan.trials.values()) == [False] * 6 + [True] * 2
     first = next(t for t in plan.trials.values() if t.methods).pretraining()

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import reproductions  # noqa: F401  (its figures are part of the page that is tested here)
 from dampen.studies.report import make_report, write_report
 from tests.browser import Browser
 from tests.studies.synthetic_runs import ROWS, big_study, write, write_study
@@ -286,8 +287,8 @@ def test_two_rows_side_by_side(page, report):
 
 
 def test_ten_thousand_rows_open_in_seconds(browser, tmp_path):
-    from dampen.studies.records.table import make_table
     from dampen.studies.report.page import make_page
+    from dampen.studies.table import make_table
 
     began = time.process_time()
     table = make_table(big_study(10_000))

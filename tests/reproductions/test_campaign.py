@@ -69,9 +69,9 @@ def test_every_study_has_a_recipe_or_settings_and_runs_in_a_folder_of_its_own(tm
 
 def test_runs_lie_where_the_command_puts_them(tmp_path, monkeypatch):
     from dampen.cli.run import run_name
-    from dampen.studies import load_recipe, make_plan
+    from dampen.studies import load_recipe, make_comparison
 
     name = "always_skip_attention/depth_digits"
-    plan = make_plan(load_recipe(str(Path(campaign.__file__).parent / f"{name}.toml")), "study")
+    plan = make_comparison(load_recipe(str(Path(campaign.__file__).parent / f"{name}.toml")), "study")
     group = name.split("/")[0]
     assert campaign.runs_of(name, tmp_path) == tmp_path / group / run_name(plan, [])

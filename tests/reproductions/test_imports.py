@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import dampen
+import dampen.diagnostics
+import dampen.explicit
 import dampen.models
 import dampen.studies
 import dampen.studies.plugins
@@ -71,13 +73,20 @@ def test_every_public_name_is_there(module):
     assert all(getattr(module, name) is not None for name in module.__all__)
 
 
-@pytest.mark.parametrize("name", ["CNN", "CaptionMatcher", "ConvMixer", "DETR", "MaskedAutoencoder", "Seq2Seq"])
-def test_a_model_that_moved_names_its_new_place(name):
-    with pytest.raises(ImportError, match=rf"from reproductions\.models\.\w+ import {name}") as error:
-        getattr(dampen.models, name)
+MOVED = [
+    *((dampen.models, name) for name in dampen.models._MOVED),
+    *((dampen.diagnostics, name) for name in dampen.diagnostics._MOVED),
+    *((dampen.explicit, name) for name in dampen.explicit._MOVED),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), MOVED)
+def test_what_moved_names_its_new_place(module, name):
+    with pytest.raises(ImportError, match=rf"from reproductions\.\w+\.\w+ import {name}") as error:
+        getattr(module, name)
     line = str(error.value).rpartition(": ")[2]
     space: dict = {}
-    exec(line, space)  # the line that the error tells to write
-    assert isinstance(space[name], type)
+    exec(line, space)  # the line that the error proposes
+    assert callable(space[name])
     with pytest.raises(ImportError, match="moved out of the installed package"):
-        exec(f"from dampen.models import {name}", {})
+        exec(f"from {module.__name__} import {name}", {})

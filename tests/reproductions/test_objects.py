@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from dampen.cli import main
-from dampen.studies.config.names import preset
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.checks import preset
 from dampen.studies.data import load
 from dampen.studies.errors import LabError
+from dampen.studies.metric import describe
 from dampen.studies.metrics import make_metrics
-from dampen.studies.records.final import Detected, parse_final
-from dampen.studies.records.metric import describe
 from dampen.studies.report import make_report
-from dampen.studies.report.detections import drawn, matched, picture_size
-from dampen.studies.study.parts import ask_parts
+from dampen.studies.request import request_parts
+from dampen.studies.result import Detected, parse_result
+from dampen.studies.run import Run
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
+from reproductions.figures.detections import drawn, matched, picture_size
 from reproductions.metrics.objects import best_detections, constant_precision, mean_boxes
 from reproductions.models.boxes import centers
 from reproductions.models.detr import DETR
@@ -39,7 +39,7 @@ def data(folder):
 
 
 def trial(methods=(), seed=0, **train):
-    return TrialSpec.from_dict(
+    return Run.from_dict(
         {
             "data": {"name": "voc", "size": [24, 24], "augment": ["flip", "vertical_flip"]},
             "model": SMALL,
@@ -157,7 +157,7 @@ def test_a_trial_from_batch_to_record_and_the_same_again(tmp_path, folder, quick
     assert results[0]["primary"] == ["ap", "max"]
     assert {"ap", "ap50", "ap75"} <= set(results[0]["test"])
     assert "r_drop" in " ".join(results[0]["train"])
-    final = parse_final(json.loads((tmp_path / "a" / "final.json").read_text()))
+    final = parse_result(json.loads((tmp_path / "a" / "final.json").read_text()))
     assert len(final.detections) == 3
     assert picture_size(final.detections[0].image) == (24, 24)
     assert len(final.detections[0].truth) == len(load("voc", folder).test.examples[0].labels)
@@ -203,7 +203,7 @@ def tiny_detr(tmp_path_factory):
 
 def test_the_detr_of_transformers_is_trained_as_well(tmp_path, folder, quick, tiny_detr):
     settings = ["train.epochs=1", "train.batch_size=4", "data.size=[32, 32]"]
-    asked = ask_parts(f"hf/{tiny_detr}", str(folder), "drop_key(rate=0.2)", 1, settings=settings)
+    asked = request_parts(f"hf/{tiny_detr}", str(folder), "drop_key(rate=0.2)", 1, settings=settings)
     execution = quick.__class__(**{**quick.__dict__, "parts": asked.parts})
     for name, spec in asked.plan.trials.items():
         result = run_trial(spec, tmp_path / name, execution)
@@ -221,7 +221,7 @@ def test_compare_on_boxes_of_ones_own(tmp_path, folder, capsys):
         main([*command, *sets, "--out", str(tmp_path), "--json"])
     told = json.loads(capsys.readouterr().out)
     page = make_report([told["folder"]]).render("html")
-    assert "What was found" in page
+    assert "Detected objects" in page
     assert page.count("data:image/svg+xml;base64,") == 6  # three images of two rows
     assert "AP50" in page
     assert preset("voc")["model"]["name"] == "detr"
@@ -261,9 +261,9 @@ def test_records_from_elsewhere_cannot_put_anything_but_pictures_into_the_page()
         "selection": ["ap", "max"],
         "primary": ["ap", "max"],
     }
-    assert parse_final(good).detections == []
+    assert parse_result(good).detections == []
     with pytest.raises(LabError, match="detections"):
-        parse_final({**good, "detections": [{"image": "x", "truth": [["cell", "0", 0, 0, 0]]}]})
+        parse_result({**good, "detections": [{"image": "x", "truth": [["cell", "0", 0, 0, 0]]}]})
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"truth": []}, Detected)
 

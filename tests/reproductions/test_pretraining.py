@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dampen.studies.config.names import check_trial
-from dampen.studies.config.plan import make_plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.checks import check_trial
+from dampen.studies.comparison import make_comparison
 from dampen.studies.diagnose import find_trials, from_run
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError
-from dampen.studies.records.record import PRETRAIN, Record
 from dampen.studies.report import make_report
-from dampen.studies.study.parts import comparison
+from dampen.studies.request import comparison
+from dampen.studies.run import Run
+from dampen.studies.store import PRETRAIN, RunStore
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.checkpoint import load_newest
 from dampen.studies.trainer.pretraining import load_pretrained, prepared_by
@@ -33,7 +33,7 @@ def pretrained(small):
     def make(methods=(), seed=0, pretrain=None, **train):
         before = {"model": DECODER, "train": {"epochs": 2}} if pretrain is None else pretrain
         plain = small(methods, seed, **{"epochs": 1, **train}).to_dict()
-        return TrialSpec.from_dict({**plain, "model": plain["model"] | {"patch_size": 2}, "pretrain": before})
+        return Run.from_dict({**plain, "model": plain["model"] | {"patch_size": 2}, "pretrain": before})
 
     return make
 
@@ -51,16 +51,16 @@ def test_a_trial_without_pretraining_keeps_its_name(small, pretrained):
     plain = small()
     assert "pretrain" not in plain.canonical()
     for nothing in (None, False, {}):
-        assert TrialSpec.from_dict({**plain.to_dict(), "pretrain": nothing}).id == plain.id
+        assert Run.from_dict({**plain.to_dict(), "pretrain": nothing}).id == plain.id
     one, other = pretrained(), pretrained(pretrain={"model": DECODER, "train": {"epochs": 3}})
     assert one.id != other.id
-    assert TrialSpec.from_dict(one.to_dict()) == one
+    assert Run.from_dict(one.to_dict()) == one
 
 
 def test_the_encoder_enters_and_the_record_tells(tmp_path, pretrained, quick):
     trial = pretrained([GRAY])
     result = run_trial(trial, tmp_path, replace(quick, keep_weights=False))
-    first = Record(tmp_path / PRETRAIN).final()
+    first = RunStore(tmp_path / PRETRAIN).final()
     assert first["primary"] == ["reconstruction", "min"]
     assert result["pretrain"]["valid"] == first["valid"]
     assert result["primary"] == ["accuracy", "max"]
@@ -75,7 +75,7 @@ def test_the_encoder_enters_and_the_record_tells(tmp_path, pretrained, quick):
 def test_the_autoencoder_learns_and_validation_hides_the_same_patches(tmp_path, pretrained, quick):
     trial = pretrained(pretrain={"model": DECODER, "train": {"epochs": 12}}).pretraining()
     run_trial(trial, tmp_path, quick)
-    errors = [line["valid"]["reconstruction"] for line in Record(tmp_path).lines()]
+    errors = [line["valid"]["reconstruction"] for line in RunStore(tmp_path).lines()]
     assert errors[-1] < 0.9 * errors[0]
     s = TrialState(trial, quick)
     assert s.evaluate("valid") == s.evaluate("valid")
@@ -96,11 +96,11 @@ def test_cut_off_while_pretraining_it_ends_as_if_nothing_had_happened(tmp_path, 
         with pytest.raises(Interrupted, match=f"{PRETRAIN} resumes it"):
             run_trial(trial, tmp_path / "cut", quick, report, stop)
     result = run_trial(trial, tmp_path / "cut", quick)
-    first = Record(tmp_path / "cut" / PRETRAIN).final()
+    first = RunStore(tmp_path / "cut" / PRETRAIN).final()
     assert first["resumed"] == len(stops)
     drop_times = {"pretrain": {k: v for k, v in result["pretrain"].items() if k != "seconds"}}
     assert same(result | drop_times, whole | {"pretrain": drop_times["pretrain"]})
-    assert same(first, Record(tmp_path / "whole" / PRETRAIN).final())
+    assert same(first, RunStore(tmp_path / "whole" / PRETRAIN).final())
     for folder in (".", PRETRAIN):
         assert log_without_times(tmp_path / "cut" / folder) == log_without_times(tmp_path / "whole" / folder)
 
@@ -120,7 +120,7 @@ def test_cut_off_while_fine_tuning_the_pretraining_is_not_run_again(tmp_path, pr
     result = run_trial(trial, tmp_path / "cut", quick, events.append)
     assert not any("phase" in e for e in events)
     assert result["last_weights"] == whole["last_weights"]
-    assert len(Record(tmp_path / "cut" / PRETRAIN).sessions()) == 1
+    assert len(RunStore(tmp_path / "cut" / PRETRAIN).sessions()) == 1
 
 
 def test_a_pretraining_that_diverges_closes_the_trial(tmp_path, pretrained, quick):
@@ -128,11 +128,11 @@ def test_a_pretraining_that_diverges_closes_the_trial(tmp_path, pretrained, quic
     for _ in range(2):  # the second time it is read, not run
         with pytest.raises(Diverged, match=r"In the pretraining \(pretrain/\): Training stopped at step"):
             run_trial(trial, tmp_path, quick)
-    final = Record(tmp_path).final()
+    final = RunStore(tmp_path).final()
     assert (final["id"], final["status"], final["primary"]) == (trial.id, "diverged", ["accuracy", "max"])
-    assert Record(tmp_path).trial() == trial
-    Record(tmp_path).reopen()  # dampen run --retry
-    assert Record(tmp_path).final() is Record(tmp_path / PRETRAIN).final() is None
+    assert RunStore(tmp_path).trial() == trial
+    RunStore(tmp_path).reopen()  # dampen run --retry
+    assert RunStore(tmp_path).final() is RunStore(tmp_path / PRETRAIN).final() is None
 
 
 def test_damaged_pretrained_weights_are_not_used(tmp_path, pretrained, quick):
@@ -168,27 +168,27 @@ def test_diagnosis_and_report_see_the_classifier(tmp_path, pretrained, quick):
 )
 def test_bad_input_is_told_where_it_was_written(pretrained, change, words):
     with pytest.raises(ConfigError, match=words):
-        TrialSpec.from_dict({**pretrained().to_dict(), **change})
+        Run.from_dict({**pretrained().to_dict(), **change})
 
 
 def test_a_recipe_tells_the_problems_of_its_pretraining_with_the_others():
     recipe = comparison("digits", None, "drop_key", 1)
     recipe.base["pretrain"] = {"train": {"epochs": 0}}
     with pytest.raises(ConfigError, match=r"plain: pretrain\.train\.epochs: must be 1 or more, got 0"):
-        make_plan(recipe)
+        make_comparison(recipe)
 
 
 def test_names_are_checked_before_anything_runs(pretrained):
     trial = pretrained(pretrain={"model": {"decoder_widht": 3}})
     assert check_trial(trial) == ["pretrain.model.decoder_widht: unknown key; did you mean 'decoder_width'?"]
-    trial = TrialSpec.from_dict({"data": {"name": "fsdd"}, "model": {"name": "mae"}})
+    trial = Run.from_dict({"data": {"name": "fsdd"}, "model": {"name": "mae"}})
     assert check_trial(trial) == ["model.name: 'mae' needs image data; 'fsdd' is a data set for audio"]
 
 
 def test_an_autoencoder_can_be_compared_by_its_own_metric():
     recipe = comparison("digits", "mae(patch_size=2, depth=1)", "token_graying(kind='dct', eps=0.9)", 1)
     assert recipe.metric == "reconstruction"
-    assert len(make_plan(recipe).trials) == 2
+    assert len(make_comparison(recipe).trials) == 2
 
 
 def test_only_images_can_lose_their_labels():

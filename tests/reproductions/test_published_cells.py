@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.config.recipe import list_recipes, load_recipe
+from dampen.studies.recipe import list_recipes, load_recipe
 from reproductions.pages import claims
 
 PAPERS = Path(os.environ.get("DAMPEN_PAPERS", Path(claims.__file__).parent / "published"))

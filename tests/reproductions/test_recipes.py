@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from dampen import hidden_key, regularize
-from dampen.studies.config.methods_text import build_methods, parse_rows
-from dampen.studies.config.plan import Plan, make_plan
-from dampen.studies.config.recipe import list_recipes, load_recipe, parse_recipe
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.engines.grid_tuning import as_large, tuning_plan
+from dampen.studies.comparison import Comparison, make_comparison
 from dampen.studies.errors import ConfigError, LabError
+from dampen.studies.methods_text import build_methods, parse_rows
+from dampen.studies.recipe import list_recipes, load_recipe, parse_recipe
+from dampen.studies.run import Run
 from dampen.studies.trainer.build import make_model, places
+from dampen.studies.tuning import as_large, count_runs, tuning_plan
 from reproductions.campaign import EXPERIMENTS
 from reproductions.pages import claims
 from reproductions.pages.claimed import CLAIMS
@@ -62,7 +62,7 @@ def test_figures_of_explicit_dropout(table, column, metric):
 
 def test_figures_of_the_grid():
     table = papers("explicit_dropout")["table_5"]
-    plan = make_plan(load_recipe("explicit_dropout/table_5"))
+    plan = make_comparison(load_recipe("explicit_dropout/table_5"))
     rows = {
         r.name: {(p.grid["lambda"], p.grid["train.lr"]): p.published["accuracy"] for p in r.points} for r in plan.rows
     }
@@ -113,14 +113,14 @@ def test_every_recipe_plans_at_every_scale(name, tmp_path):
     for scale, own in recipe.scales.items():
         if "unavailable" in own:
             with pytest.raises(LabError, match="cannot run at scale"):
-                make_plan(recipe, scale)
+                make_comparison(recipe, scale)
             continue
-        plan = make_plan(recipe, scale)
+        plan = make_comparison(recipe, scale)
         assert sum(r.baseline for r in plan.rows) == (0 if plan.header["report"] == "all" else 1)
         assert all(len(p.trials) == len(plan.seeds) for r in plan.rows for p in r.points)
         plan.save(tmp_path)
-        assert Plan.load(tmp_path) == plan
-    laptop = make_plan(recipe, "laptop")
+        assert Comparison.load(tmp_path) == plan
+    laptop = make_comparison(recipe, "laptop")
     assert len(laptop.trials) <= 68
 
 
@@ -129,7 +129,7 @@ def test_every_study_has_rows_without_a_method_to_compare_with():
     for name in NAMES:
         recipe = load_recipe(name)
         if "study" in recipe.scales:
-            plain = [row.name for row in make_plan(recipe, "study").rows if not row.methods]
+            plain = [row.name for row in make_comparison(recipe, "study").rows if not row.methods]
             several_models = name.startswith("always_skip_attention/")
             assert plain[0] == "plain" or (several_models and len(plain) > 1), name
 
@@ -139,8 +139,8 @@ def test_every_study_has_rows_without_a_method_to_compare_with():
 def test_the_cost_says_how_many_trials_run(name):
     recipe = load_recipe(name)
     for scale in (s for s, own in recipe.scales.items() if "unavailable" not in own):
-        plan, tuning = make_plan(recipe, scale), tuning_plan(recipe, scale, [], [])
-        told = f"{len(tuning.trials)} + " if tuning else ""
+        plan, tuning = make_comparison(recipe, scale), tuning_plan(recipe, scale, [], [])
+        told = f"{count_runs(tuning)} + " if tuning else ""
         count = len((as_large(plan, tuning) if tuning else plan).chosen())
         assert plan.header["cost"].startswith(f"{told}{count} trials"), (name, scale)
 
@@ -151,7 +151,7 @@ def test_every_claim_names_rows_of_its_recipe():
     for record in {claim.record for claim in CLAIMS}:
         name, is_study, _ = record.replace("/results/", "/").partition("-study.json.xz")
         if is_study:
-            rows = {row.name for row in make_plan(load_recipe(name), "study").rows}
+            rows = {row.name for row in make_comparison(load_recipe(name), "study").rows}
             asked = {r for c in CLAIMS if c.record == record for r in (c.row, c.reference)}
             assert asked <= rows, (record, asked - rows)
             checked += len(asked)
@@ -161,7 +161,7 @@ def test_every_claim_names_rows_of_its_recipe():
 @pytest.mark.parametrize("table", ["table_1", "table_2", "table_5"])
 def test_the_paper_scale_on_cifar_is_the_most_probable_one_and_says_so(table):
     recipe = load_recipe(f"explicit_dropout/{table}")
-    plan = make_plan(recipe, "paper")
+    plan = make_comparison(recipe, "paper")
     assert any("most probable training, not the paper's" in told for told in plan.departures)
     model = {"patch_size": 4, "width": 384, "depth": 7, "heads": 12, "mlp": 384}
     for trial in plan.trials.values():
@@ -203,7 +203,7 @@ def _squares(output):
 @BEYOND
 @pytest.mark.parametrize("name", NAMES)
 def test_the_methods_of_every_row_fit_the_model_of_its_laptop_scale(name):
-    plan = make_plan(load_recipe(name), "laptop")
+    plan = make_comparison(load_recipe(name), "laptop")
     torch.manual_seed(0)
     for row in plan.rows:
         trial = plan.trials[row.points[0].trials[str(plan.seeds[0])]]
@@ -229,16 +229,16 @@ def test_hidden_key_by_name_is_its_parts_written_out():
     assert named == written
     trial = {"data": {"name": "digits"}, "model": {"name": "vit"}}
     row = {"name": "hidden_key", "key": 0.2, "weight": 0.5}
-    ids = {TrialSpec.from_dict({**trial, "methods": methods}).id for methods in ([row], written)}
+    ids = {Run.from_dict({**trial, "methods": methods}).id for methods in ([row], written)}
     assert len(ids) == 1
     assert [repr(m) for m in build_methods(written)] == [repr(m) for m in hidden_key(0.2, 0.1, 0.5)]
     with pytest.raises(ConfigError, match="did you mean 'hidden'"):
-        TrialSpec.from_dict({**trial, "methods": [{"name": "hidden_key", "hiden": 0.2}]})
-    assert len(TrialSpec.from_dict({**trial, "methods": [{"name": "hidden_key", "weight": 0}]}).methods) == 2
+        Run.from_dict({**trial, "methods": [{"name": "hidden_key", "hiden": 0.2}]})
+    assert len(Run.from_dict({**trial, "methods": [{"name": "hidden_key", "weight": 0}]}).methods) == 2
 
 
 def test_a_row_that_does_not_use_a_grid_value_has_one_point():
-    plan = make_plan(load_recipe("explicit_dropout/table_1"), "laptop")
+    plan = make_comparison(load_recipe("explicit_dropout/table_1"), "laptop")
     points = {r.name: len(r.points) for r in plan.rows}
     assert points["none + implicit ffn"] == 1
     assert points["explicit v + explicit ffn"] == 2
@@ -272,6 +272,6 @@ def test_what_may_be_wrong_with_a_recipe():
     everything = {**good, "metric": 1, "gird": {}, "rows": [{"nam": "a"}], "base": {"dta": {}}}
     assert len(parse_recipe("x", everything)[1]) >= 5
     with pytest.raises(ConfigError, match="there is no scale 'papre'; did you mean 'paper'"):
-        make_plan(load_recipe("explicit_dropout/table_1"), "papre")
+        make_comparison(load_recipe("explicit_dropout/table_1"), "papre")
     with pytest.raises(ConfigError, match=r"--set trian.lr=1: unknown section 'trian'; did you mean 'train'"):
-        make_plan(load_recipe("explicit_dropout/table_1"), settings=["trian.lr=1", "train.lr"])
+        make_comparison(load_recipe("explicit_dropout/table_1"), settings=["trian.lr=1", "train.lr"])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.report import make_report
+from dampen.studies.run import Run
 from dampen.studies.trainer.state import Execution
 from tests.studies.synthetic_runs import write_study
 
@@ -23,7 +23,7 @@ def small():
     """A function that makes a small trial; keywords go into `train`."""
 
     def make(methods=(), seed=0, **train):
-        return TrialSpec.from_dict(
+        return Run.from_dict(
             {
                 "data": {"name": "digits", "limit": 300},
                 "model": {"name": "vit", "patch_size": 4, "width": 16, "depth": 2, "heads": 2, "mlp": 32},

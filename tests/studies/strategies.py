@@ -8,7 +8,7 @@ import datetime
 from hypothesis import strategies as st
 
 from dampen.registry import methods
-from dampen.studies.config.methods_text import SCHEDULES
+from dampen.studies.methods_text import SCHEDULES
 
 NAMES = st.sampled_from([*methods(), "plain", "vit", "x", "timm/vit_tiny_patch16_224", "drop_kee"])
 ARGUMENTS = st.sampled_from(

@@ -6,9 +6,9 @@ import math
 import random
 from pathlib import Path
 
-from dampen.studies.config.plan import make_plan
-from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.comparison import make_comparison
+from dampen.studies.recipe import Recipe
+from dampen.studies.run import Run
 
 MACHINE = {
     "time": "2026-01-01T00:00:00+00:00",
@@ -64,7 +64,7 @@ def recipe(rows=None, *, seeds=5, grid=None, report="best", departures=("2,000 i
 def write_study(folder, rows=None, *, name="synthetic", diagnose=False, noise=0.004, epochs=12, **options):
     """Write plan.json and a finished trial folder for each trial; returns the plan."""
     rows = rows or ROWS
-    plan = make_plan(Recipe(name, **recipe(rows, **options)), check_names=False)
+    plan = make_comparison(Recipe(name, **recipe(rows, **options)), check_names=False)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder)
@@ -90,7 +90,7 @@ def drawn_by(trial):
     plain = {k: v for k, v in trial.to_dict().items() if k != "format"}
     if "data" in plain:
         plain["data"] = {k: v for k, v in plain["data"].items() if k not in ("split_seed", "test_seed")}
-    return TrialSpec.from_stored(plain).id
+    return Run.from_stored(plain).id
 
 
 def write_trial(folder, trial, gain, cost, seed, noise=0.004, epochs=12):
@@ -217,7 +217,7 @@ def loose(folder, count=3, limit=3000, methods=(), gain=0.0, **train):
             "train": train,
             "seed": seed,
         }
-        trial = TrialSpec.from_dict(content)
+        trial = Run.from_dict(content)
         write_trial(folder / trial.id, trial, gain, 1.0, seed)
 
 
@@ -228,9 +228,9 @@ def edit(path, **changes):
 
 def big_study(rows, seeds=3):
     """A study of many rows in memory, without folders: every number is invented."""
-    from dampen.studies.records.final import Final
-    from dampen.studies.records.recorded import RecordedTrial
-    from dampen.studies.records.study_runs import Cell, StudyRow, StudyRuns
+    from dampen.studies.result import Result
+    from dampen.studies.store import LoggedRun
+    from dampen.studies.table import Cell, StudyRow, StudyRuns
 
     draw, made = random.Random(0), []
     base = [draw.gauss(0.85, 0.01) for _ in range(seeds)]
@@ -239,7 +239,7 @@ def big_study(rows, seeds=3):
         methods = [{"name": "drop_key", "rate": i / (2 * rows)}] if i else []
         for s in range(seeds):
             accuracy = base[s] + (i / rows) * 0.02 + draw.gauss(0, 0.004)
-            final = Final(
+            final = Result(
                 id=f"{i}-{s}",
                 status="finished",
                 primary=("accuracy", "max"),
@@ -251,6 +251,6 @@ def big_study(rows, seeds=3):
                 last_weights=f"synthetic {i} {s}",
             )
             config = {"id": final.id, "model": {"name": "vit"}, "methods": methods, "seed": s}
-            runs[str(s)] = RecordedTrial(Path("synthetic"), final.id, config, final, [MACHINE])
+            runs[str(s)] = LoggedRun(Path("synthetic"), final.id, config, final, [MACHINE])
         made.append(StudyRow(name, methods, [Cell({}, runs, seeds)], baseline=not i))
     return StudyRuns("big", "Synthetic table of many rows", "accuracy", "max", made)

@@ -10,7 +10,7 @@ import pytest
 
 COUNT = """
 import json, resource, sys, torch
-from dampen.studies.allocator import describe_malloc, keep_freed_memory
+from dampen.studies.processes import describe_malloc, keep_freed_memory
 kept = keep_freed_memory() if "keep" in sys.argv else None
 for _ in range(40):  # the block wanders over the heap until it has found its place
     torch.ones(2**24)  # 64 MiB: more than glibc ever leaves on the heap by itself
@@ -58,6 +58,6 @@ def _possible():
 
 
 def _tell(pipe):
-    from dampen.studies.allocator import describe_malloc
+    from dampen.studies.processes import describe_malloc
 
     pipe.send(describe_malloc())

@@ -5,11 +5,11 @@ import tomllib
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from dampen.studies.config.methods_text import build_methods, parse_rows
-from dampen.studies.config.plan import make_plan
-from dampen.studies.config.recipe import load_recipe, parse_recipe
+from dampen.studies.comparison import make_comparison
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.study.parts import comparison
+from dampen.studies.methods_text import build_methods, parse_rows
+from dampen.studies.recipe import load_recipe, parse_recipe
+from dampen.studies.request import comparison
 from tests.studies import strategies
 
 quietly = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -55,11 +55,11 @@ def planned(content):
     recipe, problems = parse_recipe("x", content)
     if recipe is None:
         raise ConfigError("x", problems)
-    return make_plan(recipe)
+    return make_comparison(recipe)
 
 
 def planned_with(setting):
-    return make_plan(comparison("digits", None, "drop_key", 1), settings=[setting, "train.epochs=1"])
+    return make_comparison(comparison("digits", None, "drop_key", 1), settings=[setting, "train.epochs=1"])
 
 
 def refused_or_read(read, given_):
@@ -85,7 +85,7 @@ def test_methods(text):
 @quietly
 @given(strategies.MODEL_TEXT)
 def test_models(text):
-    refused_or_read(lambda model: make_plan(comparison("digits", model, "drop_key", 1)), text)
+    refused_or_read(lambda model: make_comparison(comparison("digits", model, "drop_key", 1)), text)
 
 
 @quietly
@@ -142,12 +142,12 @@ def test_what_was_a_traceback_names_its_place(text, place):
 )
 def test_settings_that_were_tracebacks_name_their_place(setting, place):
     with pytest.raises(ConfigError, match=place):
-        make_plan(comparison("digits", None, "drop_key", 1), settings=[setting])
+        make_comparison(comparison("digits", None, "drop_key", 1), settings=[setting])
 
 
 def test_settings_that_contradict_each_other():
     with pytest.raises(ConfigError, match="is a value"):
-        make_plan(comparison("digits", None, "drop_key", 1), settings=["train.lr=1", "train.lr.x=2"])
+        make_comparison(comparison("digits", None, "drop_key", 1), settings=["train.lr=1", "train.lr.x=2"])
 
 
 def test_a_grid_that_explodes_is_refused_at_once():

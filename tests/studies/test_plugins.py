@@ -10,7 +10,7 @@ import pytest
 
 import dampen
 from dampen.extensions import Registry, register
-from dampen.studies import load_recipe, make_plan
+from dampen.studies import load_recipe, make_comparison
 from dampen.studies.errors import ConfigError
 
 PLUGIN = """
@@ -148,7 +148,7 @@ def test_a_plugin_is_no_part_of_a_runs_identity(tmp_path):
     text = RECIPE.replace('"stripes" }', '"digits" }').replace('"flat"', '"vit"')
     (tmp_path / "with.toml").write_text(text.replace('["stripes"]', '["reproductions"]'))
     (tmp_path / "without.toml").write_text(text.replace('plugins = ["stripes"]', ""))
-    plans = [make_plan(load_recipe(str(tmp_path / f"{name}.toml"))) for name in ("with", "without")]
+    plans = [make_comparison(load_recipe(str(tmp_path / f"{name}.toml"))) for name in ("with", "without")]
     assert plans[0].trials.keys() == plans[1].trials.keys()
     assert ["plugins" in plan.header for plan in plans] == [True, False]
 

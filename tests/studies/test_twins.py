@@ -11,19 +11,18 @@ import torch
 
 import dampen
 from dampen.native import library
-from dampen.studies.config.plan import Plan, make_plan
-from dampen.studies.config.recipe import Recipe
-from dampen.studies.data.errors import DamagedData
-from dampen.studies.engines.runner import RunResult, run_plan
-from dampen.studies.engines.twins import training_of
-from dampen.studies.records.events import Event
-from dampen.studies.records.record import Record, locked
+from dampen.studies.comparison import Comparison, make_comparison
+from dampen.studies.data.dataset import DamagedData
+from dampen.studies.engines.runner import ComparisonResult, run_comparison, training_of
+from dampen.studies.recipe import Recipe
+from dampen.studies.result import Event
+from dampen.studies.store import RunStore, locked
 from dampen.studies.trainer.state import Execution
 
 EXPLICIT = "explicit_dropout"
 
 
-def plan_of(*rows: tuple[str, dict[str, Any]], seeds: int = 2) -> Plan:
+def plan_of(*rows: tuple[str, dict[str, Any]], seeds: int = 2) -> Comparison:
     base = {
         "data": {"name": "digits", "train_fraction": 0.1},
         "model": {"name": "vit", "patch_size": 4, "width": 8, "depth": 1, "heads": 2, "mlp": 8},
@@ -33,12 +32,12 @@ def plan_of(*rows: tuple[str, dict[str, Any]], seeds: int = 2) -> Plan:
     named: list[dict[str, Any]] = [{"name": "plain", "methods": [], "baseline": True}]
     named += [{"name": name, "methods": [method]} for name, method in rows]
     facts = {"name": "twins", "title": "", "paper": "", "table": "", "cost": "", "command": "", "departures": []}
-    return make_plan(Recipe(**facts, metric="accuracy", base=base, rows=named, scales={"laptop": {}}))  # type: ignore[arg-type]
+    return make_comparison(Recipe(**facts, metric="accuracy", base=base, rows=named, scales={"laptop": {}}))  # type: ignore[arg-type]
 
 
 def run(
-    plan: Plan, folder: Path, only: str | None = None, **options: Any
-) -> tuple[RunResult, list[str], list[dict[str, Any]]]:
+    plan: Comparison, folder: Path, only: str | None = None, **options: Any
+) -> tuple[ComparisonResult, list[str], list[dict[str, Any]]]:
     """The result, the trials that really began, and the outcomes that were told."""
     began, told = [], []
 
@@ -49,12 +48,12 @@ def run(
             told.append({"trial": trial, "status": event.status, "message": event.message})
 
     chosen = plan.chosen([only] if only else [])
-    done = run_plan(plan, folder, chosen, Execution(threads=1, accelerator="cpu"), report, workers=1, **options)
+    done = run_comparison(plan, folder, chosen, Execution(threads=1, accelerator="cpu"), report, workers=1, **options)
     return done, began, told
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path, RunResult, list[str], list[dict[str, Any]]]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
     plan = plan_of(("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5, "rate": 0.2}))
     folder = tmp_path_factory.mktemp("twins")
     return (plan, folder, *run(plan, folder))
@@ -69,11 +68,11 @@ def test_query_and_key_are_trained_once(ran: Any) -> None:
     k = plan.rows[2].points[0].trials
     assert not {*k.values()} & {*began}
     for seed, trial in k.items():
-        final = Record(folder / trial).final()
+        final = RunStore(folder / trial).final()
         assert final is not None
         assert final["same_as"] == plan.rows[1].points[0].trials[seed]
         assert final["id"] == trial
-        assert Record(folder / trial).lines()
+        assert RunStore(folder / trial).lines()
         assert list((folder / trial).glob("weights-*.safetensors"))
 
 
@@ -91,7 +90,7 @@ def test_training_both_would_have_given_the_same_weights(ran: Any, tmp_path: Pat
     (trial,) = other.chosen(["k"])
     _, began, _ = run(other, tmp_path)
     assert trial.id in began
-    ours, theirs = Record(tmp_path / trial.id).final(), Record(folder / trial.id).final()
+    ours, theirs = RunStore(tmp_path / trial.id).final(), RunStore(folder / trial.id).final()
     assert ours is not None
     assert theirs is not None
     assert ours["last_weights"] == theirs["last_weights"]
@@ -138,16 +137,16 @@ def test_canonical_arguments_compute_the_same(options: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def half(ran: Any, tmp_path: Path) -> tuple[Plan, Record, Record]:
+def half(ran: Any, tmp_path: Path) -> tuple[Comparison, RunStore, RunStore]:
     """A study of which the first of two twins is recorded: the plan, its record and that of the other."""
     plan = plan_of(("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5}), seeds=1)
-    q, k = (Record(tmp_path / plan.rows[i].points[0].trials["0"]) for i in (1, 2))
+    q, k = (RunStore(tmp_path / plan.rows[i].points[0].trials["0"]) for i in (1, 2))
     shutil.copytree(ran[1] / ran[0].rows[1].points[0].trials["0"], q.folder)
     assert q.final() is not None
     return plan, q, k
 
 
-def rewrite(record: Record, **changes: Any) -> None:
+def rewrite(record: RunStore, **changes: Any) -> None:
     final = record.final()
     assert final is not None
     record.finish(final | changes)

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import ConfigError, Interrupted
-from dampen.studies.records.record import Record
 from dampen.studies.report import make_report
-from dampen.studies.report.figure import Palette
-from dampen.studies.report.gradient_variance import variance_figure
+from dampen.studies.report.figures import Palette
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.build import derive
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from dampen.studies.trainer.variance import BATCHES, measure_variance, over_training
+from reproductions.figures.gradient_variance import gradient_variance
 from tests.studies.synthetic_runs import write_study
 
 METHODS = [
@@ -23,7 +23,7 @@ METHODS = [
 
 
 def variances(folder):
-    return [measured for line in Record(folder).lines() for measured in line.get("variance", [])]
+    return [measured for line in RunStore(folder).lines() for measured in line.get("variance", [])]
 
 
 def test_equals_a_loop_over_batches(small, quick):
@@ -85,7 +85,7 @@ def test_what_is_refused_and_that_old_ids_stay(small, quick):
     with pytest.raises(ConfigError, match="on one device"):
         small(variance_every=2, accumulate=2)
     assert small(variance_every=None).id == small().id != small(variance_every=2).id
-    few = TrialSpec.from_dict(small(variance_every=2).to_dict() | {"data": {"name": "digits", "limit": 60}})
+    few = Run.from_dict(small(variance_every=2).to_dict() | {"data": {"name": "digits", "limit": 60}})
     with pytest.raises(ConfigError, match="two batches are needed"):
         measure_variance(TrialState(few, quick), 0)
 
@@ -96,7 +96,7 @@ def test_table_and_figure_have_it(tmp_path):
     for i, row in enumerate(plan.rows):
         for point in row.points:
             for seed, trial in point.trials.items():
-                record = Record(tmp_path / trial)
+                record = RunStore(tmp_path / trial)
                 if (final := record.final()) is None or final["status"] != "finished":
                     continue
                 trace = (1 + int(seed)) * (0.8 if i else 1.0)
@@ -111,6 +111,6 @@ def test_table_and_figure_have_it(tmp_path):
     for entry in others:
         assert list(entry.by_seed["variance_ratio"].values()) == pytest.approx([0.8] * len(entry.values))
         assert entry.secondary["training_variance"].difference < 0
-    figure = variance_figure(table, Palette([row.name for row in plan.rows]))
+    figure = gradient_variance(table, Palette([row.name for row in plan.rows]))
     assert {r["row"] for r in figure.records} >= {e.name for e in others}
     assert "Gradient variance over training" in report.render("html")

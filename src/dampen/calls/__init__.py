@@ -18,7 +18,7 @@ from torch.nn import functional
 from dampen.masks import any_in_row, causal_rows
 
 if TYPE_CHECKING:
-    from dampen.functional.explicit.low_rank import LowRank
+    from dampen.functional.explicit.layers import LowRank
 
 
 @dataclass(frozen=True)

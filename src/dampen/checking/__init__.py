@@ -2,7 +2,8 @@
 
 >>> import dampen
 >>> from dampen.checking import check_regularizer
->>> outcomes = check_regularizer(dampen.DropKey, subjects=["vit"], contracts=["eval_exact", "remove"])
+>>> chosen = ["eval_exact", "remove"]
+>>> outcomes = check_regularizer(dampen.DropKey, subjects=["vit"], contracts=chosen)
 >>> [str(o) for o in outcomes]
 ['eval_exact on vit: kept', 'remove on vit: kept']
 """
@@ -13,9 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dampen.checking.attached import telling
+from dampen.checking.attached import ContractBroken, telling
 from dampen.checking.contracts import CONTRACTS, ONCE
-from dampen.checking.outcomes import ContractBroken
 from dampen.checking.pairs import PAIR_CONTRACTS
 from dampen.checking.subjects import SUBJECTS, Subject
 from dampen.hooks.blame import blame
@@ -35,7 +35,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """One contract on one model: kept, broken, refused by the method, or skipped, each with the reason."""
+    """One contract on one model: kept, broken, refused by the method, or skipped, each with the
+    reason."""
 
     contract: str
     subject: str
@@ -43,7 +44,9 @@ class Outcome:
     message: str = ""
 
     def __str__(self) -> str:
-        return f"{self.contract} on {self.subject}: {self.state}" + (f" ({self.message})" if self.message else "")
+        return f"{self.contract} on {self.subject}: {self.state}" + (
+            f" ({self.message})" if self.message else ""
+        )
 
 
 def check_regularizer(
@@ -53,17 +56,20 @@ def check_regularizer(
     *,
     progress: bool | None = None,
 ) -> list[Outcome]:
-    """Run the contracts on a regularizer, in all models; raise `ContractBroken` with every one that it breaks.
+    """Run the contracts on a regularizer, in all models; raise `ContractBroken` with every one that
+    it breaks.
 
     Args:
         make: the class, or anything that makes a fresh regularizer without arguments.
-        subjects: names among `SUBJECTS`: vit (own), timm_vit, llama (causal), bert (padded). All by default; those
-            whose library is not installed are skipped, and the outcome says so.
+        subjects: names among `SUBJECTS`: vit (own), timm_vit, llama (causal), bert (padded). All by
+            default; those whose library is not installed are skipped, and the outcome says so.
         contracts: names among `CONTRACTS`. All by default.
         progress: a line on standard error per contract; by default where that is a terminal.
     """
     chosen = list(subjects or SUBJECTS)
-    pairs = [(c, s) for c in contracts or CONTRACTS for s in chosen if c not in ONCE or s == chosen[0]]
+    pairs = [
+        (c, s) for c in contracts or CONTRACTS for s in chosen if c not in ONCE or s == chosen[0]
+    ]
     shown = sys.stderr.isatty() if progress is None else progress
     outcomes = []
     for i, (contract, subject) in enumerate(pairs):
@@ -78,11 +84,20 @@ def check_regularizer(
 
 
 def check_contract(make: Callable[[], Regularizer], contract: str, subject: str) -> Outcome:
-    """One contract on one model. Whatever a method raises breaks the contract: the outcome names its stage and site."""
+    """One contract on one model. Whatever a method raises breaks the contract: the outcome names
+    its stage and site.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        contract: a name in `CONTRACTS`.
+        subject: the model to try it on.
+    """
     for kind, name, known in (("contract", contract, CONTRACTS), ("subject", subject, SUBJECTS)):
         if name not in known:
             raise ValueError(f"there is no {kind} {name!r}. Known: {', '.join(known)}.")
-    return _outcome(contract, subject, lambda: CONTRACTS[contract](telling(make), SUBJECTS[subject]))
+    return _outcome(
+        contract, subject, lambda: CONTRACTS[contract](telling(make), SUBJECTS[subject])
+    )
 
 
 def check_pair(
@@ -105,7 +120,9 @@ def check_pair(
 
     def outcome(name: str) -> Outcome:
         check = PAIR_CONTRACTS[name]
-        return _outcome(name, subject, lambda: check(telling(first), telling(second), SUBJECTS[subject]))
+        return _outcome(
+            name, subject, lambda: check(telling(first), telling(second), SUBJECTS[subject])
+        )
 
     return [outcome(name) for name in PAIR_CONTRACTS]
 
@@ -121,7 +138,14 @@ def _outcome(contract: str, subject: str, check: Callable[[], None]) -> Outcome:
         return Outcome(contract, subject, "refused", str(refusal))
     except ContractBroken as error:
         return Outcome(contract, subject, "broken", str(error))
-    except Exception as error:  # of a stranger's method: any of them means that the contract is not kept
+    except (
+        Exception
+    ) as error:  # of a stranger's method: any of them means that the contract is not kept
         where = blame(error)
-        return Outcome(contract, subject, "broken", f"{where + ': ' if where else ''}{type(error).__name__}: {error}")
+        return Outcome(
+            contract,
+            subject,
+            "broken",
+            f"{where + ': ' if where else ''}{type(error).__name__}: {error}",
+        )
     return Outcome(contract, subject, "kept")

@@ -13,8 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager, version_of
 from dampen.checking import masked
-from dampen.checking.attached import Attached, Make, plain_logits, telling, with_companion
-from dampen.checking.outcomes import require, same, same_gradients
+from dampen.checking.attached import (
+    Attached,
+    Make,
+    plain_logits,
+    require,
+    same,
+    same_gradients,
+    telling,
+    with_companion,
+)
 from dampen.checking.pairs import beside, order
 from dampen.checking.subjects import SHALLOW, Subject
 from dampen.handle import regularize
@@ -23,17 +31,30 @@ from dampen.schedules import always_zero
 
 
 def eval_exact(make: Make, subject: Subject) -> None:
-    """1. In eval the model computes, to the bit, what it computed before (unless the method acts in eval by design)."""
+    """1. In eval the model computes, to the bit, what it computed before (unless the method acts in
+    eval by design).
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     if make().in_eval:
         return
     model, inputs = subject.model().eval(), subject.inputs()
     before = plain_logits(subject, model, inputs)
     regularize(model, with_companion([make()]))
-    same(plain_logits(subject, model, inputs), before, "eval output with the regularizer and without")
+    same(
+        plain_logits(subject, model, inputs), before, "eval output with the regularizer and without"
+    )
 
 
 def state_dict(make: Make, subject: Subject) -> None:
-    """2. The model's state_dict keeps its keys, and loads strictly both ways."""
+    """2. The model's state_dict keeps its keys, and loads strictly both ways.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     plain, trial = subject.model(seed=3), Attached(make, subject)
     require(list(plain.state_dict()) == list(trial.model.state_dict()), "state_dict keys changed")
     trial.model.load_state_dict(plain.state_dict(), strict=True)
@@ -41,17 +62,31 @@ def state_dict(make: Make, subject: Subject) -> None:
 
 
 def identity(make: Make, subject: Subject) -> None:
-    """3. At rate 0 and weight 0 nothing happens in training."""
+    """3. At rate 0 and weight 0 nothing happens in training.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject, neutral=True)
     _, terms, logits = trial.step()
     expected = plain_logits(subject, subject.model(), trial.inputs)
     same(logits, expected, "training output at rate 0 and without regularizer", 1e-5)
     for name, value in terms.items():
-        require(name == "task" or value.item() == 0.0, f"the term {name} is {value.item():.3g} at weight 0")
+        require(
+            name == "task" or value.item() == 0.0,
+            f"the term {name} is {value.item():.3g} at weight 0",
+        )
 
 
 def shapes_and_dtypes(make: Make, subject: Subject) -> None:
-    """4. Stages keep shape and dtype, in float32, bfloat16, float16 and under autocast; `tokens` may shorten N."""
+    """4. Stages keep shape and dtype, in float32, bfloat16, float16 and under autocast; `tokens`
+    may shorten N.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         trial = Attached(make, subject)
         trial.model.to(dtype)
@@ -67,13 +102,22 @@ def shapes_and_dtypes(make: Make, subject: Subject) -> None:
 
 
 def gradients_finite(make: Make, subject: Subject) -> None:
-    """5. Loss and gradients are finite, and the penalties have a gradient."""
+    """5. Loss and gradients are finite, and the penalties have a gradient.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     check_finite(trial)
 
 
 def check_finite(trial: Attached) -> None:
-    """Loss, terms and gradients of one step are finite, and some gradient is there."""
+    """Loss, terms and gradients of one step are finite, and some gradient is there.
+
+    Args:
+        trial: a model with regularizers attached.
+    """
     loss, terms, _ = trial.step()
     for name, value in {"loss": loss, **terms}.items():
         require(torch.isfinite(value).all(), f"{name} is {value.item()}")
@@ -84,14 +128,21 @@ def check_finite(trial: Attached) -> None:
 
 
 def copies(make: Make, subject: Subject) -> None:
-    """6. A deepcopy is independent and equal; pickle goes there and back."""
+    """6. A deepcopy is independent and equal; pickle goes there and back.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
-    trial.step()  # leaves a graph in the slots, which a copy must not meet
+    # leaves a graph in the slots, which a copy must not meet
+    trial.step()
     twin = trial.copy()
     first, second = trial.step()[0], twin.step()[0]
     same(first, second, "the loss of a model and of its deepcopy")
     require(
-        not {id(c) for c in trial.reg.clones} & {id(c) for c in twin.reg.clones}, "the copy shares its regularizers"
+        not {id(c) for c in trial.reg.clones} & {id(c) for c in twin.reg.clones},
+        "the copy shares its regularizers",
     )
     twin.reg.progress(1.0)
     same(trial.step()[0], first, "the loss after the copy has moved on")
@@ -102,7 +153,14 @@ def copies(make: Make, subject: Subject) -> None:
 
 
 def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
-    """7. torch.compile(fullgraph=True) gives the same loss and gradients, with one graph over a whole schedule."""
+    """7. torch.compile(fullgraph=True) gives the same loss and gradients, with one graph over a
+    whole schedule.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+        backend: of torch.compile.
+    """
     torch.compiler.reset()
     trial = Attached(make, subject)
     counter: Any = compile_counter(backend)
@@ -116,38 +174,64 @@ def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
         same_gradients(trial.gradients(), eager, f"compiled and eager at progress {progress}", 1e-4)
         graphs = counter.frame_count if graphs is None else graphs
         require(
-            counter.frame_count == graphs, f"{counter.frame_count} graphs instead of {graphs} at progress {progress}"
+            counter.frame_count == graphs,
+            f"{counter.frame_count} graphs instead of {graphs} at progress {progress}",
         )
     torch.compiler.reset()
 
 
 def shallow(make: Make, subject: Subject) -> Subject:
-    """One layer of the own ViT instead of several, which compiles faster; unless nothing of the method is left there,
-    as of DropPath, whose default is 0 in the first layer."""
+    """One layer of the own ViT instead of several, which compiles faster; unless nothing of the
+    method is left there, as of DropPath, whose default is 0 in the first layer.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     schedules = telling(make)().schedules.values()
     left_out = bool(schedules) and all(always_zero(s, 0.0) for s in schedules)
-    return subject if subject.name != "vit" or left_out else SHALLOW
+    if subject.name != "vit" or left_out:
+        return subject
+    return SHALLOW
 
 
 def compiled_inductor(make: Make, subject: Subject) -> None:
-    """7, once with the real compiler: inductor gives the same loss and gradients."""
+    """7, once with the real compiler: inductor gives the same loss and gradients.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     with inductor_draws_as_eager():
         compiled(make, shallow(make, subject), "inductor")
 
 
 def checkpointed(make: Make, subject: Subject) -> None:
-    """8. Under activation checkpointing loss and gradients are the same: the same draws, each penalty once."""
+    """8. Under activation checkpointing loss and gradients are the same: the same draws, each
+    penalty once.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     loss, gradients = trial.step()[0], trial.gradients()
     for layer in trial.reg.layers:
         block = trial.model.get_submodule(layer.site.name)
-        object.__setattr__(block, "forward", functools.partial(checkpoint, block.forward, use_reentrant=False))
+        object.__setattr__(
+            block, "forward", functools.partial(checkpoint, block.forward, use_reentrant=False)
+        )
     same(trial.step()[0], loss, "the loss with checkpointing and without", 1e-6)
     same_gradients(trial.gradients(), gradients, "with checkpointing and without")
 
 
 def seeded(make: Make, subject: Subject) -> None:
-    """9. The same seed gives the same result."""
+    """9. The same seed gives the same result.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     first, gradients = trial.step()[0], trial.gradients()
     same(trial.step()[0], first, "two steps with one seed")
@@ -155,7 +239,13 @@ def seeded(make: Make, subject: Subject) -> None:
 
 
 def no_leak(make: Make, subject: Subject) -> None:
-    """10. What the model's masks hide stays hidden: changing it changes no visible output; padding moves no penalty."""
+    """10. What the model's masks hide stays hidden: changing it changes no visible output; padding
+    moves no penalty.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     check_leak(Attached(make, subject))
 
 
@@ -174,9 +264,14 @@ def check_leak(trial: Attached) -> None:
 
 
 def mask_forms(make: Make, subject: Subject) -> None:
-    """16. A key hidden by a bool mask, -inf, -1e9, -1e4, -100 or the smallest number is hidden: the same results in
-    SDPA, in the model's own softmax and in nn.MultiheadAttention, and nothing of it seen. On a language model of its
-    own, whatever the subject; a method that refuses text keeps it."""
+    """16. A key hidden by a bool mask, -inf, -1e9, -1e4, -100 or the smallest number is hidden: the
+    same results in SDPA, in the model's own softmax and in nn.MultiheadAttention, and nothing of it
+    seen. On a language model of its own, whatever the subject; a method that refuses text keeps it.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     try:
         check_forms([make])
     except UnsupportedModel:
@@ -184,9 +279,18 @@ def mask_forms(make: Make, subject: Subject) -> None:
 
 
 def check_forms(makes: Sequence[Make], brief: bool = False) -> None:
-    """In float64, where all forms take one path, the draws are the same; in float32 a native kernel may run too.
-    `brief`: three forms of the mask that is both causal and padded."""
-    scenes = {name: scene for name, scene in masked.scenes().items() if not brief or name == "causal and padded"}
+    """In float64, where all forms take one path, the draws are the same; in float32 a native kernel
+    may run too. `brief`: three forms of the mask that is both causal and padded.
+
+    Args:
+        makes: one per regularizer.
+        brief: fewer forms of a mask.
+    """
+    scenes = {
+        name: scene
+        for name, scene in masked.scenes().items()
+        if not brief or name == "causal and padded"
+    }
     for path in masked.PATHS:
         for scene, (seen, change, kept, padded) in scenes.items():
             where = f"{path}, {scene}"
@@ -199,13 +303,25 @@ def check_forms(makes: Sequence[Make], brief: bool = False) -> None:
             for form, mask in masked.forms_of(seen, torch.float32, brief).items():
                 before = _masked_step(makes, path, masked.ids(), mask, kept, torch.float32)
                 after = _masked_step(makes, path, change(masked.ids()), mask, kept, torch.float32)
-                same(after[0][kept], before[0][kept], f"{where}: outputs after changing what {form} hides", 1e-6)
+                same(
+                    after[0][kept],
+                    before[0][kept],
+                    f"{where}: outputs after changing what {form} hides",
+                    1e-6,
+                )
                 if padded:
-                    _same_terms(after[1], before[1], f"{where}: after changing what {form} hides", 1e-6)
+                    _same_terms(
+                        after[1], before[1], f"{where}: after changing what {form} hides", 1e-6
+                    )
 
 
 def _masked_step(
-    makes: Sequence[Make], path: str, ids: Tensor, mask: Tensor, valid: Tensor, dtype: torch.dtype = torch.float64
+    makes: Sequence[Make],
+    path: str,
+    ids: Tensor,
+    mask: Tensor,
+    valid: Tensor,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     model = masked.build(path, dtype)
     reg = regularize(model, with_companion([make() for make in makes]), strict=False)
@@ -217,36 +333,62 @@ def _masked_step(
         return seen[-1]
 
     _, terms = reg.loss(forward, lambda out: out.square().mean(), valid=valid)
-    return seen[0].detach(), {name: value.detach() for name, value in terms.items() if name != "task"}
+    return seen[0].detach(), {
+        name: value.detach() for name, value in terms.items() if name != "task"
+    }
 
 
 def _same_terms(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolerance: float) -> None:
-    require(a.keys() == b.keys(), f"{message}: the terms {sorted(a.keys() ^ b.keys())} exist only once")
+    require(
+        a.keys() == b.keys(), f"{message}: the terms {sorted(a.keys() ^ b.keys())} exist only once"
+    )
     for name in a:
         same(a[name], b[name], f"{message}: the term {name}", tolerance)
 
 
 def remove(make: Make, subject: Subject) -> None:
-    """11. remove() gives the model back exactly: classes, attributes, modules, results."""
+    """11. remove() gives the model back exactly: classes, attributes, modules, results.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     plain, trial = subject.model(), Attached(make, subject)
     trial.step()
     trial.reg.remove()
-    for (name, a), (other, b) in zip(plain.named_modules(), trial.model.named_modules(), strict=True):
+    for (name, a), (other, b) in zip(
+        plain.named_modules(), trial.model.named_modules(), strict=True
+    ):
         require(
-            name == other and type(a) is type(b), f"'{other}' is a {type(b)} after remove(), '{name}' was a {type(a)}"
+            name == other and type(a) is type(b),
+            f"'{other}' is a {type(b)} after remove(), '{name}' was a {type(a)}",
         )
-        require(vars(a).keys() == vars(b).keys(), f"'{name}' keeps {sorted(vars(b).keys() ^ vars(a).keys())}")
+        require(
+            vars(a).keys() == vars(b).keys(),
+            f"'{name}' keeps {sorted(vars(b).keys() ^ vars(a).keys())}",
+        )
     trial.model.zero_grad()
-    same(plain_logits(subject, trial.model, trial.inputs), plain_logits(subject, plain, trial.inputs), "after remove()")
+    same(
+        plain_logits(subject, trial.model, trial.inputs),
+        plain_logits(subject, plain, trial.inputs),
+        "after remove()",
+    )
 
 
 def documented(make: Make, subject: Subject) -> None:
-    """12. Constructible by default; the docstring says what it does, and of ours it names the paper and an example."""
+    """12. Constructible by default; the docstring says what it does, and of ours it names the paper
+    and an example.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     cls = type(make())
     doc = cls.__doc__ or ""
     require(bool(doc.strip().splitlines()[:1]), f"{cls.__name__} has no docstring")
     if not cls.__module__.startswith("dampen."):
-        return  # a method of one's own may have no paper
+        # a method of one's own may have no paper
+        return
     require(
         "arXiv" in doc or "et al." in doc,
         f"the docstring of {cls.__name__} names no paper (arXiv id, or authors et al.)",
@@ -255,7 +397,13 @@ def documented(make: Make, subject: Subject) -> None:
 
 
 def kernel(make: Make, subject: Subject) -> None:
-    """14. The kernel that ran is the one declared: fused unless a stage needs the matrix of scores."""
+    """14. The kernel that ran is the one declared: fused unless a stage needs the matrix of
+    scores.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     calls = _FusedCalls()
     with calls:
@@ -264,22 +412,38 @@ def kernel(make: Make, subject: Subject) -> None:
         declared = "plain" if needs_matrix(trial.reg.clones) else ran.split()[0]
         require(ran.startswith(declared), f"'{name}' says {ran}, declared {declared}")
         require(
-            ran.startswith("fused") == bool(calls.names), f"'{name}' says {ran}, but the fused calls were {calls.names}"
+            ran.startswith("fused") == bool(calls.names),
+            f"'{name}' says {ran}, but the fused calls were {calls.names}",
         )
 
 
 def exported(make: Make, subject: Subject) -> None:
-    """15. torch.export and ONNX work at eval, and give the same."""
+    """15. torch.export and ONNX work at eval, and give the same.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     trial = Attached(make, subject)
     model = trial.model.eval()
     expected = plain_logits(subject, model, trial.inputs)
     with torch.no_grad():
         program = torch.export.export(model, (), trial.inputs)
-        same(subject.logits(program.module()(**trial.inputs)), expected, "the exported program and the model", 1e-4)
+        same(
+            subject.logits(program.module()(**trial.inputs)),
+            expected,
+            "the exported program and the model",
+            1e-4,
+        )
 
 
 def exported_onnx(make: Make, subject: Subject) -> None:
-    """15, ONNX: the file gives what the model gives."""
+    """15, ONNX: the file gives what the model gives.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     import onnxruntime
 
     trial = Attached(make, shallow(make, subject))
@@ -288,7 +452,11 @@ def exported_onnx(make: Make, subject: Subject) -> None:
     program: Any = torch.onnx.export(model, (), kwargs=trial.inputs, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
     got = session.run(
-        None, {i.name: v.numpy() for i, v in zip(session.get_inputs(), trial.inputs.values(), strict=True)}
+        None,
+        {
+            i.name: v.numpy()
+            for i, v in zip(session.get_inputs(), trial.inputs.values(), strict=True)
+        },
     )
     same(torch.from_numpy(got[0]), expected, "ONNX and the model", 1e-4)
 
@@ -320,13 +488,21 @@ def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
         versions = [version_of(a) for a in args if isinstance(a, torch.Tensor)]
         out = original(*args)
         written = versions != [version_of(a) for a in args if isinstance(a, torch.Tensor)]
-        require(not written, f"{stage} writes into a tensor that it got, which others read: return a new one")
-        taken, given = (args[1:2], (out,)) if stage == "block" else (args, out if isinstance(out, tuple) else (out,))
+        require(
+            not written,
+            f"{stage} writes into a tensor that it got, which others read: return a new one",
+        )
+        taken, given = (
+            (args[1:2], (out,))
+            if stage == "block"
+            else (args, out if isinstance(out, tuple) else (out,))
+        )
         for before, after in zip(taken, given, strict=False):
             require(after.dtype == before.dtype, f"{stage}: {before.dtype} became {after.dtype}")
             shorter = stage == "tokens" and after.shape[::2] == before.shape[::2]
             require(
-                shorter or after.shape == before.shape, f"{stage}: {tuple(before.shape)} became {tuple(after.shape)}"
+                shorter or after.shape == before.shape,
+                f"{stage}: {tuple(before.shape)} became {tuple(after.shape)}",
             )
         return out
 
@@ -336,11 +512,16 @@ def _watched(clone: nn.Module, stage: str) -> Callable[..., Any]:
 CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
     f.__name__: f
     for f in (
-        eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled, compiled_inductor,
-        checkpointed, seeded, no_leak, remove, documented, kernel, exported, exported_onnx, order, beside, mask_forms,
+        eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled,
+        compiled_inductor, checkpointed, seeded, no_leak, remove, documented, kernel, exported,
+        exported_onnx, order, beside, mask_forms,
     )
 }  # fmt: skip
-"""By name; number 13 (two processes equal one) needs a launcher and lives in `dampen.checking.distributed`."""
+"""By name; number 13 (two processes equal one) needs a launcher and lives in
+`dampen.checking.distributed`."""
 
-ONCE = frozenset({"compiled_inductor", "documented", "exported_onnx", "order", "beside", "mask_forms"})
-"""Contracts that are run on the first subject only, because they take long or do not depend on the model."""
+ONCE = frozenset(
+    {"compiled_inductor", "documented", "exported_onnx", "order", "beside", "mask_forms"}
+)
+"""Contracts that are run on the first subject only, because they take long or do not depend on the
+model."""

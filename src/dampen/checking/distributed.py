@@ -12,19 +12,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dampen.checking.attached import Attached, Make, telling
-from dampen.checking.outcomes import ContractBroken, require, same
+from dampen.checking.attached import Attached, ContractBroken, Make, require, same, telling
 from dampen.checking.subjects import IMAGE, SUBJECTS
 
 Check = Callable[[Make, int], None]
 
 
 def check_distributed(makes: Sequence[Make], processes: int = 2) -> None:
-    """Run every regularizer under DDP and FSDP2 in `processes` processes; raise `ContractBroken` with all that differ.
+    """Run every regularizer under DDP and FSDP2 in `processes` processes; raise `ContractBroken`
+    with all that differ.
 
-    Deterministic methods must have the gradients of one process on the joined batch. Stochastic ones may draw
-    differently on each rank; their weights must stay equal over several steps. `makes` must be picklable: classes or
-    functions of a module.
+    Deterministic methods must have the gradients of one process on the joined batch. Stochastic
+    ones may draw differently on each rank; their weights must stay equal over several steps.
+    `makes` must be picklable: classes or functions of a module.
+
+    Args:
+        makes: one per regularizer.
+        processes: how many.
     """
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_work, (processes, list(makes), folder), nprocs=processes)
@@ -45,14 +49,22 @@ def _work(rank: int, processes: int, makes: list[Make], folder: str) -> None:
             try:
                 check(make, rank)
             except Exception as error:  # every failure is reported, with its method
-                failures.append(f"{check.__name__}, {make().name}, rank {rank}: {type(error).__name__}: {error}")
+                failures.append(
+                    f"{check.__name__}, {make().name}, rank {rank}: {type(error).__name__}: {error}"
+                )
             dist.barrier()
     dist.destroy_process_group()
     Path(folder, f"rank{rank}.txt").write_text("\n".join(f.replace("\n", " ") for f in failures))
 
 
 def ddp_equals_one_process(make: Make, rank: int) -> None:
-    """Gradients of a deterministic method under DDP are those of one process on the joined batch."""
+    """Gradients of a deterministic method under DDP are those of one process on the joined
+    batch.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        rank: of this process.
+    """
     method = make()
     if method.stochastic or method.passes > 1:
         return
@@ -67,7 +79,12 @@ def ddp_equals_one_process(make: Make, rank: int) -> None:
 
 
 def ddp_stays_in_step(make: Make, rank: int) -> None:
-    """Three steps under DDP: nothing hangs, all weights stay equal on all ranks."""
+    """Three steps under DDP: nothing hangs, all weights stay equal on all ranks.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        rank: of this process.
+    """
     trial = Attached(make, SUBJECTS["vit"])
     wrapped = DistributedDataParallel(trial.model)
     optimizer = torch.optim.SGD(trial.model.parameters(), lr=0.1)
@@ -79,7 +96,13 @@ def ddp_stays_in_step(make: Make, rank: int) -> None:
 
 
 def fsdp_trains(make: Make, rank: int) -> None:
-    """fully_shard after regularize works; remove() afterwards refuses and leaves everything as it is."""
+    """fully_shard after regularize works; remove() afterwards refuses and leaves everything as it
+    is.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        rank: of this process.
+    """
     trial = Attached(make, SUBJECTS["vit"])
     for block in trial.model.blocks:  # type: ignore[union-attr]
         fully_shard(block)
@@ -99,7 +122,8 @@ def fsdp_trains(make: Make, rank: int) -> None:
 
 
 def _images() -> dict[str, Tensor]:
-    """A joined batch whose two halves get the labels that they have in the whole (0 to 4, then 0 to 4 again)."""
+    """A joined batch whose two halves get the labels that they have in the whole (0 to 4, then 0 to
+    4 again)."""
     return {"images": torch.randn(10, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(5))}
 
 

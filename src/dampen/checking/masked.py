@@ -1,4 +1,5 @@
-"""A small language model that takes its mask from outside, for the contract that all forms of a mask mean the same."""
+"""A small language model that takes its mask from outside, for the contract that all forms of a
+mask mean the same."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ nn.MultiheadAttention."""
 
 
 class MaskedAttention(nn.Module):
-    """Attention with a mask that is bool (True may be seen) or added to the scores."""
+    """Attention with a mask that is bool (True may be seen) or added to the scores.
+
+    Args:
+        eager: the model's own softmax instead of torch's function.
+    """
 
     def __init__(self, eager: bool) -> None:
         super().__init__()
@@ -31,14 +36,21 @@ class MaskedAttention(nn.Module):
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             s = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-            s = s.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else s + mask
+            if mask.dtype is torch.bool:
+                s = s.masked_fill(~mask, float("-inf"))
+            else:
+                s = s + mask
             o = s.softmax(-1) @ v
         out: Tensor = self.proj(o.transpose(1, 2).flatten(2))
         return out
 
 
 class MaskedBlock(nn.Module):
-    """Pre-norm attention and a feed-forward."""
+    """Pre-norm attention and a feed-forward.
+
+    Args:
+        path: one of `PATHS`.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -63,7 +75,11 @@ class MaskedBlock(nn.Module):
 
 
 class MaskedModel(nn.Module):
-    """Logits of tokens under a given mask."""
+    """Logits of tokens under a given mask.
+
+    Args:
+        path: one of `PATHS`.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -80,7 +96,13 @@ class MaskedModel(nn.Module):
 
 
 def forms_of(seen: Tensor, dtype: torch.dtype, brief: bool = False) -> dict[str, Tensor]:
-    """A bool mask in all its forms, or in three."""
+    """A bool mask in all its forms, or in three.
+
+    Args:
+        seen: bool, True where a key may be seen.
+        dtype: of the float masks, or of the model.
+        brief: fewer forms of a mask.
+    """
     lows = {
         "-inf": -math.inf,
         "the smallest number": torch.finfo(dtype).min,
@@ -96,8 +118,9 @@ def forms_of(seen: Tensor, dtype: torch.dtype, brief: bool = False) -> dict[str,
 
 
 def scenes() -> dict[str, tuple[Tensor, Callable[[Tensor], Tensor], Tensor, bool]]:
-    """Masks, each with a function that changes what must not be seen of the ids (3, TOKENS), the positions (3, TOKENS)
-    whose outputs may not move then, and whether what is hidden is padding, which no penalty may count."""
+    """Masks, each with a function that changes what must not be seen of the ids (3, TOKENS), the
+    positions (3, TOKENS) whose outputs may not move then, and whether what is hidden is padding,
+    which no penalty may count."""
     causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
     real = torch.ones(3, TOKENS, dtype=torch.bool)
     real[1, 5:], real[2, 3:] = False, False
@@ -119,13 +142,22 @@ def ids() -> Tensor:
 
 
 def build(path: str, dtype: torch.dtype) -> nn.Module:
-    """The model, the same each time."""
+    """The model, the same each time.
+
+    Args:
+        path: one of `PATHS`.
+        dtype: of the float masks, or of the model.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MaskedModel(path).to(dtype).train()
 
 
 def logits(out: Any) -> Tensor:
-    """What the model gives is its logits."""
+    """What the model gives is its logits.
+
+    Args:
+        out: what the model returned.
+    """
     found: Tensor = out
     return found

@@ -1,9 +1,11 @@
-"""Contracts of two methods side by side: their order does not matter, and a penalty reads clean operands.
+"""Contracts of two methods side by side: their order does not matter, and a penalty reads clean
+operands.
 
-What a method does to one layer changes the input of the next, and with it every penalty behind: that is as it should
-be. So a penalty beside another method is compared with the penalty alone on the same layer inputs: a first run, with
-both methods, keeps what went into and came out of every module without children; a second run, with one of the two,
-is fed the same. All these tensors are cut from the graph, so that gradients stay within one layer.
+What a method does to one layer changes the input of the next, and with it every penalty behind:
+that is as it should be. So a penalty beside another method is compared with the penalty alone on
+the same layer inputs: a first run, with both methods, keeps what went into and came out of every
+module without children; a second run, with one of the two, is fed the same. All these tensors are
+cut from the graph, so that gradients stay within one layer.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ from torch import Tensor, nn
 
 from dampen import methods
 from dampen._torch import pytree
-from dampen.checking.attached import Attached, Make, telling
-from dampen.checking.outcomes import require, same, same_gradients
+from dampen.checking.attached import Attached, Make, require, same, same_gradients, telling
 from dampen.checking.subjects import Subject
 from dampen.regularizer import UnsupportedModel
 
@@ -31,50 +32,91 @@ COMPANIONS: dict[str, Make] = {
     "attention weights": functools.partial(methods.DropAttention, 0.3, normalized=False),
     "heads": functools.partial(methods.DropHead, 0.4),
     "branches": functools.partial(methods.HiddenDropout, 0.3),
-    "penalties": functools.partial(methods.ExplicitDropout, query=0.3, value=0.2, ffn=0.4, output=0.1),
+    "penalties": functools.partial(
+        methods.ExplicitDropout, query=0.3, value=0.2, ffn=0.4, output=0.1
+    ),
 }
-"""One method for each kind of place that methods act on, to be put beside the one that is checked."""
+"""One method for each kind of place that methods act on, to be put beside the one that is checked.
+"""
 
 _UPSTREAM = {"tokens", "outputs"}
-"""Methods with these stages change how many tokens there are, or compare whole outputs: nothing is the same layer input
-with and without them."""
+"""Methods with these stages change how many tokens there are, or compare whole outputs: nothing is
+the same layer input with and without them."""
 
 
 _ADVICE = (
-    "A penalty reads what no other method has changed: a method that draws nothing says stochastic = False, so that it "
+    "A penalty reads what no other method has changed: a method that draws nothing says stochastic "
+    "= False, so that it "
     "runs first; its stages read what they are given, `call.input` and `call.weight`"
 )
 
 
 def order(make: Make, subject: Subject) -> None:
-    """16. The order in which two methods are given does not matter: the same draws, outputs, penalties, gradients."""
+    """16. The order in which two methods are given does not matter: the same draws, outputs,
+    penalties, gradients.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     for other in COMPANIONS.values():
         _skip_refused(order_of_two, make, other, subject)
 
 
 def beside(make: Make, subject: Subject) -> None:
-    """17. Beside another method every penalty is what it is alone on the same layer inputs, and so are its gradients;
-    two methods' penalties add up; a method that only reads changes nothing that another one draws."""
+    """17. Beside another method every penalty is what it is alone on the same layer inputs, and so
+    are its gradients; two methods' penalties add up; a method that only reads changes nothing that
+    another one draws.
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
     for other in COMPANIONS.values():
         _skip_refused(penalties_of_two, make, other, subject)
 
 
 def order_of_two(first: Make, second: Make, subject: Subject) -> None:
-    """Two methods in both orders: one seed gives the same."""
-    a, b = (Attached([telling(m) for m in makes], subject) for makes in ((first, second), (second, first)))
+    """Two methods in both orders: one seed gives the same.
+
+    Args:
+        first: makes one regularizer.
+        second: makes the other.
+        subject: the model to try it on.
+    """
+    a, b = (
+        Attached([telling(m) for m in makes], subject)
+        for makes in ((first, second), (second, first))
+    )
     for trial in (a, b):
         _move_weights(trial.model)
     (_, terms, logits), (_, moved, changed) = a.step(), b.step()
-    who = f"{first().name} and {second().name}" if first is not second else f"two {first().name}"
+    if first is not second:
+        who = f"{first().name} and {second().name}"
+    else:
+        who = f"two {first().name}"
     same(changed, logits, f"{who}: the output in one order and in the other")
-    require(terms.keys() == moved.keys(), f"{who}: penalties {sorted(terms.keys() ^ moved.keys())} in one order only")
+    require(
+        terms.keys() == moved.keys(),
+        f"{who}: penalties {sorted(terms.keys() ^ moved.keys())} in one order only",
+    )
     for name in terms:
-        same(moved[name], terms[name], f"{who}: the term {name} in one order and in the other", 1e-6)
-    same_gradients(_model_gradients(b), _model_gradients(a), f"{who}: in one order and in the other", 1e-5)
+        same(
+            moved[name], terms[name], f"{who}: the term {name} in one order and in the other", 1e-6
+        )
+    same_gradients(
+        _model_gradients(b), _model_gradients(a), f"{who}: in one order and in the other", 1e-5
+    )
 
 
 def penalties_of_two(first: Make, second: Make, subject: Subject) -> None:
-    """Two methods together, and each of them on the layer inputs that both left."""
+    """Two methods together, and each of them on the layer inputs that both left.
+
+    Args:
+        first: makes one regularizer.
+        second: makes the other.
+        subject: the model to try it on.
+    """
     makes = [telling(first), telling(second)]
     apart = [make() for make in makes]
     if any(r.stages & _UPSTREAM or r.passes > 1 or (r.only_reads and r.stochastic) for r in apart):
@@ -87,20 +129,34 @@ def penalties_of_two(first: Make, second: Make, subject: Subject) -> None:
     for run in alone:
         for name, value in run.terms.items():
             expected[name] = expected.get(name, 0.0) + value
-    require(together.terms.keys() == expected.keys(), f"{names}: the penalties are {sorted(together.terms)}")
+    require(
+        together.terms.keys() == expected.keys(),
+        f"{names}: the penalties are {sorted(together.terms)}",
+    )
     for name, value in together.terms.items():
         what = f"{names}: the penalty {name} together, and the sum of each alone on the same inputs"
         _close(value, expected[name], f"{what}. {_ADVICE}")
     largest = max((g.abs().max().item() for g in together.gradients.values()), default=0.0)
     for place in together.gradients.keys() | alone[0].gradients.keys() | alone[1].gradients.keys():
         total = sum(run.gradients[place] for run in alone if place in run.gradients)
-        what = f"{names}: the gradient of the penalties at {place}, together and the sum of each alone"
-        _close(torch.as_tensor(together.gradients.get(place, 0.0)), torch.as_tensor(total), what, largest)
+        what = (
+            f"{names}: the gradient of the penalties at {place}, together and the sum of each alone"
+        )
+        _close(
+            torch.as_tensor(together.gradients.get(place, 0.0)),
+            torch.as_tensor(total),
+            what,
+            largest,
+        )
     for reader, makes_without in ((apart[0], makes[1:]), (apart[1], makes[:1])):
         if reader.only_reads:
             without = Attached(makes_without, subject), Attached(makes, subject)
             outputs = [trial.step(backward=False)[2] for trial in without]
-            _close(outputs[1], outputs[0], f"{names}: the output with {reader.name}, which only reads, and without")
+            _close(
+                outputs[1],
+                outputs[0],
+                f"{names}: the output with {reader.name}, which only reads, and without",
+            )
 
 
 @dataclass
@@ -116,10 +172,13 @@ class _Tape:
     """What went into and came out of the modules of one forward, in the order of their calls."""
 
     calls: dict[str, list[Any]] = field(default_factory=dict)
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id -> the tensor, and its copy on the tape
+    # id -> the tensor, and its copy on the tape
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     places: dict[str, int] | None = None  # how far a replay is; None while recording
-    leaves: dict[str, Tensor] = field(default_factory=dict)  # the tensors as a run used them, cut from the graph
-    used: dict[int, Tensor] = field(default_factory=dict)  # id of a copy on the tape -> what the run used for it
+    # the tensors as a run used them, cut from the graph
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    # id of a copy on the tape -> what the run used for it
+    used: dict[int, Tensor] = field(default_factory=dict)
 
     def again(self) -> _Tape:
         """The same tape from its start."""
@@ -132,7 +191,8 @@ class _Tape:
         return self.kept.setdefault(id(value), (value, value.detach().clone()))[1]
 
     def swap(self, place: str, value: Any) -> Any:
-        """What to go on with at a place: the value, kept for later runs, or what an earlier run kept there."""
+        """What to go on with at a place: the value, kept for later runs, or what an earlier run
+        kept there."""
         if self.places is None:
             kept = self.calls.setdefault(place, [])
             kept.append(pytree.tree_map(self._keep, value))
@@ -140,15 +200,21 @@ class _Tape:
         else:
             number = self.places.get(place, 0)
             self.places[place] = number + 1
-            require(number < len(self.calls.get(place, ())), f"{place} runs more often alone than together")
+            require(
+                number < len(self.calls.get(place, ())),
+                f"{place} runs more often alone than together",
+            )
         given, _ = pytree.tree_flatten(value)
         kept_leaves, form = pytree.tree_flatten(self.calls[place][number])
         new = []
         for i, (old, leaf) in enumerate(zip(given, kept_leaves, strict=True)):
             if isinstance(leaf, Tensor) and old.requires_grad:
                 if id(leaf) not in self.used:
-                    cut = self.leaves[f"{place}, call {number}, tensor {i}"] = leaf.clone().requires_grad_()
-                    self.used[id(leaf)] = cut + old * 0  # adds nothing, but keeps the way of the residual branches
+                    cut = self.leaves[f"{place}, call {number}, tensor {i}"] = (
+                        leaf.clone().requires_grad_()
+                    )
+                    # adds nothing, but keeps the way of the residual branches
+                    self.used[id(leaf)] = cut + old * 0
                 leaf = self.used[id(leaf)]
             new.append(leaf)
         return pytree.tree_unflatten(new, form)
@@ -187,12 +253,14 @@ def _out(tape: _Tape, name: str, module: nn.Module, args: Any, out: Any) -> Any:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Whether a module has no children, or is torch's attention, which calls none of its projections."""
+    """Whether a module has no children, or is torch's attention, which calls none of its
+    projections."""
     return isinstance(module, nn.MultiheadAttention) or not list(module.children())
 
 
 def _move_weights(model: nn.Module) -> None:
-    """Change every weight a little, for methods that compare it with what it was when they were attached."""
+    """Change every weight a little, for methods that compare it with what it was when they were
+    attached."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -201,19 +269,22 @@ def _move_weights(model: nn.Module) -> None:
 
 
 def _model_gradients(trial: Attached) -> dict[str, Tensor]:
-    """Of the model's own parameters; those of methods go by numbers that depend on who else is there."""
+    """Of the model's own parameters; those of methods go by numbers that depend on who else is
+    there."""
     return {name: g for name, g in trial.gradients().items() if "dampen_regularizers" not in name}
 
 
 def _close(a: Tensor, b: Tensor, message: str, largest: float = 0.0) -> None:
-    """Equal as far as float32 goes, measured at the largest number of b, or at that of all that are compared."""
+    """Equal as far as float32 goes, measured at the largest number of b, or at that of all that are
+    compared."""
     scale = max(b.abs().max().item() if b.numel() else 1.0, 1e-2 * largest, 1e-6)
     gap = (a - b).abs().max().item() if a.numel() else 0.0
     require(gap <= 2e-4 * scale, f"{message}: off by {gap:.3g} where the largest is {scale:.3g}")
 
 
 def _skip_refused(check: Callable[..., None], make: Make, other: Make, subject: Subject) -> None:
-    """A companion that the model cannot have, or that another refuses, is left out; the method itself is not."""
+    """A companion that the model cannot have, or that another refuses, is left out; the method
+    itself is not."""
     Attached(make, subject)
     try:
         Attached([telling(make), other], subject)

@@ -1,4 +1,5 @@
-"""The four models on which contracts are checked: an own ViT, a timm ViT, a causal Llama, a padded BERT, all tiny."""
+"""The four models on which contracts are checked: an own ViT, a timm ViT, a causal Llama, a padded
+BERT, all tiny."""
 
 from __future__ import annotations
 
@@ -12,20 +13,23 @@ from torch import Tensor, nn
 
 from dampen.models import ViT
 
-IMAGE = 32  # with patches of 4 and a class token: 65 tokens, enough for the fused kernel
+# with patches of 4 and a class token: 65 tokens, enough for the fused kernel
+IMAGE = 32
 TOKENS = 9
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to try a regularizer on, with a batch, its logits, and what must not matter to them."""
+    """A model to try a regularizer on, with a batch, its logits, and what must not matter to
+    them."""
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], dict[str, Tensor]]
     logits: Callable[[Any], Tensor]
     hide: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor], Tensor]] | None = None
-    """A second batch that differs only where some positions must not look, and those positions (B, N)."""
+    """A second batch that differs only where some positions must not look, and those positions (B,
+    N)."""
     padded: bool = False
     """Whether the hidden tokens are padding: then penalties must not move either."""
 
@@ -34,16 +38,26 @@ class Subject:
 
     def missing(self) -> str:
         """The library without which it cannot be built; empty where it can."""
-        return self.library if self.library and importlib.util.find_spec(self.library) is None else ""
+        if self.library and importlib.util.find_spec(self.library) is None:
+            return self.library
+        return ""
 
     def model(self, seed: int = 0) -> nn.Module:
-        """A fresh model in training mode, the same for the same seed."""
+        """A fresh model in training mode, the same for the same seed.
+
+        Args:
+            seed: of the weights or of the batch.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.build().train()
 
     def inputs(self, seed: int = 1) -> dict[str, Tensor]:
-        """A batch, the same for the same seed."""
+        """A batch, the same for the same seed.
+
+        Args:
+            seed: of the weights or of the batch.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.batch()
@@ -57,14 +71,25 @@ def _timm() -> nn.Module:
     import timm
 
     return timm.create_model(
-        "vit_tiny_patch16_224", img_size=IMAGE, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=5
+        "vit_tiny_patch16_224",
+        img_size=IMAGE,
+        patch_size=4,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        num_classes=5,
     )
 
 
 def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 19,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, **heads, max_position_embeddings=64, use_cache=False)
     return LlamaForCausalLM(config)
@@ -73,7 +98,12 @@ def _llama() -> nn.Module:
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForTokenClassification
 
-    sizes: dict[str, Any] = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 19,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
     rest: dict[str, Any] = {"num_attention_heads": 2, "num_labels": 5}
     rest |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = BertConfig(**sizes, **rest, max_position_embeddings=64)
@@ -111,9 +141,17 @@ SUBJECTS = {
     for s in (
         Subject("vit", _vit, _images("images"), lambda out: out),
         Subject("timm_vit", _timm, _images("x"), lambda out: out, library="timm"),
-        Subject("llama", _llama, _text, lambda out: out.logits, _change_future, library="transformers"),
         Subject(
-            "bert", _bert, _padded_text, lambda out: out.logits, _change_padding, padded=True, library="transformers"
+            "llama", _llama, _text, lambda out: out.logits, _change_future, library="transformers"
+        ),
+        Subject(
+            "bert",
+            _bert,
+            _padded_text,
+            lambda out: out.logits,
+            _change_padding,
+            padded=True,
+            library="transformers",
         ),
     )
 }

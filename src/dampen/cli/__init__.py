@@ -12,16 +12,16 @@ from typing import Any
 import typer
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("dampen.cli.demo:demo", "Compare every family of methods on embedded data; a few minutes, offline."),
+    "demo": ("dampen.cli.run:demo", "Compare every family of methods on embedded data; a few minutes, offline."),
     "list": ("dampen.cli.catalog:list_", "List the methods or the recipes."),
     "show": ("dampen.cli.catalog:show", "Show a method or a recipe in full."),
     "run": ("dampen.cli.run:run", "Run a recipe: your own, or a paper's table from a clone; resumes what was cut off."),
     "compare": ("dampen.cli.compare:compare", "Compare methods on your data and model, fairly."),
     "report": ("dampen.cli.report:report", "Write the report of finished runs."),
-    "bench": ("dampen.cli.bench:bench", "Measure what each method costs."),
-    "diagnose": ("dampen.cli.diagnose:diagnose", "Measure a trained model: conditioning, calibration, robustness."),
-    "data": ("dampen.cli.data:app", "List, fetch or check data sets."),
-    "doctor": ("dampen.cli.doctor:doctor", "Say what is installed, found and missing."),
+    "bench": ("dampen.cli.measure:bench", "Measure what each method costs."),
+    "diagnose": ("dampen.cli.measure:diagnose", "Measure a trained model: conditioning, calibration, robustness."),
+    "data": ("dampen.cli.catalog:app", "List, fetch or check data sets."),
+    "doctor": ("dampen.cli.measure:doctor", "Say what is installed, found and missing."),
 }
 """Name -> (module:function or module:Typer, one line of help). A line whose module does not exist is not offered."""
 

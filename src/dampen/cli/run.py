@@ -1,4 +1,4 @@
-"""`dampen run`: a recipe."""
+"""`dampen run`: a recipe. `dampen demo`: the main job on embedded data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command, print_json
-from dampen.cli.searching import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
-from dampen.studies.config.plan import Plan, make_plan
-from dampen.studies.config.recipe import Recipe, load_recipe
+from dampen.cli.running import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
+from dampen.studies.comparison import Comparison, make_comparison
+from dampen.studies.recipe import Recipe, load_recipe
 
 
 @command(
@@ -67,7 +67,7 @@ def run(
         heed_signals()
         warm_up()
         changes += _own_data(loaded, scale, data_dir)
-    plan = make_plan(loaded, scale, changes, seed or None)
+    plan = make_comparison(loaded, scale, changes, seed or None)
     trials = plan.chosen(row or (), seed or ())
     folder = out / run_name(plan, settings or [])
     execution: dict[str, Any] = {
@@ -78,7 +78,7 @@ def run(
     }
     execution |= {"loggers": tuple(logger or ())}
     if dry_run:
-        from dampen.studies.engines.grid_tuning import tuning_plan
+        from dampen.studies.tuning import tuning_plan
 
         tuning = None if search else tuning_plan(loaded, scale, changes, row or [])
         _preview(plan, folder, as_json, tuning, row or (), seed or ())
@@ -96,13 +96,13 @@ def run(
 
 def _own_data(recipe: Recipe, scale: str | None, data_dir: str | None) -> list[str]:
     """The setting that makes data of the user's own part of the trials: another folder is another trial."""
-    from dampen.studies.study.parts import fingerprint_of_set
+    from dampen.studies.request import fingerprint_of_set
 
     found = fingerprint_of_set(recipe.at(scale).get("data", {}).get("name", ""), data_dir)
     return [f'data.fingerprint="{found}"'] if found else []
 
 
-def run_name(plan: Plan, settings: list[str]) -> str:
+def run_name(plan: Comparison, settings: list[str]) -> str:
     """The folder of a run. Settings make it another run: their trials do not belong in the recipe's own table."""
     name = f"{plan.name.replace('/', '-')}-{plan.scale}"
     return name + (f"-{hashlib.sha256(repr(sorted(settings)).encode()).hexdigest()[:8]}" if settings else "")
@@ -115,14 +115,14 @@ def _has_report() -> bool:
 
 
 def _preview(
-    plan: Plan, folder: Path, as_json: bool, tuning: Plan | None, rows: Sequence[str], seeds: Sequence[int]
+    plan: Comparison, folder: Path, as_json: bool, tuning: Comparison | None, rows: Sequence[str], seeds: Sequence[int]
 ) -> None:
-    from dampen.studies.engines.grid_tuning import as_large
+    from dampen.studies.tuning import as_large, count_runs
 
     points = sum(len(r.points) for r in plan.rows)
     trials = {i: t.to_dict() for i, t in plan.trials.items()}
     table = plan if tuning is None else as_large(plan, tuning)
-    first, count = len(tuning.trials) if tuning else 0, len(table.chosen(rows, seeds))
+    first, count = count_runs(tuning), len(table.chosen(rows, seeds))
     if as_json:
         told = {"run": plan.name, "scale": plan.scale, "folder": str(folder), "trials": trials, "tuning": first}
         print_json({**told, "chosen": count})
@@ -136,3 +136,37 @@ def _preview(
     console.print(f"{trials_told} would run in {folder}. Cost: {plan.header['cost']}", markup=False)
     for departure in plan.departures:
         console.print(f"  departure: {departure}", markup=False)
+
+
+NEXT = [
+    'dampen compare --data FOLDER_OF_IMAGES --methods "patch_dropout, drop_key" --until-decided    # your own data',
+    'dampen compare train.py:train --methods "drop_key, r_drop + drop_head" --tune 10 --metric accuracy    # your loop',
+    "dampen show drop_key    # formula, paper, arguments",
+]
+"""What to type after the demo."""
+
+
+@command("dampen demo\ndampen demo --seeds 12\ndampen demo --json")
+def demo(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 8,
+    workers: Workers = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the trials of an earlier demo.")] = False,
+    out: Out = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Compare one method per idea with the plain model on few handwritten digits; offline, a few minutes."""
+    import shutil
+
+    from dampen.cli.running import execute
+    from dampen.studies.catalog import catalog
+    from dampen.studies.comparison import make_comparison
+    from dampen.studies.processes import warm_up
+    from dampen.studies.recipe import demo_recipe
+
+    warm_up()
+    folder = out / "demo"
+    if fresh and folder.is_dir():
+        shutil.rmtree(folder)
+    plan = make_comparison(demo_recipe(list(catalog()), seeds))
+    page = folder / "report.html"
+    execute(plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, NEXT, page, workers=workers)

@@ -1,29 +1,33 @@
-"""What `run`, `compare` and `demo` share: run a plan with a live view, print its table, say how to go on."""
+"""What `run`, `compare` and `demo` share: run a plan with a live view, tune, search, add seeds in rounds."""
 
 from __future__ import annotations
 
 import shlex
 import signal
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from dampen.cli.common import print_json
-from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.records.record import Record
+from dampen.studies.comparison import Comparison
+from dampen.studies.errors import ConfigError
+from dampen.studies.recipe import Recipe
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 
 if TYPE_CHECKING:
-    from dampen.studies.engines.runner import RunResult
+    from dampen.studies.engines.runner import ComparisonResult
 
 
 def execute(
-    plan: Plan,
+    plan: Comparison,
     folder: Path,
-    trials: list[TrialSpec],
+    trials: list[Run],
     as_json: bool,
     execution: dict[str, Any],
     next_steps: list[str],
@@ -34,14 +38,14 @@ def execute(
 
     Where a `page` is asked for, the report of the finished run is written there.
     """
-    from dampen.studies.engines.runner import run_plan
-    from dampen.studies.records.table import plan_table, read_runs
+    from dampen.studies.engines.runner import run_comparison
     from dampen.studies.report.terminal import LiveView, console_for, results_table
+    from dampen.studies.table import comparison_table, read_runs
     from dampen.studies.trainer.state import Execution
 
     console = console_for(stderr=as_json)
     labels = plan.labels(trials)
-    done = sum(Record(folder / t.id).done for t in trials)
+    done = sum(RunStore(folder / t.id).done for t in trials)
     told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already recorded" if done else "")
     console.print(told, soft_wrap=True)
     heed_signals()
@@ -49,18 +53,23 @@ def execute(
 
     def table() -> Any:
         runs.update(read_runs(plan, folder, known=runs))
-        return results_table(plan_table(plan, runs), verdicts=False)
+        return results_table(comparison_table(plan, runs), verdicts=False)
 
     with LiveView(console, labels, done, table) as view:
-        run = run_plan(plan, folder, trials, Execution(**execution), view, **options)
+        run = run_comparison(plan, folder, trials, Execution(**execution), view, **options)
     conclude(console, run, as_json, next_steps, page)
 
 
 def conclude(
-    console: Console, run: RunResult, as_json: bool, next_steps: list[str], page: Path | None = None, said: str = ""
+    console: Console,
+    run: ComparisonResult,
+    as_json: bool,
+    next_steps: list[str],
+    page: Path | None = None,
+    said: str = "",
 ) -> NoReturn:
     """The end of a run: the page, the table, what was learned in words, what to type next, the exit code."""
-    from dampen.studies.report.advice import advise, in_words
+    from dampen.studies.report.summary import advise, in_words
     from dampen.studies.report.terminal import results_table
 
     if page is not None and run.exit_code == 0:
@@ -85,9 +94,9 @@ def conclude(
     raise typer.Exit(run.exit_code)
 
 
-def what_went_wrong(run: RunResult) -> list[str]:
+def what_went_wrong(run: ComparisonResult) -> list[str]:
     """Each message once, with the trials that it is about."""
-    from dampen.studies.report.names import listed
+    from dampen.studies.report.summary import listed
 
     labels, who = run.plan.labels(run.plan.trials.values()), dict[str, list[str]]()
     for message in run.messages():
@@ -109,3 +118,170 @@ def heed_signals() -> None:
 
 def _as_interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
+
+
+UntilDecided = Annotated[
+    bool,
+    typer.Option("--until-decided", help="Add seeds to the rows that are still open until every row is decided."),
+]
+Budget = Annotated[str | None, typer.Option(metavar="TIME", help="The same, for at most this long: 30m, 1h30m, 90s.")]
+Margin = Annotated[
+    float | None,
+    typer.Option(min=0, help="The smallest difference that matters, as tables show it; default: the metric's own."),
+]
+Tune = Annotated[
+    int | None,
+    typer.Option(min=2, metavar="N", help="Tune first: N settings of every row, the baseline too, on 3 tuning seeds."),
+]
+GOING = (0, 1, 4, 5)
+"""Exit codes after which the other rows can go on: all well, some trial failed, was locked, diverged."""
+
+
+def race_and_conclude(
+    plan: Comparison,
+    folder: Path,
+    as_json: bool,
+    execution: dict[str, Any],
+    next_steps: list[str],
+    *,
+    margin: float | None,
+    budget: str | None,
+    first: int,
+    **options: Any,
+) -> NoReturn:
+    """Race the rows of a plan, print its table and how the race ended, exit with the run's code."""
+    from dampen.studies.engines import Outcome
+    from dampen.studies.engines.runner import ComparisonResult, run_comparison
+    from dampen.studies.report.summary import listed
+    from dampen.studies.report.terminal import LiveView, console_for, results_table
+    from dampen.studies.sequential import race_plan, seconds
+    from dampen.studies.table import comparison_table, read_runs
+    from dampen.studies.trainer.state import Execution
+    from dampen.studies.verdict import Verdict
+
+    limit = seconds(budget) if budget is not None else None
+    console = console_for(stderr=as_json)
+    heed_signals()
+    outcomes: dict[str, Outcome] = {}
+
+    def run(trials: list[Run]) -> bool:
+        done = sum(RunStore(folder / t.id).final() is not None for t in trials)
+        where = named(execution, plan)
+        with LiveView(console, plan.labels(trials), done, table) as view:
+            result = run_comparison(plan, folder, trials, Execution(**where), view, **options)
+        outcomes.update(result.outcomes)
+        return result.exit_code in GOING
+
+    def table() -> Any:
+        return results_table(comparison_table(plan, read_runs(plan, folder)), verdicts=False)
+
+    def look(round: int, open_: list[str], verdicts: Mapping[str, Verdict]) -> None:
+        still = f"{len(open_)} of {len(verdicts)} rows open" + (f": {listed(open_)}" if open_ else "")
+        console.print(f"round {round}: {still}", soft_wrap=True, markup=False)
+
+    told = f"{plan.name}: seeds until every row is decided" + (f", for {budget} at most" if budget else "")
+    console.print(f"{told}, in {folder}", soft_wrap=True, markup=False)
+    found = race_plan(plan, folder, run, margin=margin, budget=limit, first=first, look=look)
+    final = ComparisonResult(plan, folder, outcomes, comparison_table(plan, read_runs(plan, folder)))
+    conclude(console, final, as_json, next_steps, said=found.told())
+
+
+def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
+    """A training of the user's own knows its row by the trial's id, and every round has new trials."""
+    function = execution.get("function")
+    if function is None:
+        return execution
+    names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
+    return {**execution, "function": replace(function, rows=names)}
+
+
+Address = Annotated[
+    str | None, typer.Option(help="With --engine ray: the cluster's address; a local one is started when not said.")
+]
+SearchBy = Annotated[
+    str | None, typer.Option("--search", metavar="optuna", help="Search each row's settings first, with equal effort.")
+]
+SearchTrials = Annotated[int, typer.Option("--search-trials", min=1, help="Trials of the search per row.")]
+Storage = Annotated[
+    str | None, typer.Option(help="Where the search is kept: an SQLAlchemy URL; default: SQLite in the run's folder.")
+]
+
+
+def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
+    """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts."""
+    from dampen.studies.engines import check_engine
+
+    check_engine(engine)
+    if address is not None and engine != "ray":
+        raise ConfigError("--address", [f"only --engine ray has an address, the engine is {engine!r}"])
+    return {"engine": engine, "workers": workers} | ({"address": address} if engine == "ray" else {})
+
+
+def check_search(search: str | None) -> None:
+    """Refuse what is not known."""
+    if search not in (None, "optuna"):
+        raise ConfigError("--search", [f"unknown search {search!r}; known: optuna"])
+
+
+def tuned(
+    recipe: Recipe,
+    plan: Comparison,
+    folder: Path,
+    execution: dict[str, Any],
+    scale: str | None,
+    settings: Sequence[str],
+    rows: Sequence[str],
+    **engine: Any,
+) -> Comparison:
+    """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
+    from dampen.cli.running import named, resume_command
+    from dampen.studies.engines.runner import run_comparison
+    from dampen.studies.report.terminal import LiveView, console_for
+    from dampen.studies.store import RunStore
+    from dampen.studies.trainer.state import Execution
+    from dampen.studies.tuning import STAGE, chosen_in_words, tune
+
+    console = console_for(stderr=True)
+
+    def run(tuning: Comparison, place: Path) -> int:
+        trials = tuning.chosen()
+        done = sum(RunStore(place / t.id).done for t in trials)
+        recorded = f", {done} already recorded" if done else ""
+        what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
+        console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
+        with LiveView(console, tuning.labels(trials), done) as view:
+            made = run_comparison(tuning, place, trials, Execution(**named(execution, tuning)), view, **engine)
+        for message in made.messages():
+            console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
+        return made.exit_code
+
+    plan, code = tune(recipe, plan, folder, scale, settings, rows, run)
+    if code == 130:
+        console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
+    if code:
+        raise typer.Exit(code)
+    for line in chosen_in_words(folder):
+        console.print(line, soft_wrap=True, markup=False)
+    return plan
+
+
+def searched(
+    recipe: Recipe,
+    folder: Path,
+    execution: dict[str, Any],
+    trials: int,
+    storage: str | None,
+    workers: int | None,
+    scale: str | None = None,
+    settings: Sequence[str] = (),
+    seeds: Sequence[int] | None = None,
+) -> Comparison:
+    """Search every row, with a line per trial on standard error, and return the plan of what was found best."""
+    from dampen.studies.optuna_search import search
+    from dampen.studies.trainer.state import Execution
+
+    def say(line: str) -> None:
+        print(f"search: {line}", file=sys.stderr, flush=True)
+
+    say(f"{trials} trials per row; Ctrl-C stops, the same command goes on")
+    return search(recipe, folder, Execution(**execution), trials, storage, workers, scale, settings, seeds, say)

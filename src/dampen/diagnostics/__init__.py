@@ -1,8 +1,11 @@
-"""Measurements on any model: calibration, robustness, gradient variance, generalization, conditioning, attention.
+"""Measurements on any model: calibration, robustness, gradient variance, generalization,
+conditioning, attention.
 
-Each is a function of a model and of batches (inputs, labels); none changes the model. Libraries beyond torch are
-imported only when a function that needs them is called.
+Each is a function of a model and of batches (inputs, labels); none changes the model. Libraries
+beyond torch are imported only when a function that needs them is called.
 """
+
+from typing import Any
 
 from dampen.diagnostics.attention_maps import (
     attention_entropy,
@@ -15,32 +18,39 @@ from dampen.diagnostics.attention_maps import (
 )
 from dampen.diagnostics.calibration import (
     Calibration,
+    GeneralizationGap,
     Reliability,
     adaptive_calibration_error,
     calibration_of,
     expected_calibration_error,
+    generalization_gap,
     measure_calibration,
     reliability,
     wilson_interval,
 )
-from dampen.diagnostics.conditioning import Condition, Conditioning, ConditionProbe, condition_of, measure_conditioning
-from dampen.diagnostics.consistency_bound import ConsistencyBound, consistency_bound
-from dampen.diagnostics.corruptions import CORRUPTIONS, Corruptions, corrupt, measure_corruptions
-from dampen.diagnostics.generalization import (
-    GeneralizationGap,
-    PacBayesBound,
-    binary_kl,
-    binary_kl_inverse,
-    gaussian_kl,
-    generalization_gap,
-    pac_bayes_bound,
+from dampen.diagnostics.conditioning import (
+    Condition,
+    Conditioning,
+    ConditionProbe,
+    condition_of,
+    linear_attention_bound,
+    linear_attention_condition,
+    measure_conditioning,
 )
 from dampen.diagnostics.gradients import GradientVariance, gradient_variance
 from dampen.diagnostics.jacobian import JacobianCondition, estimate_condition, measure_jacobian
-from dampen.diagnostics.linear_attention import linear_attention_bound, linear_attention_condition
-from dampen.diagnostics.pixels import Pixels
 from dampen.diagnostics.predictions import predict
-from dampen.diagnostics.robustness import Robustness, fgsm, pgd
+from dampen.diagnostics.robustness import (
+    CORRUPTIONS,
+    Corruptions,
+    Pixels,
+    Robustness,
+    corrupt,
+    fgsm,
+    measure_corruptions,
+    pgd,
+)
+from dampen.names import moved_out
 
 __all__ = [
     "CORRUPTIONS",
@@ -48,28 +58,22 @@ __all__ = [
     "Condition",
     "ConditionProbe",
     "Conditioning",
-    "ConsistencyBound",
     "Corruptions",
     "GeneralizationGap",
     "GradientVariance",
     "JacobianCondition",
-    "PacBayesBound",
     "Pixels",
     "Reliability",
     "Robustness",
     "adaptive_calibration_error",
     "attention_entropy",
     "attention_weights",
-    "binary_kl",
-    "binary_kl_inverse",
     "calibration_of",
     "condition_of",
-    "consistency_bound",
     "corrupt",
     "estimate_condition",
     "expected_calibration_error",
     "fgsm",
-    "gaussian_kl",
     "generalization_gap",
     "gradient_variance",
     "head_similarity",
@@ -80,7 +84,6 @@ __all__ = [
     "measure_corruptions",
     "measure_jacobian",
     "overlay",
-    "pac_bayes_bound",
     "pgd",
     "predict",
     "reliability",
@@ -89,3 +92,16 @@ __all__ = [
     "token_map",
     "wilson_interval",
 ]
+
+_MOVED = {
+    **dict.fromkeys(("ConsistencyBound", "consistency_bound"), "consistency_bound"),
+    **dict.fromkeys(
+        ("PacBayesBound", "pac_bayes_bound", "gaussian_kl", "binary_kl", "binary_kl_inverse"),
+        "pac_bayes",
+    ),
+}
+"""What was here until 0.3, and its module in `reproductions/metrics`."""
+
+
+def __getattr__(name: str) -> Any:
+    moved_out(__name__, name, "metrics", _MOVED)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from dampen.diagnostics.predictions import Data, flat, predict
 
-# The largest float32 below 1. torchmetrics' bins are [a, b), so that a confidence of exactly 1 would fall into a
-# surplus bin behind the last one, and errors of opposite sign that share a bin would no longer cancel.
+# The largest float32 below 1. torchmetrics' bins are [a, b), so that a confidence of exactly 1
+# would fall into a surplus bin behind the last one, and errors of opposite sign that share a bin
+# would no longer cancel.
 BELOW_ONE = 1 - 2**-24
 
 
@@ -20,7 +21,8 @@ BELOW_ONE = 1 - 2**-24
 class Reliability:
     """A reliability diagram: one entry per bin; an empty bin has count 0 and None for the means."""
 
-    low: list[float]  # the bin's edges, or its smallest and largest confidence if bins have equal mass
+    # the bin's edges, or its smallest and largest confidence if bins have equal mass
+    low: list[float]
     high: list[float]
     count: list[int]
     confidence: list[float | None]  # mean confidence in the bin
@@ -52,7 +54,13 @@ class Calibration:
 
 
 def wilson_interval(correct: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's confidence interval for a share of `correct` in `n`; sensible at 0, at 1 and for small n.
+    """Wilson's confidence interval for a share of `correct` in `n`; sensible at 0, at 1 and for
+    small n.
+
+    Args:
+        correct: how many were right.
+        n: of how many.
+        level: confidence level of the interval.
 
     >>> low, high = wilson_interval(95, 100)
     >>> f"{low:.4f} {high:.4f}"
@@ -67,14 +75,21 @@ def wilson_interval(correct: int, n: int, level: float = 0.95) -> tuple[float, f
     center = (p + z2n / 2) / (1 + z2n)
     half = z / (1 + z2n) * math.sqrt(p * (1 - p) / n + z2n / (4 * n))
     # At the ends the interval touches 0 or 1 exactly; rounding must not push it past.
-    return (0.0 if correct == 0 else max(0.0, center - half)), (1.0 if correct == n else min(1.0, center + half))
+    return (0.0 if correct == 0 else max(0.0, center - half)), (
+        1.0 if correct == n else min(1.0, center + half)
+    )
 
 
 def expected_calibration_error(logits: Tensor, labels: Tensor, bins: int = 15) -> float:
     """Expected calibration error of the top class over bins of equal width, by torchmetrics.
 
-    `sum_b n_b / n * |accuracy_b - confidence_b|` (Guo et al., arXiv 1706.04599) over `[0, 1/bins), ...`, the last
-    bin closed. Averaged probabilities can be given as their logarithms.
+    `sum_b n_b / n * |accuracy_b - confidence_b|` (Guo et al., arXiv 1706.04599) over `[0, 1/bins),
+    ...`, the last bin closed. Averaged probabilities can be given as their logarithms.
+
+    Args:
+        logits: (n, C).
+        labels: (n,), class indices.
+        bins: how many bins of confidence.
 
     >>> sure = torch.tensor([[50.0, 0.0], [50.0, 0.0]])  # both are called class 0 with confidence 1
     >>> round(expected_calibration_error(sure, torch.tensor([0, 1])), 6)
@@ -85,20 +100,40 @@ def expected_calibration_error(logits: Tensor, labels: Tensor, bins: int = 15) -
     logits, labels = _checked(logits, labels, bins)
     # float32 first: torchmetrics converts, and a float64 just below 1 would round up to 1.
     probs = logits.double().softmax(dim=1).float().clamp(max=BELOW_ONE)
-    return float(multiclass_calibration_error(probs, labels, num_classes=logits.shape[1], n_bins=bins, norm="l1"))
+    return float(
+        multiclass_calibration_error(
+            probs, labels, num_classes=logits.shape[1], n_bins=bins, norm="l1"
+        )
+    )
 
 
 def adaptive_calibration_error(logits: Tensor, labels: Tensor, bins: int = 15) -> float:
-    """Expected calibration error of the top class over bins of equal mass (Nguyen and O'Connor, arXiv 1508.05154)."""
+    """Expected calibration error of the top class over bins of equal mass (Nguyen and O'Connor,
+    arXiv 1508.05154).
+
+    Args:
+        logits: (n, C).
+        labels: (n,), class indices.
+        bins: how many bins of confidence.
+    """
     return reliability(logits, labels, bins, equal_mass=True).error()
 
 
-def reliability(logits: Tensor, labels: Tensor, bins: int = 15, equal_mass: bool = False) -> Reliability:
+def reliability(
+    logits: Tensor, labels: Tensor, bins: int = 15, equal_mass: bool = False
+) -> Reliability:
     """The reliability diagram of the top class, over bins of equal width or of equal mass.
 
-    Bins of equal mass hold n / bins predictions in the order of confidence, sizes differing by at most one.
-    Predictions of equal confidence may fall into two bins; each then counts as correct by the share of correct ones
-    among its equals, so that the result does not depend on the order of the data.
+    Bins of equal mass hold n / bins predictions in the order of confidence, sizes differing by at
+    most one. Predictions of equal confidence may fall into two bins; each then counts as correct by
+    the share of correct ones among its equals, so that the result does not depend on the order of
+    the data.
+
+    Args:
+        logits: (n, C).
+        labels: (n,), class indices.
+        bins: how many bins of confidence.
+        equal_mass: bins of equal mass instead of equal width.
     """
     logits, labels = _checked(logits, labels, bins)
     top, predicted = logits.double().softmax(dim=1).max(dim=1)
@@ -125,8 +160,17 @@ def reliability(logits: Tensor, labels: Tensor, bins: int = 15, equal_mass: bool
     )
 
 
-def calibration_of(logits: Tensor, labels: Tensor, bins: int = 15, level: float = 0.95) -> Calibration:
-    """Everything `Calibration` holds, from logits (n, C) and labels (n,)."""
+def calibration_of(
+    logits: Tensor, labels: Tensor, bins: int = 15, level: float = 0.95
+) -> Calibration:
+    """Everything `Calibration` holds, from logits (n, C) and labels (n,).
+
+    Args:
+        logits: (n, C).
+        labels: (n,), class indices.
+        bins: how many bins of confidence.
+        level: confidence level of the interval.
+    """
     logits, labels = _checked(logits, labels, bins)
     log_probs = logits.double().log_softmax(dim=1)
     probs, n = log_probs.exp(), len(labels)
@@ -150,11 +194,20 @@ def calibration_of(logits: Tensor, labels: Tensor, bins: int = 15, level: float 
     )
 
 
-def measure_calibration(model: nn.Module, data: Data, bins: int = 15, level: float = 0.95) -> Calibration:
-    """Accuracy, NLL, Brier score, calibration errors and reliability diagrams of a classifier on `data`.
+def measure_calibration(
+    model: nn.Module, data: Data, bins: int = 15, level: float = 0.95
+) -> Calibration:
+    """Accuracy, NLL, Brier score, calibration errors and reliability diagrams of a classifier on
+    `data`.
 
-    The model runs in eval mode and every module's mode is restored. `data` yields (inputs, labels); predictions
-    per token are counted one by one, those with label -100 not at all.
+    The model runs in eval mode and every module's mode is restored. `data` yields (inputs, labels);
+    predictions per token are counted one by one, those with label -100 not at all.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        data: batches (inputs, labels), or mappings with "labels".
+        bins: how many bins of confidence.
+        level: confidence level of the interval.
 
     >>> _ = torch.manual_seed(0)
     >>> data = [(torch.randn(50, 4), torch.randint(3, (50,)))]  # synthetic
@@ -166,7 +219,9 @@ def measure_calibration(model: nn.Module, data: Data, bins: int = 15, level: flo
 
 
 def _mean(x: Tensor) -> float | None:
-    return float(x.mean()) if len(x) else None
+    if len(x):
+        return float(x.mean())
+    return None
 
 
 def _checked(logits: Tensor, labels: Tensor, bins: int) -> tuple[Tensor, Tensor]:
@@ -181,3 +236,28 @@ def _checked(logits: Tensor, labels: Tensor, bins: int) -> tuple[Tensor, Tensor]
     if not len(labels):
         raise ValueError("There is nothing to measure: no labeled prediction was given.")
     return logits, labels
+
+
+@dataclass(frozen=True)
+class GeneralizationGap:
+    """What a model loses between the data it was trained on and data it has not seen."""
+
+    train: Calibration
+    test: Calibration
+    accuracy_gap: float  # train minus test
+    nll_gap: float  # test minus train
+
+
+def generalization_gap(
+    model: nn.Module, train: Data, test: Data, bins: int = 15
+) -> GeneralizationGap:
+    """Accuracy and calibration on training and on test data, and their differences.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        train: batches the model was trained on.
+        test: batches it has not seen.
+        bins: how many bins of confidence.
+    """
+    a, b = measure_calibration(model, train, bins), measure_calibration(model, test, bins)
+    return GeneralizationGap(a, b, a.accuracy - b.accuracy, b.nll - a.nll)

@@ -19,34 +19,54 @@ Loss = Callable[[nn.Module, Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GradientVariance:
-    """Spread of mini-batch gradients around their mean, over all parameters that require gradients."""
+    """Spread of mini-batch gradients around their mean, over all parameters that require
+    gradients."""
 
     batches: int
     batch_size: int
     trace: float  # tr Cov(g), unbiased: sum over batches of |g - mean|^2 / (batches - 1)
     mean_squared_norm: float  # mean over batches of |g|^2
     squared_norm_of_mean: float  # |mean of g|^2
-    normalized: float  # trace / mean_squared_norm: 0 if all gradients agree, about 1 if they are pure noise
+    # trace / mean_squared_norm: 0 if all gradients agree, about 1 if they are pure noise
+    normalized: float
     by_parameter: dict[str, float]  # the trace, parameter by parameter
 
 
 def classification_loss(model: nn.Module, inputs: Any, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of a model's logits (..., C) against labels (...)."""
+    """Mean cross-entropy of a model's logits (..., C) against labels (...).
+
+    Args:
+        model: any model that returns logits; left as it was.
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+        labels: (n,), class indices.
+    """
     logits = run(model, inputs)
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def gradient_variance(
-    model: nn.Module, data: Data, loss: Loss = classification_loss, mode: str = "train", seed: int = 0
+    model: nn.Module,
+    data: Data,
+    loss: Loss = classification_loss,
+    mode: str = "train",
+    seed: int = 0,
 ) -> GradientVariance:
     """Trace of the covariance of the mini-batch gradient, at the model's present weights.
 
-    `loss(model, inputs, labels)` returns the scalar that training minimizes; put penalties and two-pass methods into
-    it to measure what they do. By default the model runs as in training, so that the randomness of its regularizers
-    counts, as AttentionDrop's claim of a 10 % lower variance needs (arXiv 2504.12088); `mode="eval"` measures the
-    data's part alone. Modes, gradients, buffers and the global random state are restored.
+    `loss(model, inputs, labels)` returns the scalar that training minimizes; put penalties and
+    two-pass methods into it to measure what they do. By default the model runs as in training, so
+    that the randomness of its regularizers counts, as AttentionDrop's claim of a 10 % lower
+    variance needs (arXiv 2504.12088); `mode="eval"` measures the data's part alone. Modes,
+    gradients, buffers and the global random state are restored.
 
     Batches must be of one size: the variance falls as 1 / size.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        data: batches (inputs, labels), or mappings with "labels".
+        loss: loss(model, inputs, labels) -> the scalar that training minimizes.
+        mode: "train", "eval" or "keep".
+        seed: of the random numbers; the global random state is restored.
 
     >>> _ = torch.manual_seed(0)
     >>> data = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(5)]  # synthetic
@@ -56,10 +76,14 @@ def gradient_variance(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
-        raise ValueError("No parameter requires a gradient: the model is frozen. Unfreeze what is to be measured.")
+        raise ValueError(
+            "No parameter requires a gradient: the model is frozen. Unfreeze what is to be "
+            "measured."
+        )
     device = device_of(model)
     mean = {name: torch.zeros_like(p, dtype=torch.double) for name, p in named.items()}
-    spread = dict.fromkeys(named, 0.0)  # Welford's running sum of squared distances from the mean
+    # Welford's running sum of squared distances from the mean
+    spread = dict.fromkeys(named, 0.0)
     squared_norms, count, size = 0.0, 0, None
     with in_mode(model, mode), _restored(model, device), torch.enable_grad():
         torch.manual_seed(seed)
@@ -68,7 +92,8 @@ def gradient_variance(
             size = len(labels) if size is None else size
             if len(labels) != size:
                 raise ValueError(
-                    f"Batches must be of one size: got {size} and then {len(labels)}. Use a loader with drop_last=True."
+                    f"Batches must be of one size: got {size} and then {len(labels)}. Use a loader "
+                    "with drop_last=True."
                 )
             value = loss(model, move(inputs, device), labels.to(device))
             _check(value)
@@ -97,15 +122,24 @@ def gradient_variance(
 
 def _check(value: Tensor) -> None:
     if not isinstance(value, Tensor) or value.dim() != 0:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"loss(model, inputs, labels) must return a scalar tensor: got {got}. Take its mean.")
+        if isinstance(value, Tensor):
+            got = f"a tensor of shape {tuple(value.shape)}"
+        else:
+            got = type(value).__name__
+        raise TypeError(
+            f"loss(model, inputs, labels) must return a scalar tensor: got {got}. Take its mean."
+        )
     if not math.isfinite(float(value.detach())):
-        raise ValueError(f"The loss is {float(value.detach())}: the gradients mean nothing. Lower the learning rate?")
+        raise ValueError(
+            f"The loss is {float(value.detach())}: the gradients mean nothing. Lower the learning "
+            "rate?"
+        )
 
 
 @contextmanager
 def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put buffers (BatchNorm's running statistics move in training mode) and the random state back afterwards."""
+    """Put buffers (BatchNorm's running statistics move in training mode) and the random state back
+    afterwards."""
     buffers = [(b, b.clone()) for b in model.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

@@ -18,11 +18,12 @@ Map = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class JacobianCondition:
-    """Extreme singular values of a Jacobian, as seen from a random Krylov space of `steps` dimensions.
+    """Extreme singular values of a Jacobian, as seen from a random Krylov space of `steps`
+    dimensions.
 
-    `largest` is a lower bound and `smallest` an upper bound of the true ones, so `kappa` is a lower bound; with as
-    many steps as the Jacobian has columns all three are exact. `largest` is good after a few steps, `smallest` comes
-    slowly.
+    `largest` is a lower bound and `smallest` an upper bound of the true ones, so `kappa` is a lower
+    bound; with as many steps as the Jacobian has columns all three are exact. `largest` is good
+    after a few steps, `smallest` comes slowly.
     """
 
     largest: float
@@ -36,20 +37,32 @@ class JacobianCondition:
         return asdict(self)
 
 
-def estimate_condition(multiply: Map, transposed: Map, size: int, steps: int = 32, seed: int = 0) -> JacobianCondition:
-    """Condition number of a matrix known by its products alone: Golub-Kahan-Lanczos bidiagonalization from a random
-    start.
+def estimate_condition(
+    multiply: Map, transposed: Map, size: int, steps: int = 32, seed: int = 0
+) -> JacobianCondition:
+    """Condition number of a matrix known by its products alone: Golub-Kahan-Lanczos
+    bidiagonalization from a random start.
 
-    With orthonormal V_k and U_k, A V_k = U_k B_k for a k x k bidiagonal B_k, so its singular values are those of A on
-    the space of V_k. All vectors are kept orthogonal to all earlier ones. The Frobenius norm is Hutchinson's estimate
-    from random signs.
+    With orthonormal V_k and U_k, A V_k = U_k B_k for a k x k bidiagonal B_k, so its singular values
+    are those of A on the space of V_k. All vectors are kept orthogonal to all earlier ones. The
+    Frobenius norm is Hutchinson's estimate from random signs.
+
+    Args:
+        multiply: v -> A v.
+        transposed: u -> A^T u.
+        size: length of v.
+        steps: of the bidiagonalization, at most `size`.
+        seed: of the random numbers; the global random state is restored.
 
     >>> a = torch.diag(torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64))
     >>> round(estimate_condition(lambda v: a @ v, lambda u: a.mT @ u, size=4, steps=4).kappa, 6)
     8.0
     """
     if size < 1 or steps < 1:
-        raise ValueError(f"estimate_condition needs at least one column and one step, got size={size}, steps={steps}.")
+        raise ValueError(
+            f"estimate_condition needs at least one column and one step, got size={size}, "
+            f"steps={steps}."
+        )
     generator = torch.Generator().manual_seed(seed)
     draws = min(8, max(1, steps // 4))
     signs = torch.randint(0, 2, (draws, size), generator=generator).double() * 2 - 1
@@ -65,7 +78,8 @@ def estimate_condition(multiply: Map, transposed: Map, size: int, steps: int = 3
         u = _orthogonal(u - (betas[-1] * us[-1] if betas else 0.0), us)
         alphas.append(u.norm().item())
         scale = max(scale, alphas[-1])
-        if alphas[-1] <= 1e-14 * scale:  # A V_k has lost rank: the smallest singular value is 0
+        # A V_k has lost rank: the smallest singular value is 0
+        if alphas[-1] <= 1e-14 * scale:
             break
         us.append(u / alphas[-1])
         v = _orthogonal(transposed(us[-1]) - alphas[-1] * vs[-1], vs)
@@ -93,7 +107,8 @@ class _GraphProbe(Probe):
         self.found: list[tuple[str, Tensor, Tensor]] = []
 
     def tokens(self, x: Tensor) -> Tensor:
-        return x.detach().requires_grad_()  # so that a frozen model has a graph too
+        # so that a frozen model has a graph too
+        return x.detach().requires_grad_()
 
     def branch(self, b: Tensor, call: BranchCall) -> Tensor:
         self.found.append((call.role, b, call.residual))
@@ -101,18 +116,27 @@ class _GraphProbe(Probe):
 
 
 def measure_jacobian(
-    model: nn.Module, inputs: Any, *, sample: int = 0, steps: int = 32, seed: int = 0, double: bool = True
+    model: nn.Module,
+    inputs: Any,
+    *,
+    sample: int = 0,
+    steps: int = 32,
+    seed: int = 0,
+    double: bool = True,
 ) -> dict[str, dict[str, JacobianCondition]]:
-    """For one sample, by layer: conditioning of d branch / d tokens, without the skip and with it (plus the identity).
+    """For one sample, by layer: conditioning of d branch / d tokens, without the skip and with it
+    (plus the identity).
 
-    The tokens are the residual stream that the branch reads, its norm included: a pre-norm branch is exactly singular
-    without its skip, because LayerNorm forgets each token's mean and length. Products with the Jacobian come from
-    automatic differentiation, so attention runs unfused.
+    The tokens are the residual stream that the branch reads, its norm included: a pre-norm branch
+    is exactly singular without its skip, because LayerNorm forgets each token's mean and length.
+    Products with the Jacobian come from automatic differentiation, so attention runs unfused.
 
     Args:
         inputs: one batch, as for `measure_conditioning`; only `sample` of it is used.
-        steps: dimensions of the random space; the cost is about four forwards of the layer per step.
-        double: in a float64 copy of the model; float32 hides singular values below 1e-7 of the largest.
+        steps: dimensions of the random space; the cost is about four forwards of the layer per
+            step.
+        double: in a float64 copy of the model; float32 hides singular values below 1e-7 of the
+            largest.
 
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp=8)
@@ -146,7 +170,8 @@ def measure_jacobian(
 
 
 def _products(y: Tensor, x: Tensor) -> tuple[Map, Map]:
-    """v -> J v and u -> J^T u for J = dy/dx, from one graph: the first is the derivative of the second by u."""
+    """v -> J v and u -> J^T u for J = dy/dx, from one graph: the first is the derivative of the
+    second by u."""
     u0 = torch.zeros_like(y, requires_grad=True)
     (backward,) = torch.autograd.grad(y, x, u0, create_graph=True)
 
@@ -162,7 +187,8 @@ def _products(y: Tensor, x: Tensor) -> tuple[Map, Map]:
 
 
 def _orthogonal(x: Tensor, basis: list[Tensor]) -> Tensor:
-    """x without its part in the span of an orthonormal basis, twice, because once leaves rounding errors."""
+    """x without its part in the span of an orthonormal basis, twice, because once leaves rounding
+    errors."""
     if basis:
         q = torch.stack(basis)
         for _ in range(2):

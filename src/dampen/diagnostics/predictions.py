@@ -1,4 +1,5 @@
-"""How every diagnostic runs a model: batches in, logits out, and the model left exactly as it was."""
+"""How every diagnostic runs a model: batches in, logits out, and the model left exactly as it
+was."""
 
 from __future__ import annotations
 
@@ -10,14 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100  # PyTorch's label for positions that count nowhere
+# PyTorch's label for positions that count nowhere
+IGNORED = -100
 
-Data = Iterable[Any]  # batches: (inputs, labels), or a mapping with "labels" as Hugging Face's loaders give
+# batches: (inputs, labels), or a mapping with "labels" as Hugging Face's loaders give
+Data = Iterable[Any]
 
 
 @contextmanager
 def in_mode(model: nn.Module, mode: str = "eval") -> Iterator[None]:
-    """Run the body with the model in `mode`: "eval", "train", or "keep"; then restore each module's own mode.
+    """Run the body with the model in `mode`: "eval", "train", or "keep"; then restore each module's
+    own mode.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        mode: "train", "eval" or "keep".
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with in_mode(model):
@@ -35,17 +43,27 @@ def in_mode(model: nn.Module, mode: str = "eval") -> Iterator[None]:
         yield
     finally:
         for module, training in before:
-            module.training = training  # not .train(): that would push the mode into the children
+            # not .train(): that would push the mode into the children
+            module.training = training
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first parameter or buffer lives; the CPU if it has none."""
+    """Where the model's first parameter or buffer lives; the CPU if it has none.
+
+    Args:
+        model: any model that returns logits; left as it was.
+    """
     tensor = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+    if tensor is None:
+        return torch.device("cpu")
+    return tensor.device
 
 
 def split(batch: Any) -> tuple[Any, Tensor]:
     """A batch as (inputs, labels).
+
+    Args:
+        batch: (inputs, labels), or a mapping with "labels".
 
     >>> split({"pixel_values": 1, "labels": torch.tensor([2])})
     ({'pixel_values': 1}, tensor([2]))
@@ -61,7 +79,11 @@ def split(batch: Any) -> tuple[Any, Tensor]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits of a model's output: a tensor itself, or what lies under `.logits`."""
+    """The logits of a model's output: a tensor itself, or what lies under `.logits`.
+
+    Args:
+        output: what a model returned.
+    """
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise TypeError(
@@ -72,7 +94,13 @@ def logits_of(output: Any) -> Tensor:
 
 
 def run(model: nn.Module, inputs: Any) -> Tensor:
-    """Call the model on a tensor, a tuple (positional) or a mapping (keywords), and return its logits."""
+    """Call the model on a tensor, a tuple (positional) or a mapping (keywords), and return its
+    logits.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+    """
     if isinstance(inputs, Mapping):
         return logits_of(model(**inputs))
     if isinstance(inputs, (tuple, list)):
@@ -81,7 +109,12 @@ def run(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Tensors, and tuples, lists and mappings of them, on `device`."""
+    """Tensors, and tuples, lists and mappings of them, on `device`.
+
+    Args:
+        value: tensors, or containers of them.
+        device: where to.
+    """
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -92,10 +125,16 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (..., C) and labels (...) as (n, C) and (n,), without ignored positions; checked."""
+    """Logits (..., C) and labels (...) as (n, C) and (n,), without ignored positions; checked.
+
+    Args:
+        logits: (..., C).
+        labels: (...), class indices, -100 where a position does not count.
+    """
     if logits.dim() < 2 or labels.shape != logits.shape[:-1]:
         raise ValueError(
-            f"Labels must hold one class index per prediction: got logits {tuple(logits.shape)} and "
+            f"Labels must hold one class index per prediction: got logits {tuple(logits.shape)} "
+            "and "
             f"labels {tuple(labels.shape)}; expected labels {tuple(logits.shape[:-1])}."
         )
     if labels.is_floating_point() or labels.dtype == torch.bool:
@@ -111,13 +150,20 @@ def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         )
     bad = int((~torch.isfinite(logits)).any(dim=1).sum())
     if bad:
-        raise ValueError(f"{bad} of {len(logits)} predictions hold NaN or infinity: the model has diverged.")
+        raise ValueError(
+            f"{bad} of {len(logits)} predictions hold NaN or infinity: the model has diverged."
+        )
     return logits, labels
 
 
 @torch.no_grad()
 def predict(model: nn.Module, data: Data) -> tuple[Tensor, Tensor]:
-    """Logits (n, C) and labels (n,) of all predictions, on the CPU, from the model in eval mode."""
+    """Logits (n, C) and labels (n,) of all predictions, on the CPU, from the model in eval mode.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        data: batches (inputs, labels), or mappings with "labels".
+    """
     device = device_of(model)
     parts = []
     with in_mode(model):
@@ -125,7 +171,10 @@ def predict(model: nn.Module, data: Data) -> tuple[Tensor, Tensor]:
             inputs, labels = split(batch)
             parts.append(flat(run(model, move(inputs, device)).cpu(), labels.cpu()))
     if not sum(len(labels) for _, labels in parts):
-        raise ValueError("There is nothing to measure: no labeled prediction in the data. Was it an exhausted loader?")
+        raise ValueError(
+            "There is nothing to measure: no labeled prediction in the data. Was it an exhausted "
+            "loader?"
+        )
     return torch.cat([logits for logits, _ in parts]), torch.cat([labels for _, labels in parts])
 
 
@@ -133,5 +182,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with keys {sorted(map(str, value))}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
+        return (
+            f"{type(value).__name__} of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
+        )
     return type(value).__name__

@@ -1,10 +1,8 @@
 """Probes: observers in every layer of any model, plain or regularized, that leave no trace.
 
-A probe is a regularizer that changes nothing and writes down what its stages see. It does not go through
-`regularize`, because the
-model may be regularized already: where a site is open the probe joins the clones there, where none is it opens one
-for the time of
-the measurement."""
+A probe is a regularizer that changes nothing and writes down what its stages see. It does not go
+through `regularize`, because the model may be regularized already: where a site is open the probe
+joins the clones there, where none is it opens one for the time of the measurement."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dampen.diagnostics.predictions import device_of, in_mode
+from dampen.hooks.context import AttentionSite, BlockSite, Layer
 from dampen.hooks.find import LayerPlan, find_layers, is_cross
 from dampen.hooks.own_dropout import no_fast_path
-from dampen.hooks.state import AttentionSite, BlockSite, Layer
 from dampen.hooks.swap import swap
 from dampen.hooks.whole_model import first_argument
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site, in_order
@@ -37,14 +35,21 @@ P = TypeVar("P", bound=Probe)
 
 @contextmanager
 def probed(model: nn.Module, make: Callable[[], P]) -> Iterator[list[tuple[LayerPlan, P]]]:
-    """Put one probe into every layer; afterwards model, modes, random state and regularizers are what they were.
+    """Put one probe into every layer; afterwards model, modes, random state and regularizers are
+    what they were.
 
     The body runs the model in eval mode. A compiled model runs eagerly.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        make: makes the probe of one layer.
     """
     plans = find_layers(model)
     device = device_of(model)
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        )
         stack.enter_context(in_mode(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_kept(model))
@@ -59,52 +64,90 @@ def probed(model: nn.Module, make: Callable[[], P]) -> Iterator[list[tuple[Layer
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`'s wrapper."""
+    """The model inside `torch.compile`'s wrapper.
+
+    Args:
+        model: any model that returns logits; left as it was.
+    """
     return getattr(model, "_orig_mod", model)
 
 
 def in_float64(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
-    """A copy of the model in float64, and inputs to match: small singular values survive there."""
+    """A copy of the model in float64, and inputs to match: small singular values survive there.
+
+    Args:
+        model: any model that returns logits; left as it was.
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+    """
     doubled = map_tensors(inputs, lambda t: t.double() if t.is_floating_point() else t)
     return copy.deepcopy(unwrapped(model)).double(), doubled
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Run a model on a tensor, a tuple (positional) or a mapping (keywords)."""
+    """Run a model on a tensor, a tuple (positional) or a mapping (keywords).
+
+    Args:
+        model: any model that returns logits; left as it was.
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+    """
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
 
 
 def map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same inputs with every tensor changed."""
+    """The same inputs with every tensor changed.
+
+    Args:
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+        change: applied to each tensor.
+    """
     if isinstance(inputs, Tensor):
         return change(inputs)
     if isinstance(inputs, Mapping):
         return {k: map_tensors(v, change) for k, v in inputs.items()}
-    return tuple(map_tensors(v, change) for v in inputs) if isinstance(inputs, tuple | list) else inputs
+    if isinstance(inputs, tuple | list):
+        return tuple(map_tensors(v, change) for v in inputs)
+    return inputs
 
 
 def valid_tokens(inputs: Any) -> Tensor | None:
-    """(B, N) bool, False on padding, where the inputs say so as Hugging Face's do."""
+    """(B, N) bool, False on padding, where the inputs say so as Hugging Face's do.
+
+    Args:
+        inputs: one batch of inputs: a tensor, a tuple (positional) or a mapping (keywords).
+    """
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask.bool()
+    return None
 
 
 def batch_first(plan: LayerPlan) -> bool:
-    """Whether tokens come as (B, N, D); torch.nn's layers take (N, B, D) unless told otherwise."""
-    return all(m.batch_first for m in plan.attentions.values() if isinstance(m, nn.MultiheadAttention))
+    """Whether tokens come as (B, N, D); torch.nn's layers take (N, B, D) unless told otherwise.
+
+    Args:
+        plan: one layer that `find_layers` found.
+    """
+    return all(
+        m.batch_first for m in plan.attentions.values() if isinstance(m, nn.MultiheadAttention)
+    )
 
 
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[None]:
     """What a forward leaves behind in regularizers that are attached already."""
     clones = [m for m in model.modules() if isinstance(m, Regularizer)]
-    layers = {id(layer): layer for m in model.modules() if (layer := _layer_of(m)) is not None}.values()
+    layers = {
+        id(layer): layer for m in model.modules() if (layer := _layer_of(m)) is not None
+    }.values()
     before = [(c, c._penalties, c.input_has_gradient, c.ledger) for c in clones]
     kernels = [(layer, dict(layer.kernels)) for layer in layers]
     for clone in clones:
-        clone._penalties, clone.ledger = {}, None  # nobody takes what a probe's forward makes
+        # nobody takes what a probe's forward makes
+        clone._penalties, clone.ledger = {}, None
     try:
         yield
     finally:
@@ -119,11 +162,14 @@ def _inserted(plan: LayerPlan, probe: Probe) -> Iterator[None]:
     """The probe among the clones of its layer, and the sites open that it needs."""
     if plan.block is None and probe.stages & set(BLOCK_STAGES):
         raise ValueError(
-            f"around the attention '{next(iter(plan.attentions))}' no module is the block, so its residual branches "
+            f"around the attention '{next(iter(plan.attentions))}' no module is the block, so its "
+            "residual branches "
             "cannot be seen. Put attention and feed-forward of one layer into one module."
         )
     found = [_layer_of(m) for m in (plan.block, *plan.attentions.values()) if m is not None]
-    layer = next((one for one in found if one is not None), None) or Layer(probe.site or Site(plan.name), [])
+    layer = next((one for one in found if one is not None), None) or Layer(
+        probe.site or Site(plan.name), []
+    )
     clones, enabled = layer.clones, layer.enabled
     layer.attentions = layer.attentions or list(plan.attentions)
     opened: list[tuple[nn.Module, str]] = []
@@ -150,9 +196,17 @@ def _needed(plan: LayerPlan, probe: Probe, layer: Layer) -> Iterator[tuple[nn.Mo
             yield module, "attention", AttentionSite(layer, name, is_cross(name, module), [])
         elif "branch" in probe.stages and not open_already and not hasattr(module, "_dampen_mark"):
             yield module, "mark", layer
-    if plan.block is not None and probe.stages & set(BLOCK_STAGES) and not hasattr(plan.block, "_dampen_block"):
+    if (
+        plan.block is not None
+        and probe.stages & set(BLOCK_STAGES)
+        and not hasattr(plan.block, "_dampen_block")
+    ):
         first = layer.site.index == 0
-        yield plan.block, "block", BlockSite(layer, first, plan.branches, False, first_argument(plan.block))
+        yield (
+            plan.block,
+            "block",
+            BlockSite(layer, first, plan.branches, False, first_argument(plan.block)),
+        )
 
 
 def _layer_of(module: nn.Module) -> Layer | None:
@@ -160,5 +214,6 @@ def _layer_of(module: nn.Module) -> Layer | None:
     for kind in ("block", "attention", "mark"):
         site = getattr(module, f"_dampen_{kind}", None)
         if site is not None:
-            return site if isinstance(site, Layer) else site.layer
+            layer: Layer = site if isinstance(site, Layer) else site.layer
+            return layer
     return None

@@ -1,5 +1,5 @@
-"""Token Graying as pure functions: the patch tokens of an image with a flatter spectrum, and so a smaller condition
-number."""
+"""Token Graying as pure functions: the patch tokens of an image with a flatter spectrum, and so a
+smaller condition number."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from dampen.functional.patches import pair, patchify, unpatchify
 Kind = Literal["svd", "dct"]
 DEFAULT_EPS = {"svd": 0.7, "dct": 0.95}
 SVD_FLOOR = 1e-13
-"""Squared singular values below this part of the largest one are rounding errors of the Gram matrix, and are not
-raised further."""
+"""Squared singular values below this part of the largest one are rounding errors of the Gram
+matrix, and are not raised further."""
 DCT_FLOOR = 1e-6
-"""Coefficients below this part of the largest one (3 in 10,000 of CIFAR's) are not raised further: in float32 they are
-rounding errors, and the gradient stays finite at 0."""
+"""Coefficients below this part of the largest one (3 in 10,000 of CIFAR's) are not raised further:
+in float32 they are rounding errors, and the gradient stays finite at 0."""
 
 
 def gray_svd(x: Tensor, eps: float = 0.7, restore_scale: bool = True) -> Tensor:
     """Flatten the singular values of each token matrix: X = U S V^T becomes U (S / max S)^eps V^T.
 
-    After Token Graying (arXiv 2505.01996): kappa(X') = kappa(X)^eps. Without an SVD: U S^eps V^T = X (X^T
-    X)^((eps-1)/2), from one batched `eigh` of the smaller Gram matrix, in float64 because the Gram matrix squares the
-    condition number. `restore_scale` multiplies max S back. Differentiable, also where singular values coincide or
-    vanish.
+    After Token Graying (arXiv 2505.01996): kappa(X') = kappa(X)^eps. Without an SVD: U S^eps V^T =
+    X (X^T X)^((eps-1)/2), from one batched `eigh` of the smaller Gram matrix, in float64 because
+    the Gram matrix squares the condition number. `restore_scale` multiplies max S back.
+    Differentiable, also where singular values coincide or vanish.
+
+    Args:
+        x: tokens (..., N, D).
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
 
     >>> x = torch.diag(torch.tensor([16.0, 4.0, 1.0]))
     >>> gray_svd(x, eps=0.5).diagonal()
@@ -45,16 +50,23 @@ def gray_svd(x: Tensor, eps: float = 0.7, restore_scale: bool = True) -> Tensor:
             y = _gray_tall(tall, eps, restore_scale)[0]
     except torch.linalg.LinAlgError as error:
         raise ValueError(
-            "Token Graying by SVD found no eigenvalues: the tokens hold NaN or infinity. Look at the images that go in."
+            "Token Graying by SVD found no eigenvalues: the tokens hold NaN or infinity. Look at "
+            "the images that go in."
         ) from error
     return (y.mT if wide else y).to(x.dtype)
 
 
 def gray_dct(x: Tensor, eps: float = 0.95, restore_scale: bool = True) -> Tensor:
-    """Flatten the 2-D cosine spectrum of each token matrix: c becomes sign(c) (|c| / max |c|)^eps, then back.
+    """Flatten the 2-D cosine spectrum of each token matrix: c becomes sign(c) (|c| / max |c|)^eps,
+    then back.
 
-    The cheap form of Token Graying (arXiv 2505.01996); the paper does not publish its amplification formula, this one
-    is ours. `restore_scale` multiplies max |c| back.
+    The cheap form of Token Graying (arXiv 2505.01996); the paper does not publish its amplification
+    formula, this one is ours. `restore_scale` multiplies max |c| back.
+
+    Args:
+        x: tokens (..., N, D).
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
 
     >>> x = torch.ones(4, 4) + torch.eye(4)
     >>> (torch.linalg.cond(gray_dct(x, eps=0.5)) < torch.linalg.cond(x)).item()
@@ -70,14 +82,24 @@ def gray_dct(x: Tensor, eps: float = 0.95, restore_scale: bool = True) -> Tensor
         c = rows @ work @ columns.mT
         size = c.abs()
         largest = size.amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(work.dtype).tiny)
-        # sign(c) m (|c| / m)^eps = c (|c| / m)^(eps - 1), which needs no sign and is linear below the floor
+        # sign(c) m (|c| / m)^eps = c (|c| / m)^(eps - 1), which needs no sign and is linear below
+        # the floor
         c = c * (size / largest).clamp(min=DCT_FLOOR).pow(eps - 1)
         y = rows.mT @ (c if restore_scale else c / largest) @ columns
     return y.to(x.dtype)
 
 
-def gray_tokens(x: Tensor, kind: Kind = "dct", eps: float | None = None, restore_scale: bool = True) -> Tensor:
-    """Token matrices (..., N, D), grayed one by one. `eps` None: 0.95 for dct, 0.7 for svd."""
+def gray_tokens(
+    x: Tensor, kind: Kind = "dct", eps: float | None = None, restore_scale: bool = True
+) -> Tensor:
+    """Token matrices (..., N, D), grayed one by one. `eps` None: 0.95 for dct, 0.7 for svd.
+
+    Args:
+        x: tokens (..., N, D).
+        kind: svd or dct.
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
+    """
     check_kind(kind)
     if x.dim() < 2 or not x.is_floating_point():
         raise TypeError(
@@ -85,7 +107,9 @@ def gray_tokens(x: Tensor, kind: Kind = "dct", eps: float | None = None, restore
             f"channels), got {x.dtype} of shape {tuple(x.shape)}."
         )
     eps = DEFAULT_EPS[kind] if eps is None else eps
-    return gray_svd(x, eps, restore_scale) if kind == "svd" else gray_dct(x, eps, restore_scale)
+    if kind == "svd":
+        return gray_svd(x, eps, restore_scale)
+    return gray_dct(x, eps, restore_scale)
 
 
 def gray_images(
@@ -95,28 +119,47 @@ def gray_images(
     eps: float | None = None,
     restore_scale: bool = True,
 ) -> Tensor:
-    """Images (B, C, H, W) or one image (C, H, W): cut into patches, patches grayed as tokens, put together again.
+    """Images (B, C, H, W) or one image (C, H, W): cut into patches, patches grayed as tokens, put
+    together again.
+
+    Args:
+        images: (B, C, H, W).
+        patch_size: height and width of a patch, or one number for both.
+        kind: svd or dct.
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
 
     >>> gray_images(torch.rand(2, 3, 8, 8), patch_size=4, kind="svd").shape
     torch.Size([2, 3, 8, 8])
     """
     if images.dim() not in (3, 4) or not images.is_floating_point():
         raise TypeError(
-            f"Token Graying takes floating-point images (batch, channels, height, width), got {images.dtype} of shape "
-            f"{tuple(images.shape)}. Convert with images.float() / 255; for tokens there is gray_tokens, and "
+            f"Token Graying takes floating-point images (batch, channels, height, width), got "
+            f"{images.dtype} of shape "
+            f"{tuple(images.shape)}. Convert with images.float() / 255; for tokens there is "
+            "gray_tokens, and "
             "TokenGraying(patch_size='tokens')."
         )
     batch = images if images.dim() == 4 else images.unsqueeze(0)
     tokens = gray_tokens(patchify(batch, patch_size), kind, eps, restore_scale)
     out = unpatchify(tokens, patch_size, (batch.shape[2], batch.shape[3]))
-    return out if images.dim() == 4 else out.squeeze(0)
+    if images.dim() == 4:
+        return out
+    return out.squeeze(0)
 
 
 class GrayImages:
-    """Token Graying as a transform of the data loader: it runs once per image instead of once per step.
+    """Token Graying as a transform of the data loader: it runs once per image instead of once per
+    step.
 
-    Put it last, behind augmentation and normalization: it then gives the model what the regularizer `TokenGraying`
-    would.
+    Put it last, behind augmentation and normalization: it then gives the model what the regularizer
+    `TokenGraying` would.
+
+    Args:
+        patch_size: height and width of a patch, or one number for both.
+        kind: svd or dct.
+        eps: exponent of the spectrum; 1 changes nothing.
+        restore_scale: multiply the largest singular value or amplitude back.
 
     >>> transform = GrayImages(patch_size=4, kind="svd", eps=0.7)
     >>> transform(torch.rand(3, 32, 32)).shape
@@ -146,9 +189,16 @@ class GrayImages:
         )
 
 
-def dct_matrix(n: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:
-    """The orthonormal DCT-II of length n as a matrix: row k holds sqrt(2/n) cos(pi (2 j + 1) k / (2 n)), row 0
-    sqrt(1/n).
+def dct_matrix(
+    n: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The orthonormal DCT-II of length n as a matrix: row k holds sqrt(2/n) cos(pi (2 j + 1) k / (2
+    n)), row 0 sqrt(1/n).
+
+    Args:
+        n: its size.
+        dtype: of the result.
+        device: of the result.
 
     >>> c = dct_matrix(5)
     >>> torch.allclose(c @ c.mT, torch.eye(5, dtype=torch.float64))
@@ -161,23 +211,37 @@ def dct_matrix(n: int, dtype: torch.dtype = torch.float64, device: torch.device 
 
 
 def check_kind(kind: Any) -> Kind:
-    """`kind`, or an error."""
+    """`kind`, or an error.
+
+    Args:
+        kind: svd or dct.
+    """
     if kind not in DEFAULT_EPS:
         raise ValueError(f"Token Graying: kind must be 'svd' or 'dct', got {kind!r}.")
     return cast(Kind, kind)
 
 
 def check_eps(eps: Any) -> float:
-    """`eps`, or an error."""
+    """`eps`, or an error.
+
+    Args:
+        eps: exponent of the spectrum; 1 changes nothing.
+    """
     if isinstance(eps, bool) or not isinstance(eps, int | float):
-        raise TypeError(f"Token Graying: eps must be a number in (0, 1], got {eps!r} of type {type(eps).__name__}.")
+        raise TypeError(
+            f"Token Graying: eps must be a number in (0, 1], got {eps!r} of type "
+            f"{type(eps).__name__}."
+        )
     if not 0 < eps <= 1:
-        raise ValueError(f"Token Graying: eps must lie in (0, 1], where 1 changes nothing, got {eps}.")
+        raise ValueError(
+            f"Token Graying: eps must lie in (0, 1], where 1 changes nothing, got {eps}."
+        )
     return float(eps)
 
 
 def _gray_tall(x: Tensor, eps: float, restore_scale: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Y = X V diag(r^((eps-1)/2)) V^T with r = (S / max S)^2, and the eigenvalues S^2 and eigenvectors V of X^T X."""
+    """Y = X V diag(r^((eps-1)/2)) V^T with r = (S / max S)^2, and the eigenvalues S^2 and
+    eigenvectors V of X^T X."""
     squares, v = torch.linalg.eigh(x.mT @ x)  # ascending
     gains, largest = _gains(squares, eps)
     y = x @ ((v * gains.unsqueeze(-2)) @ v.mT)
@@ -190,9 +254,9 @@ def _gains(squares: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class _GraySvd(torch.autograd.Function):
-    """`_gray_tall` with the derivative of a matrix function (Daleckii and Krein), which needs no gap between
-    eigenvalues as that of
-    `eigh` does. Attacks on the pixels of a grayed model come this way; training does not."""
+    """`_gray_tall` with the derivative of a matrix function (Daleckii and Krein), which needs no
+    gap between eigenvalues as that of `eigh` does. Attacks on the pixels of a grayed model come
+    this way; training does not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, restore_scale: bool) -> Tensor:
@@ -212,9 +276,13 @@ class _GraySvd(torch.autograd.Function):
         slope = torch.where(raised, power * gains / squares.clamp(min=1e-200), 0.0)
         rise = gains.unsqueeze(-1) - gains.unsqueeze(-2)
         run = squares.unsqueeze(-1) - squares.unsqueeze(-2)
-        apart = run.abs() > 1e-6 * torch.maximum(squares.unsqueeze(-1), squares.unsqueeze(-2)).clamp(min=1e-200)
+        apart = run.abs() > 1e-6 * torch.maximum(
+            squares.unsqueeze(-1), squares.unsqueeze(-2)
+        ).clamp(min=1e-200)
         chords = torch.where(
-            apart, rise / torch.where(apart, run, 1.0), (slope.unsqueeze(-1) + slope.unsqueeze(-2)) / 2
+            apart,
+            rise / torch.where(apart, run, 1.0),
+            (slope.unsqueeze(-1) + slope.unsqueeze(-2)) / 2,
         )
         scale = 1.0 if ctx.restore_scale else largest.rsqrt().unsqueeze(-1)
         inner = v.mT @ (x.mT @ (gradient * scale)) @ v

@@ -1,8 +1,8 @@
 """The largest scores of each query, by a selection network instead of a sort of every row.
 
-With the keys on the outer axis, one comparator of a sorting network is one `maximum` and one `minimum` over all queries
-at once. For the few keys of a top-k that is a third of the time of `torch.topk` on a CPU, it compiles to a handful of
-fused loops, and it is exact."""
+With the keys on the outer axis, one comparator of a sorting network is one `maximum` and one
+`minimum` over all queries at once. For the few keys of a top-k that is a third of the time of
+`torch.topk` on a CPU, it compiles to a handful of fused loops, and it is exact."""
 
 from __future__ import annotations
 
@@ -14,23 +14,35 @@ from torch import Tensor
 from dampen.regularizer import Call
 
 NETWORK_UP_TO = 64
-"""The largest k for which the network is taken: on a CPU it has then two thirds of the time of `torch.topk` or less, at
-65 to 1024 keys (`dampen bench`). From 64 k keys on, `topk` keeps a short heap and is as fast."""
+"""The largest k for which the network is taken: on a CPU it has then two thirds of the time of
+`torch.topk` or less, at 65 to 1024 keys (`dampen bench`). From 64 k keys on, `topk` keeps a short
+heap and is as fast."""
 COMPILED_UP_TO = 8
 """The same in a compiled graph, where each comparator is a node."""
 
 
 def largest(s: Tensor, k: int) -> Tensor:
-    """The k largest entries along the last axis but one, sorted downwards: (..., M, N) -> (..., k, N).
+    """The k largest entries along the last axis but one, sorted downwards: (..., M, N) -> (..., k,
+    N).
+
+    Args:
+        s: scores (..., M).
+        k: how many of each row.
 
     >>> largest(torch.tensor([[3.0], [1.0], [2.0]]), 2).flatten().tolist()
     [3.0, 2.0]
     """
-    return torch.cat(_network(s, k)[:k], dim=-2) if _by_network(s, k) else s.topk(k, dim=-2).values
+    if _by_network(s, k):
+        return torch.cat(_network(s, k)[:k], dim=-2)
+    return s.topk(k, dim=-2).values
 
 
 def kth_largest(s: Tensor, k: int) -> Tensor:
     """The k-th largest entry along the last axis but one: (..., M, N) -> (..., 1, N).
+
+    Args:
+        s: scores (..., M).
+        k: how many of each row.
 
     >>> kth_largest(torch.tensor([[3.0], [1.0], [2.0]]), 2).item()
     2.0
@@ -46,7 +58,14 @@ def _by_network(s: Tensor, k: int) -> bool:
 
 
 def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
-    """The scores with the model's bias as (B, H, M, N), in float32 and without gradient: only their order counts."""
+    """The scores with the model's bias as (B, H, M, N), in float32 and without gradient: only their
+    order counts.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        call: the attention at work.
+    """
     if call.scores is not None:
         return call.scores.detach().float().mT.contiguous()
     q, k = q.detach().float(), k.detach().float()
@@ -54,13 +73,20 @@ def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
         if k.shape[1] != q.shape[1]:
             k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         s = k @ q.mT
-    return s if call.bias is None else s.mul_(call.scale).add_(call.bias.detach().mT)
+    if call.bias is None:
+        return s
+    return s.mul_(call.scale).add_(call.bias.detach().mT)
 
 
 def top_share(top: int | float, keys: int) -> tuple[int, int]:
-    """The share of the keys that `top` means, as numerator and denominator; a count as the count and 0.
+    """The share of the keys that `top` means, as numerator and denominator; a count as the count
+    and 0.
 
     Exact: 0.1 * 30 is more than 3 in floating point, and would be rounded up to 4.
+
+    Args:
+        top: share of the keys, or their number.
+        keys: M.
 
     >>> top_share(0.1, keys=30), top_share(4, keys=30)
     ((1, 10), (4, 0))
@@ -70,15 +96,22 @@ def top_share(top: int | float, keys: int) -> tuple[int, int]:
         return share.numerator, share.denominator
     if top > keys:
         raise ValueError(
-            f"HardMasking(top={top}) asks for more keys than the {keys} there are. Give a smaller count, or a "
+            f"HardMasking(top={top}) asks for more keys than the {keys} there are. Give a smaller "
+            "count, or a "
             "fraction such as top=0.1."
         )
     return top, 0
 
 
 def in_top_of_rows(s: Tensor, top: int | float) -> Tensor | None:
-    """Which scores (B, H, N, M) are among the largest of their rows; None where those are more than two, for which
-    `in_top` is quicker. Exact with ties: the largest is taken out once, wherever it stands."""
+    """Which scores (B, H, N, M) are among the largest of their rows; None where those are more than
+    two, for which `in_top` is quicker. Exact with ties: the largest is taken out once, wherever it
+    stands.
+
+    Args:
+        s: scores (..., M).
+        top: share of the keys, or their number.
+    """
     num, den = top_share(top, s.shape[-1])
     k = -(-s.shape[-1] * num // den) if den else num
     if k > 2:
@@ -90,7 +123,14 @@ def in_top_of_rows(s: Tensor, top: int | float) -> Tensor | None:
 
 
 def in_top(s: Tensor, keep: Tensor | None, top: int | float) -> Tensor:
-    """Which scores (B, H, M, N), keys first, are among the k largest that `keep` (B, H, N, M) shows to their query."""
+    """Which scores (B, H, M, N), keys first, are among the k largest that `keep` (B, H, N, M) shows
+    to their query.
+
+    Args:
+        s: scores (..., M).
+        keep: bool, True may be seen; None: all.
+        top: share of the keys, or their number.
+    """
     keys = s.shape[-2]
     num, den = top_share(top, keys)
     k = -(-keys * num // den) if den else num
@@ -100,12 +140,15 @@ def in_top(s: Tensor, keep: Tensor | None, top: int | float) -> Tensor:
     s = s.masked_fill(~keep, float("-inf"))
     seen = keep.sum(-2, keepdim=True)
     count = (seen * num + den - 1) // den if den else seen.clamp(max=k)
-    lowest = largest(s, k).gather(-2, (count - 1).clamp(min=0).expand(*s.shape[:-2], 1, s.shape[-1]))
+    lowest = largest(s, k).gather(
+        -2, (count - 1).clamp(min=0).expand(*s.shape[:-2], 1, s.shape[-1])
+    )
     return (s >= lowest) & keep
 
 
 def _network(s: Tensor, k: int) -> list[Tensor]:
-    """Sort groups of P keys (P the power of two from k on), then merge the groups pairwise, keeping the upper P."""
+    """Sort groups of P keys (P the power of two from k on), then merge the groups pairwise, keeping
+    the upper P."""
     size = 1 << (k - 1).bit_length()
     groups, rest = divmod(s.shape[-2], size)
     waiting: list[list[Tensor]] = []
@@ -115,12 +158,15 @@ def _network(s: Tensor, k: int) -> list[Tensor]:
         waiting.append(_sort(singles + [lowest] * (size - rest)))
     if groups == 0:
         return waiting[0]
-    wires = _sort(list(s[..., : groups * size, :].split(groups, dim=-2)))  # wire i: the i-th largest of each group
+    # wire i: the i-th largest of each group
+    wires = _sort(list(s[..., : groups * size, :].split(groups, dim=-2)))
     while groups > 1:
         half, odd = divmod(groups, 2)
         if odd:
             waiting.append([w[..., 2 * half :, :] for w in wires])
-        wires = _merge([w[..., :half, :] for w in wires], [w[..., half : 2 * half, :] for w in wires])
+        wires = _merge(
+            [w[..., :half, :] for w in wires], [w[..., half : 2 * half, :] for w in wires]
+        )
         groups = half
     for others in waiting:
         wires = _merge(wires, others)
@@ -134,8 +180,8 @@ def _sort(wires: list[Tensor]) -> list[Tensor]:
 
 
 def _merge(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
-    """The upper half of two falling lists, falling: max(a_i, b_(P-1-i)) holds it as a bitonic list, which P/2 log P
-    comparators sort."""
+    """The upper half of two falling lists, falling: max(a_i, b_(P-1-i)) holds it as a bitonic list,
+    which P/2 log P comparators sort."""
     wires = [torch.maximum(x, y) for x, y in zip(a, reversed(b), strict=True)]
     step = len(wires) // 2
     while step:
@@ -151,7 +197,11 @@ def _exchange(wires: list[Tensor], i: int, j: int) -> None:
 
 
 def comparators(size: int) -> tuple[tuple[int, int], ...]:
-    """Batcher's odd-even merge sort for a power of two: pairs of wires, the larger number goes to the first.
+    """Batcher's odd-even merge sort for a power of two: pairs of wires, the larger number goes to
+    the first.
+
+    Args:
+        size: numbers to sort.
 
     >>> comparators(4)
     ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dampen.functional.explicit.low_rank import LowRank
+from dampen.functional.explicit.layers import LowRank
 from dampen.regularizer import UnsupportedModel
 
 

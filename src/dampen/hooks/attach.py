@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dampen.hooks.adapters import connect_adapters, is_lora
+from dampen.hooks.context import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
 from dampen.hooks.embeddings import find_embeddings, open_embeddings
 from dampen.hooks.entry import EntrySite
 from dampen.hooks.experts import ExpertsSite, check_experts, is_dispatched
@@ -32,7 +33,6 @@ from dampen.hooks.padding import open_padding
 from dampen.hooks.roles import kind_of, weight_of
 from dampen.hooks.scope import LinearPlan
 from dampen.hooks.source import calls_socket, shows_no_softmax
-from dampen.hooks.state import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
 from dampen.hooks.swap import is_swapped, swap
 from dampen.hooks.whole_model import first_argument, model_input
 from dampen.names import leave_out

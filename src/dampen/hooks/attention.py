@@ -13,19 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dampen._torch import is_empty, refuse_nested
+from dampen._torch import refuse_nested
 from dampen.containers import first_of, with_tensors
 from dampen.hooks.channels import attends_over_channels, start_following, tell_heads, tell_rows
-from dampen.hooks.eager import EagerAttention
+from dampen.hooks.context import AttentionSite, Frame, close_frame, frame_of, open_frame, sees_attention
+from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
 from dampen.hooks.equations import PRODUCTS
-from dampen.hooks.frame import Frame, close_frame, frame_of, open_frame
 from dampen.hooks.layout import layout_of
 from dampen.hooks.linear import apply_linear
 from dampen.hooks.residual import call_torch
 from dampen.hooks.source import scripted_function
-from dampen.hooks.state import AttentionSite
 from dampen.hooks.torch_mha import functional_mha, mha_forward
-from dampen.kernels.attend import attend
+from dampen.kernels.attend import Needs, attend
 from dampen.names import leave_out
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
 
@@ -36,10 +35,11 @@ class Socket(TorchFunctionMode):
     def __init__(self, site: AttentionSite, frame: Frame, regularizers: Sequence[Regularizer], call: Call) -> None:
         super().__init__()
         self.site, self.frame, self.regularizers, self.call, self.seen = site, frame, regularizers, call, False
-        self.eager = EagerAttention(cast(nn.Module, call.module), site, self._watch, self._leave_out)
-        start_following(site, call)
-        self.eager.start(regularizers, call)
-        self.run = call_torch if call.followed is None else self._followed
+        self.eager: EagerAttention | None = None  # from the first product of two tensors on
+        if torch.compiler.is_compiling() or site.follow is not False:
+            start_following(site, call)
+        else:
+            call.unknown = site.unknown
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,14 +53,30 @@ class Socket(TorchFunctionMode):
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             self.seen = True
-            attend = partial(socket_attention, self.site, self.frame, self.regularizers, self.call)
-            return functional_mha(self._linear, attend, self.frame, self.call, *args, **kwargs)
-        if func is F.linear and not self.frame.multiplying and not (args and self.eager.knows(args[0])):
+            within = partial(socket_attention, self.site, self.frame, self.regularizers, self.call)
+            return functional_mha(self._linear, within, self.frame, self.call, *args, **kwargs)
+        eager = self.eager
+        of_scores = eager is not None and args and eager.knows(args[0])  # heads that are mixed
+        if func is F.linear and not self.frame.multiplying and not of_scores:
             return self._linear(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name not in PRODUCTS and (not self.eager.ways or self.eager.passes_by(name, args, kwargs)):  # nearly all
-            return self.run(func, args, kwargs)
-        return self.eager.meet(func, args, kwargs, self.run)
+        # nearly every function has nothing to do with an attention that the module computes itself
+        if name not in PRODUCTS and (eager is None or not eager.ways or eager.passes_by(name, args, kwargs)):
+            if self.call.followed is not None:
+                return self._followed(func, args, kwargs)
+            if name == "unflatten":  # its super() cannot be traced below a mode by torch.compile
+                return torch.unflatten(*args, **kwargs)
+            return func(*args, **kwargs)
+        if eager is None:
+            eager = self.eager = EagerAttention(
+                cast(nn.Module, self.call.module), self.site, self._watch, self._leave_out
+            )
+            eager.start(self.regularizers, self.call)
+        return eager.meet(func, args, kwargs, self._run)
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function of an attention that the module computes itself."""
+        return (call_torch if self.call.followed is None else self._followed)(func, args, kwargs)
 
     def _followed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function, and go with the channels that it moves."""
@@ -75,7 +91,8 @@ class Socket(TorchFunctionMode):
 
     def close(self) -> None:
         """No circle of references is left; see `close_frame`."""
-        self.run, self.eager.watch, self.eager.leave_out = call_torch, nobody, nothing
+        if self.eager is not None:
+            self.eager.watch, self.eager.leave_out = nobody, nothing
 
     def _watch(self, call: Call, before: bool) -> None:
         """Before and after an attention that the module computes itself."""
@@ -98,7 +115,9 @@ class Socket(TorchFunctionMode):
                 )
             return
         self.seen = True
-        attention_done(self.site, self.frame, call, needs_valid, "eager (the model computes its scores itself)")
+        if needs_valid and not call.cross:
+            padding_reported(self.site, self.frame, call)
+        self.site.kernel, self.site.layer.kernels[self.site.name] = EAGER, EAGER
 
     @staticmethod
     def _hides_no_key(call: Call) -> bool:
@@ -132,6 +151,9 @@ class Socket(TorchFunctionMode):
         return out
 
 
+EAGER = "eager (the model computes its scores itself)"
+
+
 def nobody(call: Call, before: bool) -> None:
     """Who watches an attention after its forward."""
 
@@ -159,7 +181,9 @@ def socket_attention(
     if call.cross:
         call.valid = frame.valid  # the queries are the tokens that this layer's self-attention has seen
     layout, followed = None, call.followed
-    companions = [None if followed is None else followed.of(t) for t in (query, key, value)]
+    companions: list[Tensor | None] = [None, None, None]
+    if followed is not None:
+        companions = [followed.of(t) for t in (query, key, value)]
     if query.ndim != 4 and any(sees_attention(r) for r in regularizers):
         leading = query.shape[:-2]
         told = tell_heads(site, call, companions, leading)
@@ -169,41 +193,46 @@ def socket_attention(
         attn_mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else layout.fold(attn_mask)
     if query.ndim == 4:  # else nobody asks
         call.shape, call.head_size, call.value_size = (*query.shape[:3], key.shape[2]), query.shape[3], value.shape[3]
-        tell_rows(site, call, companions, (query, key, value))
+        if followed is not None:
+            tell_rows(site, call, companions, (query, key, value))
+    drops = bool(dropout_p)
+    needs = None if torch.compiler.is_compiling() else site.needs
+    if needs is None or needs.regularizers is not regularizers or needs.drops != drops:
+        needs = Needs(regularizers, drops)
+        if not torch.compiler.is_compiling():  # what is kept would be something that a graph depends on
+            site.needs = needs
     o, weights, kernel = attend(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, regularizers, call, need_weights
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, needs, call, need_weights
     )
     o = o if layout is None else layout.unfold(o)
-    attention_done(site, frame, call, any(r.needs_valid for r in regularizers), str(kernel))
+    if needs.valid and not call.cross:
+        padding_reported(site, frame, call)
+    if kernel is not site.kernel or torch.compiler.is_compiling():  # mostly the one of the last forward
+        site.kernel, site.layer.kernels[site.name] = kernel, str(kernel)
     return (o, weights) if need_weights else o
 
 
-def attention_done(site: AttentionSite, frame: Frame, call: Call, needs_valid: bool, kernel: str) -> None:
-    """What an attention has told: padding, for the rest of its block, and the kernel that ran."""
-    if not call.cross and needs_valid:
-        frame.valid = call.valid
-        batch, _, tokens, _ = call.shape or (0, 0, 0, 0)
-        if (
-            call.given is not None
-            and len(call.given) == 3
-            and tuple(call.given[:2]) == (tokens, batch) != (batch, tokens)
-        ):
-            frame.sequence_first = True  # the module was given (N, B, D), and so is the feed-forward beside it (FSMT)
-        if site.layer.padding is not None and call.valid is not None:
-            site.layer.padding.report(call.valid)
-        if frame.early and frame.valid is not None:
-            raise RuntimeError(
-                f"The feed-forward of '{site.layer.site.name}' ({frame.early}) runs before its attention, whose mask "
-                "says which tokens are padding: its penalty would count padded tokens. Leave the feed-forward terms "
-                "out, or give batches without padding."
-            )
-    site.layer.kernels[site.name] = kernel
+def padding_reported(site: AttentionSite, frame: Frame, call: Call) -> None:
+    """Keep what a self-attention has reported about padding, for the rest of its block."""
+    frame.valid = call.valid
+    batch, _, tokens, _ = call.shape
+    given = () if call.given is None else tuple(call.given)
+    if len(given) == 3 and given[:2] == (tokens, batch) != (batch, tokens):
+        frame.sequence_first = True  # the module was given (N, B, D), and so is the feed-forward beside it (FSMT)
+    if site.layer.padding is not None and call.valid is not None:
+        site.layer.padding.report(call.valid)
+    if frame.early and frame.valid is not None:
+        raise RuntimeError(
+            f"The feed-forward of '{site.layer.site.name}' ({frame.early}) runs before its attention, whose mask "
+            "says which tokens are padding: its penalty would count padded tokens. Leave the feed-forward terms "
+            "out, or give batches without padding."
+        )
 
 
 def pass_by(site: AttentionSite, why: str = "left out (attends over channels, not over tokens)") -> None:
     """Methods inside attention do not act in a layer whose attentions are all over channels, or over their queries."""
     layer = site.layer
-    layer.kernels[site.name] = why
+    site.kernel, layer.kernels[site.name] = None, why
     if all(layer.kernels.get(name, "").startswith("left out") for name in layer.attentions):
         layer.tells_padding, layer.passed_by = False, True
         layer.reached = {name: parts - {"attention"} for name, parts in layer.reached.items()}
@@ -215,18 +244,26 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: AttentionSite = self._dampen_attention
         layer = site.layer
-        frame = frame_of(layer)
-        active = [] if site.over_channels else [r for r in layer.active(self) if sees_attention(r)]
-        if active and (first := first_of((args, kwargs))) is not None:
-            refuse_nested(first, f"{type(self).__name__} at '{site.name}'")
-            active = [] if is_empty(first) else active
+        frame = frame_of(layer) if layer.frames else None
+        work = frame.work if frame is not None else None
+        if work is None or work.training is not self.training:  # no block has asked for this module
+            work = layer.at_work(self)
+        active = [] if work is None or site.over_channels else work.attention
+        if active:
+            first = args[0] if args else None
+            if not isinstance(first, Tensor) or not first.is_floating_point():
+                first = first_of((args, kwargs))
+            if first is not None and first.is_nested:
+                refuse_nested(first, f"{type(self).__name__} at '{site.name}'")
+            if first is not None and not torch.compiler.is_compiling() and not first.numel():
+                active = []  # a batch without samples or tokens
         if frame is not None:
             if not active:
                 return in_attention(self, frame, base, self, *args, **kwargs)
             return in_attention(self, frame, run_attention, self, base, site, frame, active, args, kwargs)
         if not active:
             return base(self, *args, **kwargs)
-        frame = open_frame(layer, in_block=False)  # the block is not known, or the attention was called without it
+        frame = open_frame(layer)  # the block is not known, or the attention was called without it
         try:
             return run_attention(self, base, site, frame, active, args, kwargs)
         finally:
@@ -247,16 +284,21 @@ def run_attention(
     """The forward of an attention module in which regularizers are at work."""
     if not torch.is_grad_enabled() and any(
         r.takes_jacobian and r.ledger is not None and r.ledger.asked() for r in active
-    ):
+    ):  # a penalty that is a derivative of the attention, in a `reg.loss` without gradients
         return with_jacobian(active, run_attention, self, base, site, frame, active, args, kwargs)
-    first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-    before, call = frame.call, Call(self, site.layer.site, site.cross, given=None if first is None else first.shape)
+    given = None
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            given = a.shape
+            break
+    before, call = frame.call, Call(self, site.layer.site, site.cross, given=given)
     frame.call = call
     try:
         if isinstance(self, nn.MultiheadAttention):
             return mha_forward(self, site, frame, active, call, socket_attention, *args, **kwargs)
         socket = Socket(site, frame, active, call)
-        switched = switch_on(self, site)
+        # timm's Swin and others are unfused by default
+        switched = (site.switched > 0 or getattr(self, "fused_attn", None) is False) and switch_on(self, site)
         try:
             with socket:
                 out = base(self, *args, **kwargs)
@@ -264,14 +306,19 @@ def run_attention(
             socket.close()
             if switched:
                 switch_off(self, site)
-        if not socket.seen and socket.eager.over_queries:
+        eager = socket.eager
+        if not socket.seen and eager is not None and eager.over_queries:
             site.over_channels = True  # never entered again
             pass_by(site, "left out (its softmax is over its queries, not over its keys)")
             return out
         if not socket.seen:
-            raise_without_socket(self, site, socket.eager.why)
-        socket.eager.remember()
-        return socket.eager.put_weights(out)
+            raise_without_socket(self, site, NO_SOFTMAX if eager is None else eager.why)
+        if eager is None:
+            if not torch.compiler.is_compiling():
+                site.path = None
+            return out
+        eager.remember()
+        return eager.put_weights(out)
     finally:
         frame.call = before
 
@@ -322,11 +369,6 @@ def in_attention(module: nn.Module, frame: Frame, run: Callable[..., Any], *args
         return out
     finally:
         frame.inside -= 1
-
-
-def sees_attention(r: Regularizer) -> bool:
-    """Whether anything of a regularizer happens inside attention; one of the branches alone leaves the kernel be."""
-    return bool(r.roles) or r.needs_valid or not r.stages.isdisjoint(ATTENTION_STAGES)
 
 
 def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:

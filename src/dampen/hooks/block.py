@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import is_empty, pytree, refuse_nested
+from dampen._torch import pytree, refuse_nested
 from dampen.containers import first_of, with_first
-from dampen.hooks.frame import Frame, close_frame, open_frame
+from dampen.hooks.context import AtWork, BlockSite, Frame, close_frame, open_frame
 from dampen.hooks.residual import ResidualSocket
-from dampen.hooks.state import BlockSite
 from dampen.hooks.stream import StreamSocket, may_stream
 from dampen.names import leave_out
-from dampen.regularizer import BLOCK_STAGES, LINEAR_STAGES, Regularizer
+from dampen.regularizer import BLOCK_STAGES, Regularizer
 
 
 def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,12 +23,12 @@ def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: BlockSite = self._dampen_block
         layer = site.layer
-        active = layer.active(self)
-        if not active:
+        work = layer.at_work(self)
+        if work is None:
             return base(self, *args, **kwargs)
-        frame = open_frame(layer)
+        frame = open_frame(layer, work, self)
         try:
-            return run_block(self, base, site, frame, active, args, kwargs)
+            return run_block(self, base, site, frame, work, args, kwargs)
         finally:
             close_frame(layer, frame)
 
@@ -41,13 +40,12 @@ def run_block(
     base: Callable[..., Any],
     site: BlockSite,
     frame: Frame,
-    active: Sequence[Regularizer],
+    work: AtWork,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """The forward of a block in which regularizers are at work."""
-    layer = site.layer
-    frame.block = self
+    layer, active = site.layer, work.methods
     given = args[0] if args else kwargs.get(site.input_name)
     x = given if isinstance(given, Tensor) else first_of((args, kwargs))
     if x is None:
@@ -56,26 +54,30 @@ def run_block(
             f"({', '.join(type(a).__name__ for a in (*args, *kwargs.values())) or 'none'}). "
             "Give it tensors, or tuples, dicts or dataclasses of them, or leave the block out with sites=."
         )
-    stages = {s for r in active for s in r.stages} & set(BLOCK_STAGES) if x is not given else set()
+    stages = set() if x is given else {s for r in active for s in r.stages} & set(BLOCK_STAGES)
     if stages:
         raise RuntimeError(
             f"{type(self).__name__} at '{layer.site.name}' takes a {type(given).__name__} of tensors, not one, so "
             f"methods of whole blocks ({', '.join(sorted(stages))}) cannot act on it. "
             f"To go on, {leave_out(layer.site.name)}."
         )
-    refuse_nested(x, f"{type(self).__name__} at '{layer.site.name}'")
-    if is_empty(x):
+    if x.is_nested:
+        refuse_nested(x, f"{type(self).__name__} at '{layer.site.name}'")
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not x.numel():  # a batch without samples, or without tokens
+        frame.work = None
         return base(self, *args, **kwargs)
     for r in active if site.first else ():
         if "tokens" in r.stages:
             before, x = x, r.tokens(x)
             check_tokens(self, r, before, x, [*args[1:], *kwargs.values()])
             args, kwargs = (x, *args[1:]) if args else (), kwargs if args else {**kwargs, site.input_name: x}
+    has_gradient = x.requires_grad
     for r in active:
         # to set an attribute of a module takes microseconds; to read it in a graph would guard the graph by it
-        if torch.compiler.is_compiling() or r.input_has_gradient is not x.requires_grad:
-            r.input_has_gradient = x.requires_grad
-    branching = [r for r in active if "branch" in r.stages]
+        if compiling or r.input_has_gradient is not has_gradient:
+            r.input_has_gradient = has_gradient
+    branching = work.branch
     # a mode that is open also keeps torch.nn's encoder layer from its fused eval path around our sites
     if branching or (isinstance(self, nn.TransformerEncoderLayer) and not self.training):
         others = [t for t in (*args, *kwargs.values()) if is_stream(t, x)]
@@ -86,7 +88,7 @@ def run_block(
             finally:
                 stream.close()
             if stream.is_as_before(out):
-                return finish_block(self, site, frame, active, x, out)
+                return finish_block(self, site, frame, work, x, out)
             stream.undo(self)
         socket = ResidualSocket(branching, [x, *others], layer, frame)
         with socket:
@@ -95,18 +97,18 @@ def run_block(
             socket.check(self, site.branches, out)
     else:
         out = base(self, *args, **kwargs)
-    return finish_block(self, site, frame, active, x, out)
+    return finish_block(self, site, frame, work, x, out)
 
 
-def finish_block(self: Any, site: BlockSite, frame: Frame, active: Sequence[Regularizer], x: Tensor, out: Any) -> Any:
+def finish_block(self: Any, site: BlockSite, frame: Frame, work: AtWork, x: Tensor, out: Any) -> Any:
     """What is left to do when a block's own forward has run: the stage block, and a look whether its maps were seen."""
-    if site.wants_linear and frame.hits == 0 and any(not r.stages.isdisjoint(LINEAR_STAGES) for r in active):
+    if site.wants_linear and frame.hits == 0 and work.linear:
         raise RuntimeError(
             f"{type(self).__name__} at '{site.layer.site.name}' ran without calling any of its linear modules, so the "
             "regularizers on its linear maps did nothing. Call the modules (self.fc1(x)) instead of using their "
             "weights."
         )
-    acting = [r for r in active if "block" in r.stages]
+    acting = work.block
     if not acting:
         return out
     y = first_of(out)

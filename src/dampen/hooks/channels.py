@@ -23,7 +23,7 @@ from dampen.hooks.roles import is_convolution
 from dampen.regularizer import Call, LinearCall
 
 if TYPE_CHECKING:
-    from dampen.hooks.state import AttentionSite
+    from dampen.hooks.context import AttentionSite
 
 _MOVES = set(
     "view reshape reshape_as view_as permute transpose swapaxes swapdims movedim moveaxis t contiguous clone flatten "

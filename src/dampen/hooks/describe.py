@@ -10,7 +10,7 @@ from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, need
 
 if TYPE_CHECKING:
     from dampen.handle import Regularization
-    from dampen.hooks.state import Layer
+    from dampen.hooks.context import Layer
 
 
 def describe(reg: Regularization) -> str:

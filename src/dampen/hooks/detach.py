@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dampen.hooks.state import ModelSite
+from dampen.hooks.context import ModelSite
 from dampen.hooks.swap import is_covered, is_swapped, unswap
 
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dampen._torch import checkpointing_now, in_backward
+from dampen.hooks.context import ModelSite
 from dampen.hooks.own_dropout import find_own
-from dampen.hooks.state import ModelSite
 
 _DROPOUTS = {
     getattr(home, name)

@@ -40,7 +40,7 @@ from dampen.names import leave_out
 from dampen.regularizer import check_only_reads
 
 if TYPE_CHECKING:
-    from dampen.hooks.state import AttentionSite
+    from dampen.hooks.context import AttentionSite
     from dampen.regularizer import Call, Regularizer
 
 _FORM = "to float half double bfloat16 type type_as contiguous clone view reshape unflatten flatten unsqueeze squeeze "
@@ -63,6 +63,9 @@ _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
 
 
+NO_SOFTMAX = "no softmax of a product of two tensors was seen"
+
+
 class EagerAttention:
     """Follows the tensors of one forward of an attention module."""
 
@@ -81,7 +84,7 @@ class EagerAttention:
         self.path: tuple[int, list[str]] | None = None  # the way of the forwards before, where this one may take it
         self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
         self.done = 0
-        self.why = "no softmax of a product of two tensors was seen"
+        self.why = NO_SOFTMAX
         self.told = False  # whether `why` names what stood in the way first
         self.over_queries = False  # whether the softmax of its scores is over the queries: they compete for each key
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dampen._torch import is_empty, refuse_nested
 from dampen.containers import first_of, with_first
-from dampen.hooks.state import ModelSite
+from dampen.hooks.context import ModelSite
 from dampen.regularizer import Regularizer, UnsupportedModel, in_order
 
 _NOT_TOKENS = re.compile(r"pos|type|segment|relative|time|norm|rotary", re.IGNORECASE)

@@ -13,7 +13,7 @@ import torch
 from dampen._torch import in_backward
 
 if TYPE_CHECKING:
-    from dampen.hooks.state import ModelSite
+    from dampen.hooks.context import ModelSite
 
 
 class EntrySite:

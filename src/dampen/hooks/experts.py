@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dampen._torch import pytree
-from dampen.hooks.frame import Frame, close_frame, frame_of, open_frame
+from dampen.hooks.context import Frame, close_frame, frame_of, open_frame
 from dampen.hooks.linear import apply_linear, layer_valid
 from dampen.hooks.residual import call_torch
 from dampen.hooks.roles import FFN_IN, FFN_OUT, is_linear
@@ -28,7 +28,7 @@ from dampen.names import leave_out
 from dampen.regularizer import LINEAR_STAGES, LinearCall, Regularizer, UnsupportedModel
 
 if TYPE_CHECKING:
-    from dampen.hooks.state import Layer
+    from dampen.hooks.context import Layer
 
 _IN = FFN_IN | {"w1", "v1", "w3", "input_linear"}
 _OUT = FFN_OUT | {"w2", "output_linear"}
@@ -298,7 +298,7 @@ def experts_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         frame = frame_of(layer)
         if frame is not None:
             return _run(self, base, site, frame, active, args, kwargs)
-        frame = open_frame(layer, in_block=False)
+        frame = open_frame(layer)
         try:
             return _run(self, base, site, frame, active, args, kwargs)
         finally:
@@ -325,7 +325,7 @@ def _run(
         )
     x = given[0]
     routing = Routing(site.name, site.layer.site.name, x.shape[:-1].numel())
-    valid = layer_valid(site.layer, frame, x, "ffn_in", active)
+    valid = layer_valid(site.layer, frame, x, "ffn_in", any(r.needs_valid for r in active))
     if valid is not None:
         routing.valid = valid.expand(x.shape[:-1])
         routing.tokens = routing.valid.sum().clamp(min=1)

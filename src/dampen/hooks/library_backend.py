@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dampen._torch import in_backward
-from dampen.hooks.attention import sees_attention
+from dampen.hooks.context import sees_attention
 
 if TYPE_CHECKING:
-    from dampen.hooks.state import Layer
+    from dampen.hooks.context import Layer
 
 WANTED = "_attn_implementation_internal"  # of a config of transformers; its property would set those below it too
 _ONLY_EAGER = {"softcap", "s_aux"}

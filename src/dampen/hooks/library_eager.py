@@ -24,7 +24,7 @@ from dampen.hooks.library_backend import WANTED, LibraryBackend, asked, configs_
 from dampen.hooks.source import names_any
 
 if TYPE_CHECKING:
-    from dampen.hooks.state import Layer
+    from dampen.hooks.context import Layer
 
 _PLAIN = set(  # what the code of an eager function may name: anything else might be more than SDPA computes
     "repeat_kv num_key_value_groups head_dim torch nn functional F matmul transpose softmax float32 to type dtype "

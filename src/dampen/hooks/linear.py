@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen._torch import is_empty, refuse_nested
+from dampen._torch import refuse_nested
 from dampen.hooks.adapters import read_adapter
-from dampen.hooks.frame import Frame, frame_of
+from dampen.hooks.context import AtRole, Frame, Layer, LinearSite, frame_of
 from dampen.hooks.roles import kind_of, weight_of
-from dampen.hooks.state import Layer, LinearSite
 from dampen.regularizer import LinearCall, Regularizer, check_only_reads
 
 
@@ -25,21 +24,31 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input: Tensor) -> Tensor:
         site: LinearSite = self._dampen_linear
         layer = site.layer
-        active = layer.active(self)
-        if active:
+        frame = frame_of(layer) if layer.frames else None
+        work = frame.work if frame is not None else None
+        if work is None or work.training is not self.training:  # no block has asked for this module
+            work = layer.at_work(self)
+        if work is None:
+            return base(self, input)  # type: ignore[no-any-return]
+        # inside an attention, whose own input was looked at, each look is a call of its function mode
+        inside = frame is not None and frame.call is not None and type(input) is Tensor
+        if not inside and input.is_nested:
             refuse_nested(input, f"the linear layer '{site.role}' at '{layer.site.name}'")
-        if active and is_empty(input):  # an expert, a modality or a batch without tokens
-            if (frame := frame_of(layer)) is not None:
+        if not torch.compiler.is_compiling() and not input.numel():  # an expert or a batch without tokens
+            if frame is not None:
                 frame.hits += 1
-            active = []
-        if not active:
             return base(self, input)  # type: ignore[no-any-return]
         kind = site.kind or kind_of(self)
         if kind == "convolution":
-            return _convolve(base, self, site, active, input)
-        weight, frame = weight_of(self, kind), frame_of(layer)
+            return _convolve(base, self, site, work.methods, input)
+        weight = self.weight if kind == "linear" else weight_of(self, kind)
         routing = frame.routing if frame is not None and site.expert else None
-        valid = layer_valid(layer, frame, input, site.role, active) if routing is None else routing.rows(input)
+        if routing is not None:
+            valid = routing.rows(input)
+        elif frame is not None and (work.valid or frame.valid is not None):
+            valid = layer_valid(layer, frame, input, site.role, work.valid)
+        else:
+            valid = None
         call = LinearCall(site.role, input, weight, self.bias, self, layer.site, valid)
         call.tokens = None if routing is None else routing.tokens
         if site.adapter is not None:
@@ -53,7 +62,7 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 return cast(Tensor, y.unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
 
-        y = apply_linear(frame, active, call, multiply, plain)
+        y = run_linear(frame, work.at_role(site.role), call, multiply, plain)
         return y if routing is None else routing.put(y, valid)
 
     return forward
@@ -81,25 +90,25 @@ def _convolve(
     return cast(Tensor, apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places))
 
 
-def layer_valid(
-    layer: Layer, frame: Frame | None, input: Tensor, role: str, active: Sequence[Regularizer]
-) -> Tensor | None:
-    """Which tokens of a linear map's input are no padding, as far as the layer knows by now; None: all."""
-    if frame is None:
-        return None
+def layer_valid(layer: Layer, frame: Frame, input: Tensor, role: str, needed: bool) -> Tensor | None:
+    """Which tokens of a linear map's input are no padding, as far as the layer knows by now; None: all.
+
+    Args:
+        layer: whose map it is.
+        frame: the forward under way.
+        input: of the map.
+        role: of the map.
+        needed: whether a method at work counts valid tokens.
+    """
     valid = frame.valid
-    if not layer.tells_padding and layer.padding is not None and any(r.needs_valid for r in active):
+    if needed and not layer.tells_padding and layer.padding is not None:
         valid = layer.padding.of(layer)
     if valid is not None:
         return fit_valid(valid.t() if frame.sequence_first and frame.call is None else valid, input)
-    if not frame.early and layer.tells_padding and is_early(frame, role, active):
+    # a map of the feed-forward in a block whose attention has not reported padding yet
+    if needed and not frame.early and layer.tells_padding and frame.in_block and role.startswith("ffn"):
         frame.early = role
     return None
-
-
-def is_early(frame: Frame, role: str, active: Sequence[Regularizer]) -> bool:
-    """Whether a map of the feed-forward runs in a block whose attention has not told yet what is padding."""
-    return frame.in_block and role.startswith("ffn") and any(r.needs_valid for r in active)
 
 
 def fit_valid(valid: Tensor, input: Tensor) -> Tensor | None:
@@ -119,13 +128,55 @@ def apply_linear(
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     plain: bool = True,
 ) -> Tensor:
+    """As `run_linear`, for a place whose methods nobody has sorted by roles."""
+    return run_linear(frame, AtRole(regularizers, call.role), call, multiply, plain)
+
+
+def run_linear(
+    frame: Frame | None,
+    work: AtRole,
+    call: LinearCall,
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    plain: bool = True,
+) -> Tensor:
     """operands -> x W^T + b -> product, and the call kept for the attention under way.
 
-    `plain` where `multiply` is `F.linear` and no more, for which a method may have a function of its own."""
+    Methods that only read come first and are shown what no method has changed.
+
+    Args:
+        frame: the forward under way; None outside a block.
+        work: what the methods do at maps of this role.
+        call: the map and its input.
+        multiply: makes the product of an input, a weight and a bias.
+        plain: whether `multiply` is `F.linear` and no more, for which a method may have a function of its own.
+    """
     if frame is not None:
         frame.multiplying = True  # what happens here is no other map of the attention, whatever weight it reads
     try:
-        y = _product(regularizers, call, multiply, plain)
+        x, weight = call.input, call.weight
+        for r in work.operands:
+            x, weight = r.operands(x, weight, call)
+        changed = x is not call.input or weight is not call.weight
+        y = done = None  # who has multiplied
+        if plain and not changed:
+            for r in work.multiplying:
+                if (y := r.multiply(call)) is not None:
+                    done = r
+                    break
+        if y is None:
+            y = multiply(x, weight, call.bias)
+        call.output = None if changed else y
+        for r in work.product:
+            if r is done:
+                continue
+            if changed and r.only_reads:
+                if r.reads_product and call.output is None:
+                    call.output = multiply(call.input, call.weight, call.bias)
+                seen = y if call.output is None else call.output
+                check_only_reads(r, "product", seen, r.product(seen, call))
+                continue
+            new = r.product(y, call)
+            y = new if new is y else check_only_reads(r, "product", y, new)
     finally:
         if frame is not None:
             frame.multiplying = False
@@ -135,38 +186,4 @@ def apply_linear(
             frame.call.maps[call.role] = call
             if frame.call.followed is not None:
                 frame.call.followed.start(y, -1, call)
-    return y
-
-
-def _product(
-    regularizers: Sequence[Regularizer],
-    call: LinearCall,
-    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    plain: bool,
-) -> Tensor:
-    """The product with its stages. Methods that only read come first and are shown what no method has changed."""
-    at_work = [r for r in regularizers if call.role in r.roles]
-    x, weight = call.input, call.weight
-    for r in at_work:
-        if "operands" in r.stages:
-            x, weight = r.operands(x, weight, call)
-    changed = x is not call.input or weight is not call.weight
-    y = done = None  # who has multiplied
-    for r in at_work if plain and not changed else ():
-        if r.multiplies and (y := r.multiply(call)) is not None:
-            done = r
-            break
-    if y is None:
-        y = multiply(x, weight, call.bias)
-    call.output = None if changed else y
-    for r in at_work:
-        if r is done or "product" not in r.stages:
-            continue
-        if changed and r.only_reads:
-            if r.reads_product and call.output is None:
-                call.output = multiply(call.input, call.weight, call.bias)
-            seen = y if call.output is None else call.output
-            check_only_reads(r, "product", seen, r.product(seen, call))
-        else:
-            y = check_only_reads(r, "product", y, r.product(y, call))
     return y

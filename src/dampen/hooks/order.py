@@ -17,7 +17,7 @@ from torch import nn
 from dampen.regularizer import Site
 
 if TYPE_CHECKING:
-    from dampen.hooks.state import Layer
+    from dampen.hooks.context import Layer
 
 _TOWER = {"vision", "visual", "text", "image", "audio", "speech", "video", "language", "tower"}
 _SIDE = re.compile("encoder|decoder")

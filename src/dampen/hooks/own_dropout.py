@@ -20,7 +20,7 @@ from dampen.regularizer import Regularizer
 from dampen.schedules import Schedule, check_value
 
 if TYPE_CHECKING:
-    from dampen.hooks.state import Layer
+    from dampen.hooks.context import Layer
 
 _ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
 _PATH = re.compile(r"drop_?path|stochastic_?depth|^drop_prob$", re.IGNORECASE)

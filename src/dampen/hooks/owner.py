@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dampen.hooks.frame import Frame, close_frame, frame_of, open_frame
+from dampen.hooks.context import Frame, close_frame, frame_of, open_frame
 from dampen.hooks.memory import Found, role_of
 from dampen.hooks.origins import CLEAN, leaves
 from dampen.hooks.residual import ResidualSocket
@@ -20,7 +20,7 @@ from dampen.names import leave_out
 from dampen.regularizer import Regularizer
 
 if TYPE_CHECKING:
-    from dampen.hooks.state import Layer
+    from dampen.hooks.context import Layer
 
 
 class OwnerSite:
@@ -43,8 +43,7 @@ class OwnerFrame(Frame):
 
     def __init__(self, frames: Sequence[Frame], block: nn.Module) -> None:
         self.frames = list(frames)
-        super().__init__(frames[0].thread, True)
-        self.block = block
+        super().__init__(None, block)
 
     @property
     def inside(self) -> int:
@@ -115,7 +114,7 @@ def owner_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         opened = [layer for layer, _ in site.layers if frame_of(layer) is None]
         for layer in opened:
-            open_frame(layer, in_block=False)
+            open_frame(layer)
         frames: list[Any] = [frame_of(layer) for layer, _ in site.layers]
         roots = [t for t in leaves(args, kwargs) if isinstance(t, Tensor)]
         roots.sort(key=lambda t: not t.is_floating_point())

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dampen.names import leave_out
 
 if TYPE_CHECKING:
+    from dampen.hooks.context import Layer
     from dampen.hooks.embeddings import MaskSite
-    from dampen.hooks.state import Layer
 
 
 class Padding:

@@ -38,8 +38,7 @@ from dampen.names import leave_out
 from dampen.regularizer import Regularizer
 
 if TYPE_CHECKING:
-    from dampen.hooks.frame import Frame
-    from dampen.hooks.state import Layer
+    from dampen.hooks.context import Frame, Layer
 
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "get_device", "__len__"}
 

@@ -22,8 +22,7 @@ from dampen.calls import BranchCall
 from dampen.containers import first_of
 
 if TYPE_CHECKING:
-    from dampen.hooks.frame import Frame
-    from dampen.hooks.state import Layer
+    from dampen.hooks.context import Frame, Layer
     from dampen.regularizer import Regularizer
 
 STEADY = 3

@@ -16,8 +16,7 @@ from dampen.hooks.linear import apply_linear
 from dampen.regularizer import Call, LinearCall, Regularizer
 
 if TYPE_CHECKING:
-    from dampen.hooks.frame import Frame
-    from dampen.hooks.state import AttentionSite
+    from dampen.hooks.context import AttentionSite, Frame
 
 
 def mha_forward(

@@ -15,9 +15,8 @@ from torch import nn
 from dampen._torch import is_empty, refuse_nested
 from dampen.containers import tensors_in
 from dampen.hooks.blame import add_blame
+from dampen.hooks.context import ModelSite, close_frame, open_frame
 from dampen.hooks.determinism import deterministic
-from dampen.hooks.frame import close_frame, open_frame
-from dampen.hooks.state import ModelSite
 from dampen.masks import close_masks, open_masks
 from dampen.regularizer import Regularizer
 
@@ -56,7 +55,7 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         site.ledger.enter(self.training and site.enabled, trained)
         if site.padding is not None:
             site.padding.start()
-        frames = [(layer, open_frame(layer, in_block=False)) for layer in site.blockless if layer.enabled]
+        frames = [(layer, open_frame(layer)) for layer in site.blockless if layer.enabled]
         if not torch.compiler.is_compiling():
             open_masks()
         try:

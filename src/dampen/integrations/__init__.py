@@ -1,5 +1,7 @@
-"""Other people's trainers, one small file each, imported only when asked for: `from dampen.integrations import hf`.
+"""Other people's trainers, one small file each, imported only when asked for: `from
+dampen.integrations import hf`.
 
-Methods that draw at random need none of this: they work under any trainer once the model is regularized. Penalties
-and methods that compare two passes must reach the loss, and that is what these files see to.
+Methods that draw at random need none of this: they work under any trainer once the model is
+regularized. Penalties and methods that compare two passes must reach the loss, and that is what
+these files see to.
 """

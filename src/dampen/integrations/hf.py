@@ -5,9 +5,10 @@
     dampen.integrations.hf.install(trainer, reg)
     trainer.train()
 
-What it sees to: penalties reach the loss once, as the mean over a step's micro-batches and ranks; two-pass methods run
-`compute_loss` twice; schedules follow `global_step / max_steps`; the terms are logged by name; checkpoints hold the
-handle's state. Evaluation, `predict` and `generate` are left as they are.
+What it sees to: penalties reach the loss once, as the mean over a step's micro-batches and ranks;
+two-pass methods run `compute_loss` twice; schedules follow `global_step / max_steps`; the terms are
+logged by name; checkpoints hold the handle's state. Evaluation, `predict` and `generate` are left
+as they are.
 """
 
 from __future__ import annotations
@@ -31,23 +32,39 @@ STATE = "dampen.pt"
 def install(trainer: Any, reg: Regularization) -> Any:
     """Make a trainer that exists train with `reg`; returns the trainer, which is changed in place.
 
-    The model was regularized before the trainer was made, or is `trainer.model` and was regularized since. A trainer
-    class of your own can say `class MyTrainer(hf.Regularized, Trainer)` instead, and take `regularization=reg`.
+    The model was regularized before the trainer was made, or is `trainer.model` and was regularized
+    since. A trainer class of your own can say `class MyTrainer(hf.Regularized, Trainer)` instead,
+    and take `regularization=reg`.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+        reg: the handle that `dampen.regularize` returned.
     """
     if isinstance(trainer, Regularized):
-        raise ValueError(f"this {type(trainer).__name__} has a regularization already: install it once.")
+        raise ValueError(
+            f"this {type(trainer).__name__} has a regularization already: install it once."
+        )
     if not hasattr(trainer, "compute_loss") or not hasattr(trainer, "add_callback"):
-        raise TypeError(f"install takes a transformers.Trainer or a subclass of it, got {type(trainer).__name__}.")
+        raise TypeError(
+            f"install takes a transformers.Trainer or a subclass of it, got "
+            f"{type(trainer).__name__}."
+        )
     check(trainer, reg)
     cls = type(trainer)
-    trainer.__class__ = type(cls.__name__, (Regularized, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    trainer.__class__ = type(
+        cls.__name__, (Regularized, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    )
     trainer.adopt(reg)
     return trainer
 
 
 class Regularized:
     """Mixin in front of a Trainer class: `class MyTrainer(Regularized, Trainer)`, then
-    `MyTrainer(..., regularization=reg)`."""
+    `MyTrainer(..., regularization=reg)`.
+
+    Args:
+        regularization: the handle that `dampen.regularize` returned.
+    """
 
     regularization: Regularization
 
@@ -57,13 +74,18 @@ class Regularized:
         self.adopt(regularization)
 
     def adopt(self: Any, reg: Regularization) -> None:
-        """Take over a regularization: its schedules follow training from here on."""
+        """Take over a regularization: its schedules follow training from here on.
+
+        Args:
+            reg: the handle that `dampen.regularize` returned.
+        """
         self.regularization = reg
-        self._dampen_terms: dict[str, Tensor] = {}  # sums of this process since they were last logged
+        # sums of this process since they were last logged
+        self._dampen_terms: dict[str, Tensor] = {}
         self._dampen_logged = 0  # the step at which they were
         self.add_callback(Progress(self))
 
-    # --- the loss ---------------------------------------------------------------------------------------------------
+    # --- the loss
 
     def compute_loss(
         self: Any,
@@ -73,18 +95,35 @@ class Regularized:
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The trainer's own loss of each pass, and the penalties; plain outside training."""
+        """The trainer's own loss of each pass, and the penalties; plain outside training.
+
+        Args:
+            model: the model.
+            inputs: one batch of the trainer.
+            return_outputs: as transformers passes it.
+            num_items_in_batch: what the trainer passes to its loss.
+        """
         reg, inner = self.regularization, super().compute_loss  # type: ignore[misc]
         if not (reg.model.training and torch.is_grad_enabled()):
-            return inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs)
+            return inner(
+                model,
+                inputs,
+                return_outputs=return_outputs,
+                num_items_in_batch=num_items_in_batch,
+                **kwargs,
+            )
         valid = valid_positions(inputs, shifted(self)) if reg.passes > 1 else None
         last: list[Any] = []
 
         def forward() -> tuple[Tensor, Tensor | None]:
-            # a copy, because trainers take the labels out of what they get; outputs only where the trainer itself asks
-            # for them, because TRL's cost a forward of their own
+            # a copy, because trainers take the labels out of what they get; outputs only where the
+            # trainer itself asks for them, because TRL's cost a forward of their own
             loss = inner(
-                model, dict(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+                model,
+                dict(inputs),
+                return_outputs=return_outputs,
+                num_items_in_batch=num_items_in_batch,
+                **kwargs,
             )
             if return_outputs:
                 loss, last[:] = loss[0], [loss[1]]
@@ -93,17 +132,25 @@ class Regularized:
         trainer: Any = self
         below = backbone_of(trainer.model) if reg.passes > 1 else None
         with watching(trainer.model, reg, below) as watch:
-            total, terms = reg.loss(forward, lambda pair: pair[0], logits=lambda pair: pair[1], valid=valid)
+            total, terms = reg.loss(
+                forward, lambda pair: pair[0], logits=lambda pair: pair[1], valid=valid
+            )
         steps = trainer.current_gradient_accumulation_steps
-        if averaged_already(self, num_items_in_batch):  # the task's loss is over the whole step; a penalty is not yet
-            total = sum((v / steps for name, v in terms.items() if name != "task"), start=terms["task"])
+        # the task's loss is over the whole step; a penalty is not yet
+        if averaged_already(self, num_items_in_batch):
+            total = sum(
+                (v / steps for name, v in terms.items() if name != "task"), start=terms["task"]
+            )
             self._dampen_note({k: v if k == "task" else v / steps for k, v in terms.items()})
         else:  # the trainer divides the sum itself
             self._dampen_note({k: v / steps for k, v in terms.items()})
-        return (total, last[0]) if return_outputs else total
+        if return_outputs:
+            return (total, last[0])
+        return total
 
     def _dampen_predictions(self: Any, watch: OutputWatch) -> Tensor:
-        """What two passes are compared by. TRL's fused head gives no logits: they are made of the hidden states."""
+        """What two passes are compared by. TRL's fused head gives no logits: they are made of the
+        hidden states."""
         outputs, hidden = watch.take()
         found = predictions(outputs)
         if found is None and hidden:
@@ -112,12 +159,13 @@ class Regularized:
         if found is None:
             kinds = ", ".join(sorted({type(o).__name__ for o in outputs})) or "none"
             raise TypeError(
-                f"two passes are compared by the model's logits, but {type(self).__name__} got outputs without any "
+                f"two passes are compared by the model's logits, but {type(self).__name__} got "
+                "outputs without any "
                 f"({kinds}). Use methods of one pass here."
             )
         return found
 
-    # --- logs -------------------------------------------------------------------------------------------------------
+    # --- logs
 
     def _dampen_note(self: Any, terms: dict[str, Tensor]) -> None:
         for name, value in terms.items():
@@ -125,7 +173,11 @@ class Regularized:
             self._dampen_terms[name] = value.detach() if old is None else old + value.detach()
 
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The trainer's log of a training loss, with its parts by name: they sum to it."""
+        """The trainer's log of a training loss, with its parts by name: they sum to it.
+
+        Args:
+            logs: as transformers passes them.
+        """
         if "loss" in logs and self._dampen_terms:
             names = sorted(self._dampen_terms)
             here = torch.stack([self._dampen_terms[n].float() for n in names])
@@ -135,11 +187,15 @@ class Regularized:
             self._dampen_terms, self._dampen_logged = {}, self.state.global_step
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
+    # --- checkpoints
 
-    def _save_checkpoint(self: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(
+        self: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
         super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
-        folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        folder = os.path.join(
+            self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"
+        )
         state = self.regularization.state_dict()
         if self.args.should_save and os.path.isdir(folder):
             torch.save(state, os.path.join(folder, STATE))
@@ -155,17 +211,23 @@ class Regularized:
         if self.state.best_model_checkpoint is not None:
             before = self.regularization.state_dict()["progress"]
             load_state(self.regularization, self.state.best_model_checkpoint)
-            self.regularization.progress(before)  # the weights go back, training does not
+            # the weights go back, training does not
+            self.regularization.progress(before)
 
 
 class Progress(TrainerCallback):
-    """Tells the schedules how far training is."""
+    """Tells the schedules how far training is.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        check(self.trainer, self.trainer.regularization)  # `model_init` makes another model for each trial
+        # `model_init` makes another model for each trial
+        check(self.trainer, self.trainer.regularization)
         self.trainer._dampen_terms, self.trainer._dampen_logged = {}, state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -173,21 +235,32 @@ class Progress(TrainerCallback):
 
 
 def check(trainer: Any, reg: Regularization) -> None:
-    """Raise where a trainer cannot train with a regularization, saying what to do."""
+    """Raise where a trainer cannot train with a regularization, saying what to do.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+        reg: the handle that `dampen.regularize` returned.
+    """
     if not isinstance(reg, Regularization):
         raise TypeError(f"install takes what dampen.regularize returned, got {type(reg).__name__}.")
     if all(reg.model is not m for m in trainer.model.modules()):
         raise ValueError(
-            f"the trainer's {type(trainer.model).__name__} is not the model that was regularized (a "
-            f"{type(reg.model).__name__}), nor is that a part of it. Regularize the model first and give the trainer "
-            "that same object, or call dampen.regularize(trainer.model, ...) and install what it returns."
+            f"the trainer's {type(trainer.model).__name__} is not the model that was regularized "
+            "(a "
+            f"{type(reg.model).__name__}), nor is that a part of it. Regularize the model first "
+            "and give the trainer "
+            "that same object, or call dampen.regularize(trainer.model, ...) and install what it "
+            "returns."
         )
     if getattr(trainer.args, "n_gpu", 1) > 1:
         raise ValueError(
-            f"the Trainer would run on {trainer.args.n_gpu} devices with nn.DataParallel, whose copies of the model "
+            f"the Trainer would run on {trainer.args.n_gpu} devices with nn.DataParallel, whose "
+            "copies of the model "
             "lose penalties. Start one process per device: torchrun --nproc_per_node=N script.py."
         )
-    if trainer.args.neftune_noise_alpha is not None and any(isinstance(m, NEFTune) for m in reg.methods):
+    if trainer.args.neftune_noise_alpha is not None and any(
+        isinstance(m, NEFTune) for m in reg.methods
+    ):
         raise ValueError(
             "TrainingArguments(neftune_noise_alpha=...) and dampen.NEFTune "
             "would both add noise to the embeddings. Leave one of them out."
@@ -195,15 +268,22 @@ def check(trainer: Any, reg: Regularization) -> None:
     random = [r for r in reg.clones if r.stochastic and r.passes == 1 and not r.always_idle]
     if getattr(trainer.args, "disable_dropout", False) and random:
         raise ValueError(
-            f"{type(trainer).__name__} trains with disable_dropout=True, because its loss compares the policy with a "
-            f"reference and noise would count as a difference, but {random[0]} draws at random. Use penalties "
+            f"{type(trainer).__name__} trains with disable_dropout=True, because its loss compares "
+            "the policy with a "
+            f"reference and noise would count as a difference, but {random[0]} draws at random. "
+            "Use penalties "
             "(ExplicitDropout), or say disable_dropout=False if you mean it."
         )
 
 
 def averaged_already(trainer: Any, num_items_in_batch: Tensor | int | None) -> bool:
-    """Whether the trainer's loss is an average over all micro-batches of a step, so that it divides no more: as
-    `Trainer.training_step` decides it."""
+    """Whether the trainer's loss is an average over all micro-batches of a step, so that it divides
+    no more: as `Trainer.training_step` decides it.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+        num_items_in_batch: what the trainer passes to its loss.
+    """
     said = getattr(trainer, "loss_is_scaled_for_ga", None)
     if said is not None:
         return bool(said)
@@ -213,9 +293,16 @@ def averaged_already(trainer: Any, num_items_in_batch: Tensor | int | None) -> b
 
 
 def valid_positions(inputs: dict[str, Any], shift: bool) -> Tensor | None:
-    """Which predictions count: of tokens those that have a label; all where there is one prediction per sample."""
+    """Which predictions count: of tokens those that have a label; all where there is one prediction
+    per sample.
+
+    Args:
+        inputs: one batch of the trainer.
+        shift: position t predicts the label at t + 1.
+    """
     labels = inputs.get("labels")
-    if labels is None and "completion_mask" in inputs:  # DPO: the tokens whose probabilities are compared
+    # DPO: the tokens whose probabilities are compared
+    if labels is None and "completion_mask" in inputs:
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
     if isinstance(labels, Tensor) and labels.ndim >= 2 and not labels.is_floating_point():
         return (F.pad(labels[..., 1:], (0, 1), value=-100) if shift else labels) != -100
@@ -223,7 +310,11 @@ def valid_positions(inputs: dict[str, Any], shift: bool) -> Tensor | None:
 
 
 def shifted(trainer: Any) -> bool:
-    """Whether position t predicts the label at t + 1."""
+    """Whether position t predicts the label at t + 1.
+
+    Args:
+        trainer: a Trainer of transformers, TRL or sentence-transformers.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -232,21 +323,34 @@ def shifted(trainer: Any) -> bool:
 
 
 def backbone_of(model: nn.Module) -> nn.Module | None:
-    """The module below a language model's head, if the model has one."""
+    """The module below a language model's head, if the model has one.
+
+    Args:
+        model: the model.
+    """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     head = getattr(base, "get_output_embeddings", lambda: None)()
     inner = getattr(base, "base_model", None)
-    return inner if head is not None and isinstance(inner, nn.Module) and inner is not base else None
+    if head is not None and isinstance(inner, nn.Module) and inner is not base:
+        return inner
+    return None
 
 
 def load_state(reg: Regularization, folder: str) -> None:
-    """Take the handle's state out of a checkpoint's folder."""
+    """Take the handle's state out of a checkpoint's folder.
+
+    Args:
+        reg: the handle that `dampen.regularize` returned.
+        folder: of the checkpoint.
+    """
     path = os.path.join(folder, STATE)
     if os.path.exists(path):
         reg.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     elif reg.state_dict()["parameters"]:
         raise FileNotFoundError(
-            f"the checkpoint {folder} has no {STATE}, so the values that {reg.methods[0].name} keeps beside the "
-            "weights are not in it: it was saved by a trainer without install(trainer, reg). Start anew, or "
+            f"the checkpoint {folder} has no {STATE}, so the values that {reg.methods[0].name} "
+            "keeps beside the "
+            "weights are not in it: it was saved by a trainer without install(trainer, reg). Start "
+            "anew, or "
             "continue without that method."
         )

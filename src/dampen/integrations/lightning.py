@@ -2,8 +2,8 @@
 
     trainer = lightning.Trainer(callbacks=[dampen.integrations.lightning.Regularize(reg)])
 
-`training_step` is run as it stands, twice where a method compares two passes; the penalties are added to the loss that
-it returns, before Lightning divides it by `accumulate_grad_batches`.
+`training_step` is run as it stands, twice where a method compares two passes; the penalties are
+added to the loss that it returns, before Lightning divides it by `accumulate_grad_batches`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,26 @@ from dampen.integrations.watching import predictions, watching
 class Regularize(Callback):
     """Train a LightningModule with `reg`, which regularized it or a part of it.
 
-    Schedules follow `global_step / estimated_stepping_batches`, the terms are logged as `dampen/NAME`, and checkpoints
-    hold the handle's state.
+    Schedules follow `global_step / estimated_stepping_batches`, the terms are logged as
+    `dampen/NAME`, and checkpoints hold the handle's state.
 
     Args:
         reg: what `dampen.regularize` returned, before the trainer wraps the model.
-        valid: takes the batch and gives the positions that count when two passes are compared; all by default.
+        valid: takes the batch and gives the positions that count when two passes are compared; all
+            by default.
     """
 
     def __init__(self, reg: Regularization, valid: Any = None) -> None:
         self.reg, self.valid = reg, valid
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put the penalties behind `training_step`, once."""
+        """Put the penalties behind `training_step`, once.
+
+        Args:
+            trainer: a Trainer of transformers, TRL or sentence-transformers.
+            pl_module: the LightningModule.
+            stage: as Lightning passes it.
+        """
         check(pl_module, self.reg)
         if stage != "fit":
             return
@@ -48,12 +55,19 @@ class Regularize(Callback):
         pl_module.training_step = training_step
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The module is as it was."""
+        """The module is as it was.
+
+        Args:
+            trainer: a Trainer of transformers, TRL or sentence-transformers.
+            pl_module: the LightningModule.
+            stage: as Lightning passes it.
+        """
         step = vars(pl_module).get("training_step")
         if stage != "fit" or not hasattr(step, "inner"):
             return
         del pl_module.training_step
-        if pl_module.training_step != step.inner:  # the module had one of its own, beside its class's
+        # the module had one of its own, beside its class's
+        if pl_module.training_step != step.inner:
             pl_module.training_step = step.inner
 
     def _step(self, pl_module: Any, inner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,17 +78,28 @@ class Regularize(Callback):
             outputs, _ = watch.take()
             return predictions(outputs)
 
-        valid = self.valid(batch) if self.valid is not None and self.reg.passes > 1 else None
+        if not (self.valid is not None and self.reg.passes > 1):
+            valid = None
+        else:
+            valid = self.valid(batch)
         with watching(self.reg.model, self.reg) as watch:
             total, terms = self.reg.loss(
-                forward, lambda _: loss_of(results.pop(0)), logits=lambda out: require(out, pl_module), valid=valid
+                forward,
+                lambda _: loss_of(results.pop(0)),
+                logits=lambda out: require(out, pl_module),
+                valid=valid,
             )
         pl_module.log_dict({f"dampen/{name}": value.detach() for name, value in terms.items()})
         return total
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         steps = trainer.estimated_stepping_batches
-        done = trainer.global_step / steps if steps and steps != float("inf") else 0.0
+        if steps and steps != float("inf"):
+            done = trainer.global_step / steps
+        else:
+            done = 0.0
         self.reg.progress(min(1.0, done))
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,10 +110,16 @@ class Regularize(Callback):
 
 
 def check(pl_module: Any, reg: Regularization) -> None:
-    """Raise where a LightningModule cannot be trained with a regularization."""
+    """Raise where a LightningModule cannot be trained with a regularization.
+
+    Args:
+        pl_module: the LightningModule.
+        reg: the handle that `dampen.regularize` returned.
+    """
     if all(reg.model is not m for m in pl_module.modules()):
         raise ValueError(
-            f"{type(pl_module).__name__} does not hold the model that was regularized (a {type(reg.model).__name__}). "
+            f"{type(pl_module).__name__} does not hold the model that was regularized (a "
+            f"{type(reg.model).__name__}). "
             "Regularize the module itself, or what it keeps as an attribute."
         )
     if not pl_module.automatic_optimization:
@@ -100,29 +131,50 @@ def check(pl_module: Any, reg: Regularization) -> None:
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss that a training_step returned, alone or under "loss"."""
+    """The loss that a training_step returned, alone or under "loss".
+
+    Args:
+        result: what training_step returned.
+    """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(loss, Tensor):
         return loss
     raise TypeError(
-        f"training_step returned {type(result).__name__}, neither a loss nor a dict with 'loss': a step that is "
+        f"training_step returned {type(result).__name__}, neither a loss nor a dict with 'loss': a "
+        "step that is "
         "skipped has no penalties either. Return a loss."
     )
 
 
 def require(found: Tensor | None, pl_module: nn.Module) -> Tensor:
-    """Predictions to compare, or an error."""
+    """Predictions to compare, or an error.
+
+    Args:
+        found: predictions, or None.
+        pl_module: the LightningModule.
+    """
     if found is None:
         raise TypeError(
-            f"two passes are compared by the model's logits, but the calls of the regularized model in "
-            f"{type(pl_module).__name__}.training_step gave none. Let it return a tensor or an object with .logits."
+            f"two passes are compared by the model's logits, but the calls of the regularized "
+            "model in "
+            f"{type(pl_module).__name__}.training_step gave none. Let it return a tensor or an "
+            "object with .logits."
         )
     return found
 
 
 def setup(fabric: Any, reg: Regularization, *optimizers: torch.optim.Optimizer) -> Any:
-    """`fabric.setup(reg.model, *optimizers)`, after which `reg.loss(lambda: model(x), ...)` and `fabric.backward(loss)`
-    train as in any loop; with `fabric.save(path, {"reg": reg.state_dict()})` the handle's state goes along."""
+    """`fabric.setup(reg.model, *optimizers)`, after which `reg.loss(lambda: model(x), ...)` and
+    `fabric.backward(loss)` train as in any loop; with `fabric.save(path, {"reg":
+    reg.state_dict()})` the handle's state goes along.
+
+    Args:
+        fabric: the Fabric.
+        reg: the handle that `dampen.regularize` returned.
+        optimizers: of the model's parameters.
+    """
     if type(reg.model).__name__ == "_FabricModule":
-        raise ValueError("the model went through fabric.setup before it was regularized. Regularize first.")
+        raise ValueError(
+            "the model went through fabric.setup before it was regularized. Regularize first."
+        )
     return fabric.setup(reg.model, *optimizers)

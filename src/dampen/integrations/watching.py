@@ -1,4 +1,5 @@
-"""While a trainer computes a loss: what its model gave out, and forwards without gradient left plain."""
+"""While a trainer computes a loss: what its model gave out, and forwards without gradient left
+plain."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class OutputWatch:
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
-        self.hidden: list[Tensor] = []  # of the backbone, where the model gives no logits
+        # of the backbone, where the model gives no logits
+        self.hidden: list[Tensor] = []
 
     def take(self) -> tuple[list[Any], list[Tensor]]:
         """Outputs and hidden states seen since the last time."""
@@ -29,9 +31,17 @@ class OutputWatch:
 
 
 @contextlib.contextmanager
-def watching(model: nn.Module, reg: Regularization, backbone: nn.Module | None = None) -> Iterator[OutputWatch]:
-    """Inside, calls of `model` with gradients are remembered, and calls without (the reference pass of DPO, a pass for
-    metrics) run as if nothing were regularized."""
+def watching(
+    model: nn.Module, reg: Regularization, backbone: nn.Module | None = None
+) -> Iterator[OutputWatch]:
+    """Inside, calls of `model` with gradients are remembered, and calls without (the reference pass
+    of DPO, a pass for metrics) run as if nothing were regularized.
+
+    Args:
+        model: the model that the trainer calls.
+        reg: the handle that `dampen.regularize` returned.
+        backbone: the module whose hidden states count where the model returns no logits.
+    """
     watch, plain = OutputWatch(), contextlib.ExitStack()
 
     def before(module: nn.Module, args: Any) -> None:
@@ -45,9 +55,14 @@ def watching(model: nn.Module, reg: Regularization, backbone: nn.Module | None =
 
     def states(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            watch.hidden.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+            watch.hidden.append(
+                output[0] if isinstance(output, tuple) else output.last_hidden_state
+            )
 
-    hooks = [model.register_forward_pre_hook(before), model.register_forward_hook(after, always_call=True)]
+    hooks = [
+        model.register_forward_pre_hook(before),
+        model.register_forward_hook(after, always_call=True),
+    ]
     if backbone is not None:
         hooks.append(backbone.register_forward_hook(states))
     try:
@@ -59,20 +74,29 @@ def watching(model: nn.Module, reg: Regularization, backbone: nn.Module | None =
 
 
 def predictions(outputs: list[Any]) -> Tensor | None:
-    """The predictions of one pass: logits, scores or sentence embeddings, joined where the model was called several
-    times; None where some output has none."""
+    """The predictions of one pass: logits, scores or sentence embeddings, joined where the model
+    was called several times; None where some output has none.
+
+    Args:
+        outputs: of one pass, in order.
+    """
     found = [_prediction(o) for o in outputs]
     if not found or any(f is None for f in found):
         return None
     tensors = [f for f in found if f is not None]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors)
 
 
 def _prediction(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
     for name in _NAMES:
-        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(output, Mapping):
+            value = output.get(name)
+        else:
+            value = getattr(output, name, None)
         if isinstance(value, Tensor):
             return value
     return None

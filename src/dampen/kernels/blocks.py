@@ -1,9 +1,11 @@
-"""Long sequences without a compiler: fused attention with masks by blocks of queries, and no second forward.
+"""Long sequences without a compiler: fused attention with masks by blocks of queries, and no second
+forward.
 
-A mask over all queries would take N x M numbers. So the queries come in blocks, each with a mask of its own, and one
-autograd Function calls torch's fused kernel for each of them. It keeps what the fused backward needs, the output and
-the logarithms of the row sums; the masks are drawn again in the backward, from the state that the generator had. (A
-checkpoint around each block, which is what runs where this cannot, computes every block's forward a second time.)"""
+A mask over all queries would take N x M numbers. So the queries come in blocks, each with a mask of
+its own, and one autograd Function calls torch's fused kernel for each of them. It keeps what the
+fused backward needs, the output and the logarithms of the row sums; the masks are drawn again in
+the backward, from the state that the generator had. (A checkpoint around each block, which is what
+runs where this cannot, computes every block's forward a second time.)"""
 
 from __future__ import annotations
 
@@ -28,10 +30,24 @@ Mask = Callable[[Tensor, slice], Tensor | None]
 
 
 def fits_blocks(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    regularizers: Sequence[Regularizer],
+    call: Call,
 ) -> bool:
-    """Whether the Function below can stand for the fused kernel: plain tensors on a CPU, and masks that are masks alone
-    (a penalty made inside it would have no gradient)."""
+    """Whether the Function below can stand for the fused kernel: plain tensors on a CPU, and masks
+    that are masks alone (a penalty made inside it would have no gradient).
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        v: (B, Hk, M, dv).
+        dropout_p: the model's own dropout of attention weights.
+        regularizers: methods at work, in order.
+        call: the attention at work.
+    """
     return (
         q.device.type == "cpu"
         and q.dtype is k.dtype is v.dtype
@@ -49,7 +65,15 @@ def fits_blocks(
 
 
 def attention_by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Tensor:
-    """softmax(q k^T scale + mask) v; q, k and v with as many heads each."""
+    """softmax(q k^T scale + mask) v; q, k and v with as many heads each.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, H, M, d).
+        v: (B, H, M, dv).
+        scale: of the scores.
+        mask: mask(queries, rows) -> what is added to the scores of a block.
+    """
     out: Tensor = _Blocks.apply(q, k, v, scale, mask)
     return out
 
@@ -79,7 +103,8 @@ class _Blocks(torch.autograd.Function):
         try:
             for rows, row_sums in zip(_rows(q, k), sums, strict=True):
                 part = q[:, :, rows]
-                dq[:, :, rows], to_k, to_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+                dq[:, :, rows], to_k, to_v = backward(
                     grad[:, :, rows], part, k, v, o[:, :, rows], row_sums, 0.0, False,
                     attn_mask=ctx.mask(part, rows), scale=ctx.scale,
                 )  # fmt: skip

@@ -1,9 +1,10 @@
 """The kernels of attention, and the choice between them.
 
-`fused` is `F.scaled_dot_product_attention`; `plain` builds the N x M matrix of scores. A regularizer that overrides
-`logits` or `probs` needs the matrix. Otherwise the choice is made by device, dtype and length from a small table that
-was measured. Where the matrix would be long, the queries are taken in chunks and each chunk is computed again in the
-backward pass, so that memory stays linear in N."""
+`fused` is `F.scaled_dot_product_attention`; `plain` builds the N x M matrix of scores. A
+regularizer that overrides `logits` or `probs` needs the matrix. Otherwise the choice is made by
+device, dtype and length from a small table that was measured. Where the matrix would be long, the
+queries are taken in chunks and each chunk is computed again in the backward pass, so that memory
+stays linear in N."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from dampen._torch import half_in_hardware
 from dampen.kernels.blocks import attention_by_blocks, fits_blocks
 from dampen.kernels.flex import attend_flex, fits_flex
 from dampen.masks import keep_keys, may_empty
-from dampen.native.entry import transformed, unreadable
+from dampen.native.entry import unfit_for_attention
 from dampen.native.library import available as native_available
 from dampen.regularizer import Call, Regularizer, check_only_reads, needs_matrix
 
@@ -28,17 +29,17 @@ PLAIN_BELOW: dict[tuple[str, torch.dtype, bool], int] = {
     ("cpu", torch.bfloat16, True): 512,
     ("cpu", torch.float16, True): 512,
 }
-"""Keys below which `plain` is faster than `fused`, forward and backward, by device, dtype and whether the device
-multiplies 16-bit matrices in hardware (AMX, AVX-512 BF16). Without that hardware `fused` is 2.5 to 3 times faster in
-bfloat16; with it, 9 times slower at 65 keys. Measured with torch 2.13 by `benchmarks/kernel_table.py`; what is not
-listed runs fused. `dampen doctor --tune` measures it on the user's machine."""
+"""Keys below which `plain` is faster than `fused`, forward and backward, by device, dtype and
+whether the device multiplies 16-bit matrices in hardware (AMX, AVX-512 BF16). Without that hardware
+`fused` is 2.5 to 3 times faster in bfloat16; with it, 9 times slower at 65 keys. Measured with
+torch 2.13 by `benchmarks/kernel_table.py`; what is not listed runs fused."""
 
 HIDE = -1e30
 """What is added to a score to hide its key: no score matters beside it, and it is finite."""
 NATIVE_UP_TO = 32
-"""Keys and channels up to which the native kernel runs also for methods that hide no key: there it has products of its
-own, and its attention takes less time than torch's, from 32 keys on as long or longer (`LOG.md` has 17 to 448 keys).
-Where keys are hidden it takes less at every length."""
+"""Keys and channels up to which the native kernel runs also for methods that hide no key: there it
+has products of its own, and its attention takes less time than torch's, from 32 keys on as long or
+longer (`LOG.md` has 17 to 448 keys). Where keys are hidden it takes less at every length."""
 LONG = 2048
 """Keys from which a mask or matrix over all queries is taken in chunks."""
 CHUNK = 2**21
@@ -47,21 +48,6 @@ COMPILED_CHUNKS = 8
 """Chunks at most in a compiled graph, where the loop is unrolled."""
 
 _HALF_IN_HARDWARE = half_in_hardware()
-
-
-_tuned = False  # whether the user's own table was looked for
-
-
-def use_tuned_table(again: bool = False) -> None:
-    """Take over what `dampen doctor --tune` measured on this machine, once; see `dampen.kernels.tuning`."""
-    global _tuned
-    if _tuned and not again:
-        return
-    _tuned = True
-    from dampen.kernels.tuning import load
-
-    for (device, dtype), keys in load().items():
-        PLAIN_BELOW[device, dtype, _HALF_IN_HARDWARE] = keys
 
 
 class Kernel(NamedTuple):
@@ -84,16 +70,29 @@ def choose_kernel(
     v: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Kernel:
-    """The kernel for this device, dtype, length and set of stages; `native` where a native one could run, on these
-    values (by default like the keys) and the model's mask."""
-    if not torch.compiler.is_compiling():  # no file is read inside a graph; `regularize` has looked before
-        use_tuned_table()
+    """The kernel for this device, dtype, length and set of stages; `native` where a native one
+    could run, on these values (by default like the keys) and the model's mask.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        regularizers: methods at work, in order.
+        matrix: the caller needs the attention weights.
+        native: a native kernel may run.
+        v: (B, Hk, M, dv).
+        mask: the model's mask; None: there is none.
+    """
     keys = k.shape[-2]
-    static = isinstance(keys, int)  # a dynamic length under torch.compile must not be specialized: take the default
+    # a dynamic length under torch.compile must not be specialized: take the default
+    static = isinstance(keys, int)
     by_row = any("mask" in r.stages and r.per_query for r in regularizers)
     if matrix or needs_matrix(regularizers):
         names = [r.name for r in regularizers if needs_matrix([r])] or ["the caller"]
-        return Kernel("plain", static and keys >= LONG and not matrix, f"{', '.join(names)} needs the matrix of scores")
+        return Kernel(
+            "plain",
+            static and keys >= LONG and not matrix,
+            f"{', '.join(names)} needs the matrix of scores",
+        )
     unfit = None
     if native and regularizers and native_available() and q.is_cpu:
         unfit = _unfit_for_native(q, k, k if v is None else v, mask, regularizers)
@@ -105,22 +104,46 @@ def choose_kernel(
     if fits_flex(q, k, regularizers, asked=native):
         return Kernel("flex", False, "DAMPEN_FLEX=1: keys are hidden inside FlexAttention")
     device = q.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = q.dtype
     chunked = static and keys >= LONG and by_row
     limit = PLAIN_BELOW.get((device, dtype, _HALF_IN_HARDWARE), 0)
     if static and keys < limit:
         kind = str(dtype).removeprefix("torch.")
-        return Kernel("plain", chunked, f"faster than fused in {kind} on this {device} below {limit} keys{instead}")
-    why = "a mask keeps the fused kernel" if by_row else "no stage needs the matrix of scores"
+        return Kernel(
+            "plain",
+            chunked,
+            f"faster than fused in {kind} on this {device} below {limit} keys{instead}",
+        )
+    if by_row:
+        why = "a mask keeps the fused kernel"
+    else:
+        why = "no stage needs the matrix of scores"
     return Kernel("fused", chunked, why + instead)
 
 
 def run_kernel(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    regularizers: Sequence[Regularizer],
+    call: Call,
 ) -> Tensor:
-    """softmax(q k^T * scale + bias) v with the stages mask, logits and probs open."""
-    if kernel.name == "native":
-        return _native(q, k, v, regularizers, call)
+    """softmax(q k^T * scale + bias) v with the stages mask, logits and probs open.
+
+    Args:
+        kernel: from `choose_kernel`.
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        v: (B, Hk, M, dv).
+        dropout_p: the model's own dropout of attention weights.
+        regularizers: methods at work, in order.
+        call: the attention at work.
+    """
     if kernel.name == "flex":
         return attend_flex(q, k, v, regularizers, call)
     run = _fused if kernel.name == "fused" else _plain
@@ -131,13 +154,19 @@ def run_kernel(
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         keys = k.detach()
         return attention_by_blocks(
-            q, k, v, call.scale, lambda part, rows: _added_mask(part, keys, regularizers, _chunk(call, rows))
+            q,
+            k,
+            v,
+            call.scale,
+            lambda part, rows: _added_mask(part, keys, regularizers, _chunk(call, rows)),
         )
     parts, start = [], 0
     for part in q.split(_chunk_rows(call), dim=-2):
         rows = slice(start, start + part.shape[-2])
         parts.append(
-            checkpoint(run, part, k, v, dropout_p, regularizers, _chunk(call, rows), use_reentrant=False)
+            checkpoint(
+                run, part, k, v, dropout_p, regularizers, _chunk(call, rows), use_reentrant=False
+            )
             if torch.is_grad_enabled()
             else run(part, k, v, dropout_p, regularizers, _chunk(call, rows))
         )
@@ -146,16 +175,31 @@ def run_kernel(
 
 
 def attention_weights(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    regularizers: Sequence[Regularizer],
+    call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """Output and the (B, H, N, M) weights, for callers that ask for the weights."""
+    """Output and the (B, H, N, M) weights, for callers that ask for the weights.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        v: (B, Hk, M, dv).
+        dropout_p: the model's own dropout of attention weights.
+        regularizers: methods at work, in order.
+        call: the attention at work.
+    """
     shared = k
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = (q * call.scale) @ k.transpose(-2, -1)
     if call.bias is not None:
         s = s + call.bias
-    call.scores = s.detach() if s.dtype is torch.float32 else None  # for who hides the largest, unless they are rounded
+    # for who hides the largest, unless they are rounded
+    call.scores = s.detach() if s.dtype is torch.float32 else None
     keep = _merge(q, shared, regularizers, call)
     call.scores = None
     own = True  # s is nobody else's yet
@@ -165,7 +209,8 @@ def attention_weights(
     if keep is not None:
         s = _hide(s, ~keep, own)
     a = s.softmax(-1)
-    if call.mask is not None:  # a row in which the model allows nothing gives zeros, as in the fused kernel
+    # a row in which the model allows nothing gives zeros, as in the fused kernel
+    if call.mask is not None:
         a = a * call.mask.any(-1, keepdim=True)
     for r in regularizers:
         if "probs" in r.stages:
@@ -175,31 +220,50 @@ def attention_weights(
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    regularizers: Sequence[Regularizer],
+    call: Call,
 ) -> Tensor:
     return attention_weights(q, k, v, dropout_p, regularizers, call)[0]
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, regularizers: Sequence[Regularizer], call: Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    regularizers: Sequence[Regularizer],
+    call: Call,
 ) -> Tensor:
     hides = any("mask" in r.stages for r in regularizers)
     causal = call.is_causal and not hides and call.rows is None
     mask = None if causal else _merge(q, k, regularizers, call)
     if call.bias is not None:
-        mask = call.bias if mask is None else call.bias.masked_fill(~mask, float("-inf"))
+        if mask is None:
+            mask = call.bias
+        else:
+            mask = call.bias.masked_fill(~mask, float("-inf"))
     elif mask is not None and call.mask is None and not call.is_causal and _adds(q):
         # the kernel would make this of a bool mask itself, in three times the time
         mask = (~mask).view(torch.uint8).to(q.dtype).mul_(HIDE)
     gqa = k.shape[1] != q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=call.scale, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p, causal, scale=call.scale, enable_gqa=gqa
+    )
 
 
-def _added_mask(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor | None:
+def _added_mask(
+    q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call
+) -> Tensor | None:
     """What is added to the scores of a block of queries: the model's bias, and what hides keys."""
     keep = _merge(q, k, regularizers, call)
     if keep is None:
-        return None if call.bias is None else call.bias.to(q.dtype)
+        if call.bias is None:
+            return None
+        return call.bias.to(q.dtype)
     if call.bias is not None:
         return call.bias.to(q.dtype).masked_fill(~keep, float("-inf"))
     if call.mask is None and not call.is_causal and _adds(q):
@@ -210,17 +274,13 @@ def _added_mask(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call:
 def _unfit_for_native(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, regularizers: Sequence[Regularizer]
 ) -> str | None:
-    """Why dampen's own kernel cannot do what is asked, in a few words; "" where it can, and None where another is
-    simply faster. It does at most one method that hides keys, in float32, on a CPU."""
+    """Why dampen's own kernel cannot do what is asked, in a few words; "" where it can, and None
+    where another is simply faster. It does at most one method that hides keys, in float32, on a
+    CPU."""
     if torch.is_autocast_enabled("cpu"):
         return "autocast"
-    if why := transformed():
+    if why := unfit_for_attention(q, k, v, mask):
         return why
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if why := unreadable(t):
-            return f"{name} is {why}"
-    if mask is not None and (why := unreadable(mask, torch.bool)):
-        return f"the mask is {why}"
     compiling, keys, size = torch.compiler.is_compiling(), k.shape[2], q.shape[3]
     if not (isinstance(keys, int) and isinstance(size, int)):
         return "a length that changes inside a graph"
@@ -229,34 +289,33 @@ def _unfit_for_native(
     hiding = [r for r in regularizers if "mask" in r.stages]
     if len(hiding) > 1:
         return f"{' and '.join(r.name for r in hiding)} both hide keys"
-    if any(r.takes_jacobian for r in regularizers):  # the kernel itself can be differentiated once
+    # the kernel itself can be differentiated once
+    if any(r.takes_jacobian for r in regularizers):
         return "the attention is differentiated twice"
     if hiding:
-        return "" if hiding[0].native_hiding(keys) is not None else f"{hiding[0].name} hides keys together"
+        if hiding[0].native_hiding(keys) is not None:
+            return ""
+        return f"{hiding[0].name} hides keys together"
     short = keys <= NATIVE_UP_TO and size <= NATIVE_UP_TO
-    return "" if short and not compiling else None  # a graph has its own ways with torch's attention
-
-
-def _native(q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
-    from dampen.native.ops import Hiding, attention  # only where it was built
-
-    found = (h for r in regularizers if "mask" in r.stages and (h := r.native_hiding(k.shape[2])) is not None)
-    hiding = next(found, None)
-    keep = None if call.is_causal else call.mask
-    return attention(q, k, v, keep, call.is_causal, call.scale, None if hiding is None else Hiding(*hiding))
+    # a graph has its own ways with torch's attention
+    if short and not compiling:
+        return ""
+    return None
 
 
 def _hide(s: Tensor, hidden: Tensor, own: bool) -> Tensor:
-    """The scores with what is hidden far below all others: a finite number, because a row without any key must not
-    become NaN, nor its gradient."""
+    """The scores with what is hidden far below all others: a finite number, because a row without
+    any key must not become NaN, nor its gradient."""
     if own and _adds(s) and hidden.is_contiguous():
-        # softmax gives these places no weight and no gradient, so an addition will do, whose backward is free
+        # softmax gives these places no weight and no gradient, so an addition will do, whose
+        # backward is free
         return s.add_(hidden.view(torch.uint8), alpha=HIDE)
     return s.masked_fill(hidden, torch.finfo(s.dtype).min)
 
 
 def _adds(t: Tensor) -> bool:
-    """Whether `HIDE` can be added to scores of this dtype, outside a graph, which makes one loop of it anyway."""
+    """Whether `HIDE` can be added to scores of this dtype, outside a graph, which makes one loop
+    of it anyway."""
     return t.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
 
 
@@ -275,13 +334,19 @@ def _merge(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call
 def _chunk_rows(call: Call) -> int:
     batch, heads, queries, keys = call.shape
     rows = max(1, CHUNK // max(1, batch * heads * keys))
-    return max(rows, -(-queries // COMPILED_CHUNKS)) if torch.compiler.is_compiling() else rows
+    if torch.compiler.is_compiling():
+        return max(rows, -(-queries // COMPILED_CHUNKS))
+    return rows
 
 
 def _chunk(call: Call, rows: slice) -> Call:
     """The call as the queries in `rows` see it."""
 
     def cut(t: Tensor | None) -> Tensor | None:
-        return t if t is None or t.shape[-2] == 1 else t[..., rows, :]
+        if t is None or t.shape[-2] == 1:
+            return t
+        return t[..., rows, :]
 
-    return dataclasses.replace(call, rows=rows, mask=cut(call.mask), bias=cut(call.bias), blind=cut(call.blind))
+    return dataclasses.replace(
+        call, rows=rows, mask=cut(call.mask), bias=cut(call.bias), blind=cut(call.blind)
+    )

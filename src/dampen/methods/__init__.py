@@ -1,5 +1,5 @@
-"""Regularizers, one idea per file. A new method is one file, one test file and one line here; the registry name, the
-command line, the contracts, the docs and the recipes follow from the class."""
+"""Regularizers, one idea per file. A new method is one file, one test file and one line here; the
+registry name, the command line, the contracts, the docs and the recipes follow from the class."""
 
 from dampen.methods.arora_dropout import AroraDropout
 from dampen.methods.attention_entropy import AttentionEntropy
@@ -10,18 +10,20 @@ from dampen.methods.drop_connect import DropConnect
 from dampen.methods.drop_head import DropHead
 from dampen.methods.drop_key import DropKey
 from dampen.methods.drop_path import DropPath
-from dampen.methods.embedding_dropout import EmbeddingDropout
+from dampen.methods.dropouts import (
+    EmbeddingDropout,
+    FeedForwardDropout,
+    HiddenDropout,
+    ProjectionDropout,
+)
 from dampen.methods.explicit_dropout import ExplicitDropout
-from dampen.methods.feed_forward_dropout import FeedForwardDropout
 from dampen.methods.hard_masking import HardMasking
 from dampen.methods.head_diversity import HeadDiversity
-from dampen.methods.hidden_dropout import HiddenDropout
 from dampen.methods.hidden_key import hidden_key
 from dampen.methods.layer_drop import LayerDrop
 from dampen.methods.mixout import ExplicitMixout, Mixout
 from dampen.methods.neftune import NEFTune
 from dampen.methods.patch_dropout import PatchDropout
-from dampen.methods.projection_dropout import ProjectionDropout
 from dampen.methods.r_drop import RDrop
 from dampen.methods.skip_ablation import SkipAblation
 from dampen.methods.token_graying import TokenGraying

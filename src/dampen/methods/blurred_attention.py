@@ -22,7 +22,7 @@ from dampen.functional.blur import (
     on_line,
     seen_together,
 )
-from dampen.functional.explicit.precision import as_wide
+from dampen.functional.explicit.reductions import as_wide
 from dampen.functional.grid import check_grid, model_grid
 from dampen.functional.learnable import count_heads, device_of, per_head, scale_divergence, spread
 from dampen.regularizer import Call, Regularizer
@@ -30,32 +30,37 @@ from dampen.schedules import Value
 
 
 class BlurredAttention(Regularizer):
-    """Blur each query's scores along the keys with a Gaussian of random width: Blurred Attention Smoothing of
-    AttentionDrop (arXiv 2504.12088).
+    """Blur each query's scores along the keys with a Gaussian of random width: Blurred Attention
+    Smoothing of AttentionDrop (arXiv 2504.12088).
 
-    L <- L * G(w, s), s ~ U(0, sigma) once per forward of a layer, G the normalized Gaussian of odd width w.
+    L <- L * G(w, s), s ~ U(0, sigma) once per forward of a layer, G the normalized Gaussian of odd
+    width w.
 
-    Blurring the content scores is blurring the keys, conv(Q K^T) = Q conv(K)^T, so no scores are needed and the fused
-    kernel stays. A position bias (Swin, T5) is added afterwards and not blurred.
+    Blurring the content scores is blurring the keys, conv(Q K^T) = Q conv(K)^T, so no scores are
+    needed and the fused kernel stays. A position bias (Swin, T5) is added afterwards and not
+    blurred.
 
-    Departures: a neighbor counts only if every query that sees a key sees the neighbor too, and the kernel is
-    renormalized over those that count. This one rule leaves out padding, looks only backwards in causal attention, and
-    does not reach across packed documents or sliding windows. Edges are renormalized likewise. With `grid` the patches
-    are blurred in two dimensions and prefix tokens (CLS) left alone; without it the end of one row of patches mixes
-    with the start of the next. The paper's w and sigma are not public: the defaults are ours. It reports that w above
+    Departures: a neighbor counts only if every query that sees a key sees the neighbor too, and the
+    kernel is renormalized over those that count. This one rule leaves out padding, looks only
+    backwards in causal attention, and does not reach across packed documents or sliding windows.
+    Edges are renormalized likewise. With `grid` the patches are blurred in two dimensions and
+    prefix tokens (CLS) left alone; without it the end of one row of patches mixes with the start of
+    the next. The paper's w and sigma are not public: the defaults are ours. It reports that w above
     9 hurts, so that warns.
 
-    Learned sigma, which the paper names as future work: with `learn=True` each key head of each layer has its own,
-    a parameter (`reg.parameters()`) that starts at `sigma`; s = u sigma_h with u ~ U(0, 1) is differentiable in it. The
-    task alone would learn not to blur, so `prior_weight` times log(sigma_h / sigma) + sigma / sigma_h - 1, which is 0
-    at sigma and infinite at 0, is added to the loss.
+    Learned sigma, which the paper names as future work: with `learn=True` each key head of each
+    layer has its own, a parameter (`reg.parameters()`) that starts at `sigma`; s = u sigma_h with u
+    ~ U(0, 1) is differentiable in it. The task alone would learn not to blur, so `prior_weight`
+    times log(sigma_h / sigma) + sigma / sigma_h - 1, which is 0 at sigma and infinite at 0, is
+    added to the loss.
 
     Args:
         width: w, odd.
         sigma: largest standard deviation, in keys; 0 is no blur.
         grid: (rows, columns) of the patch grid for a blur in two dimensions.
         edge: "renormalize", or "zero" where missing neighbors count as scores of 0.
-        draw: one s for the whole "forward" of a layer, or one per "head" (per key head, if queries share keys).
+        draw: one s for the whole "forward" of a layer, or one per "head" (per key head, if queries
+            share keys).
         learn: make sigma a parameter per head and layer.
         heads: number of key heads, where `learn` cannot find it in the model.
         prior_weight: factor of the divergence from `sigma`.
@@ -82,18 +87,25 @@ class BlurredAttention(Regularizer):
     ) -> None:
         super().__init__()
         if isinstance(width, bool) or not isinstance(width, int) or width < 1 or width % 2 == 0:
-            raise ValueError(f"BlurredAttention: width is an odd number of keys, 1 or more, got {width!r}.")
+            raise ValueError(
+                f"BlurredAttention: width is an odd number of keys, 1 or more, got {width!r}."
+            )
         if width > 9:
             warnings.warn(
-                f"BlurredAttention: a width above 9 hurts (arXiv 2504.12088, ablations), got {width}.", stacklevel=2
+                f"BlurredAttention: a width above 9 hurts (arXiv 2504.12088, ablations), got "
+                f"{width}.",
+                stacklevel=2,
             )
         if edge not in ("renormalize", "zero"):
-            raise ValueError(f"BlurredAttention: edge must be 'renormalize' or 'zero', got {edge!r}.")
+            raise ValueError(
+                f"BlurredAttention: edge must be 'renormalize' or 'zero', got {edge!r}."
+            )
         if draw not in ("forward", "head"):
             raise ValueError(f"BlurredAttention: draw must be 'forward' or 'head', got {draw!r}.")
         self.scheduled("sigma", sigma, high=math.inf)
         self.width, self.grid = width, None if grid is None else check_grid(grid)
-        self.patches: tuple[int, int] | None = None  # the grid that the model makes, if it tells
+        # the grid that the model makes, if it tells
+        self.patches: tuple[int, int] | None = None
         self.edge, self.draw, self.learn = edge, draw, learn
         self.log_sigma: nn.Parameter | None = None
         self._known: tuple[tuple[int, torch.device], Neighbors, Tensor | None] | None = None
@@ -115,15 +127,17 @@ class BlurredAttention(Regularizer):
         near, squares = self._neighbors(k.shape[2], k.device)
         drawn = torch.rand((k.shape[1], 1, 1) if self.draw == "head" else (), device=k.device)
         if squares is None or call.mask is not None or call.is_causal:
-            weights = kernel_weights(near, seen_together(near, call), drawn * self._largest(k.shape[1]), self.edge)
+            weights = kernel_weights(
+                near, seen_together(near, call), drawn * self._largest(k.shape[1]), self.edge
+            )
             return q, apply_kernel(k, weights, near), v
         if drawn.ndim == 0 and not self.learn and drawn.device.type == "cpu" and has_numbers(drawn):
             return q, blur_all(k, squares, drawn.item() * self._numbers["sigma"]), v
         return q, blur_all(k, squares, drawn * self._largest(k.shape[1])), v
 
     def _neighbors(self, keys: int, device: torch.device) -> tuple[Neighbors, Tensor | None]:
-        """The neighbors of each key, and as a matrix of distances where that is small and edges are renormalized: the
-        same for every forward of that length."""
+        """The neighbors of each key, and as a matrix of distances where that is small and edges are
+        renormalized: the same for every forward of that length."""
         kept = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
         if kept and self._known is not None and self._known[0] == (keys, device):
             return self._known[1], self._known[2]
@@ -131,7 +145,10 @@ class BlurredAttention(Regularizer):
             near = on_line(keys, self.width, device)
         else:
             near = on_grid(keys, self.grid, self.width, device, self.patches)
-        matrix = minus_squares(near) if keys <= DENSE_UP_TO and self.edge == "renormalize" else None
+        if not (keys <= DENSE_UP_TO and self.edge == "renormalize"):
+            matrix = None
+        else:
+            matrix = minus_squares(near)
         if kept:
             self._known = (keys, device), near, matrix
         return near, matrix
@@ -141,7 +158,9 @@ class BlurredAttention(Regularizer):
         if not self.learn:
             return self.sigma
         if self.log_sigma is None:
-            raise RuntimeError("BlurredAttention(learn=True) has no parameter yet. Attach it, or say heads=.")
+            raise RuntimeError(
+                "BlurredAttention(learn=True) has no parameter yet. Attach it, or say heads=."
+            )
         value = scale_divergence(self.sigma, self.log_sigma)
         self.penalize(as_wide(self.current("prior_weight"), value) * value, "prior")
         return per_head(self.log_sigma, heads, "BlurredAttention", grouped=True).exp()
@@ -161,5 +180,8 @@ class BlurredAttention(Regularizer):
         usual = {"grid": None, "edge": "renormalize", "draw": "forward", "learn": False}
         said = [f"{k}={v}" for k, v in more.items() if v != usual[k]]
         sigma = f"{self.sigma.item():.3g}"
-        sigma = sigma if self.log_sigma is None else spread(self.log_sigma.exp(), sigma)
+        if self.log_sigma is None:
+            sigma = sigma
+        else:
+            sigma = spread(self.log_sigma.exp(), sigma)
         return ", ".join([f"sigma={sigma}", f"width={self.width}", *said])

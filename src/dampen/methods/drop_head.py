@@ -12,13 +12,14 @@ from dampen.schedules import Value
 
 
 class DropHead(Regularizer):
-    """Drop whole attention heads, independently per sample, and scale up those that stay (arXiv 2004.13342).
+    """Drop whole attention heads, independently per sample, and scale up those that stay (arXiv
+    2004.13342).
 
     o_h <- m_h o_h H / sum_h m_h, m_h ~ Bernoulli(1 - p), with at least one head left.
 
-    The paper's schedule falls to zero in the middle of training and rises again: `DropHead(vshape(0.2, 0.2))`.
-    Departure: where all heads would go, one random head stays (the paper draws again), so the realized rate is
-    p - p^H / H.
+    The paper's schedule falls to zero in the middle of training and rises again:
+    `DropHead(vshape(0.2, 0.2))`. Departure: where all heads would go, one random head stays (the
+    paper draws again), so the realized rate is p - p^H / H.
 
     Args:
         rate: probability to drop a head.
@@ -34,25 +35,29 @@ class DropHead(Regularizer):
     def __init__(self, rate: Value = 0.1) -> None:
         super().__init__()
         self.scheduled("rate", rate)
-        self.single = False  # the layer says that it has one head
+        # the layer says that it has one head
+        self.single = False
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", one head: nothing to drop" if self.single else "")
 
     def prepare(self, model: nn.Module) -> None:
-        """Hierarchical models begin with one head, of which one always stays; a model of such layers is refused."""
+        """Hierarchical models begin with one head, of which one always stays; a model of such
+        layers is refused."""
         self.single = any(heads_of(m) == 1 for m in self.neighbors)
         self.acts_here = not self.single
         if self.single and all(heads_of(m) == 1 for m in find_attentions(model).values()):
             raise UnsupportedModel(
-                f"DropHead always leaves one head, and every attention of {type(model).__name__} has one, so it would "
+                f"DropHead always leaves one head, and every attention of {type(model).__name__} "
+                "has one, so it would "
                 "do nothing. Take DropKey, or a model with more heads."
             )
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
         if o.shape[1] == 1 and not self.single:
             raise RuntimeError(
-                f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}' attends with "
+                f"{type(call.module).__name__} at "
+                f"'{call.site.name if call.site else 'this attention'}' attends with "
                 "one head at a time, and DropHead always leaves one, so it would do nothing there. "
                 "Leave the layer out with sites=, or take DropKey."
             )

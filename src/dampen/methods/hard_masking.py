@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.functional.explicit.precision import as_wide
+from dampen.functional.explicit.reductions import as_wide
 from dampen.functional.learnable import (
     count_heads,
     device_of,
@@ -28,25 +28,28 @@ from dampen.schedules import Value
 
 
 class HardMasking(Regularizer):
-    """Drop each of the k strongest keys of a query with probability p: Hard Attention Masking of AttentionDrop
-    (arXiv 2504.12088).
+    """Drop each of the k strongest keys of a query with probability p: Hard Attention Masking of
+    AttentionDrop (arXiv 2504.12088).
 
-    T_i = the k keys with the largest L_ij; L_ij <- L_ij * m_ij for j in T_i, m_ij ~ Bernoulli(1 - p).
+    T_i = the k keys with the largest L_ij; L_ij <- L_ij * m_ij for j in T_i, m_ij ~ Bernoulli(1 -
+    p).
 
-    `fill="zero"` is that, and needs the matrix of scores. `fill="-inf"` removes the key, keeps the fused kernel, and is
-    the default, because a score of zero is no absence: softmax is invariant to shifts and zeroing is not, so a query
-    whose top scores are negative would see its dropped keys *more*.
+    `fill="zero"` is that, and needs the matrix of scores. `fill="-inf"` removes the key, keeps the
+    fused kernel, and is the default, because a score of zero is no absence: softmax is invariant to
+    shifts and zeroing is not, so a query whose top scores are negative would see its dropped keys
+    *more*.
 
-    Departures: k is taken among the keys that the query may see, over the full score (position bias included), as a
-    count or as a fraction of those keys, rounded up; keys that tie with the k-th belong to the top; a query that would
-    lose all its keys gets one back, at random. The paper's p and k are not public: the defaults are ours. It reports
-    that p above 0.5 hurts, so that warns.
+    Departures: k is taken among the keys that the query may see, over the full score (position bias
+    included), as a count or as a fraction of those keys, rounded up; keys that tie with the k-th
+    belong to the top; a query that would lose all its keys gets one back, at random. The paper's p
+    and k are not public: the defaults are ours. It reports that p above 0.5 hurts, so that warns.
 
-    Learned p and k, which the paper names as future work: with `learn` they are parameters per head and layer
-    (`reg.parameters()`) that start at `rate` and `top`. Decisions become soft, at `temperature`: a key belongs to the
-    top by its rank and is dropped by a relaxed draw d in (0, 1), as log(1 - d) on its score (fill "-inf") or as the
-    factor 1 - d (fill "zero"); that needs the matrix of scores. The task alone would learn to drop nothing, so
-    `prior_weight` times KL(Bernoulli(rate) || Bernoulli(p)), and likewise for the fraction, is added to the loss. Give
+    Learned p and k, which the paper names as future work: with `learn` they are parameters per head
+    and layer (`reg.parameters()`) that start at `rate` and `top`. Decisions become soft, at
+    `temperature`: a key belongs to the top by its rank and is dropped by a relaxed draw d in (0,
+    1), as log(1 - d) on its score (fill "-inf") or as the factor 1 - d (fill "zero"); that needs
+    the matrix of scores. The task alone would learn to drop nothing, so `prior_weight` times
+    KL(Bernoulli(rate) || Bernoulli(p)), and likewise for the fraction, is added to the loss. Give
     them to the optimizer without weight decay, which would pull p towards 1/2.
 
     Args:
@@ -82,7 +85,8 @@ class HardMasking(Regularizer):
         super().__init__()
         if fill not in ("-inf", "zero"):
             raise ValueError(
-                f"HardMasking: fill must be '-inf' (remove the key) or 'zero' (the paper's), got {fill!r}."
+                f"HardMasking: fill must be '-inf' (remove the key) or 'zero' (the paper's), got "
+                f"{fill!r}."
             )
         self.top, self.fill = check_top(top), fill
         self.learn, self.temperature = check_learn(learn, top), temperature
@@ -94,7 +98,9 @@ class HardMasking(Regularizer):
             self.scheduled("prior_weight", prior_weight, high=math.inf)
             if heads is not None:
                 self._make_parameters(heads, torch.device("cpu"))
-        self.stages = frozenset({"qkv", "logits"} if self.learn else {"mask"} if fill == "-inf" else {"logits"})
+        self.stages = frozenset(
+            {"qkv", "logits"} if self.learn else {"mask"} if fill == "-inf" else {"logits"}
+        )
 
     def prepare(self, model: nn.Module) -> None:
         if self.learn and not self.log_odds:
@@ -129,14 +135,19 @@ class HardMasking(Regularizer):
         super().neutral()
 
     def _dropped(self, s: Tensor, call: Call) -> Tensor:
-        """Which of the scores (B, H, M, N), keys first, are top ones and drawn: bool of that shape."""
+        """Which of the scores (B, H, M, N), keys first, are top ones and drawn: bool of that
+        shape."""
         return in_top(s, call.keep, self.top) & bernoulli(s.shape, self.current("rate"), s.device)
 
     def _softly_dropped(self, s: Tensor, call: Call) -> Tensor:
         """How far each score (B, H, N, M) is dropped, in (0, 1)."""
         if not self.log_odds:
-            raise RuntimeError("HardMasking(learn=...) has no parameters yet. Attach it, or say heads=.")
-        learned = {name: per_head(odds, s.shape[1], "HardMasking") for name, odds in self.log_odds.items()}
+            raise RuntimeError(
+                "HardMasking(learn=...) has no parameters yet. Attach it, or say heads=."
+            )
+        learned = {
+            name: per_head(odds, s.shape[1], "HardMasking") for name, odds in self.log_odds.items()
+        }
         if "top" in learned:
             top = soft_top(s, call.keep, learned["top"].sigmoid(), self.temperature)
         else:
@@ -153,8 +164,8 @@ class HardMasking(Regularizer):
 
     @property
     def log_odds(self) -> dict[str, Tensor]:
-        """The learned values by name, as log(p / (1 - p)) per head. They are parameters of the clone itself, because
-        those of a child module would enter the model's state_dict."""
+        """The learned values by name, as log(p / (1 - p)) per head. They are parameters of the
+        clone itself, because those of a child module would enter the model's state_dict."""
         return {n.removesuffix("_log_odds"): p for n, p in self.named_parameters(recurse=False)}
 
     def at(self, progress: float) -> None:
@@ -162,7 +173,9 @@ class HardMasking(Regularizer):
         rate = self._schedules["rate"][0](0.0 if self.site is None else self.site.depth, progress)
         if rate > 0.5:
             warnings.warn(
-                f"HardMasking: a rate above 0.5 hurts (arXiv 2504.12088, ablations), got {rate:.3g}.", stacklevel=2
+                f"HardMasking: a rate above 0.5 hurts (arXiv 2504.12088, ablations), got "
+                f"{rate:.3g}.",
+                stacklevel=2,
             )
 
     def hiding_rate(self) -> float | Tensor | None:
@@ -179,19 +192,34 @@ class HardMasking(Regularizer):
 
 
 def check_learn(learn: str | Sequence[str], top: float) -> frozenset[str]:
-    """The names of the values to learn."""
+    """The names of the values to learn.
+
+    Args:
+        learn: names of what is learned.
+        top: count or share of the keys.
+    """
     names = frozenset([learn] if isinstance(learn, str) else learn)
     if names - {"rate", "top"}:
         raise ValueError(f"HardMasking: learn takes 'rate', 'top' or both, got {learn!r}.")
     if "top" in names and isinstance(top, int):
-        raise ValueError(f"HardMasking: to learn top, give it as a fraction such as 0.1, got the count {top}.")
+        raise ValueError(
+            f"HardMasking: to learn top, give it as a fraction such as 0.1, got the count {top}."
+        )
     return names
 
 
 def check_top(top: float) -> float:
-    """A count of keys, at least 1, or a fraction in (0, 1]."""
+    """A count of keys, at least 1, or a fraction in (0, 1].
+
+    Args:
+        top: count or share of the keys.
+    """
     if isinstance(top, bool) or not isinstance(top, int | float):
-        raise TypeError(f"HardMasking: top is a count (int) or a fraction (float) of the keys, got {top!r}.")
+        raise TypeError(
+            f"HardMasking: top is a count (int) or a fraction (float) of the keys, got {top!r}."
+        )
     if (isinstance(top, int) and top < 1) or (isinstance(top, float) and not 0 < top <= 1):
-        raise ValueError(f"HardMasking: top is a count of at least 1 or a fraction in (0, 1], got {top!r}.")
+        raise ValueError(
+            f"HardMasking: top is a count of at least 1 or a fraction in (0, 1], got {top!r}."
+        )
     return top

@@ -7,20 +7,20 @@ import math
 import torch
 from torch import Tensor
 
-from dampen.functional.explicit.precision import as_wide, wide
+from dampen.functional.explicit.reductions import as_wide, wide
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
 
 
 class HeadDiversity(Regularizer):
-    """Penalize heads whose outputs point the same way: the head-diversity (orthogonality) penalty that AttentionDrop
-    names as future work (arXiv 2504.12088).
+    """Penalize heads whose outputs point the same way: the head-diversity (orthogonality) penalty
+    that AttentionDrop names as future work (arXiv 2504.12088).
 
     weight * mean over tokens and pairs of heads h < g of cos(o_h, o_g)^2.
 
-    Works on the heads' outputs, so the fused kernel stays. Beside methods that act on the attention, and beside the
-    model's own attention dropout, it reads an attention without them, which is computed once more. Padded tokens do not
-    count.
+    Works on the heads' outputs, so the fused kernel stays. Beside methods that act on the
+    attention, and beside the model's own attention dropout, it reads an attention without them,
+    which is computed once more. Padded tokens do not count.
 
     Args:
         weight: factor of the penalty.
@@ -45,21 +45,30 @@ class HeadDiversity(Regularizer):
 
 
 def squared_cosine(o: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The mean of cos(o_h, o_g)^2 over pairs of heads and (valid) tokens of o (B, H, N, D), in float32 or wider.
+    """The mean of cos(o_h, o_g)^2 over pairs of heads and (valid) tokens of o (B, H, N, D), in
+    float32 or wider.
 
-    With G = O O^T of one token's outputs O (H, D), cos_hg = G_hg / sqrt(G_hh G_gg): the outputs themselves are touched
-    by one product only, and everything else is H x H.
+    With G = O O^T of one token's outputs O (H, D), cos_hg = G_hg / sqrt(G_hh G_gg): the outputs
+    themselves are touched by one product only, and everything else is H x H.
+
+    Args:
+        o: head outputs (B, H, N, D).
+        valid: bool (B, N); None: all tokens count.
 
     >>> round(squared_cosine(torch.tensor([[1.0, 0.0], [1.0, 1.0]]).view(1, 2, 1, 2)).item(), 4)
     0.5
     """
     batch, heads, tokens, _ = o.shape
     if heads < 2:
-        raise ValueError("HeadDiversity compares heads, but this attention has only one. Leave it out with sites=.")
+        raise ValueError(
+            "HeadDiversity compares heads, but this attention has only one. Leave it out with "
+            "sites=."
+        )
     with torch.autocast(o.device.type, enabled=False):
         rows = wide(o.transpose(1, 2))  # (B, N, H, D)
         gram = rows @ rows.mT
-        shrink = gram.diagonal(dim1=-2, dim2=-1).clamp(min=1e-24).rsqrt()  # a head of zeros has cosine 0
+        # a head of zeros has cosine 0
+        shrink = gram.diagonal(dim1=-2, dim2=-1).clamp(min=1e-24).rsqrt()
         cosine = gram * shrink.unsqueeze(-1) * shrink.unsqueeze(-2)
         pairs = cosine.triu(1).square().sum((-2, -1))
     if valid is None:

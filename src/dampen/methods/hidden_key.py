@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dampen.methods.drop_key import DropKey
-from dampen.methods.hidden_dropout import HiddenDropout
+from dampen.methods.dropouts import HiddenDropout
 from dampen.methods.r_drop import RDrop
 from dampen.regularizer import Regularizer
 from dampen.schedules import Value
 
 
 def hidden_key(key: Value = 0.1, hidden: Value = 0.1, weight: Value = 1.0) -> list[Regularizer]:
-    """HiddenKey (arXiv 2403.00812), for fine-tuning language models with LoRA: column DropKey in attention, dropout of
-    single features on the hidden states, and a bidirectional KL between two passes.
+    """HiddenKey (arXiv 2403.00812), for fine-tuning language models with LoRA: column DropKey in
+    attention, dropout of single features on the hidden states, and a bidirectional KL between two
+    passes.
 
-    Departure: the paper drops the feed-forward's output representation; here both residual branches are dropped, which
-    is where hidden dropout stands in the models that have it. A weight of the plain number 0 leaves the KL, and with it
-    the second pass, out: the paper's HiddenKey^-.
+    Departure: the paper drops the feed-forward's output representation; here both residual branches
+    are dropped, which is where hidden dropout stands in the models that have it. A weight of the
+    plain number 0 leaves the KL, and with it the second pass, out: the paper's HiddenKey^-.
 
     Args:
         key: rate of the keys that are hidden from all queries at once.
@@ -28,4 +29,6 @@ def hidden_key(key: Value = 0.1, hidden: Value = 0.1, weight: Value = 1.0) -> li
     """
     methods: list[Regularizer] = [DropKey(key, unit="column"), HiddenDropout(hidden)]
     without = isinstance(weight, int | float) and weight == 0
-    return methods if without else [*methods, RDrop(weight)]
+    if without:
+        return methods
+    return [*methods, RDrop(weight)]

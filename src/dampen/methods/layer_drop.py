@@ -18,11 +18,13 @@ from dampen.schedules import Value
 class LayerDrop(Regularizer):
     """Skip whole layers at random, one draw per layer and forward (arXiv 1909.11556).
 
-    y <- x with probability p, else y. Nothing is rescaled. A model trained so can lose layers at inference:
-    `prune_layers(model, 0.5)` takes out every other one, the paper's simplest and robust choice.
+    y <- x with probability p, else y. Nothing is rescaled. A model trained so can lose layers at
+    inference: `prune_layers(model, 0.5)` takes out every other one, the paper's simplest and robust
+    choice.
 
-    Departure: a dropped layer is computed and its result not used, so that under DDP every rank has a gradient for
-    every parameter whatever it drew. Skipping the computation breaks DDP in the second step.
+    Departure: a dropped layer is computed and its result not used, so that under DDP every rank has
+    a gradient for every parameter whatever it drew. Skipping the computation breaks DDP in the
+    second step.
 
     Args:
         rate: probability to drop a layer. The paper takes 0.2.
@@ -42,7 +44,8 @@ class LayerDrop(Regularizer):
         if x.shape != y.shape:
             name = self.site.name if self.site else ""
             raise ValueError(
-                f"LayerDrop: the layer '{name}' turns {tuple(x.shape)} into {tuple(y.shape)}, so it cannot be skipped. "
+                f"LayerDrop: the layer '{name}' turns {tuple(x.shape)} into {tuple(y.shape)}, so "
+                "it cannot be skipped. "
                 f"To go on, {leave_out(name)}."
             )
         dropped = few_kept((), self.current("rate"), y.device) == 0
@@ -50,22 +53,35 @@ class LayerDrop(Regularizer):
 
 
 def every_other(layers: int, rate: float = 0.5) -> list[int]:
-    """Which of `layers` to take out for a pruning rate: those whose number (from 1) is a multiple of floor(1 / rate).
+    """Which of `layers` to take out for a pruning rate: those whose number (from 1) is a multiple
+    of floor(1 / rate).
+
+    Args:
+        layers: names, first to last.
+        rate: share of the layers to take out.
 
     >>> every_other(6, 0.5), every_other(6, 1 / 3)
     ([1, 3, 5], [2, 5])
     """
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 0.5:
-        raise ValueError(f"every_other: rate is the share of layers to take out, in (0, 0.5], got {rate!r}.")
+        raise ValueError(
+            f"every_other: rate is the share of layers to take out, in (0, 0.5], got {rate!r}."
+        )
     step = int(1 / rate + 1e-9)
     return [i for i in range(layers) if (i + 1) % step == 0]
 
 
 def prune_layers(model: nn.Module, rate: float = 0.5) -> list[str]:
-    """Take every other layer out of `model`, in place, and return the names of those taken: LayerDrop's pruning.
+    """Take every other layer out of `model`, in place, and return the names of those taken:
+    LayerDrop's pruning.
 
-    Each stack of layers (encoder, decoder) is pruned by itself. Layers must stand in an `nn.ModuleList` or
-    `nn.Sequential`. What Hugging Face models keep about the number and order of their layers is put right.
+    Each stack of layers (encoder, decoder) is pruned by itself. Layers must stand in an
+    `nn.ModuleList` or `nn.Sequential`. What Hugging Face models keep about the number and order of
+    their layers is put right.
+
+    Args:
+        model: changed in place.
+        rate: share of the layers to take out.
 
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=6, heads=2, mlp=16)
@@ -73,13 +89,18 @@ def prune_layers(model: nn.Module, rate: float = 0.5) -> list[str]:
     (['blocks.1', 'blocks.3', 'blocks.5'], 3)
     """
     if any(is_swapped(m) for m in model.modules()):
-        raise ValueError("the model is regularized. Call reg.remove() first, then prune_layers(model).")
+        raise ValueError(
+            "the model is regularized. Call reg.remove() first, then prune_layers(model)."
+        )
     stacks: dict[str, list[int]] = {}
     for plan in find_layers(model):
         stack, _, index = plan.name.rpartition(".")
-        if not index.isdigit() or not isinstance(model.get_submodule(stack), nn.ModuleList | nn.Sequential):
+        if not index.isdigit() or not isinstance(
+            model.get_submodule(stack), nn.ModuleList | nn.Sequential
+        ):
             raise ValueError(
-                f"the layer '{plan.name}' does not stand in a ModuleList or Sequential: it cannot be pruned."
+                f"the layer '{plan.name}' does not stand in a ModuleList or Sequential: it cannot "
+                "be pruned."
             )
         stacks.setdefault(stack, []).append(int(index))
     taken = []
@@ -94,7 +115,8 @@ def prune_layers(model: nn.Module, rate: float = 0.5) -> list[str]:
 
 
 def _renumber(model: nn.Module, stack: str, holder: Any, out: list[int]) -> None:
-    """Hugging Face numbers its layers for the key-value cache, and counts them in the configuration."""
+    """Hugging Face numbers its layers for the key-value cache, and counts them in the
+    configuration."""
     for i, layer in enumerate(holder):
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):

@@ -14,12 +14,14 @@ from dampen.schedules import Value
 class NEFTune(Regularizer):
     """Add uniform noise to the input embeddings in training (arXiv 2310.05914).
 
-    e <- e + alpha / sqrt(n d) * u, u ~ Uniform(-1, 1) per feature, n the valid tokens of the sample and d the width, so
-    that the noise of a sample has a norm of about alpha / sqrt(3) whatever its length.
+    e <- e + alpha / sqrt(n d) * u, u ~ Uniform(-1, 1) per feature, n the valid tokens of the sample
+    and d the width, so that the noise of a sample has a norm of about alpha / sqrt(3) whatever its
+    length.
 
-    Padded tokens get no noise and do not count in n: padding is read from the model's `attention_mask` argument. On
-    images and audio the noise falls on the patch or frame embeddings. Departure: the authors' code, and transformers',
-    count padded tokens in n. Instead of transformers' own `neftune_noise_alpha`, never beside it: both would add noise.
+    Padded tokens get no noise and do not count in n: padding is read from the model's
+    `attention_mask` argument. On images and audio the noise falls on the patch or frame embeddings.
+    Departure: the authors' code, and transformers', count padded tokens in n. Instead of
+    transformers' own `neftune_noise_alpha`, never beside it: both would add noise.
 
     Args:
         alpha: how strong; a number, or a schedule over training. The paper takes 5, 10 or 15.
@@ -39,7 +41,9 @@ class NEFTune(Regularizer):
         self.scheduled("alpha", alpha, high=math.inf)
 
     def prepare(self, model: nn.Module) -> None:
-        hooked = next((n for n, m in model.named_modules() if hasattr(m, "neftune_noise_alpha")), None)
+        hooked = next(
+            (n for n, m in model.named_modules() if hasattr(m, "neftune_noise_alpha")), None
+        )
         if hooked is not None:
             raise UnsupportedModel(
                 f"'{hooked}' has transformers' own noise (neftune_noise_alpha), "
@@ -49,8 +53,10 @@ class NEFTune(Regularizer):
     def embeddings(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         noise = torch.rand(x.shape, device=x.device) * 2 - 1
         if valid is None:
-            count = torch.full((), max(1, x.shape[1:].numel()), device=x.device)  # windows and maps too: (B, H, W, D)
+            # windows and maps too: (B, H, W, D)
+            count = torch.full((), max(1, x.shape[1:].numel()), device=x.device)
         else:
             count = (valid.sum(1) * x.shape[-1]).clamp(min=1)[:, None, None]
             noise = noise * valid.unsqueeze(-1)
-        return x + (noise * (self.alpha / count.float().sqrt())).to(x.dtype)  # alpha / sqrt(n d) * u
+        # alpha / sqrt(n d) * u
+        return x + (noise * (self.alpha / count.float().sqrt())).to(x.dtype)

@@ -1,6 +1,7 @@
 """Small, readable, paper-shaped models in plain PyTorch. They know nothing of regularizers.
 
-The models of single papers (DETR, MAE, ConvMixer, ...) are in the folder `reproductions` of dampen's repository.
+The models of single papers (DETR, MAE, ConvMixer, ...) are in the folder `reproductions` of
+dampen's repository.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ from dampen.models.block import (
     initialize,
     visible_keys,
 )
-from dampen.models.encoder import FeatureEncoder
-from dampen.models.language import LanguageModel
-from dampen.models.patches import ConvStem, PatchEmbed
-from dampen.models.text import TextEncoder
-from dampen.models.vit import ViT
-from dampen.names import nearest
+from dampen.models.decoder import LanguageModel
+from dampen.models.encoder import FeatureEncoder, TextEncoder
+from dampen.models.vit import ConvStem, PatchEmbed, ViT
+from dampen.names import moved_out, nearest
 
 __all__ = [
     "MODELS",
@@ -50,7 +49,8 @@ __all__ = [
 ]
 
 MODELS: Registry[type[nn.Module]] = Registry(
-    "dampen.models", {"vit": ViT, "encoder": FeatureEncoder, "language": LanguageModel, "text": TextEncoder}
+    "dampen.models",
+    {"vit": ViT, "encoder": FeatureEncoder, "language": LanguageModel, "text": TextEncoder},
 )
 """Models by name: dampen's own, and those that packages and plug-ins add."""
 
@@ -70,6 +70,10 @@ _MOVED = {
 def build_model(name: str, **arguments: Any) -> nn.Module:
     """Build a model by its registry name.
 
+    Args:
+        name: registry name: vit, encoder, language, text, or what a plug-in adds.
+        arguments: of the model's constructor.
+
     >>> build_model("vit", width=48, depth=2, heads=4, mlp=96).num_prefix_tokens
     1
     >>> build_model("vitt")
@@ -83,19 +87,17 @@ def build_model(name: str, **arguments: Any) -> nn.Module:
     known = inspect.signature(cls).parameters
     for argument in arguments:
         if argument not in known:
-            raise TypeError(f"Model {name!r} takes no argument {argument!r}{nearest(argument, known)}")
+            raise TypeError(
+                f"Model {name!r} takes no argument {argument!r}{nearest(argument, known)}"
+            )
     missing = [p.name for p in known.values() if p.default is p.empty and p.name not in arguments]
     if missing:
-        raise TypeError(f"Model {name!r} needs a value for {', '.join(missing)}: got {sorted(arguments) or 'nothing'}.")
+        raise TypeError(
+            f"Model {name!r} needs a value for {', '.join(missing)}: got "
+            f"{sorted(arguments) or 'nothing'}."
+        )
     return cls(**arguments)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module 'dampen.models' has no attribute {name!r}")
-    # ImportError, because `from dampen.models import DETR` would replace an AttributeError by a message of its own.
-    raise ImportError(
-        f"dampen.models.{name} moved out of the installed package. In a clone of dampen's repository, write: "
-        f"from reproductions.models.{_MOVED[name]} import {name}",
-        name=f"dampen.models.{name}",
-    )
+    moved_out(__name__, name, "models", _MOVED)

@@ -1,5 +1,5 @@
-"""`python -m dampen.native`: build the kernels unless they are there, and say in one line what runs.
-Never fails: they are optional, and without them everything runs on torch."""
+"""`python -m dampen.native`: build the kernels unless they are there, and say in one line what
+runs. Never fails: they are optional, and without them everything runs on torch."""
 
 from dampen.native.library import BuildError, build, status
 

@@ -1,4 +1,5 @@
-"""The one place where tensors become pointers: what is asked of them first, and the calls of the C functions.
+"""The one place where tensors become pointers: what is asked of them first, and the calls of the C
+functions.
 
 Nothing else in dampen hands an address to C. `unreadable` says why a kernel may not see a tensor,
 and its caller then stays on torch. What was let in is laid out as the kernels read it (`rows_of`),
@@ -9,94 +10,139 @@ more (`checks.h`).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from dampen._torch import in_forward_mode, in_functorch
+from dampen._torch import functorch_level, in_forward_mode
 from dampen.native.library import library
 
-# The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack bytes
-# is several times quicker than to fill a ctypes structure, and these calls are made in every layer.
+# The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack
+# bytes is several times quicker than to fill a ctypes structure, and these calls are made in every
+# layer.
 _PROBLEM = struct.Struct("12q2dQ11Q28q11q")
 _TAPPED = struct.Struct("4q7Q9q7qd")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_LONGEST_ROW = 2**31 - 64  # numbers between two rows: `LARGEST` of checks.h
+# numbers between two rows: `LARGEST` of checks.h
+_LONGEST_ROW = 2**31 - 64
 _NO_STRIDES = (0, 0, 0)
 
 
 class NativeError(RuntimeError):
-    """A kernel refused its arguments. Nothing was read or written; what should have been asked before was not."""
+    """A kernel refused its arguments. Nothing was read or written; what should have been asked
+    before was not."""
 
 
-# --- what may be read -------------------------------------------------------------------------------------------------
+# --- what may be read
 
 
 def unreadable(t: Tensor, dtype: torch.dtype = torch.float32) -> str:
-    """Why no kernel may read this tensor, in a few words; "" where one may.
-
-    In a graph only what a fake tensor knows is asked: the operator asks the rest of the numbers themselves."""
-    if t.dtype is not dtype:
-        return str(t.dtype).removeprefix("torch.")
-    if not t.is_cpu:
-        return f"on {t.device}"
-    if t.layout is not torch.strided:
-        return str(t.layout).removeprefix("torch.")
-    if torch.compiler.is_compiling():
+    """Why no kernel may read this tensor, in a few words; "" where one may."""
+    found = first_unreadable((t,), dtype)
+    if found is None:
         return ""
-    if type(t) not in _PLAIN:
-        return f"a {type(t).__name__}"
-    if t.is_neg():
-        return "a view that changes signs"
-    address = t.data_ptr()
-    if not address and t.numel():
-        return "without memory (freed, or sharded away)"
-    return "not aligned in memory" if address % dtype.itemsize else ""
+    return found[1]
+
+
+def first_unreadable(
+    tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32
+) -> tuple[int, str] | None:
+    """The first of several tensors that no kernel may read, and why; None where all can be read.
+
+    One loop and no function per tensor: this runs for every tensor of every layer and step. In a
+    graph only what a fake tensor knows is asked: the operator asks the rest of the numbers
+    themselves.
+    """
+    compiling, size = torch.compiler.is_compiling(), dtype.itemsize
+    for i, t in enumerate(tensors):
+        if t is None:
+            continue
+        if t.dtype is not dtype:
+            return i, str(t.dtype).removeprefix("torch.")
+        if not t.is_cpu:
+            return i, f"on {t.device}"
+        if t.layout is not torch.strided:
+            return i, str(t.layout).removeprefix("torch.")
+        if compiling:
+            continue
+        if type(t) not in _PLAIN:
+            return i, f"a {type(t).__name__}"
+        if t.is_neg():
+            return i, "a view that changes signs"
+        address = t.data_ptr()
+        if not address and t.numel():
+            return i, "without memory (freed, or sharded away)"
+        if address % size:
+            return i, "not aligned in memory"
+    return None
 
 
 def transformed() -> str:
-    """Why no kernel may run now, whatever the tensors are: they can be differentiated backward alone. "" if one may."""
+    """Why no kernel may run now, whatever the tensors are: they can be differentiated backward
+    alone. "" if one may."""
     if torch.compiler.is_compiling():
         return ""
-    if in_functorch():
+    if functorch_level() is not None:
         return "inside torch.func"
     if torch.jit.is_tracing():
         return "inside torch.jit.trace"
-    return "in forward-mode differentiation" if in_forward_mode() else ""
+    if in_forward_mode():
+        return "in forward-mode differentiation"
+    return ""
 
 
-def require(tensors: Iterable[Tensor | None], dtype: torch.dtype = torch.float32) -> None:
+def unfit_for_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    """Why the attention kernel cannot run on these now, in a few words; "" where it can."""
+    if why := transformed():
+        return why
+    if (found := first_unreadable((q, k, v))) is not None:
+        return f"{'qkv'[found[0]]} is {found[1]}"
+    if mask is not None and (found := first_unreadable((mask,), torch.bool)) is not None:
+        return f"the mask is {found[1]}"
+    return ""
+
+
+def require(tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32) -> None:
     """`NativeError` for the first tensor that is unreadable."""
-    for t in tensors:
-        if t is not None and (why := unreadable(t, dtype)):
-            raise NativeError(
-                f"dampen's native kernels were given a tensor of shape {tuple(t.shape)} that is {why}. They read plain "
-                f"{str(dtype).removeprefix('torch.')} tensors on the CPU; everything else runs on torch "
-                "(DAMPEN_NATIVE=0 switches the kernels off)."
-            )
+    found = first_unreadable(tensors, dtype)
+    if found is not None:
+        i, why = found
+        shape = tuple(tensors[i].shape)  # type: ignore[union-attr]
+        raise NativeError(
+            f"dampen's native kernels were given a tensor of shape {shape} that is {why}. They "
+            f"read plain {str(dtype).removeprefix('torch.')} tensors on the CPU; all else runs on "
+            "torch (DAMPEN_NATIVE=0 switches the kernels off)."
+        )
 
 
-# --- how it is laid out -----------------------------------------------------------------------------------------------
+# --- how it is laid out
 
 
 def settled(t: Tensor) -> Tensor:
-    """The same numbers as a kernel may read them: no change of signs on the way, aligned in memory."""
+    """The same numbers as a kernel may read them: no change of signs on the way, aligned in
+    memory."""
     t = t.resolve_neg()
-    return t.clone() if t.data_ptr() % t.itemsize else t
+    if t.data_ptr() % t.itemsize:
+        return t.clone()
+    return t
 
 
-def rows_of(t: Tensor) -> Tensor:
-    """(B, H, N, D) with rows that BLAS can read: numbers side by side, rows that do not overlap.
+def rows_of(*tensors: Tensor) -> list[Tensor]:
+    """Tensors (B, H, N, D) with rows that BLAS can read: numbers side by side, rows that do not
+    overlap.
 
     An axis of one entry has whatever stride it has, here and after `contiguous`; C puts one there
     that fits (`fitting`)."""
-    tokens, size = t.shape[2:]
-    one, row = t.stride()[2:]
-    if (row == 1 or size == 1) and (tokens == 1 or size <= one <= _LONGEST_ROW):
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
+    found = []
+    for t in tensors:
+        tokens, size = t.shape[2:]
+        one, row = t.stride()[2:]
+        if not ((row == 1 or size == 1) and (tokens == 1 or size <= one <= _LONGEST_ROW)):
+            t = t.clone(memory_format=torch.contiguous_format)
+        found.append(t)
+    return found
 
 
 def _at(t: Tensor | None) -> tuple[int, int]:
@@ -107,15 +153,15 @@ def _at(t: Tensor | None) -> tuple[int, int]:
     return t.data_ptr(), int(t.untyped_storage().nbytes() // size - t.storage_offset())
 
 
-# --- the calls --------------------------------------------------------------------------------------------------------
+# --- the calls
 
 
-def _check(refused: bytes | None) -> None:
-    if refused is not None:
-        raise NativeError(
-            f"dampen's native kernels refused what they were given: {refused.decode()}. Nothing was read or written. "
-            "Please report this; DAMPEN_NATIVE=0 switches the kernels off until then."
-        )
+def _raise_refused(refused: bytes) -> NoReturn:
+    raise NativeError(
+        f"dampen's native kernels refused what they were given: {refused.decode()}. Nothing was "
+        "read or written. "
+        "Please report this; DAMPEN_NATIVE=0 switches the kernels off until then."
+    )
 
 
 class AttentionSettings(NamedTuple):
@@ -143,29 +189,63 @@ def _problem(
 ) -> bytes:
     """`struct Problem`. `grads`: that of the output, and those of q, k and v to be written."""
     (b, h, n, d), (_, g, m, _) = q.shape, k.shape
-    pointers: list[int] = []
+    by_heads = (q, k, v, o, *grads)
     strides: list[int] = []
+    for t in by_heads:
+        strides += _NO_STRIDES if t is None else t.stride()[:3]
+    # an address, and how many numbers lie from there to the end of the memory: `_at`, without the
+    # calls
+    pointers: list[int] = []
     rooms: list[int] = []
-    for t in (q, k, v, o, *grads):
-        if t is None:
-            pointers.append(0)
-            strides += _NO_STRIDES
-            rooms.append(0)
-            continue
-        pointers.append(t.data_ptr())
-        strides += t.stride()[:3]
-        rooms.append(int(t.untyped_storage().nbytes() // 4 - t.storage_offset()))
-    (q_at, k_at, v_at, o_at, *to), (*rooms_in, room_o, room_go, room_dq, room_dk, room_dv) = pointers, rooms
-    keep_at, room_keep = _at(keep)
-    lse_at, room_lse = _at(lse)
-    top_at, room_top = _at(top)
+    for t in (*by_heads, keep, lse, top):
+        pointers.append(0 if t is None else t.data_ptr())
+        rooms.append(
+            0 if t is None else t.untyped_storage().nbytes() // t.itemsize - t.storage_offset()
+        )
+    q_at, k_at, v_at, o_at, go_at, dq_at, dk_at, dv_at, keep_at, lse_at, top_at = pointers
+    (
+        room_q,
+        room_k,
+        room_v,
+        room_o,
+        room_go,
+        room_dq,
+        room_dk,
+        room_dv,
+        room_keep,
+        room_lse,
+        room_top,
+    ) = rooms
     return _PROBLEM.pack(
-        *(b, h, g, n, m, d, d if v is None else v.shape[3], torch.get_num_threads(), settings.mode, settings.causal),
+        *(
+            b,
+            h,
+            g,
+            n,
+            m,
+            d,
+            d if v is None else v.shape[3],
+            torch.get_num_threads(),
+            settings.mode,
+            settings.causal,
+        ),
         *(settings.num, settings.den, settings.scale, settings.rate, settings.seed),
-        *(q_at, k_at, v_at, to[0], keep_at, o_at, lse_at, top_at, *to[1:]),
+        *(q_at, k_at, v_at, go_at, keep_at, o_at, lse_at, top_at, dq_at, dk_at, dv_at),
         *strides,
         *((0, 0, 0, 0) if keep is None else keep.stride()),
-        *(*rooms_in, room_go, room_keep, room_o, room_lse, room_top, room_dq, room_dk, room_dv),
+        *(
+            room_q,
+            room_k,
+            room_v,
+            room_go,
+            room_keep,
+            room_o,
+            room_lse,
+            room_top,
+            room_dq,
+            room_dk,
+            room_dv,
+        ),
     )
 
 
@@ -181,8 +261,10 @@ def attend(
 ) -> None:
     """Write attention into o, the logarithms of its sums into lse and thresholds into top."""
     require((q, k, v))
-    require((keep,), torch.bool)
-    _check(library().dampen_attention(_problem(settings, q, k, v, keep, top, o, lse)))
+    if keep is not None:
+        require((keep,), torch.bool)
+    if refused := library().dampen_attention(_problem(settings, q, k, v, keep, top, o, lse)):
+        _raise_refused(refused)
 
 
 def attend_backward(
@@ -196,18 +278,27 @@ def attend_backward(
     grads: Sequence[Tensor],
     settings: AttentionSettings,
 ) -> None:
-    """Write the gradients of q, k and v into the last three of `grads`, from that of o, the first."""
+    """Write the gradients of q, k and v into the last three of `grads`, from that of o, the
+    first."""
     require((q, k, v, grads[0], o, lse, top))
-    require((keep,), torch.bool)
-    _check(library().dampen_attention_backward(_problem(settings, q, k, v, keep, top, o, lse, grads)))
+    if keep is not None:
+        require((keep,), torch.bool)
+    if refused := library().dampen_attention_backward(
+        _problem(settings, q, k, v, keep, top, o, lse, grads)
+    ):
+        _raise_refused(refused)
 
 
-def kept_keys(q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: AttentionSettings) -> Tensor:
+def kept_keys(
+    q: Tensor, k: Tensor, keep: Tensor | None, top: Tensor, settings: AttentionSettings
+) -> Tensor:
     """Which keys attention shows each query under a seed: bool (B, H, N, M)."""
     require((q, k, top))
-    require((keep,), torch.bool)
+    if keep is not None:
+        require((keep,), torch.bool)
     kept = torch.empty(*q.shape[:3], k.shape[2], dtype=torch.uint8, device="cpu")
-    _check(library().dampen_kept(_problem(settings, q, k, None, keep, top), *_at(kept)))
+    if refused := library().dampen_kept(_problem(settings, q, k, None, keep, top), *_at(kept)):
+        _raise_refused(refused)
     return kept.view(torch.bool)
 
 
@@ -216,28 +307,35 @@ def dropped(x: Tensor, seed: int, rate: float) -> Tensor:
     require((x,))
     x = x.contiguous()
     y = torch.empty_like(x)
-    _check(library().dampen_dropout(*_at(x), *_at(y), x.numel(), rate, seed, torch.get_num_threads()))
+    if refused := library().dampen_dropout(
+        *_at(x), *_at(y), x.numel(), rate, seed, torch.get_num_threads()
+    ):
+        _raise_refused(refused)
     return y
 
 
 def factors(shape: Sequence[int], seed: int, rate: float) -> Tensor:
     """0 or 1 / (1 - rate): what `dropped` multiplies by under the same seed."""
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
-    _check(library().dampen_factors(*_at(out), out.numel(), rate, seed))
+    if refused := library().dampen_factors(*_at(out), out.numel(), rate, seed):
+        _raise_refused(refused)
     return out
 
 
 def hidden_keys(slabs: int, queries: int, keys: int, rate: float, seed: int) -> Tensor:
-    """Which keys attention hides under a seed where the model shows all: bool (slabs, queries, keys), True hides."""
+    """Which keys attention hides under a seed where the model shows all: bool (slabs, queries,
+    keys), True hides."""
     out = torch.empty(slabs, queries, keys, dtype=torch.uint8, device="cpu")
-    _check(library().dampen_mask(*_at(out), slabs, queries, keys, rate, seed))
+    if refused := library().dampen_mask(*_at(out), slabs, queries, keys, rate, seed):
+        _raise_refused(refused)
     return out.view(torch.bool)
 
 
 def draws(count: int, seed: int, stream: int = 0, slab: int = 0) -> Tensor:
     """The first 16-bit draws of a slab, as int16: for tests of their quality."""
     out = torch.empty(count, dtype=torch.int16, device="cpu")
-    _check(library().dampen_draws(*_at(out), count, seed, stream, slab))
+    if refused := library().dampen_draws(*_at(out), count, seed, stream, slab):
+        _raise_refused(refused)
     return out
 
 
@@ -248,15 +346,9 @@ class Place(NamedTuple):
     start: int = 0
 
 
-def _placed(place: Place | None) -> tuple[int, int]:
-    if place is None:
-        return 0, 0
-    address, room = _at(place.of)
-    return address + place.start * place.of.itemsize, room - place.start
-
-
 class TapJob(NamedTuple):
-    """One tensor whose squares are summed up, as slabs, groups, rows and numbers; see `struct Tapped`."""
+    """One tensor whose squares are summed up, as slabs, groups, rows and numbers; see `struct
+    Tapped`."""
 
     shape: tuple[int, int, int, int]
     y: Tensor
@@ -271,19 +363,38 @@ class TapJob(NamedTuple):
     out_strides: tuple[int, ...] = _NO_STRIDES
     to_bias: Place | None = None
 
-    def packed(self) -> bytes:
-        require((self.y, self.through, None if self.bias is None else self.bias.of))
-        at = (_at(self.y), _placed(self.bias), _at(self.through), _at(self.out), _at(self.total))
-        pointers, rooms = zip(*at, _placed(self.sums), _placed(self.to_bias), strict=True)
-        strides = (*self.strides, *self.through_strides, *self.out_strides)
-        return _TAPPED.pack(*self.shape, *pointers, *strides, *rooms, self.scale)
-
 
 def sum_squares(tapped: Sequence[TapJob]) -> None:
     """Add to each total, and write each sum."""
-    _check(library().dampen_taps(b"".join(t.packed() for t in tapped), len(tapped)))
+    if refused := library().dampen_taps(_packed(tapped), len(tapped)):
+        _raise_refused(refused)
 
 
 def spread_squares(tapped: Sequence[TapJob]) -> None:
     """Write each gradient, and those of the biases."""
-    _check(library().dampen_taps_backward(b"".join(t.packed() for t in tapped), len(tapped)))
+    if refused := library().dampen_taps_backward(_packed(tapped), len(tapped)):
+        _raise_refused(refused)
+
+
+def _packed(tapped: Sequence[TapJob]) -> bytes:
+    """Several `struct Tapped`, one behind the other."""
+    read: list[Tensor | None] = []
+    for job in tapped:
+        read += (job.y, job.through, None if job.bias is None else job.bias.of)
+    require(read)
+    packed = []
+    for job in tapped:
+        pointers: list[int] = []
+        rooms: list[int] = []
+        for place in (job.y, job.bias, job.through, job.out, job.total, job.sums, job.to_bias):
+            if place is None:
+                pointers.append(0)
+                rooms.append(0)
+                continue
+            t, start = place if isinstance(place, Place) else (place, 0)
+            size = t.itemsize
+            pointers.append(t.data_ptr() + start * size)
+            rooms.append(t.untyped_storage().nbytes() // size - t.storage_offset() - start)
+        strides = (*job.strides, *job.through_strides, *job.out_strides)
+        packed.append(_TAPPED.pack(*job.shape, *pointers, *strides, *rooms, job.scale))
+    return b"".join(packed)

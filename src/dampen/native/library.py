@@ -1,10 +1,12 @@
 """Compile the kernels, keep them for this machine, and load them when they are there.
 
-`kernels.cpp` and the headers beside it include none of torch: they take raw pointers and are called through ctypes. So
-they compile in seconds with any C++ compiler, and the matrix products are those of the library that torch brings.
+`kernels.cpp` and the headers beside it include none of torch: they take raw pointers and are called
+through ctypes. So they compile in seconds with any C++ compiler, and the matrix products are those
+of the library that torch brings.
 
-A library is tried in a process of its own before it is kept, written whole or not at all, and ends with a checksum that
-is looked at before it is loaded: a file that was cut, or whose blocks are zeros, would end the process that calls it.
+A library is tried in a process of its own before it is kept, written whole or not at all, and ends
+with a checksum that is looked at before it is loaded: a file that was cut, or whose blocks are
+zeros, would end the process that calls it.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ FLAGS = (
     "-shared",
 )
 COMPILE_WITHIN = 600.0  # seconds
-MARK = b"\ndampen native kernels, sha256 "  # ends a library, with the checksum of all before it
+# ends a library, with the checksum of all before it
+MARK = b"\ndampen native kernels, sha256 "
 
-# Loads a library as `_look` does, without torch, and compares the first draws under seed 0 with Random123's vector. A
-# compiler may write what loads and then dies of an instruction that this processor has not.
+# Loads a library as `_look` does, without torch, and compares the first draws under seed 0 with
+# Random123's vector. A compiler may write what loads and then dies of an instruction that this
+# processor has not.
 _TRIAL = """
 import ctypes, sys
 kernels = ctypes.CDLL(sys.argv[1])
@@ -59,7 +63,8 @@ if refused or [draws[16 * i] for i in range(8)] != known:
 """
 
 _library: ctypes.CDLL | None = None
-_why_not = ""  # why there is none, once that is known
+# why there is none, once that is known
+_why_not = ""
 _looked = False
 
 
@@ -73,23 +78,29 @@ def sources() -> list[Path]:
 
 
 def library_path() -> Path:
-    """Where the compiled kernels of this source, torch, compiler's flags and processor's instructions are kept.
+    """Where the compiled kernels of this source, torch, compiler's flags and processor's
+    instructions are kept.
 
-    -march=native uses what the processor offers, so that is in the key: its model's name says little about it, least of
-    all in a virtual machine. What the compiler made of it, the library itself compares with the processor when it is
-    loaded (`dampen_start`)."""
-    key = json.dumps([torch.__version__, instruction_sets(), _flags(), *(path.read_text() for path in sources())])
+    -march=native uses what the processor offers, so that is in the key: its model's name says
+    little about it, least of all in a virtual machine. What the compiler made of it, the library
+    itself compares with the processor when it is loaded (`dampen_start`)."""
+    key = json.dumps(
+        [torch.__version__, instruction_sets(), _flags(), *(path.read_text() for path in sources())]
+    )
     return cache_folder() / f"native-{hashlib.sha256(key.encode()).hexdigest()[:12]}.so"
 
 
 def build(again: bool = False) -> Path:
-    """Compile the kernels unless they are there, and use them from now on; `BuildError` in one line if that fails."""
+    """Compile the kernels unless they are there, and use them from now on; `BuildError` in one line
+    if that fails."""
     path = library_path()
     try:
         if again or not path.exists() or damage(path):
             _compile(path)
     except OSError as error:
-        raise BuildError(f"the cache folder {path.parent} cannot be used ({_plainly(error)}).") from error
+        raise BuildError(
+            f"the cache folder {path.parent} cannot be used ({_plainly(error)})."
+        ) from error
     reset()
     if not available() and os.environ.get("DAMPEN_NATIVE", "1") != "0":
         raise BuildError(status())
@@ -110,7 +121,8 @@ def _compile(path: Path) -> None:
             file.write(MARK + hashlib.sha256(content).hexdigest().encode())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(made, path)  # there whole, or not at all: other processes may be looking
+        # there whole, or not at all: other processes may be looking
+        os.replace(made, path)
         _sync_folder(path.parent)
 
 
@@ -123,14 +135,19 @@ def _compiler() -> list[str]:
         raise BuildError(f"CXX={said!r} is no command ({error}).") from error
     found = command or [name for name in (shutil.which("g++"), shutil.which("clang++")) if name][:1]
     if not found:
-        raise BuildError("no C++ compiler was found (g++, clang++, or what CXX names). Install one and build again.")
+        raise BuildError(
+            "no C++ compiler was found (g++, clang++, or what CXX names). Install one and build "
+            "again."
+        )
     return found
 
 
 def _run_compiler(command: list[str]) -> None:
     name = Path(command[0]).name
     try:
-        result = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_WITHIN)
+        result = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_WITHIN
+        )
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{name} was not done after {COMPILE_WITHIN:g} s.") from error
     except OSError as error:
@@ -138,8 +155,11 @@ def _run_compiler(command: list[str]) -> None:
     if result.returncode < 0:
         raise BuildError(f"{name} was ended by signal {-result.returncode}.")
     if result.returncode:
-        lines = _readable(result.stderr).strip().splitlines() or [f"exit code {result.returncode}, and no word"]
-        raise BuildError(f"{name} failed: {next((line for line in lines if 'error' in line), lines[-1]).strip()[:300]}")
+        lines = _readable(result.stderr).strip().splitlines() or [
+            f"exit code {result.returncode}, and no word"
+        ]
+        telling = next((line for line in lines if "error" in line), lines[-1])
+        raise BuildError(f"{name} failed: {telling.strip()[:300]}")
 
 
 def _try_out(made: Path) -> None:
@@ -151,7 +171,13 @@ def _try_out(made: Path) -> None:
         raise BuildError("what was compiled does not come to an end when it is tried.") from error
     if result.returncode:
         lines = _readable(result.stderr).strip().splitlines()
-        why = f"signal {-result.returncode}" if result.returncode < 0 else lines[-1] if lines else "no word"
+        why = (
+            f"signal {-result.returncode}"
+            if result.returncode < 0
+            else lines[-1]
+            if lines
+            else "no word"
+        )
         raise BuildError(f"what was compiled does not work ({why[:300]}).")
 
 
@@ -181,26 +207,35 @@ def damage(path: Path) -> str:
     body, mark, checksum = content.rpartition(MARK)
     if not mark:
         return "its end is missing"
-    return "" if hashlib.sha256(body).hexdigest().encode() == checksum else "its checksum differs"
+    if hashlib.sha256(body).hexdigest().encode() == checksum:
+        return ""
+    return "its checksum differs"
 
 
 def available() -> bool:
-    """Whether the kernels are there and switched on. The file is looked for once, at the latest when a graph is traced:
-    a process that compiles first draws what one draws that ran eagerly first."""
+    """Whether the kernels are there and switched on. The file is looked for once, at the latest
+    when a graph is traced: a process that compiles first draws what one draws that ran eagerly
+    first."""
     if not _looked:
         _look_while_tracing() if torch.compiler.is_compiling() else _look()
     return _library is not None
 
 
 def use_native_kernels() -> None:
-    """Decide now, before any graph is traced, whether the kernels run, and declare their operators."""
+    """Decide now, before any graph is traced, whether the kernels run, and declare their
+    operators."""
     if available():
         from dampen.native import ops  # noqa: F401 - torch knows the operators from here on
 
 
 def path() -> str:
-    """ "native" where the kernels are in use, else "torch": records name it, and runs are paired within one."""
-    return "native" if available() else "torch"
+    """The kernel path that result files name: "native" where the kernels are in use, else "torch".
+
+    Runs are compared within one path only.
+    """
+    if available():
+        return "native"
+    return "torch"
 
 
 @contextmanager
@@ -218,12 +253,16 @@ def torch_only(why: str) -> Iterator[None]:
 
 def status() -> str:
     """One line for people: which kernels run, or why not."""
-    return f"native kernels in use ({library_path().name})" if available() else f"native kernels off: {_why_not}"
+    if available():
+        return f"native kernels in use ({library_path().name})"
+    return f"native kernels off: {_why_not}"
 
 
 def library() -> ctypes.CDLL:
     """The loaded kernels."""
-    if not available() or _library is None:
+    if _library is None:
+        available()  # looks, once
+    if _library is None:
         raise RuntimeError(f"dampen's {status()}. Build them with `dampen doctor --build`.")
     return _library
 
@@ -247,7 +286,11 @@ def _look() -> None:
         return
     folder = cache_folder()
     try:
-        if not folder.is_dir() or not any(folder.glob("native-*.so")) or not (path := library_path()).exists():
+        if (
+            not folder.is_dir()
+            or not any(folder.glob("native-*.so"))
+            or not (path := library_path()).exists()
+        ):
             _why_not = "not built for this processor and torch (dampen doctor --build)"
             return
         if (wrong := damage(path)) and (failed := _build_anew(path, wrong)):
@@ -260,7 +303,8 @@ def _look() -> None:
             _why_not = f"{path.name} was built for another processor ({lacks.decode()})"
             return
     except (OSError, AttributeError) as error:
-        _why_not = f"the kernels in {folder} do not load ({_readable(str(error).encode('utf-8', 'replace'))})"
+        shown = _readable(str(error).encode("utf-8", "replace"))
+        _why_not = f"the kernels in {folder} do not load ({shown})"
         return
     _library = loaded
 
@@ -279,7 +323,10 @@ def _build_anew(path: Path, wrong: str) -> str:
         _compile(path)
     except (BuildError, OSError) as error:
         failed = f"{path.name} is damaged ({wrong}) and could not be built again: {error}"
-        print(f"{about} and could not be built again, so torch's kernels run: {error}", file=sys.stderr)
+        print(
+            f"{about} and could not be built again, so torch's kernels run: {error}",
+            file=sys.stderr,
+        )
         return failed
     print(f"{about}; they were built again.", file=sys.stderr)
     return ""
@@ -288,7 +335,10 @@ def _build_anew(path: Path, wrong: str) -> str:
 def _torch_gemm() -> ctypes.c_void_p:
     """The address of the single-precision matrix product in torch's own library."""
     folder = Path(torch.__file__).parent / "lib"
-    name = next((folder / n for n in ("libtorch_cpu.so", "libtorch_cpu.dylib") if (folder / n).exists()), None)
+    name = next(
+        (folder / n for n in ("libtorch_cpu.so", "libtorch_cpu.dylib") if (folder / n).exists()),
+        None,
+    )
     if name is None:
         raise OSError(f"no libtorch_cpu in {folder.name}")
     return ctypes.cast(ctypes.CDLL(str(name)).sgemm_, ctypes.c_void_p)
@@ -296,7 +346,8 @@ def _torch_gemm() -> ctypes.c_void_p:
 
 def _declare(loaded: ctypes.CDLL) -> None:
     i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
-    memory = [pointer, i64]  # an address, and the room from there on
+    # an address, and the room from there on
+    memory = [pointer, i64]
     arguments = {
         "dampen_start": [pointer],
         "dampen_attention": [pointer],

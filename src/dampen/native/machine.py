@@ -1,4 +1,4 @@
-"""Which machine this is, and where what was measured and built for it is kept."""
+"""Which machine this is, and where the kernels built for it are kept."""
 
 from __future__ import annotations
 
@@ -12,18 +12,7 @@ import torch
 
 def cache_folder() -> Path:
     """$DAMPEN_CACHE, or ~/.cache/dampen."""
-    said = os.environ.get("DAMPEN_CACHE")
-    return Path(said or os.path.expanduser("~/.cache/dampen"))
-
-
-def machine_key() -> dict[str, str]:
-    """What a table holds for: another processor or torch needs its own."""
-    return {
-        "cpu": cpu_name(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "cuda": torch.version.cuda or "",  # not the device's name: asking for it would start CUDA
-        "torch": torch.__version__,
-    }
+    return Path(os.environ.get("DAMPEN_CACHE") or os.path.expanduser("~/.cache/dampen"))
 
 
 def cpu_name() -> str:
@@ -43,8 +32,9 @@ _INSTRUCTIONS = re.compile(
 
 
 def instruction_sets() -> list[str]:
-    """What this processor can compute with, by the names that the system gives its features: what a compiler may use
-    for it. Not the features of security and power that a new system lists for the same processor."""
+    """What this processor can compute with, by the names that the system gives its features: what a
+    compiler may use for it. Not the features of security and power that a new system lists for the
+    same processor."""
     info = Path("/proc/cpuinfo")
     found: set[str] = set()
     if info.exists():
@@ -53,4 +43,7 @@ def instruction_sets() -> list[str]:
             if name.strip() in ("flags", "Features"):
                 found = {flag for flag in value.split() if _INSTRUCTIONS.match(flag)}
                 break
-    return [platform.machine(), *(sorted(found) or [platform.processor(), torch.backends.cpu.get_cpu_capability()])]
+    return [
+        platform.machine(),
+        *(sorted(found) or [platform.processor(), torch.backends.cpu.get_cpu_capability()]),
+    ]

@@ -1,10 +1,12 @@
-"""The native kernels as torch operators: attention that hides keys, inverted dropout, and the masks behind them.
+"""The native kernels as torch operators: attention that hides keys, inverted dropout, and the masks
+behind them.
 
-Random numbers are Philox's, a function of a seed and of a place. The seed is drawn from torch's global generator in the
-forward, so a checkpoint's recompute draws it again, and the backward makes every mask anew instead of keeping it. In
-eager mode an `autograd.Function` is called directly; in a graph, and where a dispatch mode watches
-(to count FLOPs, for one), the same code stands behind `torch.library` operators. A backward that is
-itself to be differentiated runs on torch, with the mask that the kernel drew.
+Random numbers are Philox's, a function of a seed and of a place. The seed is drawn from torch's
+global generator in the forward, so a checkpoint's recompute draws it again, and the backward makes
+every mask anew instead of keeping it. In eager mode an `autograd.Function` is called directly; in a
+graph, and where a dispatch mode watches (to count FLOPs, for one), the same code stands behind
+`torch.library` operators. A backward that is itself to be differentiated runs on torch, with the
+mask that the kernel drew.
 """
 
 from __future__ import annotations
@@ -39,25 +41,40 @@ class Hiding(NamedTuple):
 
     rate: float | Tensor
     top: tuple[int, int] | None = None
-    """Share of the visible keys as numerator and denominator, or a count and 0; None: every key may be hidden."""
+    """Share of the visible keys as numerator and denominator, or a count and 0; None: every key
+    may be hidden."""
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool, scale: float, hiding: Hiding | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    causal: bool,
+    scale: float,
+    hiding: Hiding | None,
 ) -> Tensor:
-    """softmax(q k^T scale) v in float32 with random keys hidden from each query; nothing of size N x M is kept.
+    """softmax(q k^T scale) v in float32 with random keys hidden from each query; nothing of size N
+    x M is kept.
 
-    q (B, H, N, D), k and v (B, G, M, .) with G a divisor of H, `keep` a bool mask that broadcasts to (B, H, N, M).
-    `hiding` None hides nothing and draws nothing.
+    q (B, H, N, D), k and v (B, G, M, .) with G a divisor of H, `keep` a bool mask that broadcasts
+    to (B, H, N, M). `hiding` None hides nothing and draws nothing.
     """
-    mode, (num, den) = (0, (0, 0)) if hiding is None else (1, (0, 0)) if hiding.top is None else (2, hiding.top)
+    mode, (num, den) = (
+        (0, (0, 0)) if hiding is None else (1, (0, 0)) if hiding.top is None else (2, hiding.top)
+    )
     keep = None if keep is None else keep.expand(*q.shape[:3], k.shape[2])
     if torch.compiler.is_compiling() or watched_by_a_mode():
-        seed = _drawn() if hiding else torch.zeros((), dtype=torch.int64, device="cpu")
+        if hiding:
+            seed = _drawn()
+        else:
+            seed = torch.zeros((), dtype=torch.int64, device="cpu")
         rate = torch.as_tensor(hiding.rate if hiding else 0.0, dtype=torch.float32, device="cpu")
-        out: Tensor = torch.ops.dampen.attention(q, k, v, keep, seed, rate, causal, scale, mode, num, den)[0]
+        out: Tensor = torch.ops.dampen.attention(
+            q, k, v, keep, seed, rate, causal, scale, mode, num, den
+        )[0]
         return out
-    number, share = (_seed(), float(hiding.rate)) if hiding else (0, 0.0)
+    number, share = (int(_drawn().item()), float(hiding.rate)) if hiding else (0, 0.0)
     settings = AttentionSettings(number, share, causal, scale, mode, num, den)
     eager: Tensor = _Attention.apply(q, k, v, keep, settings)
     return eager
@@ -68,14 +85,10 @@ def _drawn() -> Tensor:
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 
-def _seed() -> int:
-    seed: int = _drawn().item()  # type: ignore[assignment]
-    return seed
-
-
 FACTORS_UP_TO = 2**18
-"""Entries up to which dropout keeps its factors until the backward, where torch multiplies by them again: a megabyte
-at most. That takes half the time of two Python functions around a kernel, which larger tensors get."""
+"""Entries up to which dropout keeps its factors until the backward, where torch multiplies by them
+again: a megabyte at most. That takes half the time of two Python functions around a kernel, which
+larger tensors get."""
 
 
 def dropout(x: Tensor, rate: float | Tensor) -> Tensor:
@@ -85,22 +98,26 @@ def dropout(x: Tensor, rate: float | Tensor) -> Tensor:
         out: Tensor = torch.ops.dampen.dropout(x, _drawn(), share)
         return out
     if x.numel() <= FACTORS_UP_TO:
-        return x * factors(x.shape, _seed(), float(rate))
-    eager: Tensor = _Dropout.apply(x, _seed(), float(rate))
+        return x * factors(x.shape, int(_drawn().item()), float(rate))
+    eager: Tensor = _Dropout.apply(x, int(_drawn().item()), float(rate))
     return eager
 
 
-def _empty_like_heads(t: Tensor, size: int) -> Tensor:
-    """(B, H, N, size) in the layout (B, N, H, size), in which heads are merged without a copy."""
-    return t.new_empty(t.shape[0], t.shape[2], t.shape[1], size).transpose(1, 2)
+def _empty_like_heads(*tensors: Tensor) -> list[Tensor]:
+    """Like each (B, H, N, size), in the layout (B, N, H, size), in which heads are merged
+    without a copy."""
+    return [
+        t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in tensors
+    ]
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = rows_of(q), rows_of(k), rows_of(v)
-    o, lse = _empty_like_heads(q, v.shape[3]), q.new_empty(q.shape[:3])
-    top = q.new_empty(q.shape[:3] if settings.mode == 2 else (0,))
+    q, k, v = rows_of(q, k, v)
+    # heads merge without a copy
+    o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    lse, top = q.new_empty(q.shape[:3]), q.new_empty(q.shape[:3] if settings.mode == 2 else (0,))
     if not (o.numel() and k.numel()):
         return o.zero_(), lse, top
     attend(q, k, v, keep, o, lse, top, settings)
@@ -108,25 +125,31 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor, keep: Tensor | None,
-    settings: AttentionSettings,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor,
+    keep: Tensor | None, settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, grad, o = rows_of(q), rows_of(k), rows_of(v), rows_of(settled(grad)), rows_of(o)
-    dq, dk, dv = _empty_like_heads(q, q.shape[3]), _empty_like_heads(k, k.shape[3]), _empty_like_heads(v, v.shape[3])
+    q, k, v, grad, o = rows_of(q, k, v, settled(grad), o)
+    dq, dk, dv = _empty_like_heads(q, k, v)
     if not (o.numel() and k.numel()):
         return dq.zero_(), dk.zero_(), dv.zero_()
     attend_backward(q, k, v, keep, o, lse, top, (grad, dq, dk, dv), settings)
     return dq, dk, dv
 
 
-def _again(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by torch, as functions that can be differentiated again, from the keys that the kernel kept."""
+def _again(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by torch, as functions that can be differentiated again, from the keys that
+    the kernel kept."""
     with torch.enable_grad():
         # views, so that one tensor that is q, k and v at once gets the gradient of each apart
-        q, k, v = (t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (q, k, v))
+        q, k, v = (
+            t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (q, k, v)
+        )
         many = q.shape[1] // k.shape[1]
         keys, values = (t.repeat_interleave(many, 1) for t in (k, v)) if many > 1 else (k, v)
-        some = kept.any(-1, keepdim=True)  # a query that the model shows nothing gets zeros
+        # a query that the model shows nothing gets zeros
+        some = kept.any(-1, keepdim=True)
         s = (q @ keys.mT * scale).masked_fill(~kept, float("-inf")).masked_fill(~some, 0.0)
         out = (s.softmax(-1) * some) @ values
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad, create_graph=torch.is_grad_enabled())
@@ -135,7 +158,9 @@ def _again(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: f
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: AttentionSettings) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, settings: AttentionSettings
+    ) -> Tensor:
         o, lse, top = _forward(q, k, v, keep, settings)
         ctx.save_for_backward(q, k, v, o, lse, top, keep)
         ctx.settings = settings
@@ -145,7 +170,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, top, keep = ctx.saved_tensors
         if torch.is_grad_enabled() or unreadable(settled(grad) if type(grad) is Tensor else grad):
-            kept = kept_keys(rows_of(q.detach()), rows_of(k.detach()), keep, top, ctx.settings)
+            kept = kept_keys(*rows_of(q.detach(), k.detach()), keep, top, ctx.settings)
             return (*_again(grad, q, k, v, kept, ctx.settings.scale), None, None)
         return (*_backward(grad, q, k, v, o, lse, top, keep, ctx.settings), None, None)
 
@@ -160,17 +185,18 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if unreadable(grad):
             return grad * factors(grad.shape, ctx.seed, ctx.rate), None, None
-        again: Tensor = _Dropout.apply(grad, ctx.seed, ctx.rate)  # linear: its backward is itself
+        # linear: its backward is itself
+        again: Tensor = _Dropout.apply(grad, ctx.seed, ctx.rate)
         return again, None, None
 
 
-# --- the same as operators that a graph may hold ----------------------------------------------------------------------
+# --- the same as operators that a graph may hold
 
 
 @torch.library.custom_op("dampen::attention", mutates_args=())
 def _attention_op(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, seed: Tensor, rate: Tensor, causal: bool, scale: float,
-    mode: int, num: int, den: int,
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, seed: Tensor, rate: Tensor, causal: bool,
+    scale: float, mode: int, num: int, den: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     settings = AttentionSettings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
     return _forward(settled(q), settled(k), settled(v), keep, settings)
@@ -178,8 +204,9 @@ def _attention_op(
 
 @torch.library.custom_op("dampen::attention_backward", mutates_args=())
 def _attention_backward_op(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor, keep: Tensor | None,
-    seed: Tensor, rate: Tensor, causal: bool, scale: float, mode: int, num: int, den: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor,
+    keep: Tensor | None, seed: Tensor, rate: Tensor, causal: bool, scale: float, mode: int,
+    num: int, den: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     settings = AttentionSettings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
     q, k, v = settled(q), settled(k), settled(v)
@@ -188,11 +215,11 @@ def _attention_backward_op(
 
 @torch.library.custom_op("dampen::kept_keys", mutates_args=())
 def _kept_keys_op(
-    q: Tensor, k: Tensor, top: Tensor, keep: Tensor | None, seed: Tensor, rate: Tensor, causal: bool, scale: float,
-    mode: int, num: int, den: int,
+    q: Tensor, k: Tensor, top: Tensor, keep: Tensor | None, seed: Tensor, rate: Tensor,
+    causal: bool, scale: float, mode: int, num: int, den: int,
 ) -> Tensor:  # fmt: skip
     settings = AttentionSettings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
-    return kept_keys(rows_of(settled(q)), rows_of(settled(k)), keep, top, settings)
+    return kept_keys(*rows_of(settled(q), settled(k)), keep, top, settings)
 
 
 @torch.library.custom_op("dampen::dropout", mutates_args=())
@@ -208,7 +235,10 @@ def _(q, k, v, keep, seed, rate, causal, scale, mode, num, den):  # type: ignore
 
 @_attention_backward_op.register_fake
 def _(grad, q, k, v, o, lse, top, keep, seed, rate, causal, scale, mode, num, den):  # type: ignore[no-untyped-def]
-    return tuple(t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in (q, k, v))
+    return tuple(
+        t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2)
+        for t in (q, k, v)
+    )
 
 
 @_kept_keys_op.register_fake
@@ -221,7 +251,9 @@ def _(x, seed, rate):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep_attention(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
     q, k, v, keep, seed, rate, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, *output, keep, seed, rate)
 
@@ -231,7 +263,9 @@ def _attention_gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None,
     if torch.is_grad_enabled():
         kept = torch.ops.dampen.kept_keys(q.detach(), k.detach(), top, keep, seed, rate, *ctx.rest)
         return (*_again(grad, q, k, v, kept, ctx.rest[1]), *[None] * 8)
-    back = torch.ops.dampen.attention_backward(grad, q, k, v, o, lse, top, keep, seed, rate, *ctx.rest)
+    back = torch.ops.dampen.attention_backward(
+        grad, q, k, v, o, lse, top, keep, seed, rate, *ctx.rest
+    )
     return (*back, *[None] * 8)
 
 
@@ -247,11 +281,13 @@ _attention_op.register_autograd(_attention_gradient, setup_context=_keep_attenti
 _dropout_op.register_autograd(_dropout_gradient, setup_context=_keep_dropout)
 
 
-# --- what they cost, for torch's FlopCounterMode ----------------------------------------------------------------------
+# --- what they cost, for torch's FlopCounterMode
 
 
 @register_flop_formula(torch.ops.dampen.attention)
-def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+def _attention_flops(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any
+) -> int:
     """q k^T and the weights times v, as torch counts its own attention."""
     return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
 

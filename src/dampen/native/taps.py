@@ -1,6 +1,8 @@
-"""The native side of the penalty tap: sums of squares read off tensors, and the gradients that they send back.
+"""The native side of the penalty tap: sums of squares read off tensors, and the gradients that they
+send back.
 
-One tensor at a time in the middle of a layer, or all tensors of a step at once: `functional/explicit/together.py`."""
+One tensor at a time in the middle of a layer, or all tensors of a step at once:
+`functional/explicit/batched.py`."""
 
 from __future__ import annotations
 
@@ -12,21 +14,34 @@ from torch import Tensor
 
 from dampen.native.entry import Place, TapJob, spread_squares, sum_squares, unreadable
 
-__all__ = ["Place", "Strided", "all_gradients", "all_sums", "fits_tap", "layout_of", "tap_gradient", "tap_sums"]
+__all__ = [
+    "Place",
+    "Strided",
+    "all_gradients",
+    "all_sums",
+    "fits_tap",
+    "layouts_of",
+    "tap_gradient",
+    "tap_sums",
+]
 
 
 def fits_tap(y: Tensor, bias: Tensor | None) -> bool:
-    """Whether the functions below can read these: float32 on a CPU, the bias one row per group of heads or none."""
+    """Whether the functions below can read these: float32 on a CPU, the bias one row per group
+    of heads or none."""
     return (
         not unreadable(y)
         and y.numel() > 0
         and _in_rows(y)
-        and (bias is None or (not unreadable(bias) and bias.is_contiguous() and _bias_fits(y, bias)))
+        and (
+            bias is None or (not unreadable(bias) and bias.is_contiguous() and _bias_fits(y, bias))
+        )
     )
 
 
 def _in_rows(t: Tensor) -> bool:
-    """Whether the numbers of a vector lie side by side, and vectors in order where they are not by heads."""
+    """Whether the numbers of a vector lie side by side, and vectors in order where they are not
+    by heads."""
     return t.ndim > 0 and t.stride(-1) == 1 and (t.ndim == 4 or t.is_contiguous())
 
 
@@ -37,7 +52,8 @@ def _bias_fits(y: Tensor, bias: Tensor) -> bool:
 
 
 def tap_sums(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """sum ||y_i - bias||^2 over the vectors y_i of y, and sum (y_i - bias), in the shape of the bias, in one pass."""
+    """sum ||y_i - bias||^2 over the vectors y_i of y, and sum (y_i - bias), in the shape of the
+    bias, in one pass."""
     total, sums = y.new_zeros(()), None if bias is None else torch.empty_like(bias)
     shape = _shape(y)
     sum_squares([TapJob(shape, y, _strides(y), 1.0, _place(bias), total, _place(sums))])
@@ -76,23 +92,30 @@ def tap_gradient(through: Tensor, y: Tensor, bias: Tensor | None, scale: float) 
 
 
 class Strided(NamedTuple):
-    """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the strides of its own
-    and of a gradient like it."""
+    """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the
+    strides of its own and of a gradient like it."""
 
     shape: tuple[int, int, int, int]
     strides: tuple[int, ...]
     out: tuple[int, int, int]
 
 
-def layout_of(y: Tensor) -> Strided:
-    """By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which attention gives its own too."""
-    if y.ndim != 4:
+def layouts_of(ys: Sequence[Tensor]) -> list[Strided]:
+    """How each tensor lies. By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which
+    attention gives its own too."""
+    found = []
+    for y in ys:
         size = y.shape[-1]
-        return Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size))
-    (b, h, n, size), strides = y.shape, y.stride()
-    if strides[1] == size:  # heads side by side: one long row
-        return Strided((b, 1, n, h * size), strides[:3], (n * h * size, 0, h * size))
-    return Strided((b, h, n, size), strides[:3], (n * h * size, size, h * size))
+        if y.ndim != 4:
+            found.append(Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size)))
+            continue
+        (b, h, n, _), strides = y.shape, y.stride()[:3]
+        # heads side by side: one long row
+        if strides[1] == size:
+            found.append(Strided((b, 1, n, h * size), strides, (n * h * size, 0, h * size)))
+        else:
+            found.append(Strided((b, h, n, size), strides, (n * h * size, size, h * size)))
+    return found
 
 
 def all_sums(
@@ -107,7 +130,9 @@ def all_sums(
     sum_squares(
         [
             TapJob(at.shape, y, at.strides, factor, bias, total, to)
-            for y, at, bias, factor, total, to in zip(ys, layouts, biases, factors, totals, sums, strict=True)
+            for y, at, bias, factor, total, to in zip(
+                ys, layouts, biases, factors, totals, sums, strict=True
+            )
         ]
     )
 
@@ -121,29 +146,44 @@ def all_gradients(
     to_biases: Sequence[Place | None],
 ) -> list[Tensor]:
     """scale (y - bias) of each y, and -scale sums where `to_biases` stands."""
-    outs = [_empty_as(y) for y in ys]
+    outs = []
+    for y in ys:
+        if y.ndim != 4:
+            outs.append(y.new_empty(y.shape))
+            continue
+        b, h, n, size = y.shape
+        outs.append(y.new_empty(b, n, h, size).transpose(1, 2))
     spread_squares(
         [
-            TapJob(at.shape, y, at.strides, scale, bias, sums=s, out=out, out_strides=at.out, to_bias=to)
-            for y, at, out, bias, scale, s, to in zip(ys, layouts, outs, biases, scales, sums, to_biases, strict=True)
+            TapJob(
+                at.shape,
+                y,
+                at.strides,
+                scale,
+                bias,
+                sums=s,
+                out=out,
+                out_strides=at.out,
+                to_bias=to,
+            )
+            for y, at, out, bias, scale, s, to in zip(
+                ys, layouts, outs, biases, scales, sums, to_biases, strict=True
+            )
         ]
     )
     return outs
 
 
-def _empty_as(y: Tensor) -> Tensor:
-    if y.ndim != 4:
-        return y.new_empty(y.shape)
-    b, h, n, size = y.shape
-    return y.new_empty(b, n, h, size).transpose(1, 2)
-
-
 def _place(t: Tensor | None) -> Place | None:
-    return None if t is None else Place(t)
+    if t is None:
+        return None
+    return Place(t)
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
-    return t.stride()[:3] if t.ndim == 4 else (0, 0, t.shape[-1])
+    if t.ndim == 4:
+        return t.stride()[:3]
+    return (0, 0, t.shape[-1])
 
 
 def _shape(y: Tensor, *others: Tensor) -> tuple[int, int, int, int]:
@@ -152,5 +192,8 @@ def _shape(y: Tensor, *others: Tensor) -> tuple[int, int, int, int]:
     if y.ndim != 4:
         return 1, 1, y.numel() // size, size
     b, h, n, _ = y.shape
-    together = all(t.stride(1) == size for t in (y, *others))  # heads side by side: one long row
-    return (b, 1, n, h * size) if together else (b, h, n, size)
+    # heads side by side: one long row
+    together = all(t.stride(1) == size for t in (y, *others))
+    if together:
+        return (b, 1, n, h * size)
+    return (b, h, n, size)

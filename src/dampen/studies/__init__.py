@@ -2,12 +2,12 @@
 
 From Python, a trial is plain data and `run_trial` a pure function of it:
 
-    from dampen.studies import TrialSpec, run_trial
-    trial = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "patch_size": 2, "width": 48},
+    from dampen.studies import Run, run_trial
+    trial = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "patch_size": 2, "width": 48},
                              "methods": [{"name": "drop_key", "rate": 0.3}], "train": {"epochs": 5}})
     result = run_trial(trial, "runs/mine")
 
-Read `trainer/train.py` for the way of a batch, `config/trial.py` for what can be set, `records/record.py` for what is
+Read `trainer/train.py` for the way of a batch, `run.py` for what can be set, `store.py` for what is
 written where.
 
 The names here read results too: `make_report` opens run folders and result files, `judge_pairs` compares runs seed by
@@ -16,124 +16,113 @@ tasks, metrics and recipes.
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dampen.studies.config.plan import Plan as Plan
-    from dampen.studies.config.plan import make_plan as make_plan
-    from dampen.studies.config.recipe import Recipe as Recipe
-    from dampen.studies.config.recipe import list_recipes as list_recipes
-    from dampen.studies.config.recipe import load_recipe as load_recipe
-    from dampen.studies.config.trial import TrainOptions as TrainOptions
-    from dampen.studies.config.trial import TrialSpec as TrialSpec
+    from dampen.studies.comparison import Comparison as Comparison
+    from dampen.studies.comparison import make_comparison as make_comparison
     from dampen.studies.data.sets import load as load_data
     from dampen.studies.diagnose.trained import Trained as Trained
     from dampen.studies.diagnose.trained import from_run as trained_model
-    from dampen.studies.engines.runner import RunResult as RunResult
-    from dampen.studies.engines.runner import run_plan as run_plan
+    from dampen.studies.engines.runner import ComparisonResult as ComparisonResult
+    from dampen.studies.engines.runner import run_comparison as run_comparison
+    from dampen.studies.environment import describe as describe_machine
     from dampen.studies.errors import LabError as LabError
     from dampen.studies.files import checksum as checksum
     from dampen.studies.files import write_json as write_json
-    from dampen.studies.records.environment import describe as describe_machine
-    from dampen.studies.records.metric import Metric as Metric
-    from dampen.studies.records.metric import describe as describe_metric
-    from dampen.studies.records.paper import PAPER_SEEDS as PAPER_SEEDS
-    from dampen.studies.records.paper import effect_agreement as effect_agreement
-    from dampen.studies.records.record import Record as Record
-    from dampen.studies.records.stats import FEWEST as FEWEST_SEEDS
-    from dampen.studies.records.stats import LEVEL as LEVEL
-    from dampen.studies.records.stats import detectable as detectable
-    from dampen.studies.records.stats import deviation as deviation
-    from dampen.studies.records.stats import paired_differences as paired_differences
-    from dampen.studies.records.stats import paired_interval as paired_interval
-    from dampen.studies.records.stats import summarize as summarize
-    from dampen.studies.records.stats import t_quantile as t_quantile
-    from dampen.studies.records.table import Entry as Entry
-    from dampen.studies.records.table import ResultTable as ResultTable
-    from dampen.studies.records.table import grid_text as grid_text
-    from dampen.studies.records.verdict import Comparison as Comparison
-    from dampen.studies.records.verdict import judge as judge
-    from dampen.studies.records.verdict import judge_pairs as judge_pairs
-    from dampen.studies.records.verdict import sentence as sentence
-    from dampen.studies.records.verdict import words as words
+    from dampen.studies.metric import Metric as Metric
+    from dampen.studies.metric import describe as describe_metric
+    from dampen.studies.pairing import PAPER_SEEDS as PAPER_SEEDS
+    from dampen.studies.pairing import effect_agreement as effect_agreement
+    from dampen.studies.recipe import Recipe as Recipe
+    from dampen.studies.recipe import list_recipes as list_recipes
+    from dampen.studies.recipe import load_recipe as load_recipe
     from dampen.studies.report import Report as Report
     from dampen.studies.report import make_report as make_report
     from dampen.studies.report import write_report as write_report
-    from dampen.studies.report.advice import Advice as Advice
-    from dampen.studies.report.advice import advise as advise
-    from dampen.studies.report.attention_images import attention_maps as attention_maps
+    from dampen.studies.report.charts import forest as forest
     from dampen.studies.report.charts import results as results_chart
-    from dampen.studies.report.detections import COLORS as BOX_COLORS
-    from dampen.studies.report.detections import drawn as draw_boxes
-    from dampen.studies.report.detections import picture_size as picture_size
-    from dampen.studies.report.figure import Palette as Palette
-    from dampen.studies.report.forest import forest as forest
-    from dampen.studies.report.stored import packed_bytes as packed_bytes
-    from dampen.studies.report.stored import packed_text as packed_text
-    from dampen.studies.report.stored import to_text as to_text
+    from dampen.studies.report.figures import Palette as Palette
+    from dampen.studies.report.packs import packed_bytes as packed_bytes
+    from dampen.studies.report.packs import packed_text as packed_text
+    from dampen.studies.report.packs import to_text as to_text
+    from dampen.studies.report.summary import Advice as Advice
+    from dampen.studies.report.summary import advise as advise
+    from dampen.studies.run import Run as Run
+    from dampen.studies.run import TrainOptions as TrainOptions
+    from dampen.studies.stats import FEWEST as FEWEST_SEEDS
+    from dampen.studies.stats import LEVEL as LEVEL
+    from dampen.studies.stats import detectable as detectable
+    from dampen.studies.stats import deviation as deviation
+    from dampen.studies.stats import paired_differences as paired_differences
+    from dampen.studies.stats import paired_interval as paired_interval
+    from dampen.studies.stats import summarize as summarize
+    from dampen.studies.stats import t_quantile as t_quantile
+    from dampen.studies.store import RunStore as RunStore
+    from dampen.studies.table import Entry as Entry
+    from dampen.studies.table import ResultTable as ResultTable
+    from dampen.studies.table import grid_text as grid_text
     from dampen.studies.trainer.state import Execution as Execution
     from dampen.studies.trainer.train import run_trial as run_trial
+    from dampen.studies.verdict import Verdict as Verdict
+    from dampen.studies.verdict import judge as judge
+    from dampen.studies.verdict import judge_pairs as judge_pairs
+    from dampen.studies.verdict import sentence as sentence
+    from dampen.studies.verdict import words as words
 
 _HOMES = {
-    "config.plan": "Plan make_plan",
-    "config.recipe": "Recipe list_recipes load_recipe",
-    "config.trial": "TrainOptions TrialSpec",
+    "comparison": "Comparison make_comparison",
+    "recipe": "Recipe list_recipes load_recipe",
+    "run": "TrainOptions Run",
     "data.sets": "load_data=load",
     "diagnose.trained": "Trained trained_model=from_run",
-    "engines.runner": "RunResult run_plan",
+    "engines.runner": "ComparisonResult run_comparison",
     "errors": "LabError",
     "files": "checksum write_json",
-    "records.environment": "describe_machine=describe",
-    "records.metric": "Metric describe_metric=describe",
-    "records.paper": "PAPER_SEEDS effect_agreement",
-    "records.record": "Record",
-    "records.stats": (
-        "FEWEST_SEEDS=FEWEST LEVEL detectable deviation paired_differences paired_interval summarize t_quantile"
-    ),
-    "records.table": "Entry ResultTable grid_text",
-    "records.verdict": "Comparison judge judge_pairs sentence words",
+    "environment": "describe_machine=describe",
+    "metric": "Metric describe_metric=describe",
+    "pairing": "PAPER_SEEDS effect_agreement",
+    "store": "RunStore",
+    "stats": ("FEWEST_SEEDS=FEWEST LEVEL detectable deviation paired_differences paired_interval summarize t_quantile"),
+    "table": "Entry ResultTable grid_text",
+    "verdict": "Verdict judge judge_pairs sentence words",
     "report": "Report make_report write_report",
-    "report.advice": "Advice advise",
-    "report.attention_images": "attention_maps",
-    "report.charts": "results_chart=results",
-    "report.detections": "BOX_COLORS=COLORS draw_boxes=drawn picture_size",
-    "report.figure": "Palette",
-    "report.forest": "forest",
-    "report.stored": "packed_bytes packed_text to_text",
+    "report.summary": "Advice advise",
+    "report.charts": "forest results_chart=results",
+    "report.figures": "Palette",
+    "report.packs": "packed_bytes packed_text to_text",
     "trainer.state": "Execution",
     "trainer.train": "run_trial",
 }
 """Module -> the public names from there; `public=name` where the module has another name for it."""
 
 __all__ = [
-    "BOX_COLORS",
     "FEWEST_SEEDS",
     "LEVEL",
     "PAPER_SEEDS",
     "Advice",
     "Comparison",
+    "ComparisonResult",
     "Entry",
     "Execution",
     "LabError",
     "Metric",
     "Palette",
-    "Plan",
     "Recipe",
-    "Record",
     "Report",
     "ResultTable",
-    "RunResult",
+    "Run",
+    "RunStore",
     "TrainOptions",
     "Trained",
-    "TrialSpec",
+    "Verdict",
     "advise",
-    "attention_maps",
     "checksum",
     "describe_machine",
     "describe_metric",
     "detectable",
     "deviation",
-    "draw_boxes",
     "effect_agreement",
     "forest",
     "grid_text",
@@ -142,15 +131,14 @@ __all__ = [
     "list_recipes",
     "load_data",
     "load_recipe",
-    "make_plan",
+    "make_comparison",
     "make_report",
     "packed_bytes",
     "packed_text",
     "paired_differences",
     "paired_interval",
-    "picture_size",
     "results_chart",
-    "run_plan",
+    "run_comparison",
     "run_trial",
     "sentence",
     "summarize",
@@ -163,8 +151,23 @@ __all__ = [
 ]
 
 
+_RENAMED = {
+    "Plan": "Comparison",
+    "Record": "RunStore",
+    "RunResult": "ComparisonResult",
+    "TrialSpec": "Run",
+    "make_plan": "make_comparison",
+    "run_plan": "run_comparison",
+}
+"""Names of 0.2, which work until 0.4 and warn. `Comparison` was what `Verdict` is now."""
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use: the command reads recipes without waiting for torch."""
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(f"dampen.studies.{name} is now dampen.studies.{new}", DeprecationWarning, stacklevel=2)
+        return __getattr__(new)
     for module, names in _HOMES.items():
         for public, _, there in (entry.partition("=") for entry in names.split()):
             if public == name:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.native.machine import cpu_name
-from dampen.studies.records.environment import usable_cores, versions
+from dampen.studies.environment import usable_cores, versions
 
 NEEDED = {
     "torch": "",
@@ -50,7 +50,6 @@ def examine(data_dir: str | None = None, runs: Path = Path("runs")) -> list[Find
         *_devices(),
         _torchvision(),
         _attention(),
-        _kernels(),
         _native(),
         *_data(data_dir),
         _disk(runs),
@@ -136,17 +135,6 @@ def _native() -> Finding:
     from dampen.native import status
 
     return Finding("native kernels", True, status())
-
-
-def _kernels() -> Finding:
-    """Whether the table of kernels was measured on this machine."""
-    from dampen.kernels.tuning import load
-
-    limits = load()
-    if not limits:
-        return Finding("kernel table", True, "the one that comes with dampen; measure your own: dampen doctor --tune")
-    told = ", ".join(f"{str(t).removeprefix('torch.')} {keys}" for (_, t), keys in limits.items())
-    return Finding("kernel table", True, f"measured here; attention runs fused from so many keys on: {told}")
 
 
 def _data(data_dir: str | None) -> list[Finding]:

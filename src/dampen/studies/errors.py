@@ -69,7 +69,7 @@ class DamagedRecord(LabError, ValueError):
 
 
 class Interrupted(LabError):
-    """Asked to stop; a checkpoint was written first."""
+    """Raised when the user stops the run; a checkpoint was written first."""
 
     exit_code = 130
 

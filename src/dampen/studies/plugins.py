@@ -36,47 +36,62 @@ import dampen.extensions as extensions
 from dampen.studies.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dampen.studies.data.corpus import load_corpus as load_corpus
-    from dampen.studies.data.corpus import text_file as text_file
+    from dampen.studies.data.arrays import ArraySplit as ArraySplit
     from dampen.studies.data.dataset import TEST_SEED as TEST_SEED
     from dampen.studies.data.dataset import Batch as Batch
+    from dampen.studies.data.dataset import DamagedData as DamagedData
     from dampen.studies.data.dataset import Dataset as Dataset
     from dampen.studies.data.dataset import DataSource as DataSource
     from dampen.studies.data.dataset import DataSpec as DataSpec
+    from dampen.studies.data.dataset import DataTransform as DataTransform
+    from dampen.studies.data.dataset import IncompleteData as IncompleteData
+    from dampen.studies.data.dataset import MissingData as MissingData
     from dampen.studies.data.dataset import Normalization as Normalization
     from dampen.studies.data.dataset import Request as Request
     from dampen.studies.data.dataset import Split as Split
-    from dampen.studies.data.errors import DamagedData as DamagedData
-    from dampen.studies.data.errors import IncompleteData as IncompleteData
-    from dampen.studies.data.errors import MissingData as MissingData
-    from dampen.studies.data.errors import damaged as damaged
-    from dampen.studies.data.errors import require_complete as require_complete
+    from dampen.studies.data.dataset import damaged as damaged
+    from dampen.studies.data.dataset import require_complete as require_complete
+    from dampen.studies.data.files import BROKEN as BROKEN
     from dampen.studies.data.files import file_sha256 as file_sha256
     from dampen.studies.data.files import find as find
     from dampen.studies.data.files import joint_sha256 as joint_sha256
+    from dampen.studies.data.files import limit_of as limit_of
+    from dampen.studies.data.files import parse_npy as parse_npy
+    from dampen.studies.data.files import read_file as read_file
+    from dampen.studies.data.files import read_image as read_image
+    from dampen.studies.data.files import read_npz as read_npz
+    from dampen.studies.data.files import require_within as require_within
     from dampen.studies.data.files import sha256 as sha256
-    from dampen.studies.data.images import a_draw as a_draw
     from dampen.studies.data.images import channel_statistics as channel_statistics
     from dampen.studies.data.images import image_dataset as image_dataset
-    from dampen.studies.data.labeled import ArraySplit as ArraySplit
-    from dampen.studies.data.labeled import split_rows as split_rows
-    from dampen.studies.data.limits import BROKEN as BROKEN
-    from dampen.studies.data.limits import open_limited as open_limited
-    from dampen.studies.data.limits import parse_json as parse_json
-    from dampen.studies.data.limits import parse_npy as parse_npy
-    from dampen.studies.data.limits import read_file as read_file
-    from dampen.studies.data.limits import read_image as read_image
-    from dampen.studies.data.limits import read_npz as read_npz
-    from dampen.studies.data.limits import require_within as require_within
-    from dampen.studies.data.stratified import limited as limited
-    from dampen.studies.data.stratified import stratified as stratified
-    from dampen.studies.data.stratified import train_and_valid as train_and_valid
+    from dampen.studies.data.splits import draw_name as draw_name
+    from dampen.studies.data.splits import limited as limited
+    from dampen.studies.data.splits import split_rows as split_rows
+    from dampen.studies.data.splits import stratified as stratified
+    from dampen.studies.data.splits import train_and_valid as train_and_valid
     from dampen.studies.errors import LabError as LabError
-    from dampen.studies.metrics.base import Metrics as Metrics
-    from dampen.studies.metrics.base import Task as Task
-    from dampen.studies.metrics.base import require_batches as require_batches
-    from dampen.studies.metrics.language import LanguageMetrics as LanguageMetrics
-    from dampen.studies.records.metric import Metric as Metric
+    from dampen.studies.metric import Metric as Metric
+    from dampen.studies.metrics import Metrics as Metrics
+    from dampen.studies.metrics import Task as Task
+    from dampen.studies.metrics import require_batches as require_batches
+    from dampen.studies.report.diagnosis import diagnosed as diagnosed
+    from dampen.studies.report.diagnosis import measured as measured
+    from dampen.studies.report.figures import ROW as ROW
+    from dampen.studies.report.figures import Column as Column
+    from dampen.studies.report.figures import Figure as Figure
+    from dampen.studies.report.figures import Palette as Palette
+    from dampen.studies.report.figures import Panel as Panel
+    from dampen.studies.report.figures import band_chart as band_chart
+    from dampen.studies.report.figures import finish as finish
+    from dampen.studies.report.figures import known as known
+    from dampen.studies.report.figures import note as note
+    from dampen.studies.report.figures import some as some
+    from dampen.studies.report.figures import tip as tip
+    from dampen.studies.report.formats import markdown_text as markdown_text
+    from dampen.studies.result import Detected as Detected
+    from dampen.studies.table import Cell as Cell
+    from dampen.studies.table import axis_name as axis_name
+    from dampen.studies.table import chosen_cell as chosen_cell
     from dampen.studies.text import BEGIN as BEGIN
     from dampen.studies.text import END as END
     from dampen.studies.text import PAD as PAD
@@ -88,23 +103,58 @@ ENVIRONMENT = "DAMPEN_PLUGINS"
 KINDS = tuple(group.removeprefix("dampen.") for group in extensions.GROUPS)
 
 _HOMES = {
-    "data.corpus": ("load_corpus", "text_file"),
+    "data.arrays": ("ArraySplit",),
     "data.dataset": (
-        *("TEST_SEED", "Batch", "DataSource", "DataSpec", "Dataset", "Normalization", "Request", "Split"),
+        "TEST_SEED",
+        "Batch",
+        "DamagedData",
+        "Dataset",
+        "DataSource",
+        "DataSpec",
+        "DataTransform",
+        "IncompleteData",
+        "MissingData",
+        "Normalization",
+        "Request",
+        "Split",
+        "damaged",
+        "require_complete",
     ),
-    "data.errors": ("DamagedData", "IncompleteData", "MissingData", "damaged", "require_complete"),
-    "data.files": ("file_sha256", "find", "joint_sha256", "sha256"),
-    "data.images": ("a_draw", "channel_statistics", "image_dataset"),
-    "data.labeled": ("ArraySplit", "split_rows"),
-    "data.limits": (
-        *("BROKEN", "open_limited", "parse_json", "parse_npy", "read_file", "read_image", "read_npz"),
+    "data.files": (
+        "BROKEN",
+        "limit_of",
+        "file_sha256",
+        "find",
+        "joint_sha256",
+        "parse_npy",
+        "read_file",
+        "read_image",
+        "read_npz",
         "require_within",
+        "sha256",
     ),
-    "data.stratified": ("limited", "stratified", "train_and_valid"),
+    "data.images": (
+        "channel_statistics",
+        "image_dataset",
+    ),
+    "data.splits": (
+        "draw_name",
+        "limited",
+        "split_rows",
+        "stratified",
+        "train_and_valid",
+    ),
     "errors": ("LabError",),
-    "metrics.base": ("Metrics", "Task", "require_batches"),
-    "metrics.language": ("LanguageMetrics",),
-    "records.metric": ("Metric",),
+    "metrics": ("Metrics", "Task", "require_batches"),
+    "metric": ("Metric",),
+    "result": ("Detected",),
+    "table": ("Cell", "axis_name", "chosen_cell"),
+    "report.diagnosis": ("diagnosed", "measured"),
+    "report.figures": (
+        *("ROW", "Column", "Figure", "Palette", "Panel", "band_chart", "finish", "known", "note"),
+        *("some", "tip"),
+    ),
+    "report.formats": ("markdown_text",),
     "text": ("BEGIN", "END", "PAD", "Bpe", "pad_tokens"),
     "trainer.build": ("derive",),
 }
@@ -118,8 +168,11 @@ def register(plugin: str, **kinds: Mapping[str, Any]) -> None:
 
     Args:
         plugin: the plug-in's `__name__`.
-        kinds: `data`, `models`, `tasks`, `metrics`, `methods`, `engines`, `loggers` or `recipes`; each a table from
-            the name that users type to the thing, or to "module:attribute". Recipes are paths of TOML files.
+        kinds: `data`, `transforms`, `augmentations`, `models`, `tasks`, `metrics`, `methods`,
+            `engines`, `loggers`, `recipes`, `figures` or `formulations`; each a table from a name to
+            the thing, or to "module:attribute". Recipes are paths of TOML files. A figure is a
+            function of a ResultTable and a Palette that returns a Figure for the report, or None. A formulation
+            is a step that `dampen bench` times beside a method: see `dampen.studies.bench`.
     """
     for kind, things in kinds.items():
         if kind not in KINDS:

@@ -5,12 +5,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dampen.calls import LinearCall
-from dampen.functional.explicit.forms import FORMS
-from dampen.functional.explicit.linear import Term, multiply, only_weight
-from dampen.functional.explicit.pairs import gram, spread
-from dampen.functional.explicit.scores import sum_of_squares
-from dampen.functional.explicit.squares import column_power, contract_squares, feature_power
-from dampen.functional.explicit.tap import squared_norm, tap
+from dampen.functional.explicit.layers import Term, multiply, only_weight
+from dampen.functional.explicit.pairs import gram, spread, squares_over_heads
+from dampen.functional.explicit.reductions import FORMS
+from dampen.functional.explicit.squares import column_power, contract_squares, feature_power, squared_norm, tap
 
 
 def tensors(*shapes, seed=0):
@@ -37,7 +35,7 @@ CASES = {
     "squares, columns, no rows": (lambda a: contract_squares("bhnm,bn->bhm", a, None), [(2, 2, 3, 4)]),
     "column_power": (column_power, [(3, 4)]),
     "column_power, heads": (column_power, [(2, 3, 4)]),
-    "sum_of_squares": (sum_of_squares, [(2, 2, 3, 2), (2, 2, 4)]),
+    "squares_over_heads": (squares_over_heads, [(2, 2, 3, 2), (2, 2, 4)]),
 }
 
 

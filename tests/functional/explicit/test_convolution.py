@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dampen
 from dampen.functional.explicit import convolution_penalty, regularize_convolutions
-from dampen.functional.explicit.forms import FORMS
-from dampen.functional.explicit.reductions import REDUCTIONS
+from dampen.functional.explicit.reductions import FORMS, REDUCTIONS
 from tests.oracles import explicit as slow
 
 RATE = 0.25

@@ -11,7 +11,7 @@ import dampen
 from dampen import ExplicitDropout, regularize
 from dampen.calls import Call, LinearCall
 from dampen.checking import CONTRACTS, SUBJECTS, check_contract, check_regularizer
-from dampen.functional.explicit.joint_mask import joint_variance
+from dampen.functional.explicit.joint import joint_variance
 from dampen.functional.explicit.reductions import token_rows
 from reproductions.models.seq2seq import Seq2Seq
 

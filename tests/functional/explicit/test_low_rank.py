@@ -2,7 +2,7 @@
 
 import torch
 
-from dampen.functional.explicit.low_rank import LowRank
+from dampen.functional.explicit.layers import LowRank
 from dampen.functional.explicit.squares import column_power
 
 

@@ -80,7 +80,7 @@ def test_long_sequences_stay_linear(monkeypatch):
     own = shapes(ExplicitDropout(attended_value=0.1, form="exact"))
     assert any(has(shape, BATCH, HEADS, 10, TOKENS) for _, shape in own)
     assert not [s for s in own if has(s[1], TOKENS, TOKENS)]
-    monkeypatch.setattr("dampen.functional.explicit.scores.CHUNK", BATCH * HEADS * TOKENS * 10)
+    monkeypatch.setattr("dampen.functional.explicit.pairs.CHUNK", BATCH * HEADS * TOKENS * 10)
     own = shapes(ExplicitDropout(query_key=0.1, form="exact", heads="concat"))
     assert any(has(shape, BATCH, 10, TOKENS) for _, shape in own) or any(has(s, BATCH, 40, TOKENS) for _, s in own)
     assert not [s for s in own if has(s[1], TOKENS, TOKENS)]

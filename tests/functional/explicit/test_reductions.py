@@ -6,8 +6,7 @@ import torch
 import dampen
 from dampen import ExplicitDropout
 from dampen.functional.explicit import author_weight
-from dampen.functional.explicit.forms import FORMS
-from dampen.functional.explicit.reductions import REDUCTIONS, pair_rows, token_rows
+from dampen.functional.explicit.reductions import FORMS, REDUCTIONS, pair_rows, token_rows
 from dampen.methods.explicit_dropout import TERMS
 from tests.functional.explicit.toy import Case, ToyLayer
 

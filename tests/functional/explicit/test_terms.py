@@ -7,8 +7,7 @@ import torch
 
 import dampen
 from dampen import ExplicitDropout
-from dampen.functional.explicit.forms import FORMS
-from dampen.functional.explicit.reductions import REDUCTIONS
+from dampen.functional.explicit.reductions import FORMS, REDUCTIONS
 from dampen.methods.explicit_dropout import TERMS
 from tests.functional.explicit.toy import RATE, Case, expected, pair_value, split_heads
 
@@ -104,7 +103,7 @@ def test_visible_only_in_other_clothes(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_change_nothing(form, monkeypatch):
     """One query at a time, made again in the backward pass."""
-    monkeypatch.setattr("dampen.functional.explicit.scores.CHUNK", 1)
+    monkeypatch.setattr("dampen.functional.explicit.pairs.CHUNK", 1)
     for term in ("query", "query_key"):
         check(CASES["causal_padded"], term, form, "mean", visible_only=True)
         check(CASES["self"], term, form, "mean", heads="concat")

@@ -212,7 +212,7 @@ def test_limits_and_seeds(tmp_path):
     small = load("cifar10", tmp_path, partial=True, limit=50, test_limit=10)
     assert (len(small.train), len(small.valid), len(small.test)) == (35, 15, 10)
     assert any("50 of 100 examples" in words for words in small.info["departures"])
-    assert any("10 of 20 test images" in words for words in small.info["departures"])
+    assert any("10 of 20 test examples" in words for words in small.info["departures"])
     one, again, other = (load("cifar10", tmp_path, partial=True, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one.train.images, again.train.images)
     assert not torch.equal(one.train.images, other.train.images)

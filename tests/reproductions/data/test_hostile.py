@@ -13,11 +13,12 @@ import pytest
 from PIL import Image
 
 from dampen.studies.data import load
-from dampen.studies.data.errors import DamagedData, IncompleteData, MissingData
-from dampen.studies.data.limits import parse_json, parse_npy, read_file, read_image, read_npz
+from dampen.studies.data.dataset import DamagedData, IncompleteData, MissingData
+from dampen.studies.data.files import parse_npy, read_file, read_image, read_npz
 from dampen.studies.errors import Interrupted
 from dampen.studies.trainer.build import _load
 from dampen.studies.trainer.train import run_trial
+from reproductions.data.archives import parse_json
 from reproductions.data.waves import read_audio
 from tests.reproductions.data import writers
 from tests.reproductions.data.readers import READERS, files, read
@@ -115,12 +116,12 @@ def test_packed_layouts_are_known_by_their_pixels(tmp_path, case):
 
 
 def test_a_trial_does_not_resume_on_other_data(tmp_path, small, quick):
-    from dampen.studies.config.trial import TrialSpec
+    from dampen.studies.run import Run
 
     data = writers.image_folder(tmp_path / "images", n=20)
     execution = quick.__class__(**{**quick.__dict__, "data_dir": str(data)})
     base = small(epochs=3, batch_size=8).to_dict()
-    trial = TrialSpec.from_dict({**base, "data": {"name": "folder", "size": 8}})
+    trial = Run.from_dict({**base, "data": {"name": "folder", "size": 8}})
     report, stop = interrupt_at({4})
     with pytest.raises(Interrupted):
         run_trial(trial, tmp_path / "run", execution, report, stop)
@@ -338,7 +339,7 @@ def test_a_table_with_more_values_than_names(tmp_path, rows):
 def test_a_partial_copy_without_its_test_part_says_what_is_missing(tmp_path):
     folder = writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", writers.cifar10_parts())
     (folder / "test_batch.bin").unlink()
-    with pytest.raises(IncompleteData, match="The test part of cifar10 is empty .incomplete copy: .*test_batch"):
+    with pytest.raises(IncompleteData, match="The test split of cifar10 is empty .incomplete copy: .*test_batch"):
         read("cifar10 binary", tmp_path)
 
 

@@ -39,7 +39,7 @@ def test_unknown_names_and_options_get_the_nearest(tmp_path):
         load("cifar11")
     with pytest.raises(TypeError, match="no option 'windows'; did you mean 'window'"):
         load("thumos14", tmp_path, windows=3)
-    with pytest.raises(ValueError, match="Unknown data set"):
+    with pytest.raises(ValueError, match="Unknown dataset"):
         get_data("imagenet")
 
 
@@ -83,7 +83,7 @@ def test_check_reports_damage_and_refuses_nothing_known(tmp_path):
     assert not report["complete"]
     assert "test_batch.bin is damaged" in report["error"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MissingData, match=r"no known data set was recognized[\s\S]*tinyshakespeare"):
+    with pytest.raises(MissingData, match=r"no known dataset was recognized[\s\S]*tinyshakespeare"):
         check_data(tmp_path / "empty")
     with pytest.raises(MissingData, match="no such file or folder"):
         check_data(tmp_path / "nowhere")

@@ -1,5 +1,6 @@
 """Images with boxes: Pascal VOC and COCO, what they refuse and where, batches, flips, and the real BCCD."""
 
+import importlib.util
 import json
 import math
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from dampen.studies.checks import check_data
 from dampen.studies.data import DamagedData, IncompleteData, augment, load
-from dampen.studies.data.recognize import recognize
+from dampen.studies.data.sets import recognize
 from reproductions.data.markup import parse_xml
 from reproductions.data.objects import ObjectSplit, checked_box
 from tests.reproductions.data import writers
@@ -247,3 +249,12 @@ def test_bccd(real_data):
     assert (everything[:, 1:] > 0).all()
     assert (everything[:, 1:] <= 1).all()
     assert data.info["sha256"]["images"] == "4ee43cbc652934bcdb711870cd9ec225ae733e89a785b2c248a044c7c468c2e0"
+
+
+def test_missing_packages_are_reported_before_anything_runs(monkeypatch):
+    found = importlib.util.find_spec
+    absent = ("torchvision", "faster_coco_eval")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else found(name, *more))
+    (problem,) = check_data({"name": "bccd"}, "data.")
+    assert "needs faster_coco_eval and torchvision, not installed here" in problem
+    assert "pip install 'dampen[detection]'" in problem

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.data.dataset import DamagedData
 from reproductions.data.unpickle import safe_unpickle
 
 

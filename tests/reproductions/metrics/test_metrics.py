@@ -8,13 +8,13 @@ import torch
 
 from dampen.studies.data import load
 from dampen.studies.data.dataset import Normalization
-from dampen.studies.data.splits import TextSplit
 from dampen.studies.metrics import (
     TASKS,
     make_metrics,
     primary,
     selection,
 )
+from reproductions.data.corpus import TextSplit
 from reproductions.data.thumos import DetectionSplit, Timeline
 from reproductions.metrics.detection import DetectionMetrics, frame_map
 from reproductions.metrics.intervals import Interval, interval_map, propose

@@ -13,19 +13,18 @@ from typer.testing import CliRunner
 
 import dampen
 from dampen.cli import build
-from dampen.kernels import timing
-from dampen.kernels.timing import compare, summarize
 from dampen.registry import methods
-from dampen.studies.bench import NOISY, Options, bench, find_variants, make_subject, papers, peak_memory
+from dampen.studies.bench import NOISY, Options, bench, find_variants, make_subject, papers, peak_memory, timing
 from dampen.studies.bench.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention, wrapped
 from dampen.studies.bench.output import remarks, save_chart
-from dampen.studies.bench.presets import PRESETS, targets_of
+from dampen.studies.bench.rows import PRESETS, targets_of
 from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.studies.bench.scaling import _too_much, scale_attention, scale_batch
 from dampen.studies.bench.subject import Subject
+from dampen.studies.bench.timing import compare, summarize
 from dampen.studies.errors import ConfigError
 from dampen.studies.report import make_report, write_report
-from dampen.studies.report.costs import bench_rows
+from dampen.studies.report.charts import bench_rows
 from tests.oracles import attention as reference
 from tests.oracles import skips as reference_skip
 from tests.oracles import stochastic as reference_stochastic

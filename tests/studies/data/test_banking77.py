@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.study.parts import ask_parts
+from dampen.studies.request import request_parts
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 
@@ -24,7 +24,7 @@ def test_minilm_learns_banking77_from_five_examples_per_class_with_three_methods
     few = ["data.limit=462", "data.train_fraction=0.8333", "data.test_limit=154", "data.max_tokens=16"]
     train = ["train.epochs=3", "train.batch_size=32", "train.lr=0.0005", "train.validate_every=3", "train.select=last"]
     rows = "drop_key(rate=0.1), drop_head(rate=0.1), r_drop + drop_key(rate=0.1)"
-    asked = ask_parts(f"hf/{model}", BANKING, rows, 1, settings=[*few, *train])
+    asked = request_parts(f"hf/{model}", BANKING, rows, 1, settings=[*few, *train])
     assert len(asked.plan.trials) == 4
     for trial in asked.plan.trials.values():
         options = Execution(threads=1, accelerator="cpu", parts=asked.parts, keep_weights=False)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dampen.studies.data.stratified import limited, stratified, train_and_valid
+from dampen.studies.data.splits import limited, stratified, train_and_valid
 
 
 @given(

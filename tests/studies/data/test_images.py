@@ -6,7 +6,8 @@ import torch
 from PIL import Image
 
 from dampen.studies.data import DamagedData, MissingData, load
-from dampen.studies.data.images import channel_statistics
+from dampen.studies.data.dataset import Normalization
+from dampen.studies.data.images import ImageSplit, channel_statistics
 from tests.reproductions.data import writers
 
 
@@ -46,7 +47,7 @@ def test_a_folder_of_classes(tmp_path, suffix):
         assert torch.equal(
             split.images.float().mean(dim=(2, 3))[:, :2].argmax(dim=1), split.labels
         )  # red cats, green dogs
-    assert any("no official test part" in words for words in dataset.info["departures"])
+    assert any("no test split" in words for words in dataset.info["departures"])
 
 
 def test_official_parts_of_a_folder_are_kept(tmp_path):
@@ -57,7 +58,7 @@ def test_official_parts_of_a_folder_are_kept(tmp_path):
     assert dataset.info["departures"] == []
     assert dataset.model_args == {"image_size": 8, "channels": 1, "classes": 2}
     writers.image_folder(tmp_path / "test", classes=("cat", "dog", "yak"), n=1)
-    with pytest.raises(DamagedData, match=r"classes that the training part lacks: \['yak'\]"):
+    with pytest.raises(DamagedData, match=r"classes that the training split lacks: \['yak'\]"):
         load("folder", tmp_path)
 
 
@@ -82,3 +83,11 @@ def test_a_broken_image_is_named(tmp_path):
         load("folder", tmp_path / "dog")
     with pytest.raises(ValueError, match=r"1 .gray. or 3"):
         load("folder", tmp_path, channels=4)
+
+
+def test_a_split_refuses_other_types_and_statistics_that_are_not_finite():
+    unit = Normalization(torch.zeros(1), torch.ones(1))
+    with pytest.raises(ValueError, match=r"uint8 \(n, channels, height, width\)"):
+        ImageSplit(torch.zeros(2, 1, 4, 4), torch.zeros(2), unit)
+    with pytest.raises(ValueError, match="finite"):
+        Normalization(torch.tensor([float("nan")]), torch.ones(1))

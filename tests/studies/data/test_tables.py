@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.data.dataset import DamagedData
 from dampen.studies.data.texts import read_table
 
 
@@ -31,11 +31,11 @@ def test_uneven_rows_are_refused_with_their_number(tmp_path):
     ("rows", "told"),
     [
         (1, "1 examples at train_fraction=0.7 leave 1 to train and 0 to validate on: give more"),
-        (2, r"got 2 in train, of which none is left for test .*Give more"),
+        (2, r"got 2 in train, and none is left for test .*Give more"),
     ],
 )
 def test_too_few_rows_for_three_parts_are_refused(rows, told):
-    from dampen.studies.data.labeled import split_rows
+    from dampen.studies.data.splits import split_rows
 
     cuts = {"seed": 0, "train_fraction": 0.7, "limit": None, "test_fraction": 0.25, "test_limit": None}
     with pytest.raises(DamagedData, match=told):

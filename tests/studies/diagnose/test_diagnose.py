@@ -13,21 +13,21 @@ from typer.testing import CliRunner
 
 from dampen.cli import build
 from dampen.diagnostics import gradient_variance, measure_calibration
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.diagnose import SECTIONS, Settings, Trained, diagnose, find_trials, from_model, from_run
-from dampen.studies.diagnose.stored import keep, kept
+from dampen.studies.diagnose.output import keep, kept
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.records.record import Record
 from dampen.studies.report.diagnosis import measured_figures
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.build import derive, make_model, seed_all
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 
-QUICK = Settings(examples=200, attack_examples=40, eps=(2.0, 8.0), steps=3, gradient_batches=3, samples=4, draws=3)
+QUICK = Settings(examples=200, attack_examples=40, eps=(2.0, 8.0), steps=3, gradient_batches=3, samples=4)
 
 
 def trial(methods=(), seed=0):
-    return TrialSpec.from_dict(
+    return Run.from_dict(
         {
             "data": {"name": "digits", "limit": 400},
             "model": {"name": "vit", "patch_size": 2, "width": 16, "depth": 2, "heads": 2, "mlp": 16},
@@ -62,16 +62,15 @@ def result(plain):
 
 
 def test_every_section_is_measured(result):
-    assert set(result["skipped"]) == {"consistency"}  # a plain model draws nothing
-    assert "no method attached" in result["skipped"]["consistency"]
-    assert set(SECTIONS) - {"consistency"} <= set(result)
-    assert set(result["seconds"]) >= set(SECTIONS) - {"consistency"}
+    assert result["skipped"] == {}
+    assert set(SECTIONS) <= set(result)
+    assert set(result["seconds"]) >= set(SECTIONS)
     json.dumps(result, allow_nan=False)
 
 
 def test_the_rebuilt_model_is_the_one_that_was_tested(runs, plain):
     for folder in find_trials(runs):
-        recorded = Record(folder).final()["test"]
+        recorded = RunStore(folder).final()["test"]
         found = diagnose(from_run(folder), Settings(examples=10**6), only=["calibration"])["calibration"]
         assert found["accuracy"] == pytest.approx(recorded["accuracy"])
         assert found["nll"] == pytest.approx(recorded["nll"], rel=1e-5)
@@ -140,14 +139,10 @@ def test_attention_maps_are_pictures(result, plain):
         assert heads.size[0] // 64 == heads.size[1] // 64 == 2  # a column per head, a row per layer
 
 
-def test_generalization_has_a_bound_from_the_initial_weights(result, plain):
+def test_generalization_compares_training_with_test(result, plain):
     found = result["generalization"]
     assert found["accuracy_gap"] == pytest.approx(found["train"]["accuracy"] - found["test"]["accuracy"])
-    bound = found["pac_bayes"]
-    assert bound["noisy_error_bound"] <= bound["bound"] <= 1
-    assert bound["kl"] > 0
-    assert bound["choices"] == len(QUICK.sigmas)
-    assert bound["prior"] == "the initial weights, before any training"
+    assert found["nll_gap"] == pytest.approx(found["test"]["nll"] - found["train"]["nll"])
     t = from_run(plain)
     seed_all(derive(0, "init"))
     fresh = make_model(trial().model, t.data.model_args)
@@ -175,8 +170,8 @@ def test_what_was_measured_is_not_measured_again(plain, result):
     assert kept(plain, Settings(examples=7)) is None  # other settings
     assert kept(plain, QUICK, ["calibration"]) == written
     again = keep(plain, diagnose(from_run(plain), QUICK, only=["attention"]))  # the other sections stay
-    assert set(SECTIONS) - {"consistency"} <= set(again)
-    assert set(again["seconds"]) >= set(SECTIONS) - {"consistency"}
+    assert set(SECTIONS) <= set(again)
+    assert set(again["seconds"]) >= set(SECTIONS)
     other = keep(plain, diagnose(from_run(plain), Settings(samples=2), only=["attention"]))  # nor do others cost them
     assert {name: other[name] for name in ("calibration", "robustness")} == {
         name: written[name] for name in ("calibration", "robustness")
@@ -200,13 +195,13 @@ def test_a_section_that_fails_later_is_no_longer_reported(plain, result):
 
 def test_the_report_draws_every_measurement(runs, plain, result, tmp_path):
     from dampen.studies.report import make_report
-    from dampen.studies.report.figure import Palette
+    from dampen.studies.report.figures import Palette
 
     shutil.copytree(plain, tmp_path / plain.name)
     keep(tmp_path / plain.name, result)
     (table,) = make_report([tmp_path]).tables
     figures = {f.key: f for f in measured_figures(table, Palette([e.name for e in table.ranked()]))}
-    assert set(figures) >= {"calibration", "attacks", "corruptions", "heads", "conditioning", "attention"}
+    assert set(figures) == {"calibration", "attacks", "corruptions", "heads"}
     assert sum(r["count"] for r in figures["calibration"].records) == 200
 
 
@@ -239,10 +234,9 @@ def test_a_language_model_is_measured_token_by_token():
     data = synthetic_text()
     model = LanguageModel(vocab=11, width=16, depth=2, heads=2, mlp=16, context=8)
     found = diagnose(Trained("synthetic", model, data, batch_size=2), QUICK)
-    assert set(found["skipped"]) == {"robustness", "corruptions", "attention_maps", "consistency"}
+    assert set(found["skipped"]) == {"robustness", "corruptions", "attention_maps"}
     assert "needs images" in found["skipped"]["robustness"]
     assert found["calibration"]["n"] == 66  # 67 tokens have 66 successors; padding counts nowhere
-    assert found["generalization"]["pac_bayes"] is None
     assert len(found["conditioning"]) == 2
 
 
@@ -266,13 +260,13 @@ def test_several_classes_at_once_have_no_calibration():
     model = FeatureEncoder(6, 3, width=16, heads=2, mlp=16, max_tokens=8, per_token=True)
     found = diagnose(Trained("synthetic", model, data, batch_size=2), QUICK)
     assert "several may be present at once" in found["skipped"]["calibration"]
-    others = {"robustness", "corruptions", "attention_maps", "generalization", "consistency"}
+    others = {"robustness", "corruptions", "attention_maps", "generalization"}
     assert set(found["skipped"]) == {"calibration", *others}
     assert found["gradient_variance"]["trace"] > 0
     assert len(found["conditioning"]) == 2
 
 
-@pytest.mark.parametrize("bad", [{"eps": (0.0,)}, {"eps": ()}, {"steps": 0}, {"sigmas": (-1.0,)}, {"draws": 0}])
+@pytest.mark.parametrize("bad", [{"eps": (0.0,)}, {"eps": ()}, {"steps": 0}, {"bins": 0}])
 def test_settings_that_measure_nothing_are_errors(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
         Settings(**bad)
@@ -337,9 +331,7 @@ def test_a_function_that_returns_a_model(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     found = from_model("my_models:small", "digits")
-    assert (
-        diagnose(found, QUICK, only=["attention", "generalization"])["generalization"]["pac_bayes"]["prior"] == "zeros"
-    )
+    assert set(diagnose(found, QUICK, only=["attention", "generalization"])) >= {"attention", "generalization"}
     found.picture = tmp_path / "mine.png"
     maps = diagnose(found, QUICK, only=["attention_maps"])["attention_maps"]
     assert (maps["file"], maps["heads_file"]) == ("mine.png", "mine-heads.png")

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.engines.engine import Job, make_engine
+from dampen.studies.engines import Job, make_engine
 from dampen.studies.engines.local import LocalEngine
+from dampen.studies.environment import usable_cores
 from dampen.studies.errors import ConfigError
-from dampen.studies.records.environment import usable_cores
-from dampen.studies.records.record import Record, locked
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore, locked
 from dampen.studies.trainer.checkpoint import saved_states
 from dampen.studies.trainer.train import run_trial
 
@@ -40,7 +40,7 @@ def test_workers_stay_alive_between_trials_and_records_equal_those_of_one_proces
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_its_trial_resumed_and_a_failure_stays_alone(tmp_path, small, quick):
     good = small(epochs=8)
-    bad = TrialSpec.from_dict({**good.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
+    bad = Run.from_dict({**good.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
     killed = []
 
     def report(trial, event):
@@ -92,7 +92,7 @@ def test_interrupting_leaves_checkpoints_that_resume(tmp_path, small, quick):
 def test_data_that_is_missing_stops_the_run_and_a_folder_in_use_is_said(tmp_path, small, quick):
     there = small()
     busy = small(seed=7)
-    missing = [TrialSpec.from_dict({**there.to_dict(), "data": {"name": "cifar10"}, "seed": s}) for s in range(3)]
+    missing = [Run.from_dict({**there.to_dict(), "data": {"name": "cifar10"}, "seed": s}) for s in range(3)]
     execution = replace(quick, data_dir=str(tmp_path / "nowhere"))
     with locked(tmp_path / busy.id):
         outcomes = LocalEngine(workers=1).run(jobs_of(tmp_path, [busy, *missing]), execution, lambda *_: None)
@@ -122,4 +122,4 @@ def test_engines_by_name():
 def test_records_can_be_read_while_others_write(tmp_path, small, quick):
     trial = small(epochs=1)
     run_trial(trial, tmp_path, quick)
-    assert Record(tmp_path).final()["id"] == trial.id
+    assert RunStore(tmp_path).final()["id"] == trial.id

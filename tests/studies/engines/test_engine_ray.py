@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.engines.engine import Job, make_engine
-from dampen.studies.engines.ray_engine import bring_home
+from dampen.studies.engines import Job, make_engine
+from dampen.studies.engines.ray import bring_home
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.records.record import Record
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 
 
@@ -54,7 +54,7 @@ def test_a_node_that_does_not_start_in_time_is_told_in_words(tmp_path, monkeypat
 def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quick):
     good = [small(seed=s, epochs=1) for s in range(2)]
     long = small(seed=9, epochs=100)  # long enough that the kill arrives before its end on any machine
-    bad = TrialSpec.from_dict({**long.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
+    bad = Run.from_dict({**long.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
     events, warnings, killed = [], [], []
 
     def report(trial, event):
@@ -74,10 +74,10 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quic
     assert "goes on from its last checkpoint" in warning
     # nothing lost: the same weights as without Ray and without a death, and a whole log
     whole = run_trial(long, tmp_path / "alone", quick)
-    final = Record(tmp_path / long.id).final()
+    final = RunStore(tmp_path / long.id).final()
     assert final["last_weights"] == whole["last_weights"]
     assert final["resumed"] == 1
-    assert [line["epoch"] for line in Record(tmp_path / long.id).lines()] == list(range(1, 101))
+    assert [line["epoch"] for line in RunStore(tmp_path / long.id).lines()] == list(range(1, 101))
     # nothing doubled: one outcome each, one folder each, no lock and no checkpoint left
     assert sorted(t for t, kind in events if kind == "outcome") == sorted(outcomes)
     for trial in [long, *good]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dampen.cli import main
-from dampen.studies.config.plan import Plan
+from dampen.studies.comparison import Comparison
 
 RECIPE = """
 title = "tuned"
@@ -44,9 +44,9 @@ def test_rows_are_trained_at_the_point_that_validation_prefers_on_the_tuning_see
     tried = json.loads((folder / "search.json").read_text())
     assert list(tried["rows"]) == ["dropkey"]  # plain has nothing to choose
     trials = {t["values"]["rate"]: t["valid"] for t in tried["rows"]["dropkey"]["trials"]}
-    plan = Plan.load(folder)
+    plan = Comparison.load(folder)
     (point,) = next(r for r in plan.rows if r.name == "dropkey").points
-    assert point.grid["rate"] == max(trials, key=lambda rate: trials[rate])
+    assert trials[point.grid["rate"]] == max(trials.values())
     assert set(point.trials) == {"0", "1"}
     assert all((folder / i / "final.json").exists() for i in plan.trials)
     assert {p.name for p in (folder / "search").iterdir() if p.is_dir()} == {

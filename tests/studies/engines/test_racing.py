@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.verdict_power import false_claims_fixed, false_claims_sequential
-from dampen.studies.engines.racing import race, seconds
+from dampen.studies import stats as sequential
 from dampen.studies.errors import ConfigError
-from dampen.studies.records import sequential
-from dampen.studies.records.stats import holm
-from dampen.studies.records.verdict import judge, words
+from dampen.studies.sequential import race, seconds
+from dampen.studies.stats import holm
+from dampen.studies.verdict import judge, words
 
 differences = st.lists(st.floats(-5, 5), min_size=3, max_size=12).filter(lambda d: np.std(d[:2]) > 0.01)
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.config.design import Axis
-from dampen.studies.config.recipe import Recipe
-from dampen.studies.config.search_space import axis_of, make_searchable, plan_at
-from dampen.studies.engines.search import Search, _release_dead, _study, run_one, search
 from dampen.studies.errors import LabError
-from dampen.studies.records.record import Record
-from dampen.studies.records.table import plan_table
-from dampen.studies.report.trust import tuned
+from dampen.studies.optuna_search import Search, _release_dead, _study, run_one, search
+from dampen.studies.recipe import Recipe
+from dampen.studies.report.summary import tuned
+from dampen.studies.search_space import Axis
+from dampen.studies.store import RunStore
+from dampen.studies.table import comparison_table
+from dampen.studies.tuning import axis_of, make_searchable, plan_at
 
 
 def recipe(grid=None, rows=None, epochs=2):
@@ -101,16 +101,16 @@ def test_a_hopeless_trial_is_pruned_and_a_good_one_told(tmp_path, quick):
     assert last.state == optuna.trial.TrialState.PRUNED
     assert 2 <= last.last_step < 30
     folder = tmp_path / "search" / last.user_attrs["id"]
-    assert Record(folder).final() is None
+    assert RunStore(folder).final() is None
     assert not list(folder.glob("checkpoint*"))
-    assert len(Record(folder).lines()) == last.last_step
+    assert len(RunStore(folder).lines()) == last.last_step
     short = plan_of(tmp_path / "short", quick, epochs=1)
     (tmp_path / "short").mkdir()
     study = _study(short, "plain")
     assert run_one(short, "plain", study, study.ask()).startswith("validation 0.")
     assert (
         study.best_value
-        == Record(tmp_path / "short" / "search" / study.best_trial.user_attrs["id"]).final()["valid"]["accuracy"]
+        == RunStore(tmp_path / "short" / "search" / study.best_trial.user_attrs["id"]).final()["valid"]["accuracy"]
     )
 
 
@@ -162,8 +162,8 @@ def test_a_real_search_gives_each_row_its_best_point_on_all_seeds(tmp_path, quic
         best = max((t for t in tried if t["state"] == "complete"), key=lambda t: t["valid"])
         assert point.grid == best["values"]
         assert best["id"] not in point.trials.values()  # tuned on a seed that the table does not use
-        assert Record(tmp_path / "run" / "search" / best["id"]).final()["valid"]["accuracy"] == best["valid"]
-    told = tuned(plan_table(plan, {}))
+        assert RunStore(tmp_path / "run" / "search" / best["id"]).final()["valid"]["accuracy"] == best["valid"]
+    told = tuned(comparison_table(plan, {}))
     assert told.startswith("Settings were tuned: 2 trials for every row on tuning seeds ")
     assert Path(tmp_path / "team.db").exists()
     again = []
@@ -185,7 +185,7 @@ def test_the_report_leaves_the_search_aside(tmp_path, quick):
 
 
 def test_the_command_refuses_what_it_does_not_know():
-    from dampen.cli.searching import check_search, engine_options
+    from dampen.cli.running import check_search, engine_options
     from dampen.studies.errors import ConfigError
 
     check_search("optuna")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.records.record import Record
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import saved_states
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups with signals")
@@ -61,8 +61,8 @@ def test_a_signal_to_the_group_leaves_a_run_that_resumes(tmp_path, number):
         assert json.loads(out)["trials"] == {"interrupted": 2}
         for folder in tmp_path.glob("*/*/"):
             (state, *_) = saved_states(folder, "checkpoint")  # taken when the signal came: no line of the log is ahead
-            assert len(Record(folder).lines()) > 0
-            assert int(state.name.split("-")[1]) >= Record(folder).lines()[-1]["step"]
+            assert len(RunStore(folder).lines()) > 0
+            assert int(state.name.split("-")[1]) >= RunStore(folder).lines()[-1]["step"]
         wait_for(lambda: not processes_of(process.pid), 20)
     finally:
         if process.poll() is None:

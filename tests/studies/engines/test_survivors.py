@@ -12,7 +12,7 @@ import dampen
 from dampen import DropKey
 from dampen.models import build_model
 from dampen.studies.files import atomic_file
-from dampen.studies.records.record import locked
+from dampen.studies.store import locked
 from dampen.studies.trainer.bookkeeping import Bookkeeping
 from dampen.studies.trainer.checkpoint import rng_state, set_rng_state
 

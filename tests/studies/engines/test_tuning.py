@@ -1,22 +1,21 @@
 """A recipe's search: the same settings for all rows, ties, edges, seeds of its own, and one real run on digits."""
 
 import json
+import math
 import tomllib
 
 import pytest
 
 from dampen.cli import main
-from dampen.studies.config.design import Axis, design, read_axis
-from dampen.studies.config.plan import Plan, design_of, make_plan
-from dampen.studies.config.recipe import parse_recipe
-from dampen.studies.config.search_space import tuned_recipe
-from dampen.studies.engines.grid_tuning import tune, tuning_plan
+from dampen.studies.comparison import Comparison, design_of, make_comparison
 from dampen.studies.errors import ConfigError, LabError
-from dampen.studies.records.selection import Tried, remarks, select
+from dampen.studies.recipe import parse_recipe
 from dampen.studies.report import make_report
 from dampen.studies.report.formats import to_json
-from dampen.studies.report.trust import tuned
-from dampen.studies.study.parts import comparison
+from dampen.studies.report.summary import tuned
+from dampen.studies.request import comparison
+from dampen.studies.search_space import Axis, Tried, design, read_axis, remarks, select
+from dampen.studies.tuning import count_runs, tune, tuned_recipe, tuning_plan
 
 RECIPE = """
 title = "tuned"
@@ -120,6 +119,11 @@ def test_rows_can_leave_an_axis_out():
         ([("low = 0.05, high = 0.6", "lo = 0.05, high = 0.6")], "search.rate.lo: unknown key"),
         ([("low = 0.01, high = 3,", "low = 0, high = 3,")], "a logarithmic range starts above 0"),
         ([("[0.3, 1, 3]", "[1]")], "search.weight: expected at least two different values"),
+        (
+            [("settings = 4", "settings = 4\nstrength_settings = 0")],
+            "strength_settings: expected a whole number from 1",
+        ),
+        ([("low = 0.05, high = 0.6", "low = 0.05, high = 0.6, start = 0.7")], "start must lie between low and high"),
         ([("seeds = [0, 1, 2]", "seeds = [0]\ntuning_seeds = [7, 8]")], "a search needs at least 3"),
         ([("seeds = [0, 1, 2]", "seeds = [0, 7]\ntuning_seeds = [7, 8, 9]")], "are seeds of the table too"),
         ([("rate = { low = 0.05", "share = { low = 0.05")], "search.share: no row says '$share'"),
@@ -128,7 +132,7 @@ def test_rows_can_leave_an_axis_out():
 )
 def test_a_search_that_cannot_be_meant_is_refused(changes, told):
     with pytest.raises(ConfigError) as error:
-        make_plan(recipe(*changes))
+        make_comparison(recipe(*changes))
     assert told in str(error.value)
 
 
@@ -147,17 +151,17 @@ ONE_LIST = [
 
 def test_lists_that_make_too_few_settings_are_refused():
     with pytest.raises(ConfigError, match="its axes make only 3 different settings of 4"):
-        make_plan(recipe(("low = 1e-3, high = 1e-2, log = true }", "low = 1e-3, high = 1e-2 }"), *ONE_LIST))
+        make_comparison(recipe(("low = 1e-3, high = 1e-2, log = true }", "low = 1e-3, high = 1e-2 }"), *ONE_LIST))
 
 
 def test_planning_twelve_rows_with_sixty_seeds_takes_no_time_to_speak_of(monkeypatch):
     """Counted, not timed: each trial is hashed once."""
-    from dampen.studies.config.trial import TrialSpec
+    from dampen.studies.run import Run
 
     hashed = []
-    before = TrialSpec.canonical
-    monkeypatch.setattr(TrialSpec, "canonical", lambda self: hashed.append(1) or before(self))
-    plan = make_plan(recipe(), seeds=range(60))
+    before = Run.canonical
+    monkeypatch.setattr(Run, "canonical", lambda self: hashed.append(1) or before(self))
+    plan = make_comparison(recipe(), seeds=range(60))
     plan.labels(plan.chosen())
     assert len(plan.chosen()) == 3 * 60
     assert len(hashed) == 3 * 60
@@ -239,11 +243,11 @@ class Answers:
         self.value, self.runs, self.trained = value, [], 0
 
     def __call__(self, plan, place):
-        from dampen.studies.records.record import Record
+        from dampen.studies.store import RunStore
 
         self.runs.append(plan)
         for id, trial in plan.trials.items():
-            record = Record(place / id)
+            record = RunStore(place / id)
             if record.done:
                 continue
             self.trained += 1
@@ -265,7 +269,7 @@ def test_a_choice_at_the_end_of_a_range_extends_it_once_for_every_row_alike(tmp_
     alone += [("weight = [0.3, 1, 3]", ""), ('"$rate"', "0.2"), ('"$weight"', "1.0")]
     alone += [("search = { rate = { low = 0.2, high = 0.9 }, weight = { low = 0.1, high = 10, log = true } }\n", "")]
     found = recipe(("settings = 4", "settings = 8"), *alone)
-    plan, code = tune(found, make_plan(found), tmp_path, None, [], [], answers)
+    plan, code = tune(found, make_comparison(found), tmp_path, None, [], [], answers)
     assert code == 0
     assert len(answers.runs) == 2
     assert [len(p.trials) for p in answers.runs] == [3 * 8 * 3, 3 * 2 * 3]
@@ -283,7 +287,7 @@ def test_a_choice_at_the_end_of_a_range_extends_it_once_for_every_row_alike(tmp_
 
 def test_each_value_by_tuning_seed_is_recorded(tmp_path):
     answers = Answers(lambda t: t.seed - 10_000 - abs(t.train.lr - 0.004))
-    tune(recipe(), make_plan(recipe()), tmp_path, None, [], [], answers)
+    tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)
     record = json.loads((tmp_path / "search.json").read_text())
     assert record["seeds"] == [10_000, 10_001, 10_002]
     for row in record["rows"].values():
@@ -298,42 +302,122 @@ def test_each_value_by_tuning_seed_is_recorded(tmp_path):
 
 def test_the_same_command_again_trains_nothing_and_chooses_the_same(tmp_path):
     answers = Answers(lambda t: t.train.lr)
-    first, _ = tune(recipe(), make_plan(recipe()), tmp_path, None, [], [], answers)
+    first, _ = tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)
     trained = answers.trained
-    again, _ = tune(recipe(), make_plan(recipe()), tmp_path, None, [], [], answers)
+    again, _ = tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)
     assert answers.trained == trained
     assert again == first
 
 
 def test_a_row_whose_runs_all_failed_stops_and_one_that_diverged_does_not(tmp_path):
     def fails(plan, place):
-        plan = Plan(**{**plan.__dict__, "trials": {i: t for i, t in plan.trials.items() if not t.methods}})
+        plan = Comparison(**{**plan.__dict__, "trials": {i: t for i, t in plan.trials.items() if not t.methods}})
         return Answers(lambda t: 0.5)(plan, place) or 1
 
     with pytest.raises(LabError, match="No setting of 'dropkey' can be chosen: no tuning run of it came to an end"):
-        tune(recipe(), make_plan(recipe()), tmp_path / "failed", None, [], [], fails)
+        tune(recipe(), make_comparison(recipe()), tmp_path / "failed", None, [], [], fails)
     answers = Answers(lambda t: None if t.methods else 0.5)
-    plan, code = tune(recipe(), make_plan(recipe()), tmp_path / "diverged", None, [], [], answers)
+    plan, code = tune(recipe(), make_comparison(recipe()), tmp_path / "diverged", None, [], [], answers)
     assert code == 0
     assert settings_of(tmp_path / "diverged", "dropkey")["chosen"] is None
     assert len(plan.rows) == 3
 
 
 def test_seeds_of_the_tuning_are_refused_as_seeds_of_the_table(tmp_path):
-    plan = make_plan(recipe(), seeds=[10_001])
+    plan = make_comparison(recipe(), seeds=[10_001])
     with pytest.raises(ConfigError, match="are tuning seeds"):
         tune(recipe(), plan, tmp_path, None, [], [], Answers(lambda t: 0.5))
 
 
 def test_one_row_can_be_tuned_alone_and_the_others_later(tmp_path):
     answers = Answers(lambda t: t.train.lr)
-    tune(recipe(), make_plan(recipe()), tmp_path, None, [], ["dropkey"], answers)
+    tune(recipe(), make_comparison(recipe()), tmp_path, None, [], ["dropkey"], answers)
     assert {r.name for p in answers.runs for r in p.rows} == {"dropkey"}
     alone = settings_of(tmp_path, "dropkey")
     assert settings_of(tmp_path, "baseline")["chosen"] is None
-    tune(recipe(), make_plan(recipe()), tmp_path, None, [], [], answers)
+    tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)
     assert settings_of(tmp_path, "dropkey") == alone
     assert settings_of(tmp_path, "baseline")["chosen"] is not None
+
+
+TWO_STAGES = [
+    ("settings = 4", "settings = 6\nstrength_settings = 3"),
+    ("rate = { low = 0.05, high = 0.6 }", "rate = { low = 0.05, high = 0.6, start = 0.2 }"),
+]
+
+
+def peak(trial, rate=0.5):
+    """Validation that is best at learning rate 0.003, weight decay 0.3 and this rate of DropKey."""
+    away = abs(math.log(trial.train.lr / 0.003)) + abs(math.log(trial.train.weight_decay / 0.3)) / 5
+    found = [m["rate"] for m in trial.methods if m["name"] == "drop_key" and not isinstance(m["rate"], dict)]
+    return -away - abs(found[0] - rate) / 10 if found else -away
+
+
+def test_two_stages_spend_the_same_budget_on_every_row(tmp_path):
+    """An own search over the record: first learning rates and decays at one strength, then what each row has left."""
+    answers = Answers(peak)
+    found = recipe(*TWO_STAGES)
+    assert count_runs(tuning_plan(found, None, [], [])) == 3 * (6 + 3) * 3
+    tune(found, make_comparison(found), tmp_path, None, [], [], answers)
+    assert [len(p.trials) for p in answers.runs][:2] == [3 * 6 * 3, 3 * 3 * 3]
+    told = {row: settings_of(tmp_path, row) for row in ("baseline", "dropkey", "R-Drop")}
+    values = {row: [t["values"] for t in own["trials"]] for row, own in told.items()}
+    common = {row: [(s["train.lr"], s["train.weight_decay"]) for s in own] for row, own in values.items()}
+    assert common["baseline"][:6] == common["dropkey"][:6] == common["R-Drop"][:6]
+    assert {s["rate"] for s in values["dropkey"][:6]} == {0.2}
+    assert {s["weight"] for s in values["R-Drop"][:6]} == {1.0}  # no start: the middle of 0.1 to 10
+    best = max(told["dropkey"]["trials"][:6], key=lambda t: t["valid"])["values"]
+    assert [s | {"rate": 0} for s in values["dropkey"][6:9]] == [best | {"rate": 0}] * 3
+    assert sorted(s["rate"] for s in values["dropkey"][6:9]) == [0.1417, 0.325, 0.5083]  # a third of the range each
+    assert told["dropkey"]["chosen"] == best | {"rate": 0.5083}
+    around = max(told["baseline"]["trials"][:6], key=lambda t: t["valid"])["values"]
+    assert len(set(common["baseline"][:9])) == 9
+    for lr, decay in common["baseline"][6:9]:  # half the logarithmic range, centered or moved inside
+        assert abs(math.log10(lr / around["train.lr"])) <= 0.5
+        assert abs(math.log10(decay / around["train.weight_decay"])) <= 0.5 * math.log10(300)
+    assert not any(t["extension"] for own in told.values() for t in own["trials"][:9])
+
+
+def test_the_second_stage_of_a_row_does_not_depend_on_the_others(tmp_path):
+    found = recipe(*TWO_STAGES)
+    tune(found, make_comparison(found), tmp_path / "all", None, [], [], Answers(peak))
+    tune(found, make_comparison(found), tmp_path / "one", None, [], ["dropkey"], Answers(peak))
+    assert settings_of(tmp_path / "one", "dropkey") == settings_of(tmp_path / "all", "dropkey")
+    again = Answers(peak)
+    tune(found, make_comparison(found), tmp_path / "all", None, [], [], again)
+    assert again.trained == 0
+
+
+def test_ties_of_the_first_stage_go_to_the_middle_and_ends_extend_once_after_the_second(tmp_path):
+    found = recipe(*TWO_STAGES)
+    tune(found, make_comparison(found), tmp_path / "ties", None, [], [], Answers(lambda t: 0.5))
+    tied = settings_of(tmp_path / "ties", "dropkey")
+    assert (tied["tied"], tied["extended"]) == (9, [])
+    answers = Answers(lambda t: peak(t, rate=0.9))
+    tune(found, make_comparison(found), tmp_path / "ends", None, [], [], answers)
+    end = settings_of(tmp_path / "ends", "dropkey")
+    assert [t["extension"] for t in end["trials"]].count(True) == 3  # a quarter of 9, rounded up
+    assert {"axis": "rate", "end": "upper", "to": 0.7375} in end["extended"]
+    assert end["chosen"] == max(end["trials"], key=lambda t: t["valid"])["values"]
+
+
+def test_a_row_whose_first_stage_diverged_has_no_second(tmp_path):
+    found = recipe(*TWO_STAGES)
+    tune(found, make_comparison(found), tmp_path, None, [], [], Answers(lambda t: None if t.methods else peak(t)))
+    assert len(settings_of(tmp_path, "dropkey")["trials"]) == 6
+    assert len(settings_of(tmp_path, "baseline")["trials"]) >= 9
+
+
+def test_strengths_alone_need_no_second_kind_of_stage(tmp_path):
+    """With the learning rate and the decay fixed, both stages search the strength, the second close to the best."""
+    given = ["train.lr=0.003", "train.weight_decay=0.3"]
+    found = recipe(*TWO_STAGES)
+    tune(found, make_comparison(found, settings=given), tmp_path, None, given, [], Answers(lambda t: peak(t, rate=0.3)))
+    rates = [t["values"]["rate"] for t in settings_of(tmp_path, "dropkey")["trials"]]
+    assert len(rates) >= 9
+    chosen = max(settings_of(tmp_path, "dropkey")["trials"][:6], key=lambda t: t["valid"])["values"]["rate"]
+    assert chosen not in rates[6:9]  # nothing is tried twice
+    assert max(abs(r - 0.3) for r in rates[6:9]) <= 0.25 * 0.55 + 0.05
 
 
 def test_a_comparison_is_tuned_with_its_reference_over_rate_learning_rate_and_decay():
@@ -344,9 +428,11 @@ def test_a_comparison_is_tuned_with_its_reference_over_rate_learning_rate_and_de
     assert [a.key for a in axes["drop_key(rate=0.2)"]] == ["train.lr", "train.weight_decay", "drop_key_rate"]
     assert [a.key for a in axes["params(weight_decay=0.3)"]] == ["train.lr"]  # what it says stays
     assert (axes["plain"][0].low, axes["plain"][0].high) == pytest.approx((0.002, 0.05))
-    assert {len(own) for own in settings.values()} == {5}
+    assert {len(own) for own in settings.values()} == {4}  # and one of the strength alone, at the best of these
+    assert {s["drop_key_rate"] for s in settings["drop_key(rate=0.2)"]} == {0.2}  # what the user wrote
     plan = tuning_plan(found, None, [], [])
-    assert len(plan.trials) == 3 * 5 * 3
+    assert len(plan.trials) == 3 * 4 * 3
+    assert count_runs(plan) == 3 * 5 * 3
 
 
 def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
@@ -363,7 +449,7 @@ def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
     said = run()
     assert "baseline: lr" in said.err
     folder = tmp_path / "runs" / "tuned-laptop"
-    record, plan = json.loads((folder / "search.json").read_text()), Plan.load(folder)
+    record, plan = json.loads((folder / "search.json").read_text()), Comparison.load(folder)
     assert list(record["rows"]) == ["baseline", "dropkey", "R-Drop"]
     for row in plan.rows:
         (point,) = row.points

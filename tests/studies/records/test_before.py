@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.config.plan import Plan
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.comparison import Comparison
 from dampen.studies.files import read_json
 from dampen.studies.report import make_report
-from dampen.studies.report.trust import noise, tuned
+from dampen.studies.report.summary import noise, tuned
+from dampen.studies.run import Run
 
 PACKS = ("attentiondrop/cifar10", "dropkey/schedules_cifar10", "explicit_dropout/table_1", "explicit_dropout/table_5")
 REPRODUCTIONS = Path(__file__).parents[3] / "reproductions"
@@ -27,7 +27,7 @@ def test_ids_are_what_they_were(name):
     assert configs
     for config in configs:
         asked = {key: value for key, value in config.items() if key != "id"}
-        assert TrialSpec.from_stored(asked).id == config["id"]
+        assert Run.from_stored(asked).id == config["id"]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_records_of_format_1_mean_what_they_meant(name, split):
     runs = [run for entry in table.entries for run in entry.cell.runs.values()]
     assert runs
     for run in runs:
-        trial = TrialSpec.from_stored({k: v for k, v in run.config.items() if k != "id"})
+        trial = Run.from_stored({k: v for k, v in run.config.items() if k != "id"})
         assert trial.id == run.id
         assert trial.format == 1
         assert trial.data == run.config["data"]
@@ -58,7 +58,7 @@ def test_a_plan_of_format_1_loads_and_plans_no_other_trials(tmp_path):
     assert all(id == trial.id for id, trial in plan.trials.items())
     assert {t.format for t in plan.trials.values()} == {1}
     plan.save(tmp_path)
-    assert Plan.load(tmp_path) == plan
+    assert Comparison.load(tmp_path) == plan
 
 
 def test_a_pack_is_read_whole():

@@ -5,17 +5,16 @@ import shutil
 
 import pytest
 
-from dampen.studies.config.plan import Plan, make_plan
-from dampen.studies.engines.runner import run_plan
+from dampen.studies.comparison import Comparison, load_comparison, make_comparison, rebuild_plan
+from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import DamagedRecord, Interrupted, LabError
 from dampen.studies.files import CHECKSUM, sealed, unsealed
-from dampen.studies.records.rebuild import load_plan, rebuild_plan
-from dampen.studies.records.record import Record
-from dampen.studies.records.table import read_results
 from dampen.studies.report import make_report
+from dampen.studies.report.packs import pack, to_text
 from dampen.studies.report.read import collect
-from dampen.studies.report.stored import pack, to_text
-from dampen.studies.study.parts import comparison
+from dampen.studies.request import comparison
+from dampen.studies.store import RunStore
+from dampen.studies.table import read_results
 from dampen.studies.trainer.checkpoint import load_state, save_state, saved_states
 from dampen.studies.trainer.train import run_trial
 from tests.studies.synthetic_runs import write_study
@@ -52,7 +51,7 @@ def test_a_damaged_log_is_noticed_on_resume_and_repaired(tmp_path, small, quick,
     whole = run_trial(trial, tmp_path / "whole", quick)
     cut_at(trial, tmp_path / "cut", quick, 14)  # in the third epoch, so two lines are there
     log = tmp_path / "cut" / "log.jsonl"
-    assert len(Record(tmp_path / "cut").lines()) == 2
+    assert len(RunStore(tmp_path / "cut").lines()) == 2
     log.write_text(harm(log.read_text()))
     result, warnings = resume(trial, tmp_path / "cut", quick)
     assert len(warnings) == 1
@@ -85,8 +84,8 @@ def test_a_damaged_companion_does_not_block_an_intact_checkpoint(tmp_path, small
     result, _ = resume(trial, tmp_path, quick)
     assert result["resumed"] == 1
     assert (tmp_path / f"{name.split('.')[0]}.damaged.json").read_text() == content  # nothing is thrown away
-    assert Record(tmp_path).trial() == trial
-    assert Record(tmp_path).sessions()[-1]["threads"] == 1
+    assert RunStore(tmp_path).trial() == trial
+    assert RunStore(tmp_path).sessions()[-1]["threads"] == 1
 
 
 def test_a_changed_result_is_noticed(tmp_path, small, quick):
@@ -94,22 +93,22 @@ def test_a_changed_result_is_noticed(tmp_path, small, quick):
     path = tmp_path / "final.json"
     content = json.loads(path.read_text())
     assert content.pop(CHECKSUM)
-    assert content == result == Record(tmp_path).final()
+    assert content == result == RunStore(tmp_path).final()
     changed = json.loads(path.read_text())
     changed["test"]["accuracy"] = 0.999
     path.write_text(json.dumps(changed))
     with pytest.raises(DamagedRecord, match=r"final\.json was changed.*Delete this file"):
-        Record(tmp_path).final()
+        RunStore(tmp_path).final()
     path.write_text(json.dumps(content))  # as older versions wrote it
-    assert Record(tmp_path).final() == result
+    assert RunStore(tmp_path).final() == result
     log = tmp_path / "log.jsonl"
     log.write_text("")
     with pytest.raises(DamagedRecord, match=r"log\.jsonl is damaged: it has 0 lines, .* after 1"):
-        Record(tmp_path).lines()
+        RunStore(tmp_path).lines()
 
 
 def test_a_flipped_byte_in_the_log_names_the_file_and_the_line(tmp_path):
-    record = Record(tmp_path)
+    record = RunStore(tmp_path)
     for epoch in range(3):
         record.log({"epoch": epoch, "valid": {"accuracy": 0.25}})
     path = tmp_path / "log.jsonl"
@@ -130,7 +129,7 @@ def test_a_flipped_byte_in_the_log_names_the_file_and_the_line(tmp_path):
 
 def test_lines_without_checksums_are_read(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"epoch": 0}\n{"epoch": 1}\n')
-    assert Record(tmp_path).lines() == [{"epoch": 0}, {"epoch": 1}]
+    assert RunStore(tmp_path).lines() == [{"epoch": 0}, {"epoch": 1}]
     assert unsealed({"a": 1}, "x", "y") == {"a": 1}
     assert unsealed(sealed({"a": 1}), "x", "y") == {"a": 1}
 
@@ -143,9 +142,9 @@ def copy(study, tmp_path):
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"rows": 3}', ""])
 def test_a_damaged_plan_is_rebuilt_from_its_trials(copy, content):
-    before = Plan.load(copy)
+    before = Comparison.load(copy)
     (copy / "plan.json").write_text(content)
-    plan = load_plan(copy)
+    plan = load_comparison(copy)
     recorded = {i for i in before.trials if (copy / i / "config.json").exists()}
     assert set(plan.trials) == recorded
     assert "made again from the trials" in plan.departures[0]
@@ -159,22 +158,22 @@ def test_a_plan_without_trials_cannot_be_rebuilt(tmp_path):
     (tmp_path / "plan.json").write_text("{")
     assert not rebuild_plan(tmp_path).trials
     with pytest.raises(LabError, match="no trial lies beside it"):
-        load_plan(tmp_path)
+        load_comparison(tmp_path)
 
 
 def test_one_damaged_result_does_not_stop_the_others(tmp_path, quick):
     settings = ["data.limit=300", "train.epochs=1", "model.width=16", "model.depth=1", "model.heads=2", "model.mlp=16"]
-    plan = make_plan(comparison("digits", None, "drop_key", 1), settings=settings)
+    plan = make_comparison(comparison("digits", None, "drop_key", 1), settings=settings)
     first, second = plan.chosen()
     run_trial(first, tmp_path / first.id, quick)
     path = tmp_path / first.id / "final.json"
     path.write_text(path.read_text().replace('"status": "finished"', '"status": "finnished"'))
-    run = run_plan(plan, tmp_path, [first, second], quick, workers=1)
+    run = run_comparison(plan, tmp_path, [first, second], quick, workers=1)
     assert run.counts() == {"failed": 1, "finished": 1}
     assert str(path) in run.messages()[0]
     assert list(read_results(plan, tmp_path)) == [second.id]
     path.unlink()  # as the message says
-    assert run_plan(plan, tmp_path, [first, second], quick, workers=1).exit_code == 0
+    assert run_comparison(plan, tmp_path, [first, second], quick, workers=1).exit_code == 0
 
 
 def test_a_changed_pack_is_noticed(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from dampen.studies.errors import DiskFull, LabError, Locked
 from dampen.studies.files import atomic_file, write_json
 from dampen.studies.processes import start
-from dampen.studies.records.record import Record, clean_folder, locked
+from dampen.studies.store import RunStore, clean_folder, locked
 from dampen.studies.trainer.checkpoint import load_newest, load_state, save_state, save_weights, saved_states
 
 
@@ -78,7 +78,7 @@ def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
 
 
 def test_the_log_survives_a_torn_line_and_can_be_cut_back(tmp_path):
-    record = Record(tmp_path)
+    record = RunStore(tmp_path)
     for epoch in range(3):
         record.log({"epoch": epoch})
     with (tmp_path / "log.jsonl").open("a") as file:
@@ -90,15 +90,15 @@ def test_the_log_survives_a_torn_line_and_can_be_cut_back(tmp_path):
 
 
 def test_a_folder_belongs_to_one_trial(tmp_path, small):
-    Record(tmp_path).start(small(), {"threads": 1})
-    Record(tmp_path).start(small(), {"threads": 1})
-    assert len(Record(tmp_path).sessions()) == 2
-    assert Record(tmp_path).trial() == small()
+    RunStore(tmp_path).start(small(), {"threads": 1})
+    RunStore(tmp_path).start(small(), {"threads": 1})
+    assert len(RunStore(tmp_path).sessions()) == 2
+    assert RunStore(tmp_path).trial() == small()
     with pytest.raises(LabError, match="holds trial"):
-        Record(tmp_path).start(small(lr=0.5), {"threads": 1})
+        RunStore(tmp_path).start(small(lr=0.5), {"threads": 1})
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(LabError, match=r"config\.json is damaged"):
-        Record(tmp_path).trial()
+        RunStore(tmp_path).trial()
 
 
 def test_two_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path):
@@ -140,19 +140,19 @@ def test_a_checkpoint_that_carries_code_is_not_run(tmp_path):
 
 def test_reopening_forgets_what_diverged_and_nothing_else(tmp_path):
     for name, status in {"a": "finished", "b": "diverged"}.items():
-        Record(tmp_path / name).finish({"id": "x", "status": status})
-    Record(tmp_path / "b" / "pretrain").finish({"id": "y", "status": "diverged"})
-    Record(tmp_path / "a" / "pretrain").finish({"id": "y", "status": "diverged"})
+        RunStore(tmp_path / name).finish({"id": "x", "status": status})
+    RunStore(tmp_path / "b" / "pretrain").finish({"id": "y", "status": "diverged"})
+    RunStore(tmp_path / "a" / "pretrain").finish({"id": "y", "status": "diverged"})
     for name in ("a", "b", "never begun"):
-        Record(tmp_path / name).reopen()
-    assert Record(tmp_path / "a").final() == {"id": "x", "status": "finished"}
-    assert Record(tmp_path / "b").final() is None
+        RunStore(tmp_path / name).reopen()
+    assert RunStore(tmp_path / "a").final() == {"id": "x", "status": "finished"}
+    assert RunStore(tmp_path / "b").final() is None
     assert not list(tmp_path.glob("*/pretrain/final.json"))  # it runs again with the training that it began
 
 
 @pytest.mark.parametrize("torn", ["", "{", '{"epoch": 2, "valid": {"accuracy": 0.25}}'])
 def test_a_torn_last_line_is_left_out_wherever_it_was_torn(tmp_path, torn):
-    record = Record(tmp_path)
+    record = RunStore(tmp_path)
     for epoch in range(2):
         record.log({"epoch": epoch})
     with (tmp_path / "log.jsonl").open("a") as file:
@@ -161,9 +161,9 @@ def test_a_torn_last_line_is_left_out_wherever_it_was_torn(tmp_path, torn):
 
 
 def test_there_is_a_result_or_not(tmp_path):
-    assert Record(tmp_path).done is False
-    Record(tmp_path).finish({"id": "x", "status": "finished"})
-    assert Record(tmp_path).done is True
+    assert RunStore(tmp_path).done is False
+    RunStore(tmp_path).finish({"id": "x", "status": "finished"})
+    assert RunStore(tmp_path).done is True
 
 
 def test_folders_with_spaces_and_letters_of_other_languages(tmp_path, small, quick):
@@ -172,7 +172,7 @@ def test_folders_with_spaces_and_letters_of_other_languages(tmp_path, small, qui
 
     folder = tmp_path / "Läufe mit Platz" / "试 验 'a' %s"
     result = run_trial(small(epochs=1), folder, quick)
-    assert Record(folder).final() == result
+    assert RunStore(folder).final() == result
     assert run_trial(small(epochs=1), folder, quick) == result  # found again, not trained again
     (table,) = make_report([folder.parent]).tables
     assert [entry.summary.n for entry in table.entries] == [1]

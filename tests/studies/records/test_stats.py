@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as reference
 
-from dampen.studies.records import stats
-from dampen.studies.records.metric import METRICS, describe
-from dampen.studies.records.paper import Published, against_paper
-from dampen.studies.records.verdict import judge, sentence, words
+from dampen.studies import stats
+from dampen.studies.metric import METRICS, describe
+from dampen.studies.pairing import Published, against_paper
+from dampen.studies.verdict import judge, sentence, words
 
 
 def paired(seed, n, shift=0.3):

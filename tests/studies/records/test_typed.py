@@ -5,14 +5,12 @@ from pathlib import Path
 import pytest
 
 from dampen.studies.diagnose.measure import SECTIONS as MEASURED
-from dampen.studies.engines.engine import Job, run_job
+from dampen.studies.engines import Job, run_job
 from dampen.studies.errors import LabError
 from dampen.studies.files import read_json
-from dampen.studies.records.diagnosis import FORMAT, SECTIONS, parse_diagnosis
-from dampen.studies.records.events import FORMAT as EVENT_FORMAT
-from dampen.studies.records.events import Event, parse_event
-from dampen.studies.records.final import parse_lines
-from dampen.studies.records.table import diagnosed
+from dampen.studies.result import DIAGNOSIS_FORMAT, SECTIONS, Event, parse_diagnosis, parse_event, parse_lines
+from dampen.studies.result import EVENT_FORMAT as EVENT_FORMAT
+from dampen.studies.table import diagnosed
 
 RESULTS = Path(__file__).parents[3] / "reproductions" / "attentiondrop" / "results"
 
@@ -55,7 +53,7 @@ def test_diagnoses_packed_before_they_were_typed_load():
 def test_a_diagnosis_of_the_first_kind_and_a_damaged_one():
     old = parse_diagnosis({"trial": "a", "calibration": {"ece": 0.1}, "seconds": {"calibration": 1}})
     assert (old.format, old.calibration, bool(old)) == (0, {"ece": 0.1}, True)
-    assert parse_diagnosis({"format": FORMAT, "something new": 1}).format == FORMAT
+    assert parse_diagnosis({"format": DIAGNOSIS_FORMAT, "something new": 1}).format == DIAGNOSIS_FORMAT
     with pytest.raises(LabError, match="diagnose.json is not what was expected.*robustness"):
         parse_diagnosis({"robustness": 3})
 

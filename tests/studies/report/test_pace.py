@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from dampen.studies.records.events import Event
+from dampen.studies import compare as progress
 from dampen.studies.report import terminal
-from dampen.studies.report.pace import Pace
-from dampen.studies.report.terminal import LiveView, console_for
-from dampen.studies.study import progress
+from dampen.studies.report.terminal import LiveView, Pace, console_for
+from dampen.studies.result import Event
 
 LABELS = {"a": "plain seed 0", "b": "drop_key seed 0", "c": "plain seed 1"}
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from dampen.studies.report import make_report
-from dampen.studies.report.advice import advise
+from dampen.studies.report.summary import advise
 from tests.studies.synthetic_runs import ROWS, edit, write, write_study
 
 

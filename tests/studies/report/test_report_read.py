@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import LabError
 from dampen.studies.report import make_report, write_report
-from dampen.studies.report.advice import advise
-from dampen.studies.report.protocol import ProtocolMismatch
+from dampen.studies.report.read import ProtocolMismatch
+from dampen.studies.report.summary import advise
+from dampen.studies.run import Run
 from tests.studies.synthetic_runs import edit, loose, write, write_study, write_trial
 
 
@@ -28,7 +28,7 @@ def test_damaged_and_empty_folders_are_listed_with_the_reason_and_skipped(tmp_pa
     (tmp_path / "s" / "empty").mkdir()
     write_trial(
         tmp_path / "s" / "stranger",
-        TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}),
+        Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}),
         0,
         1,
         0,
@@ -210,11 +210,11 @@ def test_damaged_costs_and_odd_results_are_listed(tmp_path):
 
 
 def test_new_results_say_their_format_and_older_ones_load(tmp_path, small, quick):
-    from dampen.studies.records.final import FORMAT, parse_final
+    from dampen.studies.result import FORMAT, parse_result
     from dampen.studies.trainer.train import run_trial
 
     result = run_trial(small(epochs=1), tmp_path / "t", quick)
-    assert parse_final(result).format == FORMAT
+    assert parse_result(result).format == FORMAT
     older = {k: v for k, v in result.items() if k not in ("format", "malloc", "threads")}
-    assert parse_final(older).format == 0
-    assert parse_final(older | {"a field of later": 1}).test == parse_final(result).test
+    assert parse_result(older).format == 0
+    assert parse_result(older | {"a field of later": 1}).test == parse_result(result).test

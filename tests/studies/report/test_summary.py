@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dampen.studies.config.plan import Plan, PlannedRow, Point
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.engines.engine import Job, run_job
+from dampen.studies.comparison import Comparison, Config, Setting
+from dampen.studies.engines import Job, run_job
 from dampen.studies.errors import DiskFull
-from dampen.studies.records.events import parse_event
-from dampen.studies.records.final import parse_final
-from dampen.studies.records.recorded import RecordedTrial
-from dampen.studies.records.table import best_point, plan_table
 from dampen.studies.report.terminal import LiveView, published_text, results_table
+from dampen.studies.result import parse_event, parse_result
+from dampen.studies.run import Run
+from dampen.studies.store import LoggedRun
+from dampen.studies.table import best_setting, comparison_table
 
 HEADER = {
     "title": "A [bold]title",
@@ -43,30 +42,30 @@ def result(valid, test, seconds=0.01, status="finished"):
 
 def table_of(plan, results):
     """The table of results by trial id, all on one machine."""
-    config = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}).to_dict()
+    config = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}).to_dict()
     runs = {
-        i: RecordedTrial(Path(i), i, config, parse_final({"id": i, **r}), [{"cpu": "x", "device": "cpu"}])
+        i: LoggedRun(Path(i), i, config, parse_result({"id": i, **r}), [{"cpu": "x", "device": "cpu"}])
         for i, r in results.items()
     }
-    return plan_table(plan, runs)
+    return comparison_table(plan, runs)
 
 
 def plan_of(*rows, report="best"):
-    return Plan("p", "laptop", {**HEADER, "report": report}, [], [0, 1, 2], list(rows), {})
+    return Comparison("p", "laptop", {**HEADER, "report": report}, [], [0, 1, 2], list(rows), {})
 
 
 def row(name, *points, **more):
-    return PlannedRow(
-        name, [], [Point(g, {str(i): f"{name}{j}{i}" for i in range(3)}) for j, g in enumerate(points)], **more
+    return Config(
+        name, [], [Setting(g, {str(i): f"{name}{j}{i}" for i in range(3)}) for j, g in enumerate(points)], **more
     )
 
 
 def test_the_grid_point_is_chosen_on_validation_whatever_the_test_says():
     grid = row("a", {"lr": 1}, {"lr": 2})
     results = {f"a0{i}": result(0.8, 0.99) for i in range(3)} | {f"a1{i}": result(0.9, 0.10) for i in range(3)}
-    assert best_point(grid, results).grid == {"lr": 2}
+    assert best_setting(grid, results).grid == {"lr": 2}
     del results["a12"]  # a point with fewer runs does not win by luck
-    assert best_point(grid, results).grid == {"lr": 1}
+    assert best_setting(grid, results).grid == {"lr": 1}
 
 
 def test_rows_are_compared_seed_by_seed_and_cost_by_processor_time():
@@ -89,18 +88,16 @@ def test_rows_are_compared_seed_by_seed_and_cost_by_processor_time():
 
 def test_a_model_in_several_depths_is_compared_within_each():
     names = ("2", "2 dropped", "8", "8 dropped")
-    rows = [PlannedRow(n, [{"name": "drop_key"}] * n.endswith("dropped"), row(n, {}).points) for n in names]
+    rows = [Config(n, [{"name": "drop_key"}] * n.endswith("dropped"), row(n, {}).points) for n in names]
     runs = {}
     for n in names:
         model = {"name": "vit", "depth": int(n.split()[0])}
-        config = TrialSpec.from_dict({"data": {"name": "digits"}, "model": model}).to_dict()
+        config = Run.from_dict({"data": {"name": "digits"}, "model": model}).to_dict()
         runs |= {
-            f"{n}0{i}": RecordedTrial(
-                Path(n), f"{n}0{i}", config, parse_final({"id": f"{n}0{i}", **result(0.8, 0.5)}), []
-            )
+            f"{n}0{i}": LoggedRun(Path(n), f"{n}0{i}", config, parse_result({"id": f"{n}0{i}", **result(0.8, 0.5)}), [])
             for i in range(3)
         }
-    table = plan_table(plan_of(*rows), runs)
+    table = comparison_table(plan_of(*rows), runs)
     assert [e.reference for e in table.entries] == [None, "2", None, "8"]
 
 

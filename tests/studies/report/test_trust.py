@@ -5,8 +5,7 @@ import json
 import pytest
 
 from dampen.studies.report import make_report
-from dampen.studies.report.names import counted
-from dampen.studies.report.trust import noise, trust, tuned, what_was_tested
+from dampen.studies.report.summary import counted, noise, trust, tuned, what_was_tested
 from tests.studies.synthetic_runs import write, write_study
 
 

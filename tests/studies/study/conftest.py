@@ -2,7 +2,7 @@
 
 import pytest
 
-from dampen.studies.study.asked import ask_own
+from dampen.studies.request import request_own
 from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
@@ -61,11 +61,11 @@ def script(tmp_path):
 
 @pytest.fixture
 def ask(script, tmp_path):
-    """What a comparison of the script consists of; keywords as of `ask_own`."""
+    """What a comparison of the script consists of; keywords as of `request_own`."""
 
     def asked(methods="drop_key(rate=0.2)", seeds=2, name="train", **options):
         options.setdefault("folder", tmp_path / "runs")
-        return ask_own(function_in_file(f"{script}:{name}"), methods, seeds, **options)
+        return request_own(function_in_file(f"{script}:{name}"), methods, seeds, **options)
 
     return asked
 

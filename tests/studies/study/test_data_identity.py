@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from dampen.studies.config.plan import Plan, PlannedRow, Point
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.data.errors import DamagedData
-from dampen.studies.engines.runner import run_plan
+from dampen.studies.comparison import Comparison, Config, Setting
+from dampen.studies.data.dataset import DamagedData
+from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import Interrupted
-from dampen.studies.study.parts import ask_parts
+from dampen.studies.request import request_parts
+from dampen.studies.run import Run
 from dampen.studies.trainer import data_identity
 from dampen.studies.trainer.build import load_data
 from dampen.studies.trainer.state import TrialState
@@ -42,34 +42,34 @@ def test_a_changed_official_set_is_refused_when_a_trial_is_looked_up(tmp_path, q
         os.utime(file, (1e9, 1e9))
     model = {"name": "vit", "patch_size": 16, "width": 8, "depth": 1, "heads": 2, "mlp": 8}
     data = {"name": "cifar10", "partial": True}
-    trial = TrialSpec.from_dict({"data": data, "model": model, "train": {"epochs": 1, "batch_size": 8}})
+    trial = Run.from_dict({"data": data, "model": model, "train": {"epochs": 1, "batch_size": 8}})
     header = {"title": "", "paper": "", "table": "", "metric": "", "report": "", "command": "", "cost": ""}
-    rows = [PlannedRow("plain", [], [Point({}, {str(trial.seed): trial.id})], baseline=True)]
-    plan = Plan("looked-up", "laptop", header, [], [trial.seed], rows, {trial.id: trial})
+    rows = [Config("plain", [], [Setting({}, {str(trial.seed): trial.id})], baseline=True)]
+    plan = Comparison("looked-up", "laptop", header, [], [trial.seed], rows, {trial.id: trial})
     execution = replace(quick, data_dir=str(tmp_path / "data"))
     run_trial(trial, tmp_path / "runs" / trial.id, execution)
     read = []
     loads = data_identity.load_data
     monkeypatch.setattr(data_identity, "load_data", lambda *given: read.append(1) or loads(*given))
     for _ in range(3):
-        run = run_plan(plan, tmp_path / "runs", [trial], execution)
+        run = run_comparison(plan, tmp_path / "runs", [trial], execution)
         assert run.counts() == {"finished": 1}
     assert len(read) == 1
     elsewhere = replace(execution, data_dir=str(tmp_path / "nowhere"))  # results can be shown without their data
-    assert run_plan(plan, tmp_path / "runs", [trial], elsewhere).counts() == {"finished": 1}
+    assert run_comparison(plan, tmp_path / "runs", [trial], elsewhere).counts() == {"finished": 1}
     parts["data_batch_3"][5, 100] ^= 1
     cifar10_binary(place, parts)
     told = "data of cifar10 at .* has changed since 1 trial in .* was recorded: train had sha256 .*another --out"
     with pytest.raises(DamagedData, match=told):
-        run_plan(plan, tmp_path / "runs", [trial], execution)
+        run_comparison(plan, tmp_path / "runs", [trial], execution)
 
 
 def test_own_data_that_changes_between_two_trials_of_one_process_is_read_again(tmp_path):
     path = write_csv(tmp_path / "t.csv")
-    before = ask_parts(None, path, "drop_key", 1)
+    before = request_parts(None, path, "drop_key", 1)
     old = load_data(next(iter(before.plan.trials.values())).data, None, before.parts)
     path.write_text(path.read_text().replace("good", "fine"))
-    after = ask_parts(None, path, "drop_key", 1)
+    after = request_parts(None, path, "drop_key", 1)
     assert set(before.plan.trials).isdisjoint(after.plan.trials)
     new = load_data(next(iter(after.plan.trials.values())).data, None, after.parts)
     assert old.info["sha256"] != new.info["sha256"]

@@ -6,8 +6,8 @@ import pytest
 
 from dampen.native import library
 from dampen.studies.errors import LabError, Stopped
-from dampen.studies.records.record import Record
-from dampen.studies.records.table import plan_table, read_runs
+from dampen.studies.store import RunStore
+from dampen.studies.table import comparison_table, read_runs
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 
@@ -88,8 +88,8 @@ def test_rows_are_paired_within_one_path_and_old_records_as_before(native, ask, 
 
     def table(kernels):
         written = result | {"kernels": kernels} if kernels else {k: v for k, v in result.items() if k != "kernels"}
-        Record(asked.folder / first).finish(written)
-        return plan_table(asked.plan, read_runs(asked.plan, asked.folder))
+        RunStore(asked.folder / first).finish(written)
+        return comparison_table(asked.plan, read_runs(asked.plan, asked.folder))
 
     for kernels, pairs in (("torch", 3), ("native", 2), (None, 3)):
         found = table(kernels)

@@ -3,9 +3,9 @@
 import pytest
 
 import dampen
-from dampen.studies.engines.engine import RETRIES, Job, after_death, make_engine
-from dampen.studies.records.events import Event
+from dampen.studies.engines import RETRIES, Job, after_death, make_engine
 from dampen.studies.report import make_report
+from dampen.studies.result import Event
 from dampen.studies.trainer.state import Execution
 
 DIES = """

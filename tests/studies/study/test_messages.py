@@ -3,9 +3,8 @@
 import pytest
 
 from dampen.studies.errors import ConfigError, Diverged
-from dampen.studies.study.asked import ask_own
-from dampen.studies.study.parts import ask_parts
-from dampen.studies.study.study import Study
+from dampen.studies.request import request_own, request_parts
+from dampen.studies.study import Study
 from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
@@ -39,7 +38,7 @@ def odd(tmp_path):
 
 
 def study_of(path, name, folder):
-    asked = ask_own(function_in_file(f"{path}:{name}"), "drop_key", 1, folder=folder)
+    asked = request_own(function_in_file(f"{path}:{name}"), "drop_key", 1, folder=folder)
     asked.plan.save(folder)
     return Study(folder, asked.plan, asked.function), asked.plan.chosen()
 
@@ -63,7 +62,7 @@ def run(study, trial):
 )
 def test_a_mistake_is_told_once_and_not_as_one_of_a_recipe(model, methods, told):
     with pytest.raises(ConfigError) as error:
-        ask_parts(model, "digits", methods, 2)
+        request_parts(model, "digits", methods, 2)
     assert str(error.value).startswith("The comparison is not valid")
     assert len(error.value.problems) == len(told)
     for words, problem in zip(told, error.value.problems, strict=True):
@@ -76,7 +75,7 @@ def test_a_function_that_was_not_named_or_is_not_there(odd):
     ):
         function_in_file(str(odd))
     with pytest.raises(ConfigError, match=r"--model is not valid.*\n.*odd.py has no function 'build'"):
-        ask_parts(f"{odd}:build", "digits", "drop_key", 1)
+        request_parts(f"{odd}:build", "digits", "drop_key", 1)
 
 
 def test_a_row_that_returns_other_metrics_failed_and_says_so(odd, tmp_path):
@@ -98,7 +97,7 @@ def test_what_people_do_without_us_stands_beside_the_methods(tmp_path):
     """Weight decay, label smoothing, mixup and early stopping, alone and with a method, by the lab's trainer."""
     rows = "drop_key, params(weight_decay=0.5), params(label_smoothing=0.2), params(mixup=0.4), params(patience=1)"
     few = ["data.limit=200", "train.epochs=6", "train.lr=0.2", "train.batch_size=32"]
-    asked = ask_parts(
+    asked = request_parts(
         "vit(depth=1, width=16, mlp=16)", "digits", f"{rows}, drop_head + params(weight_decay=0.5)", 1, settings=few
     )
     results = {}

@@ -10,12 +10,12 @@ import torch
 
 import dampen
 from dampen.cli import main
-from dampen.studies.config.methods_text import parse_rows
+from dampen.studies.compare import check_rows
 from dampen.studies.data import load
 from dampen.studies.errors import ConfigError, OwnCodeError
-from dampen.studies.metrics import TASKS, LanguageMetrics, TextMetrics, make_metrics
-from dampen.studies.study.parts import ask_parts
-from dampen.studies.study.preflight import check_rows
+from dampen.studies.methods_text import parse_rows
+from dampen.studies.metrics import TASKS, TextMetrics, make_metrics
+from dampen.studies.request import request_parts
 from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
 from reproductions.metrics.translation import corpus_scores
@@ -39,12 +39,12 @@ def told_by(capsys, *arguments):
 
 def test_a_metric_that_the_trainer_does_not_measure_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="metric: 'acuracy' is not measured here; did you mean 'accuracy'"):
-        ask_parts("vit", "digits", "drop_key", 1, metric="acuracy")
+        request_parts("vit", "digits", "drop_key", 1, metric="acuracy")
     with pytest.raises(ConfigError, match="metric: 'bleu' is not measured here; known: accuracy, brier"):
-        ask_parts("vit", "digits", "drop_key", 1, metric="bleu")
+        request_parts("vit", "digits", "drop_key", 1, metric="bleu")
     with pytest.raises(ConfigError, match="of 'accuracy' more is better; leave out ':min'"):
-        ask_parts("vit", "digits", "drop_key", 1, metric="accuracy:min")
-    assert ask_parts("vit", "digits", "drop_key", 1, metric="nll").recipe.metric == "nll"
+        request_parts("vit", "digits", "drop_key", 1, metric="accuracy:min")
+    assert request_parts("vit", "digits", "drop_key", 1, metric="nll").recipe.metric == "nll"
 
 
 def test_a_task_gives_the_metrics_that_are_promised():
@@ -55,9 +55,6 @@ def test_a_task_gives_the_metrics_that_are_promised():
     texts = TextMetrics(2)
     texts.update(torch.eye(2), torch.arange(2))
     assert sorted(texts.compute()) == sorted(TASKS["text"].gives)
-    language = LanguageMetrics(torch.ones(2))
-    language.update(torch.zeros(1, 3, 2), torch.zeros(1, 3, dtype=torch.long))
-    assert sorted(language.compute()) == sorted(TASKS["language"].gives)
     assert sorted(corpus_scores(["a b"], ["a b"])) == ["bleu", "chrf"]
 
 
@@ -115,7 +112,7 @@ def test_fewer_examples_than_a_batch_are_told_before_anything_starts(tmp_path, c
     assert "more than the" in said
     fitting = int(said.rpartition("--set train.batch_size=")[2])
     assert not (tmp_path / "runs").exists()
-    asked = ask_parts(None, data, "drop_key", 1, settings=[f"train.batch_size={fitting}"])
+    asked = request_parts(None, data, "drop_key", 1, settings=[f"train.batch_size={fitting}"])
     check_rows(asked.plan, tmp_path / "runs", Execution(threads=1, parts=asked.parts))
 
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from dampen import DropKey, RDrop, Regularization, linear
-from dampen.studies.config.code import digest_of_file
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.configs import plain_form, read_rows
 from dampen.studies.errors import ConfigError, Diverged, LabError, Stopped
-from dampen.studies.records.events import parse_event
-from dampen.studies.records.record import Record
 from dampen.studies.report import make_report
-from dampen.studies.study.asked import ask_own
-from dampen.studies.study.rows import plain_form, read_rows
+from dampen.studies.request import request_own
+from dampen.studies.result import parse_event
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.function import as_function
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 from dampen.studies.trainer.watched import Clock, PlainHandle, RandomStream, Watch
+from dampen.studies.user_code import digest_of_file
 
 
 def as_if_new(script):
@@ -60,10 +60,10 @@ def test_records_are_those_of_any_trial_with_costs_from_the_steps(ask, run):
     assert 0 < final["step_cpu_seconds"] < 1
     assert final["parameters"] > 1000
     trial = asked.plan.rows[1].points[0].trials["0"]
-    lines = Record(asked.folder / trial).lines()
+    lines = RunStore(asked.folder / trial).lines()
     assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
     assert set(lines[0]) == {"epoch", "step", "train", "valid", "seconds"}
-    assert Record(asked.folder / trial).trial().id == trial
+    assert RunStore(asked.folder / trial).trial().id == trial
 
 
 def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
@@ -252,7 +252,7 @@ def test_a_killed_trial_goes_on_bit_exactly_from_its_checkpoint(script, ask, run
         assert torch.equal(ours["order"], theirs["order"])
         for name, value in theirs["end"].items():
             assert torch.equal(value, ours["end"][name]), name
-        lines = [Record(a.folder / trial).lines() for a in (whole, cut)]
+        lines = [RunStore(a.folder / trial).lines() for a in (whole, cut)]
         assert [{k: v for k, v in line.items() if k != "seconds"} for line in lines[0]] == [
             {k: v for k, v in line.items() if k != "seconds"} for line in lines[1]
         ]
@@ -306,13 +306,13 @@ def test_an_object_and_its_text_are_the_same_trial_and_every_method_has_a_plain_
 
 def test_ids_of_function_trials_round_trip_and_others_stay():
     spec = {"function": {"name": "t.py:f", "code": "0" * 16, "params": {"lr": 1.0}}, "methods": ["drop_key"], "seed": 3}
-    trial = TrialSpec.from_dict(spec)
-    assert TrialSpec.from_dict(json.loads(json.dumps(trial.to_dict()))).id == trial.id
-    assert TrialSpec.from_dict({**spec, "seed": 4}).id != trial.id
+    trial = Run.from_dict(spec)
+    assert Run.from_dict(json.loads(json.dumps(trial.to_dict()))).id == trial.id
+    assert Run.from_dict({**spec, "seed": 4}).id != trial.id
     assert set(trial.to_dict()) == {"function", "methods", "seed"}
     with pytest.raises(ConfigError, match="function.code"):
-        TrialSpec.from_dict({**spec, "function": {"name": "x"}})
-    built_in = TrialSpec.from_stored({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2}})
+        Run.from_dict({**spec, "function": {"name": "x"}})
+    built_in = Run.from_stored({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2}})
     assert built_in.id == "6fab25b61d789ede"
     assert "function" not in built_in.to_dict()
 
@@ -336,11 +336,11 @@ def test_words_of_ones_own_in_the_log_are_no_fields_of_events(tmp_path, script):
     words = "test=0.4, count=1.5, steps=2.5, terms=1.0, phase=3.0, status=1.0, message=2.0, variance=0.1"
     logged = f"trial.log(epoch=1, valid={{'accuracy': 0.5}}, {words})"
     script.write_text(f"def train(trial):\n    {logged}\n    return {{'accuracy': 0.5}}\n")
-    asked = ask_own(as_if_new(script), "drop_key", 1, folder=tmp_path / "runs")
+    asked = request_own(as_if_new(script), "drop_key", 1, folder=tmp_path / "runs")
     (trial,) = (t for t in asked.plan.trials.values() if not t.methods)
     sent = []
     options = Execution(threads=1, progress_seconds=0.0, function=asked.function)
     run_trial(trial, asked.folder / trial.id, options, sent.append)
     (epoch,) = (e for e in map(parse_event, sent) if e.kind == "epoch")
     assert (epoch.epoch, epoch.valid, epoch.test, epoch.status) == (1, {"accuracy": 0.5}, {}, "")
-    assert Record(asked.folder / trial.id).lines()[0]["test"] == 0.4
+    assert RunStore(asked.folder / trial.id).lines()[0]["test"] == 0.4

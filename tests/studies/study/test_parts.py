@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dampen.cli import main
-from dampen.studies.data.errors import DamagedData, MissingData
-from dampen.studies.data.recognize import recognize
+from dampen.studies.data.dataset import DamagedData, MissingData
+from dampen.studies.data.sets import recognize
 from dampen.studies.errors import ConfigError
-from dampen.studies.records.fingerprint import fingerprint
-from dampen.studies.study.parts import ask_parts
+from dampen.studies.files import fingerprint
+from dampen.studies.request import request_parts
 from dampen.studies.trainer.build import load_data, make_model
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
@@ -80,7 +80,7 @@ FINE_TUNE = ["train.epochs=8", "train.batch_size=16", "train.lr=0.003"]
 
 
 def test_a_csv_is_tokenized_by_bpe_of_its_training_part(tmp_path):
-    asked = ask_parts(None, write_csv(tmp_path / "reviews.csv"), "drop_key", 1, settings=["train.epochs=4"])
+    asked = request_parts(None, write_csv(tmp_path / "reviews.csv"), "drop_key", 1, settings=["train.epochs=4"])
     assert next(iter(asked.plan.trials.values())).model["name"] == "text"
     result = first_result(asked, tmp_path)
     assert set(result["test"]) == {"accuracy", "nll", "ece", "brier", "macro_f1", "mcc"}
@@ -91,7 +91,7 @@ def test_a_csv_is_tokenized_by_bpe_of_its_training_part(tmp_path):
 def test_text_metrics_agree_with_scikit_learn():
     from sklearn.metrics import f1_score, matthews_corrcoef
 
-    from dampen.studies.metrics.text import TextMetrics
+    from dampen.studies.metrics import TextMetrics
 
     draw = torch.Generator().manual_seed(0)
     logits, target = torch.randn(200, 4, generator=draw), torch.randint(0, 4, (200,), generator=draw)
@@ -149,13 +149,13 @@ def test_every_kind_of_own_data_is_recognized_and_other_content_is_another_trial
         return place
 
     one, two = write(tmp_path / "one", 1), write(tmp_path / "two", 2)
-    first, second = (ask_parts(None, path, "drop_key", 1, settings=SHORT) for path in (one, two))
+    first, second = (request_parts(None, path, "drop_key", 1, settings=SHORT) for path in (one, two))
     assert not set(first.plan.trials) & set(second.plan.trials)
     assert first.folder != second.folder
     moved = tmp_path / "elsewhere" / one.name
     moved.parent.mkdir()
     (shutil.copytree if one.is_dir() else shutil.copy)(one, moved)
-    assert set(ask_parts(None, moved, "drop_key", 1, settings=SHORT).plan.trials) == set(first.plan.trials)
+    assert set(request_parts(None, moved, "drop_key", 1, settings=SHORT).plan.trials) == set(first.plan.trials)
     trial = next(iter(first.plan.trials.values()))
     data = load_data(trial.data, None, first.parts, trial.seed)
     assert len(data.classes) in (2, 3)
@@ -182,7 +182,7 @@ def test_two_folders_of_the_general_readers_never_mix(tmp_path, name):
             for part in ("train", "valid", "test"):
                 for language in ("en", "de"):
                     (folder / f"{part}.{language}").write_text(f"{words}\n" * 30)
-    asked = [ask_parts(None, name, "drop_key", 1, data_dir=str(tmp_path / place)) for place in ("one", "two")]
+    asked = [request_parts(None, name, "drop_key", 1, data_dir=str(tmp_path / place)) for place in ("one", "two")]
     assert not set(asked[0].plan.trials) & set(asked[1].plan.trials)
     assert asked[0].folder != asked[1].folder
     trial = next(iter(asked[0].plan.trials.values()))
@@ -194,7 +194,7 @@ def test_two_folders_of_the_general_readers_never_mix(tmp_path, name):
 def test_a_fingerprint_reads_a_file_again_only_when_size_or_time_changed(tmp_path, monkeypatch):
     import os
 
-    from dampen.studies.records import fingerprint as module
+    from dampen.studies import files as module
 
     monkeypatch.setenv("DAMPEN_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "data"
@@ -238,7 +238,7 @@ def test_a_function_builds_the_model_and_another_reads_the_data(tmp_path, build,
 def test_a_timm_model_gets_the_size_of_the_images(tmp_path):
     images = write_images(tmp_path / "photos")
     model = "timm/vit_tiny_patch16_224(depth=2, embed_dim=16, num_heads=2, patch_size=4)"
-    asked = ask_parts(model, images, "drop_key, drop_path, layer_drop", 1, settings=[*SHORT, "data.size=16"])
+    asked = request_parts(model, images, "drop_key, drop_path, layer_drop", 1, settings=[*SHORT, "data.size=16"])
     result = first_result(asked, tmp_path)
     assert result["status"] == "finished"
 
@@ -278,7 +278,7 @@ def test_a_model_folder_is_fine_tuned_with_its_own_tokenizer(tmp_path, tiny_bert
 
     data = write_csv(tmp_path / "reviews.csv")
     rows = "drop_key(rate=0.1), drop_head, r_drop + drop_key(rate=0.1)"
-    asked = ask_parts(f"hf/{tiny_bert}", data, rows, 1, settings=FINE_TUNE)
+    asked = request_parts(f"hf/{tiny_bert}", data, rows, 1, settings=FINE_TUNE)
     trial = next(iter(asked.plan.trials.values()))
     assert trial.data["tokenizer"] == "model"
     loaded = load_data(trial.data, None, asked.parts, 0)
@@ -289,18 +289,19 @@ def test_a_model_folder_is_fine_tuned_with_its_own_tokenizer(tmp_path, tiny_bert
         options = Execution(threads=1, accelerator="cpu", parts=asked.parts, keep_weights=False)
         assert run_trial(one, tmp_path / one.id, options)["test"]["accuracy"] > 0.6
     (tiny_bert / "config.json").touch()  # the time is another, the content the same
-    assert set(ask_parts(f"hf/{tiny_bert}", data, rows, 1, settings=FINE_TUNE).plan.trials) == set(asked.plan.trials)
+    again = request_parts(f"hf/{tiny_bert}", data, rows, 1, settings=FINE_TUNE)
+    assert set(again.plan.trials) == set(asked.plan.trials)
 
 
 def test_a_model_that_drops_by_itself_is_told_of(tmp_path, tiny_bert):
     """Plain has the dropout of the model's configuration, and every other row has it beside its own."""
     data = write_csv(tmp_path / "reviews.csv")
-    asked = ask_parts(f"hf/{tiny_bert}", data, "drop_key", 1, settings=FINE_TUNE)
+    asked = request_parts(f"hf/{tiny_bert}", data, "drop_key", 1, settings=FINE_TUNE)
     rates = "attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.1"
     assert f"drops by itself ({rates}), in every row, plain too" in asked.remark
     assert asked.plan.departures == [asked.remark]  # which stands in every report
     off = asked.remark.partition("write ")[2].replace("--set ", "").split()
-    without = ask_parts(f"hf/{tiny_bert}", data, "drop_key", 1, settings=[*FINE_TUNE, *off])
+    without = request_parts(f"hf/{tiny_bert}", data, "drop_key", 1, settings=[*FINE_TUNE, *off])
     assert (without.remark, without.plan.departures) == ("", [])
     trial = next(iter(without.plan.trials.values()))
     model = make_model(trial.model, load_data(trial.data, None, without.parts, 0).model_args, without.parts)
@@ -328,7 +329,7 @@ def test_a_bad_part_is_blamed_on_that_part(tmp_path, build, capsys):
     ("content", "words"),
     [
         ("text,label\na,1\nb\n", "row 2 does not have the columns"),
-        ("words,label\na,1\n", "no column that is called like a text; it has words, label. Say --set data.text=NAME"),
+        ("words,label\na,1\n", "no column named like a text; it has words, label. Pass --set data.text=NAME"),
         ("text,label\na,1\nb,1\n", "all examples are of one class"),
         ("text,label\na,\n", "row 1 has no 'label'"),
     ],
@@ -336,14 +337,14 @@ def test_a_bad_part_is_blamed_on_that_part(tmp_path, build, capsys):
 def test_tables_that_cannot_be_used_say_why(tmp_path, content, words):
     path = tmp_path / "t.csv"
     path.write_text(content)
-    asked = ask_parts(None, path, "drop_key", 1)
+    asked = request_parts(None, path, "drop_key", 1)
     with pytest.raises(DamagedData, match=words):
         load_data(next(iter(asked.plan.trials.values())).data, None, asked.parts, 0)
 
 
 def test_what_is_not_recognized_says_what_would_be(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"1")
-    with pytest.raises(MissingData, match="none of what is recognized: a folder with one folder of images per class"):
+    with pytest.raises(MissingData, match="Supported: a folder with one folder of images per class"):
         recognize(tmp_path / "x.bin")
     np.savez(tmp_path / "flat.npz", x=np.zeros((4, 3)), y=np.arange(4))
     with pytest.raises(MissingData, match="shape"):
@@ -351,7 +352,7 @@ def test_what_is_not_recognized_says_what_would_be(tmp_path):
     with pytest.raises(ConfigError, match="say --model file.py:build"):
         path = tmp_path / "b.py"
         path.write_text(BUILD)
-        ask_parts(None, f"{path}:load", "drop_key", 1)
+        request_parts(None, f"{path}:load", "drop_key", 1)
 
 
 def test_pairs_of_texts_and_named_columns(tmp_path):
@@ -360,7 +361,7 @@ def test_pairs_of_texts_and_named_columns(tmp_path):
         out = csv.writer(file)
         out.writerow(["premise", "hypothesis", "gold"])
         out.writerows([[f"a {i}", f"b {i}", i % 3] for i in range(60)])
-    asked = ask_parts(None, path, "drop_key", 1, settings=["data.label=gold"])
+    asked = request_parts(None, path, "drop_key", 1, settings=["data.label=gold"])
     data = load_data(next(iter(asked.plan.trials.values())).data, None, asked.parts, 0)
     ids, padding = data.train.batch([0, 1])["inputs"]
     assert ids.shape == padding.shape

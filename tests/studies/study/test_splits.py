@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dampen.cli import main
-from dampen.studies.config.names import check_data
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.study.parts import ask_parts
+from dampen.studies.checks import check_data
+from dampen.studies.request import request_parts
+from dampen.studies.run import Run
 from dampen.studies.trainer.build import load_data
 from tests.studies.study.test_parts import write_csv
 
@@ -30,7 +30,7 @@ def test_split_seed_draws_train_and_validation_anew_and_keeps_the_test_part():
 
 
 def test_each_seed_draws_its_own_validation_and_test_split_where_nothing_is_said():
-    one = TrialSpec.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}})
+    one = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}})
     first, again, other = (load_data(one.data, None, None, seed) for seed in (0, 0, 1))
     for part in ("train", "valid", "test"):
         assert rows_of(getattr(first, part)) == rows_of(getattr(again, part))
@@ -42,7 +42,7 @@ def test_each_seed_draws_its_own_validation_and_test_split_where_nothing_is_said
 
 def test_a_number_fixes_every_draw_and_a_limit_is_drawn_by_the_seed_too():
     def data(**more):
-        return TrialSpec.from_dict({"data": {"name": "digits", **more}, "model": {"name": "vit"}}).data
+        return Run.from_dict({"data": {"name": "digits", **more}, "model": {"name": "vit"}}).data
 
     one, two = (load_data(data(split_seed=5), None, None, seed) for seed in (0, 1))
     assert all(rows_of(a) == rows_of(b) for a, b in zip(one.splits.values(), two.splits.values(), strict=True))
@@ -57,11 +57,11 @@ def test_a_number_fixes_every_draw_and_a_limit_is_drawn_by_the_seed_too():
 
 def test_an_old_trial_has_the_split_it_had():
     parts = {"data": {"name": "digits"}, "model": {"name": "vit"}, "seed": 3}
-    old, new = TrialSpec.from_stored(parts), TrialSpec.from_dict(parts)
+    old, new = Run.from_stored(parts), Run.from_dict(parts)
     assert old.id != new.id
     assert (old.format, new.format) == (1, 2)
-    assert TrialSpec.from_stored(old.to_dict()) == TrialSpec.from_dict(old.to_dict()) == old
-    assert TrialSpec.from_stored(new.to_dict()) == new
+    assert Run.from_stored(old.to_dict()) == Run.from_dict(old.to_dict()) == old
+    assert Run.from_stored(new.to_dict()) == new
     before = load_data({"name": "digits"}, None, None, 0)
     found = load_data(old.data, None, None, old.seed)
     assert [rows_of(s) for s in found.splits.values()] == [rows_of(s) for s in before.splits.values()]
@@ -72,7 +72,7 @@ def test_every_example_is_tested_once_in_a_round_of_folds(kind, tmp_path):
     if kind == "digits":
         data, parts = {"name": "digits", "folds": 4}, None
     else:
-        asked = ask_parts(None, write_csv(tmp_path / "t.csv"), "drop_key", 1, folds=4)
+        asked = request_parts(None, write_csv(tmp_path / "t.csv"), "drop_key", 1, folds=4)
         trial = next(iter(asked.plan.trials.values()))
         data, parts = trial.data, asked.parts
     folds = [load_data(data, None, parts, seed) for seed in range(8)]
@@ -108,7 +108,7 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
     draw = np.random.default_rng(0)
     x, y = draw.normal(3, 5, (60, 4, 2)).astype("float32"), np.arange(60) % 3
     np.savez(tmp_path / "a.npz", x=x, y=y)
-    asked = ask_parts(None, tmp_path / "a.npz", "drop_key", 1, folds=3)
+    asked = request_parts(None, tmp_path / "a.npz", "drop_key", 1, folds=3)
     data, parts = next(iter(asked.plan.trials.values())).data, asked.parts
     for seed in (0, 1):
         fold = load_data(data, None, parts, seed)
@@ -122,7 +122,7 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
     words = [f"{'abc'[i % 3] * 3} word{i} word{i}" for i in range(60)]
     lines = "".join(f"{text},{'abc'[i % 3]}\n" for i, text in enumerate(words))
     (tmp_path / "t.csv").write_text("text,label\n" + lines)
-    asked = ask_parts(None, tmp_path / "t.csv", "drop_key", 1, folds=3)
+    asked = request_parts(None, tmp_path / "t.csv", "drop_key", 1, folds=3)
     data, parts = next(iter(asked.plan.trials.values())).data, asked.parts
     one, two = (load_data(data, None, parts, seed) for seed in (0, 1))
     assert not torch.equal(one.train.ids[:5], two.train.ids[:5])
@@ -135,10 +135,10 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
 def test_trials_with_folds_are_not_those_of_before_the_normalization_changed():
     """The first id is what version 0.1 gave: a record under it was normalized by another draw's statistics."""
     parts = {"data": {"name": "digits", "folds": 3}, "model": {"name": "vit"}}
-    trial = TrialSpec.from_stored(parts)
+    trial = Run.from_stored(parts)
     assert trial.id != "0d29b28628013bef"
-    assert TrialSpec.from_dict(trial.to_dict()).id == trial.id
-    assert TrialSpec.from_stored({**parts, "data": {"name": "digits", "folds": None}}).id == "ac67dd9d0a396449"
+    assert Run.from_dict(trial.to_dict()).id == trial.id
+    assert Run.from_stored({**parts, "data": {"name": "digits", "folds": None}}).id == "ac67dd9d0a396449"
 
 
 def test_no_folds_where_one_image_would_be_in_two_parts():

@@ -6,8 +6,8 @@ import pytest
 
 import dampen
 from dampen.cli import main
-from dampen.studies.config.recipe import load_recipe, parse_recipe
 from dampen.studies.errors import ConfigError
+from dampen.studies.recipe import load_recipe, parse_recipe
 from tests.studies.study.test_parts import write_csv
 
 

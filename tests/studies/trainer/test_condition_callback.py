@@ -3,14 +3,14 @@
 import pytest
 
 from dampen.studies.errors import ConfigError, Interrupted
-from dampen.studies.records.record import Record
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 
 METHODS = [{"name": "drop_key", "rate": 0.2}, {"name": "token_graying", "kind": "svd"}]
 
 
 def conditions(folder):
-    return [measured for line in Record(folder).lines() for measured in line.get("conditioning", [])]
+    return [measured for line in RunStore(folder).lines() for measured in line.get("conditioning", [])]
 
 
 def test_measured_every_k_steps_and_training_does_not_notice(tmp_path, small, quick):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dampen.studies.errors import ConfigError, Interrupted
-from dampen.studies.records.record import Record
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 
 
@@ -20,7 +20,7 @@ def interrupted_and_resumed(trial, folder, quick):
         run_trial(trial, folder, replace(quick, checkpoint_steps=4), report, lambda: seen["step"] >= 3)
     result = run_trial(trial, folder, quick)
     assert result["resumed"] == 1
-    assert len(Record(folder).lines()) == trial.train.epochs
+    assert len(RunStore(folder).lines()) == trial.train.epochs
     return result
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dampen.studies.config.plan import make_plan
-from dampen.studies.engines.runner import run_plan
+from dampen.studies.comparison import make_comparison
+from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import DiskFull
-from dampen.studies.records.record import Record
-from dampen.studies.study.parts import comparison
+from dampen.studies.request import comparison
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 from tests.studies.trainer.test_resume import same
 
@@ -67,23 +67,23 @@ def test_a_trial_on_a_full_disk_says_so_and_resumes(tmp_path, small, quick):
             ballast.unlink()
             result = run_trial(trial, disk / "trial", execution)
             assert same(result, whole)
-            assert Record(disk / "trial").final() == result
+            assert RunStore(disk / "trial").final() == result
 
 
 @needs_mount
 @pytest.mark.slow
 def test_a_run_on_a_full_disk_hands_out_no_more_trials(tmp_path, quick):
-    plan = make_plan(comparison("digits", None, "drop_key", 4), settings=SETTINGS)
+    plan = make_comparison(comparison("digits", None, "drop_key", 4), settings=SETTINGS)
     trials = plan.chosen()
     with small_disk(tmp_path / "disk", "4m") as disk:
         ballast = leave(disk, 200_000)
-        run = run_plan(plan, disk / "run", trials, replace(quick, checkpoint_steps=2), workers=2)
+        run = run_comparison(plan, disk / "run", trials, replace(quick, checkpoint_steps=2), workers=2)
         assert run.exit_code == 6
         assert any("No space left" in message for message in run.messages())
         unstarted = [t for t in trials if not (disk / "run" / t.id).exists()]
         assert unstarted  # handed out to nobody
         ballast.unlink()
-        again = run_plan(plan, disk / "run", trials, quick, workers=2)
+        again = run_comparison(plan, disk / "run", trials, quick, workers=2)
         assert again.exit_code == 0
         assert again.counts() == {"finished": len(trials)}
 

@@ -9,7 +9,7 @@ import pytest
 
 from dampen.studies.errors import DiskFull, Interrupted
 from dampen.studies.processes import start
-from dampen.studies.records.record import Record
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import saved_states
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
@@ -25,7 +25,7 @@ def same(a, b):
 
 
 def log_without_times(folder):
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in Record(folder).lines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in RunStore(folder).lines()]
 
 
 def interrupt_at(steps):
@@ -60,7 +60,7 @@ def test_an_interrupted_trial_ends_as_if_nothing_had_happened(tmp_path, small, q
         assert same(result, whole)
         assert result["resumed"] == len(stops)
         assert log_without_times(folder) == log_without_times(tmp_path / "whole")
-        assert len(Record(folder).sessions()) == result["resumed"] + 1
+        assert len(RunStore(folder).sessions()) == result["resumed"] + 1
 
 
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, small, quick):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dampen.studies.config.names import check_trial
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.checks import check_trial
 from dampen.studies.errors import ConfigError
+from dampen.studies.run import Run
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 
@@ -49,9 +49,9 @@ def test_identity_and_refusals(small):
     parts = {"data": {"name": "multi30k"}, "model": {"name": "seq2seq"}, "train": {"test_samples": 4}}
     assert any(
         "test_samples: averages class probabilities" in problem and "translation" in problem
-        for problem in check_trial(TrialSpec.from_dict(parts))
+        for problem in check_trial(Run.from_dict(parts))
     )
-    first = TrialSpec.from_dict(
+    first = Run.from_dict(
         {"data": {"name": "digits"}, "model": {"name": "vit"}, "pretrain": {}, "train": {"test_samples": 4}}
         | {"pretrain": {"train": {"epochs": 1}}}
     ).pretraining()

@@ -4,9 +4,9 @@ import math
 import pytest
 import torch
 
-from dampen.studies.config.trial import TrainOptions, TrialSpec
 from dampen.studies.errors import ConfigError, Diverged
-from dampen.studies.records.record import Record
+from dampen.studies.run import Run, TrainOptions
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import fingerprint, load_state, saved_states
 from dampen.studies.trainer.losses import Meter, NotFinite, task_loss
 from dampen.studies.trainer.optim import MovingAverage, learning_rate, make_optimizer, set_learning_rate
@@ -19,14 +19,14 @@ def test_training_learns_and_leaves_a_complete_record(tmp_path, small, quick):
     result = run_trial(small(epochs=12, lr=5e-3), tmp_path, quick, events.append)
     assert result["status"] == "finished"
     assert result["test"]["accuracy"] > 0.5  # chance is 0.1
-    lines = Record(tmp_path).lines()
+    lines = RunStore(tmp_path).lines()
     assert [line["epoch"] for line in lines] == list(range(1, 13))
     assert lines[-1]["train"]["task"] < lines[0]["train"]["task"]
     best = max(lines, key=lambda line: line["valid"]["accuracy"])
     assert result["valid"] == best["valid"]
     assert result["selected_epoch"] == best["epoch"]
-    assert Record(tmp_path).final() == result
-    environment = Record(tmp_path).sessions()[0]
+    assert RunStore(tmp_path).final() == result
+    environment = RunStore(tmp_path).sessions()[0]
     assert environment["threads"] == 1
     assert environment["packages"]["torch"] == torch.__version__
     assert not saved_states(tmp_path, "checkpoint")
@@ -104,7 +104,7 @@ def test_accumulated_steps_equal_whole_steps(tmp_path, small, quick):
 )
 def test_precisions_and_optimizers_learn(tmp_path, small, quick, options):
     result = run_trial(small(**{"epochs": 6, "lr": 5e-3, "warmup": 1.0, **options}), tmp_path, quick)
-    lines = Record(tmp_path).lines()
+    lines = RunStore(tmp_path).lines()
     assert lines[-1]["train"]["task"] < lines[0]["train"]["task"] - 0.1
     assert result["test"]["accuracy"] > 0.15
 
@@ -153,7 +153,7 @@ def test_the_moving_average_is_what_is_evaluated(tmp_path, small, quick):
 
 def test_early_stopping_counts_validations_without_improvement(tmp_path, small, quick):
     result = run_trial(small(epochs=50, lr=1e-9, patience=2, schedule="constant"), tmp_path, quick)
-    lines = Record(tmp_path).lines()
+    lines = RunStore(tmp_path).lines()
     assert result["epochs"] == len(lines) < 50
     assert result["selected_epoch"] == len(lines) - 2
 
@@ -182,7 +182,7 @@ def test_nan_loss_stops_names_the_term_and_keeps_the_last_good_weights(tmp_path,
     trial = small()
     with pytest.raises(Diverged, match=r"step 3 .*'explicit_dropout\.ffn' became NaN or infinite first"):
         run_trial(trial, tmp_path, quick)
-    final = Record(tmp_path).final()
+    final = RunStore(tmp_path).final()
     assert final["status"] == "diverged"
     assert final["terms"] == ["explicit_dropout.ffn"]
     (path,) = saved_states(tmp_path, "good")
@@ -259,7 +259,7 @@ def test_losses_against_hand_written_ones():
 
 def test_all_problems_of_a_trial_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
-        TrialSpec.from_dict(
+        Run.from_dict(
             {
                 "data": {},
                 "model": {"name": "vit"},
@@ -277,12 +277,10 @@ def test_all_problems_of_a_trial_are_told_at_once():
 
 def test_the_hash_sees_content_only(small):
     a = small()
-    assert a.id == TrialSpec.from_dict(json.loads(json.dumps(a.to_dict()))).id
+    assert a.id == Run.from_dict(json.loads(json.dumps(a.to_dict()))).id
     assert a.id != small(lr=2.1e-3).id
-    one = TrialSpec(
-        {"name": "digits", "partial": False}, {"name": "vit", "depth": 2}, ({"name": "drop_key", "rate": 0},)
-    )
-    two = TrialSpec({"name": "digits"}, {"depth": 2.0, "name": "vit"}, ({"rate": 0.0, "name": "drop_key"},))
+    one = Run({"name": "digits", "partial": False}, {"name": "vit", "depth": 2}, ({"name": "drop_key", "rate": 0},))
+    two = Run({"name": "digits"}, {"depth": 2.0, "name": "vit"}, ({"rate": 0.0, "name": "drop_key"},))
     assert one.id == two.id
 
 

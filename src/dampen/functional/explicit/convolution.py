@@ -1,10 +1,12 @@
-"""The penalty of dropout on the input of a convolution, through unfolded patches (arXiv 2604.20505).
+"""The penalty of dropout on the input of a convolution, through unfolded patches (arXiv
+2604.20505).
 
     b = sum conv(x, W)^2        v = sum conv(x^2, W^2)
 
-A convolution is a linear layer on patches, and an output position is its token; a transposed one is, too, on the
-inputs that reach a position. Nothing is unfolded: b is read off the output, and v is one convolution with a single
-channel per group, because only the sum over output channels of W^2 is needed.
+A convolution is a linear layer on patches, and an output position is its token; a transposed one
+is, too, on the inputs that reach a position. Nothing is unfolded: b is read off the output, and v
+is one convolution with a single channel per group, because only the sum over output channels of W^2
+is needed.
 """
 
 from __future__ import annotations
@@ -19,10 +21,18 @@ from torch import Tensor, nn
 
 from dampen._torch import convolve, is_empty
 from dampen.calls.ledger import Ledger
-from dampen.functional.explicit.forms import Number, check_form, combine, is_off, single
-from dampen.functional.explicit.precision import no_autocast, wide
-from dampen.functional.explicit.reductions import check_reduction, token_rows
-from dampen.functional.explicit.tap import squared_norm
+from dampen.functional.explicit.reductions import (
+    Number,
+    check_form,
+    check_reduction,
+    combine,
+    is_off,
+    no_autocast,
+    single,
+    token_rows,
+    wide,
+)
+from dampen.functional.explicit.squares import squared_norm
 from dampen.regularizer import LINEAR_STAGES, Regularizer, Site
 from dampen.schedules import Value, check_progress
 
@@ -40,23 +50,24 @@ def convolution_penalty(
     reduction: str = "mean",
     output: Tensor | None = None,
 ) -> Tensor:
-    """The penalty of dropout on the input of a convolution of one to three axes, transposed or not, grouped, strided,
-    dilated or padded.
+    """The penalty of dropout on the input of a convolution of one to three axes, transposed or not,
+    grouped, strided, dilated or padded.
 
     Args:
         x: the input (B, C, ...) or (C, ...) of the convolution.
         module: the convolution. Its bias is not in the penalty.
         rate: p.
         form: paper, exact or inverted.
-        reduction: mean (over all output positions), sum, token_mean (over each sample's positions) or author.
-        output: what the module gave, if the forward has it already. A transposed convolution that was called with an
-            `output_size` needs it, because the size is read off it.
+        reduction: mean (over all output positions), sum, token_mean (over each sample's positions)
+            or author.
+        output: what the module gave, if the forward has it already. A transposed convolution that
+            was called with an `output_size` needs it, because the size is read off it.
 
     >>> import torch
     >>> from torch import nn
     >>> conv = nn.Conv1d(1, 1, 2, bias=False)
     >>> _ = conv.weight.data.fill_(1.0)
-    >>> convolution_penalty(torch.ones(1, 1, 4), conv, 0.5, form="exact").item()  # 1/2 (1/4 * 2^2 + 1/4 * 2)
+    >>> convolution_penalty(torch.ones(1, 1, 4), conv, 0.5, form="exact").item()
     0.75
     """
     check_form(form, "convolution_penalty")
@@ -68,13 +79,21 @@ def convolution_penalty(
     with no_autocast(x.device.type):
         factors = single(form, rate)
         weight = wide(module.weight)
-        bias = None if output is None or module.bias is None else module.bias.unsqueeze(1)
+        if output is None or module.bias is None:
+            bias = None
+        else:
+            bias = module.bias.unsqueeze(1)
         size = None if output is None else output.shape[2:]
         b = v = None
         if factors.bias is not None:
-            output = _apply(module, wide(x), weight, size) if output is None else output.clone()  # may change in place
+            # may change in place
+            if output is None:
+                output = _apply(module, wide(x), weight, size)
+            else:
+                output = output.clone()
             b, positions = squared_norm(output.flatten(2), bias, None), output.shape[2:].numel()
-        if factors.variance is not None:  # summed over the output channels of each group: (B, groups, ...)
+        # summed over the output channels of each group: (B, groups, ...)
+        if factors.variance is not None:
             squares = weight.square()
             if isinstance(module, Transposed):  # (in, out / groups, ...)
                 columns = squares.sum(1, keepdim=True)
@@ -86,20 +105,35 @@ def convolution_penalty(
 
 
 def _apply(module: Convolution, x: Tensor, weight: Tensor, size: torch.Size | None) -> Tensor:
-    """The convolution with another weight and no bias; a transposed one to the given size, if it has one."""
+    """The convolution with another weight and no bias; a transposed one to the given size, if it
+    has one."""
     if not isinstance(module, Transposed):
         return convolve(module, x, weight)
     transposed = getattr(torch.nn.functional, f"conv_transpose{x.ndim - 2}d")
     extra = tuple(module.output_padding)
-    if size is not None:  # what `output_size` may have asked for beyond the smallest size
-        axes = zip(size, x.shape[2:], module.stride, module.padding, module.dilation, module.kernel_size, strict=True)
-        extra = tuple(out - ((n - 1) * s - 2 * int(p) + d * (k - 1) + 1) for out, n, s, p, d, k in axes)
-    out: Tensor = transposed(x, weight, None, module.stride, module.padding, extra, module.groups, module.dilation)
+    # what `output_size` may have asked for beyond the smallest size
+    if size is not None:
+        axes = zip(
+            size,
+            x.shape[2:],
+            module.stride,
+            module.padding,
+            module.dilation,
+            module.kernel_size,
+            strict=True,
+        )
+        extra = tuple(
+            out - ((n - 1) * s - 2 * int(p) + d * (k - 1) + 1) for out, n, s, p, d, k in axes
+        )
+    out: Tensor = transposed(
+        x, weight, None, module.stride, module.padding, extra, module.groups, module.dilation
+    )
     return out
 
 
 class _ConvolutionDropout(Regularizer):
-    """The clone of one convolution: schedules and the slot of its penalty. Its method is a forward hook."""
+    """The clone of one convolution: schedules and the slot of its penalty. Its method is a forward
+    hook."""
 
     stochastic = False
     weight: Tensor
@@ -128,34 +162,57 @@ class _ConvolutionDropout(Regularizer):
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether methods of `regularize` change what a convolution gives: the 1 x 1 convolutions of an attention or of a
-    feed-forward are linear layers."""
+    """Whether methods of `regularize` change what a convolution gives: the 1 x 1 convolutions of an
+    attention or of a feed-forward are linear layers.
+
+    Args:
+        module: a convolution.
+    """
     site = vars(module).get("_dampen_linear")
     return site is not None and any(
-        not r.only_reads and site.role in r.roles and r.stages & set(LINEAR_STAGES) for r in site.layer.active(module)
+        not r.only_reads and site.role in r.roles and r.stages & set(LINEAR_STAGES)
+        for r in site.layer.active(module)
     )
 
 
 class ConvolutionPenalties:
-    """What `regularize_convolutions` returns: progress goes in, the penalty comes out."""
+    """What `regularize_convolutions` returns: progress goes in, the penalty comes out.
+
+    Args:
+        model: the model.
+        clones: by name of the convolution.
+        hooks: to remove at the end.
+        strict: raise where penalties were left out of the loss.
+    """
 
     def __init__(
-        self, model: nn.Module, clones: dict[str, _ConvolutionDropout], hooks: list[Any], strict: bool
+        self,
+        model: nn.Module,
+        clones: dict[str, _ConvolutionDropout],
+        hooks: list[Any],
+        strict: bool,
     ) -> None:
         self.clones, self._hooks = clones, hooks
         self._ledger = Ledger(model, clones.values(), strict)
 
     def progress(self, t: float) -> None:
-        """Tell the schedules how far training is, in [0, 1]."""
+        """Tell the schedules how far training is, in [0, 1].
+
+        Args:
+            t: share of training that is done, in [0, 1].
+        """
         for clone in self.clones.values():
             clone.at(check_progress(t))
 
     def penalty(self) -> Tensor:
-        """The sum of the penalties made since they were last taken: `loss = task + convolutions.penalty()`. Both
-        forwards of a siamese step count, as in `regularize`; those in eval and under `no_grad` add nothing."""
+        """The sum of the penalties made since they were last taken: `loss = task +
+        convolutions.penalty()`. Both forwards of a siamese step count, as in `regularize`; those in
+        eval and under `no_grad` add nothing."""
         values = [v for clone in self.clones.values() for v in clone.take_penalties().values()]
         self._ledger.taken()
-        return sum(values[1:], start=values[0]) if values else torch.zeros(())
+        if values:
+            return sum(values[1:], start=values[0])
+        return torch.zeros(())
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
@@ -175,7 +232,8 @@ def regularize_convolutions(
     sites: str | Sequence[str] = "*",
     strict: bool = True,
 ) -> ConvolutionPenalties:
-    """Give the convolutions of a model, transposed ones too, the penalty of Explicit Dropout, by forward hooks.
+    """Give the convolutions of a model, transposed ones too, the penalty of Explicit Dropout, by
+    forward hooks.
 
     Args:
         model: any model.

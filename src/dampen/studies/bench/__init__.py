@@ -4,9 +4,8 @@ would pick instead, in one process with interleaved rounds.
     dampen bench -o benchmarks/records/bench.json
 """
 
-from dampen.studies.bench.memory import peak_memory
+from dampen.studies.bench.rows import Variant, find_variants
 from dampen.studies.bench.run import NOISY, Options, bench
-from dampen.studies.bench.subject import Subject, make_subject
-from dampen.studies.bench.variants import Variant, find_variants
+from dampen.studies.bench.subject import Subject, make_subject, peak_memory
 
 __all__ = ["NOISY", "Options", "Subject", "Variant", "bench", "find_variants", "make_subject", "peak_memory"]

@@ -68,7 +68,7 @@ def scaling_table(record: Record) -> Table:
 
 def save_chart(record: Record, path: Path) -> None:
     """Write the chart as SVG, PNG, HTML or JSON, by the name of the file."""
-    from dampen.studies.report.costs import bench_chart
+    from dampen.studies.report.charts import bench_chart
 
     path.parent.mkdir(parents=True, exist_ok=True)
     bench_chart(record).properties(width=520, title=record["model"], background="white").save(str(path))

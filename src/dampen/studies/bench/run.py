@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.kernels.timing import Timings, machine, time_rounds
 from dampen.native.library import available as native_available
-from dampen.studies.allocator import describe_malloc
 from dampen.studies.bench.alternatives import ALTERNATIVES
-from dampen.studies.bench.memory import peak_memory
 from dampen.studies.bench.papers import PAPERS, attention_as, unfused
-from dampen.studies.bench.presets import PRESETS, targets_of
-from dampen.studies.bench.subject import Subject, make_subject
-from dampen.studies.bench.variants import Variant, find_variants
+from dampen.studies.bench.rows import PRESETS, Variant, find_variants, targets_of
+from dampen.studies.bench.subject import Subject, make_subject, peak_memory
+from dampen.studies.bench.timing import Timings, machine, time_rounds
 from dampen.studies.errors import ConfigError
-from dampen.studies.report.stored import BENCH
+from dampen.studies.processes import describe_malloc
+from dampen.studies.report.packs import BENCH
 
 NOISY = 0.03
 """An interval wider than this, as a fraction of its median, cannot tell small costs apart."""
@@ -177,7 +175,7 @@ def regularized_step(subject: Subject, variant: Variant) -> Step:
     """The model with a method in it."""
     import dampen
     from dampen.hooks.find import find_layers
-    from dampen.studies.config.methods_text import build_methods
+    from dampen.studies.methods_text import build_methods
 
     model = subject.copy()
     sites: str | list[str] = "*"

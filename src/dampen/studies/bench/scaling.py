@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dampen.kernels.timing import compare
 from dampen.regularizer import ATTENTION_STAGES
 from dampen.studies.bench import papers
-from dampen.studies.bench.memory import available_memory, peak_memory
-from dampen.studies.bench.subject import DTYPES, make_subject
-from dampen.studies.bench.variants import Variant
+from dampen.studies.bench.rows import Variant
+from dampen.studies.bench.subject import DTYPES, available_memory, make_subject, peak_memory
+from dampen.studies.bench.timing import compare
 
 if TYPE_CHECKING:
     from dampen.studies.bench.run import Options, Progress
@@ -95,7 +94,7 @@ def _runnable(rows: Mapping[str, Row], n: int, left_out: dict[str, str]) -> dict
 
 def _rows(variants: list[Variant], options: Options) -> tuple[dict[str, dict[str, Row]], dict[str, str]]:
     """The rows by what they are compared with, and which variants have no row."""
-    from dampen.studies.config.methods_text import build_methods
+    from dampen.studies.methods_text import build_methods
 
     alone: dict[str, Row] = {ATTENTION: _alone(F.scaled_dot_product_attention, options)}
     blocks: dict[str, Row] = {BLOCK: _block([], options)}
@@ -145,7 +144,7 @@ def _block(specs: list[dict[str, Any]], options: Options) -> Row:
     def make(n: int) -> Callable[[], Any]:
         import dampen
         from dampen.models.block import Block
-        from dampen.studies.config.methods_text import build_methods
+        from dampen.studies.methods_text import build_methods
 
         dtype, width = DTYPES[options.dtype], HEADS * SIZE
         block = Block(width, HEADS, width).to(device=options.device, dtype=dtype).train()

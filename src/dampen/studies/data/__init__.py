@@ -1,4 +1,4 @@
-"""Real data sets, read from their official formats into memory, split by the papers' protocol.
+"""Datasets for comparisons, read into memory and split by the papers' protocol.
 
 >>> digits = load("digits")
 >>> batch = digits.train.batch([0, 1, 2])
@@ -9,10 +9,17 @@
 from __future__ import annotations
 
 from dampen.studies.data.augmentation import AUGMENTATIONS, Augment, augment
-from dampen.studies.data.dataset import Batch, Dataset, DataSpec, Normalization, Split
-from dampen.studies.data.errors import DamagedData, IncompleteData, MissingData
-from dampen.studies.data.manage import check_data, get_data, list_data
-from dampen.studies.data.sets import DATASETS, load, options
+from dampen.studies.data.dataset import (
+    Batch,
+    DamagedData,
+    Dataset,
+    DataSpec,
+    IncompleteData,
+    MissingData,
+    Normalization,
+    Split,
+)
+from dampen.studies.data.sets import DATASETS, check_data, get_data, list_data, load, options
 
 __all__ = [
     "AUGMENTATIONS",

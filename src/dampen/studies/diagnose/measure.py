@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dampen.studies.diagnose.trained import Trained, inputs_of
-from dampen.studies.records.diagnosis import FORMAT
+from dampen.studies.result import DIAGNOSIS_FORMAT
 from dampen.studies.trainer.losses import loss_of
 
-COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps", "draws")
+COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps")
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,14 @@ class Settings:
     gradient_batches: int = 20
     samples: int = 16  # for condition numbers and attention
     maps: int = 4
-    sigmas: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
-    draws: int = 25
     seed: int = 0
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} must be 1 or more: got {getattr(self, name)}" for name in COUNTS if getattr(self, name) < 1
         ]
-        for name in ("eps", "sigmas"):
-            values = getattr(self, name)
-            if not values or not all(0 < v < math.inf for v in values):
-                problems.append(f"{name} must be positive numbers: got {', '.join(map(str, values)) or 'none'}")
+        if not self.eps or not all(0 < v < math.inf for v in self.eps):
+            problems.append(f"eps must be positive numbers: got {', '.join(map(str, self.eps)) or 'none'}")
         if problems:
             raise ValueError("; ".join(problems) + ".")
 
@@ -59,7 +56,7 @@ def diagnose(
         raise ValueError(f"there is no section {unknown[0]!r}; known are {', '.join(SECTIONS)}.")
     chosen = [name for name in SECTIONS if not only or name in only]
     result: dict[str, Any] = {
-        "format": FORMAT,
+        "format": DIAGNOSIS_FORMAT,
         "name": trained.name,
         "trial": trained.trial,
         "data": {"name": trained.data.name, "task": trained.data.task},
@@ -154,51 +151,17 @@ def conditioning(t: Trained, s: Settings) -> list[dict[str, Any]]:
 
 def attention_maps(t: Trained, s: Settings) -> dict[str, Any]:
     """Attention rollout of some test images, as pictures and as numbers; a PNG goes into the trial's folder."""
-    from dampen.studies.diagnose.pictures import attention_pictures
+    from dampen.studies.diagnose.measure import attention_pictures
 
     return attention_pictures(t, s.maps)
 
 
 def generalization(t: Trained, s: Settings) -> dict[str, Any]:
-    """Training against test, and a PAC-Bayes bound on the test error under Gaussian weight noise."""
+    """Accuracy and calibration on training and on test data, and their differences."""
     from dampen.diagnostics import generalization_gap
 
-    train = t.batches("train", s.examples)
-    found = asdict(generalization_gap(t.model, train, t.batches("test", s.examples), bins=s.bins))
-    if t.data.task in ("image", "audio"):
-        found["pac_bayes"] = _bound(t, s)
-    else:
-        found["pac_bayes"] = None  # the bound is for independent examples; tokens of one text are not
-    return found
-
-
-def _bound(t: Trained, s: Settings) -> dict[str, Any]:
-    """The best bound over the sigmas, which pay for the choice (union bound); the prior is the initial weights."""
-    from dampen.diagnostics import binary_kl_inverse, gaussian_kl, pac_bayes_bound
-
-    train, n = t.batches("train", s.examples), min(s.examples, len(t.data.train))
-    named = {k: p.detach() for k, p in t.model.named_parameters() if p.requires_grad}
-    origin = t.initial or {k: torch.zeros_like(p) for k, p in named.items()}
-    distance = sum(float((p.double() - origin[k].double()).square().sum()) for k, p in named.items())
-    best = None
-    for sigma in s.sigmas:
-        kl = gaussian_kl(distance, sum(p.numel() for p in named.values()), sigma, sigma)
-        hopeless = binary_kl_inverse(0.0, (kl + math.log(2 * math.sqrt(n) * len(s.sigmas) / 0.04)) / n) > 0.99
-        draws = 1 if hopeless else s.draws  # even without a single error the bound would say nothing
-        found = pac_bayes_bound(t.model, train, sigma, origin, draws=draws, choices=len(s.sigmas), seed=s.seed)
-        best = found if best is None or found.bound < best.bound else best
-    if best is None:
-        raise ValueError("the bound needs at least one sigma: got none.")
-    return {**asdict(best), "prior": "the initial weights, before any training" if t.initial else "zeros"}
-
-
-def consistency(t: Trained, s: Settings) -> dict[str, Any]:
-    """How much two draws of the masks disagree, and the bound on the averaged prediction that follows from it."""
-    from dampen.diagnostics import consistency_bound
-
-    if t.data.task not in ("image", "audio", "text", "classification"):
-        raise ValueError(f"the bound is for independent examples with one class each; {t.data.name} is {t.data.task}")
-    return asdict(consistency_bound(t.model, t.batches("test", s.examples), t.handle, seed=s.seed))
+    train, test = (t.batches(split, s.examples) for split in ("train", "test"))
+    return asdict(generalization_gap(t.model, train, test, bins=s.bins))
 
 
 def _some_inputs(t: Trained, count: int) -> Any:
@@ -214,6 +177,76 @@ SECTIONS: dict[str, Callable[[Trained, Settings], Any]] = {
     "conditioning": conditioning,
     "attention_maps": attention_maps,
     "generalization": generalization,
-    "consistency": consistency,
 }
 """Name -> how to measure it. The names are the keys of diagnose.json, which the report reads."""
+
+
+LARGEST = 64
+"""Images are no larger than this in the record; a page holds many."""
+
+
+def attention_pictures(t: Trained, count: int) -> dict[str, Any]:
+    """Label, image, rollout map and prediction of the first test images of different classes."""
+    from dampen.diagnostics import attention_weights, overlay, rollout, save_images, token_map
+    from dampen.diagnostics.predictions import in_mode, run
+    from dampen.functional.grid import grid_of
+
+    pixels = t.pixels
+    batch = t.data.test.batch(_of_different_classes(t.data.test, count))
+    inputs, target = batch["inputs"][0], batch["target"]
+    images = pixels.from_data(inputs)
+    with torch.no_grad(), in_mode(t.model):
+        predicted = run(t.model, inputs).argmax(-1)
+    weights = attention_weights(t.model, inputs)
+    relevance = rollout(weights)
+    rows, columns = grid_of(relevance.shape[-1], None)
+    if rows * columns == relevance.shape[-1]:  # no class token: what all patches look at
+        relevance = relevance.mean(1, keepdim=True).expand_as(relevance)
+    maps = token_map(relevance)
+    names = t.data.classes
+    examples = [
+        {"label": names[label], "predicted": names[said], "image": _rgb(image), "map": _rounded(found)}
+        for label, said, image, found in zip(target.tolist(), predicted.tolist(), images, maps, strict=True)
+    ]
+    result: dict[str, Any] = {"what": "attention rollout, what the class token looks at", "examples": examples}
+    if t.picture is not None:
+        size = (max(64, images.shape[-2]), max(64, images.shape[-1]))
+        large = F.interpolate(images, size=size, mode="nearest").expand(-1, 3, -1, -1)
+        strip = torch.cat([large, overlay(large, token_map(relevance, size=size))], dim=-2)
+        result["file"] = save_images(strip, t.picture).name
+        heads = head_maps(weights, large[0], size)
+        result["heads_file"] = save_images(heads, t.picture.with_stem(f"{t.picture.stem}-heads")).name
+    return result
+
+
+def head_maps(weights: Mapping[str, Tensor], image: Tensor, size: tuple[int, int]) -> Tensor:
+    """What each head of each layer looks at in the first image: (heads, 3, layers * height, width), a layer per row."""
+    from dampen.diagnostics import overlay, token_map
+
+    rows = []
+    most = max(a.shape[1] for a in weights.values())
+    for a in weights.values():
+        seen = overlay(image.expand(a.shape[1], -1, -1, -1), token_map(a[0], size=size))
+        rows.append(F.pad(seen, (0, 0, 0, 0, 0, 0, 0, most - a.shape[1]), value=1.0))
+    return torch.cat(rows, dim=-2)
+
+
+def _of_different_classes(split: Any, count: int) -> Tensor:
+    """The first examples of as many classes as asked for, in order."""
+    labels = split.batch(torch.arange(min(len(split), 1000)))["target"]
+    first = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()])
+    return first.sort().values[:count]
+
+
+def _rgb(image: Tensor) -> list[list[list[int]]]:
+    """Pixels in [0, 1] (C, H, W) as rows of RGB bytes, made smaller where they are many."""
+    if max(image.shape[-2:]) > LARGEST:
+        factor = LARGEST / max(image.shape[-2:])
+        size = tuple(max(1, round(factor * side)) for side in image.shape[-2:])
+        image = F.interpolate(image.unsqueeze(0), size=size, mode="area")[0]
+    color = image if len(image) == 3 else image.mean(0, keepdim=True).expand(3, -1, -1)
+    return (255 * color).round().clamp(0, 255).int().permute(1, 2, 0).tolist()
+
+
+def _rounded(values: Tensor) -> list[list[float]]:
+    return [[round(v, 4) for v in row] for row in values.tolist()]

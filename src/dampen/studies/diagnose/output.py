@@ -1,11 +1,20 @@
-"""A diagnosis for people: one line per model, and more where there is only one."""
+"""A diagnosis for people, one line per model and more where there is only one; and as kept in the folder of a trial."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
 
 from rich.table import Table
+
+from dampen.studies.diagnose.measure import SECTIONS, Settings
+from dampen.studies.files import read_json, write_json
+from dampen.studies.report.packs import MEASURED
+from dampen.studies.result import parse_diagnosis
+from dampen.studies.store import RunStore
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": lambda r: f"{100 * r['calibration']['accuracy']:.1f} %",
@@ -93,3 +102,62 @@ def _attack(result: dict[str, Any], name: str) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the diagnosis where `dampen report` looks for it; sections of this trial that were measured before stay,
+    with the settings they were measured with."""
+    import torch
+
+    from dampen.studies.environment import describe
+
+    before = _read(folder)
+    old = before if before.get("trial") == result["trial"] else {}
+    merged = {k: v for k, v in {**old, **result}.items() if k not in result["skipped"]}
+    skipped = {**old.get("skipped", {}), **result["skipped"]}
+    merged["skipped"] = {name: why for name, why in skipped.items() if name not in merged}
+    now = dict.fromkeys(result["seconds"], result["settings"])
+    merged["measured_with"] = {**_measured_with(old), **now}
+    merged["seconds"] = {**old.get("seconds", {}), **result["seconds"]}
+    merged["environment"] = describe(torch.get_num_threads(), "cpu")
+    plain: dict[str, Any] = _plain(merged)
+    parse_diagnosis(plain)  # what the report reads
+    write_json(folder / MEASURED, plain)
+    return plain
+
+
+def kept(folder: Path, settings: Settings, only: Sequence[str] = ()) -> dict[str, Any] | None:
+    """What was measured before, if it is of this trial, with these settings, and has all that is asked for."""
+    found = _read(folder)
+    wanted = [name for name in SECTIONS if not only or name in only]
+    if found.get("trial") != RunStore(folder).trial().id:
+        return None
+    used, now = _measured_with(found), _plain(asdict(settings))
+    for name in wanted:
+        before = used.get(name) or {}
+        if {key: before.get(key) for key in now} != now:  # a setting that exists no more decides nothing
+            return None
+    return found
+
+
+def _measured_with(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of each section; records of the first kind had the same for all."""
+    return found.get("measured_with") or dict.fromkeys(found.get("seconds", {}), found.get("settings"))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / MEASURED
+    if not path.exists():
+        return {}
+    found = read_json(path)
+    parse_diagnosis(found)
+    return cast(dict[str, Any], found)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: tuples are lists, and what is not a finite number is null."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

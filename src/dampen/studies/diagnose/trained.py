@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.diagnostics.pixels import Pixels
-from dampen.studies.config.methods_text import build_methods
-from dampen.studies.config.names import brings_task
+from dampen.diagnostics.robustness import Pixels
+from dampen.studies.checks import brings_task
+from dampen.studies.comparison import load_comparison
 from dampen.studies.errors import ConfigError, LabError
+from dampen.studies.methods_text import build_methods
 from dampen.studies.plugins import load_plugins
-from dampen.studies.records.rebuild import load_plan
-from dampen.studies.records.record import PRETRAIN, Record
+from dampen.studies.store import PRETRAIN, RunStore
 from dampen.studies.trainer.build import derive, load_data, make_model, places, seed_all
 from dampen.studies.trainer.checkpoint import load_newest, rng_state, set_rng_state
 
@@ -86,10 +86,10 @@ def find_trials(folder: Path) -> list[Path]:
         raise LabError(f"There is no folder {folder}. Give the folder that dampen run, compare or demo wrote.")
     below = (p.parent for p in folder.rglob("config.json") if p.parent.name != PRETRAIN)
     found = [folder] if (folder / "config.json").exists() else sorted(below)
-    finished = [p for p in found if (final := Record(p).final()) is not None and final["status"] == "finished"]
+    finished = [p for p in found if (final := RunStore(p).final()) is not None and final["status"] == "finished"]
     for plan in {path.parent / "plan.json" for path in finished}:
         if plan.is_file():
-            load_plugins(load_plan(plan.parent).header.get("plugins", ()), plan)
+            load_plugins(load_comparison(plan.parent).header.get("plugins", ()), plan)
     if not finished:
         told = f"{len(found)} trials, none of them finished" if found else "no trial"
         raise LabError(f"{folder} holds {told}. Run the command that wrote it again: it resumes, then diagnose.")
@@ -98,7 +98,7 @@ def find_trials(folder: Path) -> list[Path]:
 
 def from_run(folder: Path, data_dir: str | None = None) -> Trained:
     """The model of a finished trial, with its data, its regularizers, and its weights before training."""
-    record = Record(folder)
+    record = RunStore(folder)
     trial = record.trial()
     state, damage = load_newest(folder, "weights")
     if state is None:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from dampen.studies.engines.engine import FATAL, Job, Outcome, Report, after_death, run_job
+from dampen.studies.engines import FATAL, Job, Outcome, Report, after_death, run_job
+from dampen.studies.environment import asked_threads, usable_cores
 from dampen.studies.processes import start, stop_on_signals
-from dampen.studies.records.environment import asked_threads, usable_cores
-from dampen.studies.records.events import Event, parse_event
+from dampen.studies.result import Event, parse_event
 from dampen.studies.trainer.state import Execution
 
 LOOK_SECONDS = 0.05
@@ -156,7 +156,7 @@ def _work(pipe: Any, execution: Execution) -> None:
     stop_on_signals(asked_to_stop)
 
     def stopped() -> bool:
-        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop. Asked after every
+        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop. Checked after every
         step and answered anew a few times a second, because looking at a pipe takes its part of a tiny step."""
         nonlocal stopping, looked
         if not stopping and time.monotonic() - looked >= LOOK_SECONDS:

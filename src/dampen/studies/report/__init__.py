@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dampen.studies.errors import ConfigError, LabError
 
 if TYPE_CHECKING:
-    from dampen.studies.records.table import ResultTable
     from dampen.studies.report.read import Skipped
+    from dampen.studies.table import ResultTable
 
 FORMATS = {"html": ".html", "md": ".md", "csv": ".csv", "json": ".json", "latex": ".tex"}
 
@@ -56,9 +56,8 @@ def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
     Damaged and empty folders are listed and skipped. Raises ProtocolMismatch where a table would mix protocols (with
     `split` each protocol gets its own table), LabError where nothing is left to show.
     """
-    from dampen.studies.records.table import make_table
-    from dampen.studies.report.read import collect
-    from dampen.studies.report.study import make_studies
+    from dampen.studies.report.read import collect, make_studies
+    from dampen.studies.table import make_table
 
     found = collect(runs)
     studies, skipped = make_studies(found, split)
@@ -84,7 +83,7 @@ def write_report(
     A pack is compressed where the name ends in .xz, and smaller by far without the `curves` of its trials.
     """
     from dampen.studies.files import atomic_file
-    from dampen.studies.report.stored import pack, packed_bytes, to_text
+    from dampen.studies.report.packs import pack, packed_bytes, to_text
 
     output = Path(output)
     chosen = format or format_of(output)

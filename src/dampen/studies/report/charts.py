@@ -1,19 +1,21 @@
-"""The charts that answer first: results, and gain against cost."""
+"""The charts of a table: differences, results, gain against cost, curves, what a search tried, what a bench took."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
-from dampen.studies.records.stats import t_interval
-from dampen.studies.records.table import Entry, ResultTable
-from dampen.studies.report.advice import small_model_note
-from dampen.studies.report.figure import (
+from dampen.studies.metric import describe
+from dampen.studies.report.figures import (
+    LIGHT,
     REFERENCE_LIGHT,
     ROW,
     Column,
     Figure,
     Palette,
     Panel,
+    band_chart,
     bounded,
     finish,
     known,
@@ -21,7 +23,10 @@ from dampen.studies.report.figure import (
     some,
     tip,
 )
-from dampen.studies.report.names import shortened
+from dampen.studies.report.summary import listed, shortened, small_model_note
+from dampen.studies.result import LogLine
+from dampen.studies.stats import t_interval
+from dampen.studies.table import Entry, ResultTable, axis_name
 
 MOST_POINTS = 16
 """Names that find room beside their points."""
@@ -161,3 +166,257 @@ def _front(entries: list[Entry], mode: str) -> list[Entry]:
         if better and (not front or entry.summary.mean != front[-1].summary.mean):
             front.append(entry)
     return front
+
+
+MOST_DIFFERENCES = 40
+"""Rows that one chart shows; the table has them all."""
+
+
+def forest(table: ResultTable, palette: Palette) -> Figure | None:
+    """A row per method, best first: difference (point), its corrected interval (line), its verdict in words."""
+    import altair as alt
+
+    entries = [e for e in table.ranked() if e.comparison and e.comparison.n and not e.same_as]
+    if table.main_reference is None or not entries:
+        return None
+    shown = entries[:MOST_DIFFERENCES]
+    records = [_difference_record(e, table) for e in entries]
+    names = [e.name for e in shown]
+    drawn = records[: len(shown)]
+    y = alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=360, domain=False, ticks=False))
+    unit = f" ({table.metric.points.strip()})" if table.metric.points else ""
+    title = f"difference to {table.reference_name} in {table.metric.label}{unit}"
+    x = alt.X("difference:Q", title=title, scale=alt.Scale(zero=True, padding=12), axis=alt.Axis(tickCount=8))
+    base = alt.Chart(alt.Data(values=drawn)).encode(y=y, color=palette.color(names, legend=False))
+    layers: list[Any] = []
+    if table.margin:
+        band = alt.Chart(alt.Data(values=[{"from": -table.margin, "to": table.margin}]))
+        layers.append(band.mark_rect(opacity=0.14, color="#8a94a3").encode(x=alt.X("from:Q", title=title), x2="to:Q"))
+    zero = alt.Chart(alt.Data(values=[{"zero": 0}]))
+    layers.append(zero.mark_rule(strokeWidth=1.2).encode(x=alt.X("zero:Q", title=title)))
+    tooltip = [tip("row:N", "row"), tip("difference:Q", "difference"), tip("low:Q", "from"), tip("high:Q", "to")]
+    tooltip += [tip("verdict:N", "verdict"), alt.Tooltip("n:Q", title="shared seeds")]
+    if any(r["low"] is not None for r in drawn):
+        layers.append(base.mark_rule(strokeWidth=2.5).encode(x=alt.X("low:Q", title=title), x2="high:Q"))
+    points = base.mark_point(filled=True, size=95, opacity=1).encode(
+        x=x, shape=palette.shape(names, legend=False), tooltip=tooltip
+    )
+    layers.append(points)
+    caption = "Point: mean paired difference; line: its interval, corrected as the verdict is, so that a line across 0 "
+    caption += "is a row that is not decided."
+    if table.margin:
+        caption += (
+            f" Shaded: the margin, {table.margin:g}{table.metric.points}, below which a difference does not matter."
+        )
+    caption += f" Shown are the {len(shown)} best of {len(entries)} rows." if len(shown) < len(entries) else ""
+    columns = [ROW, Column("difference", "Difference", 3), Column("low", "From", 3), Column("high", "To", 3)]
+    columns += [Column("verdict", "Verdict"), Column("n", "Shared seeds", 0)]
+    spec = finish(alt.layer(*layers), max(120, 30 * len(names)))
+    return Figure("forest", "What was shown", caption, [Panel("", spec)], columns, records, wide=True, fixed=True)
+
+
+def _difference_record(entry: Entry, table: ResultTable) -> dict[str, Any]:
+    c = entry.comparison
+    if c is None:
+        raise ValueError(f"{entry.name} was not compared.")
+    bounds = {"low": known(c.low), "high": known(c.high)}
+    difference = None if math.isnan(c.difference) else c.difference
+    return {"row": entry.name, "difference": difference, **bounds, "verdict": entry.told(table.metric), "n": c.n}
+
+
+def curves(table: ResultTable, palette: Palette) -> list[Figure]:
+    """Validation metric and training loss by epoch, mean over seeds with a band of one standard deviation."""
+    entries = table.selected()
+    order = {e.name: i for i, e in enumerate(table.ranked())}
+    names = sorted((e.name for e in entries), key=lambda n: order.get(n, 0))
+    reference = table.main_reference
+    names = some(names, [reference.name] if reference else [])
+    logs, damaged = _logs([e for e in entries if e.name in names])
+    metric = next((f.final.selection[0] for e in entries for f in e.cell.finished().values() if f.final), "accuracy")
+    made = []
+    valid = _curve_records(logs, "valid", metric)
+    if len({r["epoch"] for r in valid}) > 1:  # validated once, there is no curve to draw
+        title = f"validation {describe(metric).title}"
+        caption = "Mean over seeds; the band is one standard deviation. The rows are those chosen above."
+        caption += note(len(names), len(entries)) + damaged
+        made.append(_curve_figure("curves", "Learning curves", caption, valid, title, names, palette))
+    loss = _curve_records(logs, "train", "task")
+    if loss:
+        caption = (
+            "The task's own loss, without penalties. A low training loss with a poor validation curve is overfitting."
+        )
+        made.append(_curve_figure("loss", "Training loss", caption, loss, "training loss (task)", names, palette))
+    return made
+
+
+def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[LogLine]]], str]:
+    """The logs of each row, and a remark if some cannot be read."""
+    runs = {e.name: list(e.cell.finished().values()) for e in entries}
+    damaged = [run.folder.name for found in runs.values() for run in found if run.log_damaged]
+    remark = f" Damaged and left out: the log of {listed(damaged)}." if damaged else ""
+    return {name: [run.lines() for run in found] for name, found in runs.items()}, remark
+
+
+def _curve_records(logs: dict[str, list[list[LogLine]]], group: str, metric: str) -> list[dict[str, Any]]:
+    records = []
+    for name, runs in logs.items():
+        by_epoch: dict[float, list[float]] = {}
+        for lines in runs:
+            for line in lines:
+                value = getattr(line, group).get(metric)
+                if value is not None:
+                    by_epoch.setdefault(line.at, []).append(describe(metric).scale * value)
+        for epoch, values in _thin(by_epoch):
+            mean, sd = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+            records.append(
+                {"row": name, "epoch": epoch, "mean": mean, "low": mean - sd, "high": mean + sd, "n": len(values)}
+            )
+    return records
+
+
+def _thin(by_epoch: dict[float, list[float]], most: int = 100) -> list[tuple[float, list[float]]]:
+    """At most about `most` epochs, the last one always among them."""
+    epochs = sorted(by_epoch)
+    every = math.ceil(len(epochs) / most) or 1
+    return [(e, by_epoch[e]) for i, e in enumerate(epochs) if i % every == 0 or i == len(epochs) - 1]
+
+
+def _curve_figure(
+    key: str, title: str, caption: str, records: list[dict[str, Any]], y_title: str, names: list[str], palette: Palette
+) -> Figure:
+    columns = [ROW, Column("epoch", "Epoch", 0), Column("mean", "Mean", 4), Column("low", "Mean - SD", 4)]
+    columns += [Column("high", "Mean + SD", 4), Column("n", "n", 0)]
+    import altair as alt
+
+    x = alt.X("epoch:Q", title="epoch", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(tickMinStep=1))
+    chart = band_chart(records, x, "epoch", y_title, names, palette)
+    return Figure(key, title, caption, [Panel("", finish(chart, 300))], columns, records, smooth=True)
+
+
+def searched(table: ResultTable, palette: Palette) -> Figure | None:
+    """Every completed trial of the search; pruned ones have no final value and are only counted."""
+    import altair as alt
+
+    search = table.study.search
+    metric = search.get("metric", table.study.metric)
+    records: list[dict[str, Any]] = []
+    pruned, logarithmic = 0, set()
+    for row, found in search.get("rows", {}).items():
+        logarithmic |= {a["key"] for a in found["axes"] if a["log"]}
+        for trial in found.get("trials", []):
+            pruned += trial["state"] == "pruned"
+            if trial["valid"] is not None and trial["state"] == "complete" and row in palette.colors:
+                value = describe(metric).scale * trial["valid"]
+                records += [{"row": row, "axis": k, "x": v, "valid": value} for k, v in trial["values"].items()]
+    axes = [a for a in dict.fromkeys(r["axis"] for r in records) if _numeric(records, a)]
+    if not axes:
+        return None
+    reference = table.main_reference
+    names = some(list(dict.fromkeys(r["row"] for r in records)), [reference.row.name] if reference else [])
+    title = f"validation {describe(metric).title}"
+    panels = []
+    for axis in axes:
+        own = [r for r in records if r["axis"] == axis and r["row"] in names]
+        scale = alt.Scale(type="log") if axis in logarithmic else alt.Scale(zero=False)
+        chart = (
+            alt.Chart(alt.Data(values=own))
+            .mark_point(filled=True, size=55, opacity=0.75)
+            .encode(
+                x=alt.X("x:Q", title=axis_name(axis), scale=scale, axis=alt.Axis(format="~g", labelOverlap=True)),
+                y=alt.Y("valid:Q", title=title, scale=alt.Scale(zero=False)),
+                color=palette.color(names, legend=False),
+                shape=palette.shape(names, legend=False),
+                tooltip=[
+                    tip("row:N", "row"),
+                    alt.Tooltip("x:Q", title=axis_name(axis), format=".3~g"),
+                    tip("valid:Q", "valid"),
+                ],
+            )
+        )
+        panels.append(Panel(axis_name(axis), finish(chart, 220)))
+    if "settings" in search:
+        caption = f"Each point is a setting, its mean on validation over {len(search['seeds'])} tuning seeds."
+    else:
+        caption = f"Each point is a trial of the search, {search.get('trials', '?')} per row, scored on validation"
+        caption += f"; {pruned} hopeless ones were cut short." if pruned else "."
+    columns = [ROW, Column("axis", "Setting"), Column("x", "Value", 6), Column("valid", title, 3)]
+    return Figure("search", "Search", caption, panels, columns, records, wide=len(panels) > 2, legend=names)
+
+
+def _numeric(records: list[dict[str, Any]], axis: str) -> bool:
+    values = [r["x"] for r in records if r["axis"] == axis]
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+
+KINDS = (("ratios", "dampen"), ("papers", "as published"), ("alternatives", "timm, torch.nn"))
+
+
+def bench_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry per mark: the row it stands in, who made it, its cost with its interval, memory and target."""
+    return [
+        {"row": entry.get("ours", name), "name": name, "kind": kind, "memory": record["memory"][name]["ratio"]}
+        | {key: entry[key] for key in ("median", "low", "high")}
+        | {"target": record["targets"].get(name, {}).get("target")}
+        for group, kind in KINDS
+        for name, entry in record[group].items()
+    ]
+
+
+def bench_figures(record: dict[str, Any]) -> list[Figure]:
+    """Every figure for which the record has numbers."""
+    return [_steps(record), *([_lengths(record)] if record.get("scaling", {}).get("points") else [])]
+
+
+def bench_chart(record: dict[str, Any]) -> Any:
+    """Costs with their intervals on one axis, the papers' formulations beside ours (an altair chart)."""
+    import altair as alt
+
+    rows = bench_rows(record)
+    kinds = [kind for _, kind in KINDS]
+    x = alt.X("median:Q", title="cost of a training step / best plain step", scale=alt.Scale(type="log", nice=False))
+    y = alt.Y("row:N", title=None, sort=None, axis=alt.Axis(labelLimit=320))
+    colors = alt.Scale(domain=kinds, range=list(LIGHT[: len(kinds)]))
+    color = alt.Color("kind:N", title=None, scale=colors, legend=alt.Legend(orient="bottom"))
+    shape = alt.Shape("kind:N", title=None, scale=alt.Scale(domain=kinds, range=["circle", "square", "diamond"]))
+    base = alt.Chart(alt.Data(values=rows)).encode(y=y, color=color)
+    tooltip = [tip("name:N", "name"), tip("median:Q", "cost"), tip("low:Q", "low"), tip("high:Q", "high")]
+    points = base.mark_point(filled=True, size=60, opacity=1).encode(
+        x=x, shape=shape, tooltip=[*tooltip, tip("memory:Q", "memory")]
+    )
+    spans = base.mark_rule(strokeWidth=2, opacity=0.6).encode(x=alt.X("low:Q"), x2="high:Q")
+    one = alt.Chart(alt.Data(values=[{"x": 1.0}])).mark_rule(strokeDash=[4, 4]).encode(x="x:Q")
+    return alt.layer(one, spans, points)
+
+
+def _steps(record: dict[str, Any]) -> Figure:
+    rows = bench_rows(record)
+    caption = (
+        "Point: median of paired ratios; line: its 95 % interval; 1 is the plain model with the faster of fused and "
+        "unfused attention. Memory: what a step allocates at its peak, as a multiple of the plain step's."
+    )
+    if record["noisy"]:
+        caption += f" The intervals of {len(record['noisy'])} rows are wider than 3 %: the machine was not quiet."
+    columns = [Column("name", "Row"), Column("kind", "By"), Column("median", "Cost", 3), Column("low", "95 % low", 3)]
+    columns += [Column("high", "95 % high", 3), Column("target", "Target", 2), Column("memory", "Memory", 2)]
+    height = 24 * len({r["row"] for r in rows}) + 40
+    spec = finish(bench_chart(record), height)
+    return Figure("steps", "Cost of a training step", caption, [Panel("", spec)], columns, rows, wide=True)
+
+
+def _lengths(record: dict[str, Any]) -> Figure:
+    """Attention alone over the number of tokens: time and memory against the plain kernel."""
+    import altair as alt
+
+    points = record["scaling"]["points"]
+    names = list(dict.fromkeys(p["row"] for p in points))
+    palette = Palette(names)
+    panels = []
+    for key, title in (("median", "time / plain"), ("memory_ratio", "memory / plain")):
+        x = alt.X("n:Q", title="tokens", scale=alt.Scale(type="log", base=2))
+        y = alt.Y(f"{key}:Q", title=title, scale=alt.Scale(type="log", nice=False))
+        look = {"color": palette.color(names, lines=True), "strokeDash": palette.dash(names)}
+        chart = alt.Chart(alt.Data(values=points)).mark_line(point=True).encode(x=x, y=y, **look)
+        panels.append(Panel(title, finish(chart.encode(tooltip=[tip("row:N", "row"), tip(f"{key}:Q", title)]), 300)))
+    columns = [ROW, Column("n", "Tokens", 0), Column("median", "Time", 3), Column("memory_ratio", "Memory", 2)]
+    caption = f"{record['scaling']['what']}. Both axes are logarithmic."
+    return Figure("lengths", "Attention over its length", caption, panels, columns, points, wide=True)

@@ -1,254 +1,281 @@
 """Charts of what `dampen diagnose` measured on the trained models; each appears only where there is data.
 
-A trial's diagnose.json may hold, each optional:
+A run's diagnose.json may hold, each optional:
 
-    calibration     a dampen.diagnostics.Calibration as plain data (its `reliability` is drawn)
-    robustness      a list of dampen.diagnostics.Robustness as plain data; PGD at several eps makes a curve
-    corruptions     a dampen.diagnostics.Corruptions as plain data
-    attention       {"layers": [{"entropy_share", "head_similarity"}]}
-    conditioning    what Conditioning.to_json() gives: one entry per layer
-    attention_maps  {"examples": [{"label", "image": rows of RGB pixels (0..255), "map": rows of numbers, "predicted"}]}
+    calibration  a dampen.diagnostics.Calibration as plain data (its `reliability` is drawn)
+    robustness   a list of dampen.diagnostics.Robustness as plain data; PGD at several eps makes a curve
+    corruptions  a dampen.diagnostics.Corruptions as plain data
+    attention    {"layers": [{"entropy_share", "head_similarity"}]}
+
+Figures of other sections come from plug-ins, which use `diagnosed` and `measured`.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable
 from typing import Any
 
-from dampen.studies.records.table import Entry, ResultTable
-from dampen.studies.report.curves import band_chart
-from dampen.studies.report.figure import ROW, Column, Figure, Palette, Panel, finish, note, some
+from dampen.studies.report.figures import (
+    ROW,
+    Column,
+    Figure,
+    Palette,
+    Panel,
+    band_chart,
+    finish,
+    note,
+    some,
+)
+from dampen.studies.table import Entry, ResultTable
 
 PANELS = 12
-"""Rows that have pictures of their own."""
+"""Configurations that have panels of their own."""
+Values = dict[float, list[float]]
+"""The values of all seeds at each place of the x axis."""
 
-STAGES = {
-    "tokens": "tokens entering the block",
-    "attention": "attention output, without the skip",
-    "attention+skip": "attention output, with the skip",
-    "ffn": "feed-forward output, without the skip",
-    "ffn+skip": "feed-forward output, with the skip",
-}
+
+def diagnosed(table: ResultTable) -> tuple[list[Entry], str]:
+    """The configurations with diagnosed runs that are drawn, and a remark if some are left out.
+
+    Args:
+        table: the runs of a study.
+    """
+    found = [e for e in table.ranked() if any(r.measured for r in e.cell.finished().values())]
+    reference = table.main_reference
+    names = some([e.name for e in found], [reference.name] if reference else [], PANELS)
+    shown = [e for e in found if e.name in names]
+    return shown, note(len(shown), len(found))
+
+
+def measured(entry: Entry, section: str) -> list[Any]:
+    """What `dampen diagnose` found in one section, for every finished run that has it.
+
+    Args:
+        entry: the configuration.
+        section: a key of diagnose.json.
+    """
+    runs = entry.cell.finished().values()
+    return [found for run in runs if (found := run.measured.section(section))]
 
 
 def measured_figures(table: ResultTable, palette: Palette) -> list[Figure]:
-    """The figures for which some run was diagnosed."""
-    from dampen.studies.report.attention_images import attention_maps
+    """The figures for which some run was diagnosed.
 
-    entries = [e for e in table.ranked() if any(run.measured for run in e.cell.finished().values())]
-    reference = table.main_reference
-    names = some([e.name for e in entries], [reference.name] if reference else [], PANELS)
-    shown = [e for e in entries if e.name in names]
-    made = [calibration(shown, palette), attacks(shown, palette), corruptions(shown, palette)]
-    made += [attention_by_layer(shown, palette), conditioning(shown, palette), attention_maps(shown)]
-    figures = [figure for figure in made if figure is not None]
+    Args:
+        table: the runs of a study.
+        palette: the color, shape and dash of each configuration.
+    """
+    entries, remark = diagnosed(table)
+    makers = (calibration, attacks, corruptions, attention_by_layer)
+    figures = [figure for make in makers if (figure := make(entries, palette)) is not None]
     for figure in figures:
-        figure.caption += note(len(shown), len(entries))
+        figure.caption += remark
     return figures
 
 
-def _measured(entry: Entry, key: str) -> list[Any]:
-    return [found for run in entry.cell.finished().values() if (found := run.measured.section(key))]
-
-
 def calibration(entries: list[Entry], palette: Palette) -> Figure | None:
-    """Reliability diagrams: how often the model is right, where it says how sure it is. Bins pooled over seeds."""
+    """Reliability diagrams: accuracy against confidence, with the bins of all seeds pooled.
+
+    Args:
+        entries: the configurations to draw.
+        palette: their colors.
+    """
     import altair as alt
 
-    records = []
+    panels, records = [], []
     for entry in entries:
-        diagrams = [m["reliability"] for m in _measured(entry, "calibration") if m.get("reliability")]
-        records += [{"row": entry.name, **r} for r in _pooled(diagrams)]
-    if not records:
-        return None
-    panels = []
-    for name in dict.fromkeys(r["row"] for r in records):
-        own = [r for r in records if r["row"] == name]
-        x = alt.X("low:Q", title="confidence", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".1f"))
-        tooltip = [alt.Tooltip(f"{k}:Q", format=".3f") for k in ("confidence", "accuracy", "share")]
-        y = alt.Y("accuracy:Q", title="accuracy", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".1f"))
+        sections = measured(entry, "calibration")
+        bins = _pooled([s["reliability"] for s in sections if s.get("reliability")])
+        if not bins:
+            continue
+        records += [{"row": entry.name, **b} for b in bins]
+        unit = {"scale": alt.Scale(domain=[0, 1]), "axis": alt.Axis(format=".1f")}
         bars = (
-            alt.Chart(alt.Data(values=own))
-            .mark_rect(opacity=0.8, color=palette.colors[name])
-            .encode(x=x, x2="high:Q", y=y, y2=alt.datum(0), tooltip=tooltip)
+            alt.Chart(alt.Data(values=bins))
+            .mark_rect(opacity=0.8, color=palette.colors[entry.name])
+            .encode(
+                x=alt.X("low:Q", title="confidence", **unit),
+                x2="high:Q",
+                y=alt.Y("accuracy:Q", title="accuracy", **unit),
+                y2=alt.datum(0),
+                tooltip=[alt.Tooltip(f"{key}:Q", format=".3f") for key in ("confidence", "accuracy", "share")],
+            )
         )
-        ideal = alt.Chart(alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}]))
-        line = ideal.mark_line(strokeDash=[4, 4], opacity=0.7).encode(x="x:Q", y="y:Q")
-        panels.append(Panel(f"{name}: ECE {100 * _ece(own):.1f} %", finish(alt.layer(bars, line), 170)))
-    caption = "Bars on the dashed line: as often right as the model says. Below it: overconfident. All seeds pooled."
-    columns = [ROW, Column("low", "From", 3), Column("high", "To", 3), Column("confidence", "Confidence", 3)]
-    columns += [Column("accuracy", "Accuracy", 3), Column("count", "Predictions", 0)]
-    return Figure("calibration", "Calibration", caption, panels, columns, records, wide=len(panels) > 2)
+        diagonal = alt.Chart(alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}]))
+        line = diagonal.mark_line(strokeDash=[4, 4], opacity=0.7).encode(x="x:Q", y="y:Q")
+        error = 100 * sum(b["share"] * abs(b["accuracy"] - b["confidence"]) for b in bins)
+        panels.append(Panel(f"{entry.name}: ECE {error:.1f} %", finish(alt.layer(bars, line), 170)))
+    if not panels:
+        return None
+    caption = (
+        "A calibrated model has its bars on the dashed line. Bars below the line mean "
+        "overconfidence. The predictions of all seeds are pooled."
+    )
+    columns = [
+        ROW,
+        Column("low", "From", 3),
+        Column("high", "To", 3),
+        Column("confidence", "Confidence", 3),
+        Column("accuracy", "Accuracy", 3),
+        Column("count", "Predictions", 0),
+    ]
+    wide = len(panels) > 2
+    return Figure("calibration", "Calibration", caption, panels, columns, records, wide=wide)
 
 
 def _pooled(diagrams: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Bins of several runs as one: counts add up, means are weighted by them. Empty bins are left out."""
+    """The bins of several runs as one: counts add up and means are weighted by them."""
     bins: dict[tuple[float, float], list[tuple[int, float, float]]] = {}
     for d in diagrams:
-        for low, high, count, sure, right in zip(
-            d["low"], d["high"], d["count"], d["confidence"], d["accuracy"], strict=True
-        ):
+        columns = (d[key] for key in ("low", "high", "count", "confidence", "accuracy"))
+        for low, high, count, confidence, accuracy in zip(*columns, strict=True):
             if count:
-                bins.setdefault((low, high), []).append((count, sure, right))
-    total = sum(c for found in bins.values() for c, _, _ in found)
+                bins.setdefault((low, high), []).append((count, confidence, accuracy))
+    total = sum(count for found in bins.values() for count, _, _ in found)
     pooled = []
     for (low, high), found in sorted(bins.items()):
-        n = sum(c for c, _, _ in found)
-        sure, right = (sum(f[0] * f[i] for f in found) / n for i in (1, 2))
-        pooled.append({"low": low, "high": high, "count": n, "share": n / total, "confidence": sure, "accuracy": right})
+        n = sum(count for count, _, _ in found)
+        confidence, accuracy = (sum(f[0] * f[i] for f in found) / n for i in (1, 2))
+        record = {"low": low, "high": high, "count": n, "share": n / total}
+        pooled.append(record | {"confidence": confidence, "accuracy": accuracy})
     return pooled
 
 
-def _ece(bins: list[dict[str, Any]]) -> float:
-    out: float = sum(b["share"] * abs(b["accuracy"] - b["confidence"]) for b in bins)
-    return out
-
-
 def attacks(entries: list[Entry], palette: Palette) -> Figure | None:
-    """Accuracy under PGD against the size of the perturbation."""
+    """Accuracy under PGD against the size of the perturbation.
+
+    Args:
+        entries: the configurations to draw.
+        palette: their colors and dashes.
+    """
     import altair as alt
 
     records: list[dict[str, Any]] = []
     settings: set[str] = set()
     for entry in entries:
-        by_eps: dict[float, list[float]] = {}
-        for run in _measured(entry, "robustness"):
-            own = [a for a in run if a["attack"] == "pgd"]
-            for attack in own:
+        by_eps: Values = {}
+        for run in measured(entry, "robustness"):
+            found = [a for a in run if a["attack"] == "pgd"]
+            for attack in found:
                 by_eps.setdefault(round(255 * attack["eps"], 4), []).append(100 * attack["accuracy"])
                 settings.add(f"{attack['steps']} steps")
-            if own and own[0].get("clean_accuracy") is not None and all(a["eps"] for a in own):
-                by_eps.setdefault(0.0, []).append(100 * own[0]["clean_accuracy"])  # without an attack
-        records += _by_x(entry.name, by_eps, "eps")
-    if len({r["eps"] for r in records}) < 2:
+            # The accuracy without an attack is the point at eps = 0.
+            if found and found[0].get("clean_accuracy") is not None and all(a["eps"] for a in found):
+                by_eps.setdefault(0.0, []).append(100 * found[0]["clean_accuracy"])
+        records += _over_seeds(entry, "PGD", by_eps)
+    sizes = sorted({r["x"] for r in records})
+    if len(sizes) < 2:
         return None
-    names = [e.name for e in entries if e.name in {r["row"] for r in records}]
-    sizes = sorted({r["eps"] for r in records})
+    caption = (
+        f"Accuracy under projected gradient descent in the maximum norm "
+        f"({', '.join(sorted(settings))}). Higher is more robust. "
+    )
     title = "size of the perturbation (1/255)"
-    x = alt.X("eps:Q", title=title, scale=alt.Scale(nice=False), axis=alt.Axis(values=sizes))
-    chart = band_chart(records, x, "eps x 255", "accuracy (%)", names, palette, points=True)
-    caption = f"Accuracy under projected gradient descent in the maximum norm ({', '.join(sorted(settings))}), "
-    caption += "mean over seeds with a band of one standard deviation. Higher is more robust."
-    columns = [ROW, Column("eps", "eps x 255", 2), Column("mean", "Mean", 2), Column("low", "Mean - SD", 2)]
-    columns += [Column("high", "Mean + SD", 2), Column("n", "n", 0)]
-    return Figure("attacks", "Under attack (PGD)", caption, [Panel("", finish(chart, 300))], columns, records)
+    x = alt.X("x:Q", title=title, scale=alt.Scale(nice=False), axis=alt.Axis(values=sizes))
+    return _lines("attacks", "Under attack (PGD)", caption, records, (title, x), "accuracy (%)", palette)
 
 
 def corruptions(entries: list[Entry], palette: Palette) -> Figure | None:
-    """Accuracy under noise, blur and lost contrast, by severity, one panel per kind."""
+    """Accuracy under noise, blur and lost contrast, by severity, one panel per kind.
+
+    Args:
+        entries: the configurations to draw.
+        palette: their colors and dashes.
+    """
     import altair as alt
 
     records: list[dict[str, Any]] = []
     for entry in entries:
-        by_kind: dict[str, dict[float, list[float]]] = {}
-        for found in _measured(entry, "corruptions"):
+        by_kind: dict[str, Values] = {}
+        for found in measured(entry, "corruptions"):
             for kind, accuracies in found["accuracy"].items():
                 for severity, accuracy in enumerate([found["clean_accuracy"], *accuracies]):
                     by_kind.setdefault(kind, {}).setdefault(severity, []).append(100 * accuracy)
         for kind, by_severity in by_kind.items():
-            records += [{"kind": kind, **r} for r in _by_x(entry.name, by_severity, "severity")]
+            records += _over_seeds(entry, kind, by_severity)
     if not records:
         return None
-    legend = [e.name for e in entries if e.name in {r["row"] for r in records}]
-    panels = []
-    for kind in dict.fromkeys(r["kind"] for r in records):
-        own = [r for r in records if r["kind"] == kind]
-        x = alt.X("severity:Q", title="severity (0: none)", axis=alt.Axis(tickMinStep=1, format="d"))
-        chart = band_chart(own, x, "severity", "accuracy (%)", legend, palette, points=True, legend=False)
-        panels.append(Panel(kind, finish(chart, 220)))
-    columns = [ROW, Column("kind", "Corruption"), Column("severity", "Severity", 0), Column("mean", "Mean", 2)]
-    columns += [Column("low", "Mean - SD", 2), Column("high", "Mean + SD", 2), Column("n", "n", 0)]
-    caption = "Accuracy on corrupted test images, mean over seeds with a band of one standard deviation."
-    title = "Under corruption"
-    return Figure("corruptions", title, caption, panels, columns, records, wide=True, legend=legend)
+    caption = "Accuracy on corrupted test images. "
+    title = "severity (0: none)"
+    x = alt.X("x:Q", title=title, axis=alt.Axis(tickMinStep=1, format="d"))
+    name = "Under corruption"
+    return _lines("corruptions", name, caption, records, (title, x), "accuracy (%)", palette, True)
 
 
-LOOKS = {"entropy_share": "entropy, as a share of the largest", "head_similarity": "similarity of the heads"}
+MEASURES = {
+    "entropy_share": "entropy, as a share of the largest",
+    "head_similarity": "similarity of the heads",
+}
 
 
 def attention_by_layer(entries: list[Entry], palette: Palette) -> Figure | None:
-    """How spread out attention is and how alike the heads are, layer by layer."""
+    """Entropy of the attention weights and similarity of the heads, layer by layer.
+
+    Args:
+        entries: the configurations to draw.
+        palette: their colors and dashes.
+    """
     import altair as alt
 
     records: list[dict[str, Any]] = []
     for entry in entries:
-        for key, title in LOOKS.items():
-            by_layer: dict[float, list[float]] = {}
-            for found in _measured(entry, "attention"):
+        for key, title in MEASURES.items():
+            by_layer: Values = {}
+            for found in measured(entry, "attention"):
                 for i, layer in enumerate(found["layers"]):
                     if layer.get(key) is not None:
                         by_layer.setdefault(i + 1, []).append(layer[key])
-            records += [{"what": title, **r} for r in _by_x(entry.name, by_layer, "layer")]
+            records += _over_seeds(entry, title, by_layer)
     if not records:
         return None
-    legend = [e.name for e in entries if e.name in {r["row"] for r in records}]
+    caption = (
+        "With a low entropy, attention rests on few tokens. With a high similarity, the heads "
+        "attend to the same tokens. "
+    )
+    axis = alt.Axis(tickMinStep=1, format="d")
+    x = alt.X("x:Q", title="layer", scale=alt.Scale(zero=False), axis=axis)
+    return _lines("heads", "Attention by layer", caption, records, ("layer", x), None, palette)
+
+
+def _over_seeds(entry: Entry, panel: str, values: Values) -> list[dict[str, Any]]:
+    """Mean and one standard deviation over seeds at each x."""
+    records = []
+    for x, found in sorted(values.items()):
+        mean = statistics.fmean(found)
+        sd = statistics.stdev(found) if len(found) > 1 else 0.0
+        record = {"row": entry.name, "panel": panel, "x": x, "mean": mean}
+        records.append(record | {"low": mean - sd, "high": mean + sd, "n": len(found)})
+    return records
+
+
+def _lines(
+    key: str,
+    title: str,
+    caption: str,
+    records: list[dict[str, Any]],
+    x: tuple[str, Any],
+    y_title: str | None,
+    palette: Palette,
+    wide: bool = False,
+) -> Figure:
+    """One panel of lines with bands for each kind of record. `x` is the title of the axis and
+    its encoding; `y_title` None takes the panel's name."""
+    legend = list(dict.fromkeys(r["row"] for r in records))
+    kinds = list(dict.fromkeys(r["panel"] for r in records))
     panels = []
-    for title in dict.fromkeys(r["what"] for r in records):
-        x = alt.X("layer:Q", title="layer", scale=alt.Scale(zero=False), axis=alt.Axis(tickMinStep=1, format="d"))
-        own = [r for r in records if r["what"] == title]
-        chart = band_chart(own, x, "layer", title, legend, palette, points=True, legend=False)
-        panels.append(Panel(title, finish(chart, 220)))
-    columns = [ROW, Column("what", "Measure"), Column("layer", "Layer", 0), Column("mean", "Mean", 4)]
-    columns += [Column("low", "Mean - SD", 4), Column("high", "Mean + SD", 4), Column("n", "n", 0)]
-    caption = "Low entropy: attention rests on few tokens. High similarity: heads look at the same tokens. "
-    caption += "Mean over seeds with a band of one standard deviation."
-    return Figure("heads", "Attention by layer", caption, panels, columns, records, legend=legend)
-
-
-def conditioning(entries: list[Entry], palette: Palette) -> Figure | None:
-    """Condition numbers by layer, one panel per place where they were measured."""
-    import altair as alt
-
-    records: list[dict[str, Any]] = []
-    for entry in entries:
-        runs = _measured(entry, "conditioning")
-        for stage in STAGES:
-            by_layer: dict[int, list[float]] = {}
-            for layers in runs:
-                for i, layer in enumerate(layers):
-                    if stage in layer:
-                        by_layer.setdefault(i + 1, []).append(layer[stage]["log_mean"])
-            for i, values in sorted(by_layer.items()):
-                point = {"row": entry.name, "stage": STAGES[stage], "layer": i, "n": len(values)}
-                records.append(point | {"value": math.exp(statistics.fmean(values))})
-    if not records:
-        return None
-    domain = [min(r["value"] for r in records), max(r["value"] for r in records)]  # one for all panels
-    scale = alt.Scale(type="log", nice=False, domain=domain, padding=6)
-    panels = []
-    for stage in dict.fromkeys(r["stage"] for r in records):
-        own = [r for r in records if r["stage"] == stage]
-        names = [e.name for e in entries if e.name in {r["row"] for r in own}]
-        y = alt.Y(
-            "value:Q",
-            scale=scale,
-            title="condition number",
-            axis=alt.Axis(format="~s"),
-        )
-        chart = (
-            alt.Chart(alt.Data(values=own))
-            .mark_line(point=True)
-            .encode(
-                x=alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0)),
-                y=y,
-                color=palette.color(names, legend=False),
-                strokeDash=palette.dash(names, legend=False),
-                tooltip=[alt.Tooltip("row:N"), alt.Tooltip("layer:O"), alt.Tooltip("value:Q", format=".3~s")],
-            )
-        )
-        panels.append(Panel(stage, finish(chart, 220)))
-    caption = "Ratio of the largest to the smallest singular value of the token matrix, geometric mean over seeds, "
-    caption += "on a logarithmic axis. Lower is better conditioned; the skip connection should bring it down."
-    columns = [ROW, Column("stage", "Where"), Column("layer", "Layer", 0), Column("value", "Condition number", 1)]
-    columns.append(Column("n", "n", 0))
-    legend = [e.name for e in entries if e.name in {r["row"] for r in records}]
-    title = "Conditioning by layer"
-    return Figure("conditioning", title, caption, panels, columns, records, wide=True, legend=legend)
-
-
-def _by_x(name: str, by_x: dict[float, list[float]], key: str) -> Iterable[dict[str, Any]]:
-    for x, values in sorted(by_x.items()):
-        mean, sd = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-        yield {"row": name, key: x, "mean": mean, "low": mean - sd, "high": mean + sd, "n": len(values)}
+    for kind in kinds:
+        here = [r for r in records if r["panel"] == kind]
+        y = kind if y_title is None else y_title
+        chart = band_chart(here, x[1], x[0], y, legend, palette, points=True, legend=False)
+        panels.append(Panel(kind if len(kinds) > 1 else "", finish(chart, 220)))
+    columns = [
+        ROW,
+        Column("panel", "Measure"),
+        Column("x", x[0], 2),
+        Column("mean", "Mean", 4),
+        Column("low", "Mean - SD", 4),
+        Column("high", "Mean + SD", 4),
+        Column("n", "n", 0),
+    ]
+    caption += "Lines are means over seeds, with a band of one standard deviation."
+    return Figure(key, title, caption, panels, columns, records, wide=wide, legend=legend)

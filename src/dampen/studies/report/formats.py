@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dampen.studies.records.metric import METRICS, describe
-from dampen.studies.records.plain import finite
-from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.report.advice import advise
-from dampen.studies.report.costs import bench_rows
-from dampen.studies.report.heatmap import Matrix, matrix
+from dampen.extensions import from_plugins
+from dampen.studies.files import finite
+from dampen.studies.metric import METRICS, describe
+from dampen.studies.report.charts import bench_rows
+from dampen.studies.report.figures import Palette
 from dampen.studies.report.read import Skipped
-from dampen.studies.report.trust import smallest_difference
+from dampen.studies.report.summary import advise, smallest_difference
 from dampen.studies.report.view import MARKS, about_test, facts, gain_text, number, p_text
+from dampen.studies.table import Entry, ResultTable, grid_text
 
 QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
 
@@ -28,34 +28,48 @@ def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequ
     parts = []
     for table in tables:
         advice = advise(table)
-        parts += [f"## {_md(table.study.title)}", "", _md(" · ".join(facts(table.study))), ""]
+        parts += [f"## {markdown_text(table.study.title)}", "", markdown_text(" · ".join(facts(table.study))), ""]
         for question, answer in zip(QUESTIONS, (advice.which, advice.cost, advice.trust), strict=True):
-            parts.append(f"- **{question}** {_md(answer.headline)}. {_md(' '.join(answer.details))}")
-        found = matrix(table) if table.study.show_all else None
-        if found is not None:
-            parts += _md_matrix(found)
+            parts.append(
+                f"- **{question}** {markdown_text(answer.headline)}. {markdown_text(' '.join(answer.details))}"
+            )
+        texts = _texts_of_figures(table) if table.study.show_all else []
+        if texts:
+            parts += texts
         else:
             parts += ["", *_md_table(*_main_rows(table))]
-            parts += ["", _md(about_test(table))] if table.main_reference else []
+            parts += ["", markdown_text(about_test(table))] if table.main_reference else []
         parts += _md_measured(table)
         paper = _paper_rows(table)
         if paper:
-            parts += ["", f"Next to the paper ({_md(str(table.study.header.get('paper', '')))}):", ""]
+            parts += ["", f"Next to the paper ({markdown_text(str(table.study.header.get('paper', '')))}):", ""]
             parts += _md_table(["Row", "Metric", "Paper", "Here", "n", "Verdict", "Gain over the reference"], paper)
         if table.study.departures:
             said = "Departures from the paper" if table.study.header.get("paper") else "Keep in mind"
-            parts += ["", f"{said}:", "", *(f"- {_md(d)}" for d in table.study.departures)]
+            parts += ["", f"{said}:", "", *(f"- {markdown_text(d)}" for d in table.study.departures)]
         parts.append("")
     for record in benches:
-        parts += ["## What each method costs", "", f"{_md(record['model'])}; {_md(record['command'])}", ""]
+        parts += [
+            "## What each method costs",
+            "",
+            f"{markdown_text(record['model'])}; {markdown_text(record['command'])}",
+            "",
+        ]
         rows = [
             [r["name"], r["kind"], f"{r['median']:.3f}x", f"{r['low']:.3f} to {r['high']:.3f}", f"{r['memory']:.2f}x"]
             for r in bench_rows(record)
         ]
         parts += [*_md_table(["Row", "By", "Training step", "95 % interval", "Memory"], rows), ""]
     if skipped:
-        parts += ["## Not in this report", "", *(f"- `{s.path}`: {_md(s.reason)}" for s in skipped), ""]
+        parts += ["## Not in this report", "", *(f"- `{s.path}`: {markdown_text(s.reason)}" for s in skipped), ""]
     return "\n".join(parts)
+
+
+def _texts_of_figures(table: ResultTable) -> list[str]:
+    """What the figures of plug-ins say in Markdown, in place of a table of all grid points."""
+    palette = Palette([entry.name for entry in table.entries])
+    made = [make(table, palette) for make in from_plugins("dampen.figures").values()]
+    return [line for figure in made if figure is not None for line in figure.markdown]
 
 
 def to_csv(tables: list[ResultTable]) -> str:
@@ -196,8 +210,8 @@ def _secondary(entry: Entry, name: str) -> str:
 
 
 def _md_table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(map(_md, heads)) + " |", "|" + "---|" * len(heads)]
-    return lines + ["| " + " | ".join(map(_md, row)) + " |" for row in rows]
+    lines = ["| " + " | ".join(map(markdown_text, heads)) + " |", "|" + "---|" * len(heads)]
+    return lines + ["| " + " | ".join(map(markdown_text, row)) + " |" for row in rows]
 
 
 def _md_measured(table: ResultTable) -> list[str]:
@@ -212,35 +226,10 @@ def _md_measured(table: ResultTable) -> list[str]:
     return ["", "Measured on the trained models:", "", *_md_table(heads, rows)]
 
 
-def _md_matrix(found: Matrix) -> list[str]:
-    """The grid as papers print it: one table per row, the point that validation chose in bold."""
-    parts = []
-    for name in found.rows():
-        cells = {(r["y"], r["x"]): r for r in found.records if r["row"] == name}
-        parts += [
-            "",
-            f"**{_md(name)}**",
-            "",
-            f"| {_md(found.y)} \\ {_md(found.x)} | " + " | ".join(found.across) + " |",
-        ]
-        parts.append("|" + "---|" * (len(found.across) + 1))
-        for y in found.down:
-            parts.append(f"| {_md(y)} | " + " | ".join(_md_point(cells.get((y, x))) for x in found.across) + " |")
-    return parts
-
-
-def _md_point(record: dict[str, Any] | None) -> str:
-    if record is None:
-        return ""
-    text = f"{record['mean']:.2f}" + (f" ± {record['sd']:.2f}" if record["sd"] is not None else "")
-    text = f"**{text}**" if record["chosen"] else text
-    return text + (f" (paper {record['paper']:.2f})" if record["paper"] is not None else "")
-
-
-def _md(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Text that stays text in Markdown, also inside a table.
 
-    >>> _md("<b>a|b</b>")
+    >>> markdown_text("<b>a|b</b>")
     '&lt;b&gt;a\\\\|b&lt;/b&gt;'
     """
     text = " ".join(text.split())

@@ -12,21 +12,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.records.table import ResultTable
-from dampen.studies.report.charts import cost, results
-from dampen.studies.report.conditioning import conditioning_figure
-from dampen.studies.report.costs import bench_figures
-from dampen.studies.report.curves import curves
-from dampen.studies.report.detections import detections
+from dampen.extensions import from_plugins
+from dampen.studies.report.charts import bench_figures, cost, curves, forest, results, searched
 from dampen.studies.report.diagnosis import measured_figures
-from dampen.studies.report.figure import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
-from dampen.studies.report.forest import forest
-from dampen.studies.report.gradient_variance import variance_figure
-from dampen.studies.report.heatmap import grid
-from dampen.studies.report.picking import chosen_rows, pairs_view, rows_view
+from dampen.studies.report.figures import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
 from dampen.studies.report.read import Skipped
-from dampen.studies.report.searched import searched
-from dampen.studies.report.view import PAGED, bench_view, runs_view, study_view
+from dampen.studies.report.view import PAGED, bench_view, chosen_rows, pairs_view, rows_view, runs_view, study_view
+from dampen.studies.table import ResultTable
 
 HERE = Path(__file__).parent
 METHOD = (
@@ -96,13 +88,10 @@ def table_figures(table: ResultTable, palette: Palette) -> list[Figure]:
     made = [
         cost(table, palette),
         results(table, palette) if not table.study.show_all else None,
-        grid(table),
         searched(table, palette),
         *curves(table, palette),
-        detections(table),
-        conditioning_figure(table, palette),
-        variance_figure(table, palette),
         *measured_figures(table, palette),
+        *(make(table, palette) for make in from_plugins("dampen.figures").values()),
     ]
     figures = sorted(
         (figure for figure in made if figure is not None), key=lambda figure: (figure.key != "cost", figure.wide)

@@ -1,24 +1,25 @@
-"""Reading run folders: what is whole becomes runs, what is not is listed with the reason and skipped."""
+"""From run folders to studies: what can be read, which runs belong in one table, and what is left out, with the
+reason. Mixing protocols is refused."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.plan import Plan
+from dampen.studies.comparison import Comparison, rebuild_plan
 from dampen.studies.errors import LabError
 from dampen.studies.files import read_json
-from dampen.studies.records.diagnosis import parse_diagnosis
-from dampen.studies.records.final import parse_final
-from dampen.studies.records.rebuild import rebuild_plan
-from dampen.studies.records.record import Record
-from dampen.studies.records.recorded import RecordedTrial, read_error
-from dampen.studies.report.stored import BENCH, MEASURED, folders_below, packed_text, unpack
+from dampen.studies.methods_text import methods_as_text
+from dampen.studies.report.packs import BENCH, MEASURED, folders_below, packed_text, unpack
+from dampen.studies.result import parse_diagnosis, parse_result
+from dampen.studies.store import LoggedRun, RunStore, read_error
+from dampen.studies.table import Cell, StudyRow, StudyRuns, runs_of_plan
 
 BENCH_KEYS = ("machine", "ratios", "papers", "alternatives", "memory", "targets", "skipped")
 
@@ -35,8 +36,8 @@ class Skipped:
 class Collection:
     """Everything found under the given folders."""
 
-    runs: dict[Path, RecordedTrial] = field(default_factory=dict)
-    plans: dict[Path, Plan] = field(default_factory=dict)  # by the folder of plan.json
+    runs: dict[Path, LoggedRun] = field(default_factory=dict)
+    plans: dict[Path, Comparison] = field(default_factory=dict)  # by the folder of plan.json
     searches: dict[Path, dict[str, Any]] = field(default_factory=dict)  # search.json beside a plan
     benches: list[dict[str, Any]] = field(default_factory=list)  # records of `dampen bench`
     skipped: list[Skipped] = field(default_factory=list)
@@ -90,7 +91,7 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
     files = {p.name for p in folder.iterdir()}
     if "plan.json" in files:
         try:
-            found.plans[folder] = Plan.load(folder)
+            found.plans[folder] = Comparison.load(folder)
         except (LabError, KeyError, TypeError, AttributeError) as error:
             found.skipped.append(Skipped(f"{name}/plan.json", _told(error, folder)))
             rebuilt = rebuild_plan(folder)
@@ -103,7 +104,7 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
                 found.skipped.append(Skipped(f"{name}/search.json", _told(error, folder)))
     elif "config.json" in files:
         run = _read_run(folder)
-        if isinstance(run, RecordedTrial):
+        if isinstance(run, LoggedRun):
             found.runs[folder] = run
         else:
             found.skipped.append(Skipped(name, run))
@@ -113,16 +114,16 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
         found.skipped.append(Skipped(name, "no config.json: what was run is not known"))
 
 
-def _read_run(folder: Path) -> RecordedTrial | str:
+def _read_run(folder: Path) -> LoggedRun | str:
     """The run, or why it cannot be used."""
-    record = Record(folder)
+    record = RunStore(folder)
     try:
         config = read_json(folder / "config.json")
         content = record.final()
-        final = None if content is None else parse_final(content, config["id"])
+        final = None if content is None else parse_result(content, config["id"])
         measured = parse_diagnosis(read_json(folder / MEASURED) if (folder / MEASURED).exists() else {})
         error = read_error(folder) if final is None else ""
-        run = RecordedTrial(folder, config["id"], config, final, record.sessions(), measured, error)
+        run = LoggedRun(folder, config["id"], config, final, record.sessions(), measured, error)
         _check_config(config)
     except (LabError, OSError, ValueError) as error:
         return _told(error, folder)
@@ -150,3 +151,159 @@ def _told(error: BaseException, folder: Path) -> str:
     """The first line of the message, without paths of this machine: pages are passed on."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return f"damaged: {line}".replace(f"{folder}{os.sep}", "")
+
+
+def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns], list[Skipped]]:
+    """One study per plan, and one per folder of trials without a plan; what belongs nowhere is listed.
+
+    Raises ProtocolMismatch where a folder mixes protocols; `split=True` makes one study per protocol instead.
+    """
+    studies, skipped, claimed = [], list(found.skipped), set[Path]()
+    by_id: dict[str, list[LoggedRun]] = {}
+    for run in found.runs.values():
+        by_id.setdefault(run.id, []).append(run)
+    for folder, plan in found.plans.items():
+        study, used = _from_plan(folder, plan, by_id, found.searches)
+        claimed |= used
+        for run in found.runs.values():
+            if run.folder.parent == folder and run.folder not in used:
+                claimed.add(run.folder)
+                skipped.append(Skipped(run.folder.name, _why_not(run, plan)))
+        if study.runs():
+            study.protocol = check_protocol(study.name, study.runs(), study.grid_keys(), planned=True)
+            studies.append(study)
+        else:
+            skipped.append(Skipped(folder.name, f"none of its {len(plan.trials)} planned trials has been started"))
+    loose: dict[Path, list[LoggedRun]] = {}
+    for run in found.runs.values():
+        if run.folder not in claimed:
+            loose.setdefault(run.folder.parent, []).append(run)
+    for folder, runs in loose.items():
+        for group in protocol_groups(runs) if split else [runs]:
+            study = _from_runs(folder, group)
+            study.protocol = check_protocol(study.name, study.runs(), study.grid_keys(), planned=False)
+            studies.append(study)
+    return studies, skipped
+
+
+def _why_not(run: LoggedRun, plan: Comparison) -> str:
+    """Why a trial beside a plan is in none of its rows."""
+    function = run.config.get("function") or {}
+    codes = {t.function["code"] for t in plan.trials.values() if t.function}
+    if codes and function.get("code") not in codes:
+        row = f"{methods_as_text(run.config['methods'])}, seed {run.seed}"
+        return f"a result of older code of {function.get('name')} ({row}); --same-code (same_code=True) counts it"
+    return "belongs to no row of plan.json; it was run under an earlier plan or other settings"
+
+
+def _from_plan(
+    folder: Path, plan: Comparison, by_id: Mapping[str, list[LoggedRun]], searches: Mapping[Path, dict[str, Any]]
+) -> tuple[StudyRuns, set[Path]]:
+    used: set[Path] = set()
+
+    def find(id: str) -> LoggedRun | None:
+        runs = by_id.get(id, [])
+        own = [r for r in runs if r.folder.parent == folder] or runs  # a shared store of trials serves many plans
+        used.update(r.folder for r in own[:1])
+        return own[0] if own else None
+
+    study = runs_of_plan(plan, find)
+    study.search = searches.get(folder, study.search)
+    return study, used
+
+
+def _from_runs(folder: Path, runs: list[LoggedRun]) -> StudyRuns:
+    """Trials without a plan: a row per set of methods, a grid point per learning rate."""
+    rows: dict[str, StudyRow] = {}
+    several_rates = len({_rate(r) for r in runs}) > 1
+    for run in sorted(runs, key=lambda r: (bool(r.config["methods"]), r.id)):
+        name = methods_as_text(run.config["methods"])
+        row = rows.setdefault(name, StudyRow(name, run.config["methods"], [], baseline=not run.config["methods"]))
+        grid = {"train.lr": _rate(run)} if several_rates else {}
+        cell = next((c for c in row.cells if c.grid == grid), None)
+        if cell is None:
+            cell = Cell(grid, {}, 0, model=run.config.get("model", {}))
+            row.cells.append(cell)
+        cell.runs[run.seed] = run
+        cell.planned += 1
+    name = folder.resolve().name
+    study = StudyRuns(name, name, "", "max", list(rows.values()))
+    study.judge_by(None)
+    return study
+
+
+def _rate(run: LoggedRun) -> float | None:
+    """The learning rate; a training of the user's own has none that we know of."""
+    out: float | None = run.config.get("train", {}).get("lr")
+    return out
+
+
+FREE = ("seed", "methods", "id", "sites")
+"""What rows may differ in, beside the learning rate and the axes of the grid."""
+
+DECLARED = ("model.", "train.", "data.augment", "pretrain", "function.params")
+"""What the rows of a plan may differ in as well, because the plan says so."""
+
+FACTS = ("examples.", "judged by", "content of the data")
+"""What only a finished run knows."""
+
+
+class ProtocolMismatch(LabError):
+    """Runs that were trained or tested differently cannot stand in one table."""
+
+    exit_code = 2
+
+
+def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
+    """What must be equal for runs to be compared, flat, as text: data, model, training, size of the splits."""
+    said = {k: v for k, v in run.config.items() if k not in FREE and v is not None}  # older runs know no pretraining
+    flat = _flatten(said)
+    if run.final:
+        counts = run.final.data.get("examples", {})
+        flat |= {f"examples.{k}": str(v) for k, v in counts.items()}
+        if sums := run.final.data.get("sha256"):
+            flat["content of the data"] = ", ".join(f"{k} {str(v)[:12]}" for k, v in sorted(sums.items()))
+        flat["judged by"] = run.final.primary[0] or "unknown"
+    for key in ("train.lr", *free):
+        flat.pop(key, None)
+    return flat
+
+
+def check_protocol(name: str, runs: Sequence[LoggedRun], free: Iterable[str], planned: bool) -> dict[str, str]:
+    """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they may not be mixed."""
+    flats = [protocol_of(run, free) for run in runs]
+    lines = []
+    for key in sorted({k for flat in flats for k in flat}):
+        if planned and key.startswith(DECLARED):
+            continue
+        values = Counter(flat.get(key, "not set") for flat in flats if key in flat or not key.startswith(FACTS))
+        if len(values) > 1:
+            shown = ", ".join(f"{value} in {n} run{'s' * (n > 1)}" for value, n in values.most_common())
+            lines.append(f"  - {key}: {shown}")
+    if lines:
+        raise ProtocolMismatch(
+            f"{name} mixes incompatible protocols in one table:\n"
+            + "\n".join(lines)
+            + "\nReport them separately: keep each protocol in its own folder, or say --split for one table each."
+        )
+    first = flats[0] if flats else {}
+    return {k: v for k, v in first.items() if all(flat.get(k, v) == v for flat in flats)}
+
+
+def protocol_groups(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
+    """The runs, sorted into groups of one protocol each."""
+    groups: dict[str, list[LoggedRun]] = {}
+    for run in runs:
+        flat = {k: v for k, v in protocol_of(run).items() if not k.startswith(FACTS)}
+        groups.setdefault(json.dumps(flat, sort_keys=True), []).append(run)
+    return list(groups.values())
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, str]:
+    """{"a": {"b": 1}} becomes {"a.b": "1"}."""
+    if isinstance(value, Mapping):
+        flat: dict[str, str] = {}
+        for key, inner in value.items():
+            flat |= _flatten(inner, f"{path}.{key}" if path else str(key))
+        return flat
+    return {path: value if isinstance(value, str) else json.dumps(value)}

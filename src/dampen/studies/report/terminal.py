@@ -1,4 +1,4 @@
-"""Tables and live progress in the terminal, by rich."""
+"""Tables and live progress in the terminal, by rich. A notebook shows the same pace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,11 +16,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dampen.studies.records.events import Event
-from dampen.studies.records.metric import Metric
-from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.report.names import counted, shortened
-from dampen.studies.report.pace import Pace, losses_of, place_of, steps_of
+from dampen.studies.metric import Metric
+from dampen.studies.report.summary import counted, shortened
+from dampen.studies.result import Event
+from dampen.studies.table import Entry, ResultTable, grid_text
 
 
 def results_table(found: ResultTable, verdicts: bool = True) -> Table:
@@ -202,3 +202,81 @@ class LiveView:
 
     def _say(self, line: str, style: str | None = None) -> None:
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass
+class Pace:
+    """Takes the events of a run. `labels` are its trials, for people; `done` of them were recorded before it began."""
+
+    labels: dict[str, str]
+    done: int = 0
+    at_start: int = 0
+    began: float = field(default_factory=lambda: time.monotonic())
+    shares: dict[str, float] = field(default_factory=dict)  # how much of each running trial is done
+    latest: dict[str, str] = field(default_factory=dict)  # what each running trial said last
+
+    def __post_init__(self) -> None:
+        self.at_start = self.done
+
+    def take(self, trial: str, event: Event) -> None:
+        """Note one event of one trial."""
+        if event.kind == "start":
+            self.latest.setdefault(trial, "started")
+        elif event.kind == "progress" and trial in self.latest:
+            self.latest[trial] = f"{place_of(event)} {losses_of(event)}".rstrip()
+            if event.steps:
+                self.shares[trial] = event.step / event.steps
+        elif event.kind == "outcome":
+            self.done += 1
+            self.shares.pop(trial, None)
+            self.latest.pop(trial, None)
+
+    @property
+    def total(self) -> int:
+        return len(self.labels)
+
+    @property
+    def moved(self) -> float:
+        """Trials done, running ones counted by the part of them that is done."""
+        return self.done + sum(self.shares.values())
+
+    def left(self) -> str:
+        """The time left at the pace so far; nothing while that is not known."""
+        moved, open_ = self.moved - self.at_start, self.total - self.moved
+        if moved < 0.2 or open_ <= 0:  # the first steps of a first trial are no pace yet
+            return ""
+        return f"about {spoken((time.monotonic() - self.began) / moved * open_)} left"
+
+    def line(self) -> str:
+        """All of it in one line."""
+        running = "; ".join(f"{self.labels[trial]}: {told}" for trial, told in self.latest.items())
+        left = f", {self.left() or 'time left not known yet'}" if self.done < self.total else ""
+        return f"{self.done}/{self.total} trials done{left}" + (f"; {running}" if running else "")
+
+
+def place_of(event: Event) -> str:
+    """Where in its training a trial is."""
+    return f"epoch {event.epoch:g}/{event.epochs}" if event.epochs and event.epoch else f"step {steps_of(event)}"
+
+
+def steps_of(event: Event) -> int:
+    """Steps taken; one's own training counts percent in `step`."""
+    return event.step if event.count is None else event.count
+
+
+def losses_of(event: Event) -> str:
+    """The terms of the loss."""
+    return "  ".join(f"{name} {value:.3g}" for name, value in event.terms.items() if value is not None)
+
+
+def spoken(seconds: float) -> str:
+    """A time as people say it.
+
+    >>> spoken(42.4), spoken(200), spoken(8000)
+    ('42 s', '3 min 20 s', '2 h 13 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 1:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

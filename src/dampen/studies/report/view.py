@@ -1,4 +1,4 @@
-"""What the page shows of a table, cell by cell, as plain data for the template."""
+"""What the page shows of a table, cell by cell, as plain data for the template; and what a reader can choose there."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dampen.studies.records.metric import METRICS, Metric, describe
-from dampen.studies.records.recorded import RecordedTrial
-from dampen.studies.records.study_runs import StudyRuns
-from dampen.studies.records.table import Entry, ResultTable, grid_text
-from dampen.studies.records.verdict import KINDS, Comparison, Test, words
-from dampen.studies.report.advice import advise
-from dampen.studies.report.figure import Figure, Palette
-from dampen.studies.report.names import counted
+from dampen.studies.methods_text import methods_as_text as written
+from dampen.studies.metric import METRICS, Metric, describe
+from dampen.studies.plugins import active
+from dampen.studies.report.figures import CHOSEN, MOST, Figure, Palette
+from dampen.studies.report.summary import advise, counted, listed
+from dampen.studies.store import LoggedRun
+from dampen.studies.table import Entry, ResultTable, StudyRuns, grid_text
+from dampen.studies.verdict import KINDS, Test, Verdict, words
 
-MOST = 60
+SHOWN = 60
 """Rows of a table that are shown before one asks for all."""
 PAGED = 300
 """With more rows than these the page shows a part at a time and makes the rest only when it is asked for."""
@@ -45,7 +45,7 @@ def study_view(
     """Everything the template needs for one study; `lead` is the figure that stands before the table."""
     study, advice = table.study, advise(table)
     extra = [m for m in table.other_metrics() if not describe(m).diagnosed]
-    most = 12 if study.show_all else MOST
+    most = 12 if study.show_all else SHOWN
     entries = table.listed()
     here = entries if len(entries) <= PAGED else entries[:most]
     rows = [_row(entry, table, extra, advice.pick, palette, dark) for entry in here]
@@ -72,6 +72,7 @@ def study_view(
         "paged": len(entries) > PAGED,
         "picker": picker_view(table, advice.pick, palette, dark),
         "race": race_text(study),
+        "missing": missing_plugins(study),
         "lead": figure_view(lead, f"{key}-{lead.key}", palette, dark) if lead else None,
         "figures": [figure_view(f, f"{key}-{f.key}", palette, dark) for f in figures],
         "measured": _measured(table, palette, dark),
@@ -118,7 +119,7 @@ def _mark(name: str, palette: Palette) -> str:
 
 def picker_view(table: ResultTable, pick: str | None, palette: Palette, dark: dict[str, str]) -> list[dict[str, Any]]:
     """The rows that the charts can draw, with their colors and marks."""
-    from dampen.studies.report.picking import chosen_rows
+    from dampen.studies.report.view import chosen_rows
 
     found = chosen_rows(table, pick)
     made = []
@@ -147,6 +148,24 @@ def race_text(study: StudyRuns) -> str:
             f". A plan fixed before, with power 0.8 for the same differences, would have taken {race['fixed']:,} runs"
         )
     return f"{told}."
+
+
+def missing_plugins(study: StudyRuns) -> str:
+    """A sentence on the plug-ins of the recipe that are not loaded, whose figures are missing.
+
+    A report imports no code that a folder names: only the user's own settings load a plug-in.
+
+    Args:
+        study: the runs of one table.
+    """
+    loaded = {name for name, _ in active()}
+    missing = [name for name in study.header.get("plugins", []) if name not in loaded]
+    if not missing:
+        return ""
+    return (
+        f"The recipe names the plug-in {listed(missing)}, which is not loaded, so its figures are "
+        f"missing here. Set DAMPEN_PLUGINS={','.join(missing)} to add them."
+    )
 
 
 def about_test(table: ResultTable) -> str:
@@ -248,7 +267,7 @@ def _secondary_cell(entry: Entry, metric: str) -> dict[str, Any]:
 MARKS = {"better": "▲", "worse": "▼", "equal": "="}
 
 
-def _signed(c: Comparison, metric: Metric) -> str:
+def _signed(c: Verdict, metric: Metric) -> str:
     interval = "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
     return f"{c.difference:+.{metric.digits}f}{metric.points}{interval}"
 
@@ -346,7 +365,7 @@ def _paper(table: ResultTable) -> list[dict[str, Any]]:
     return rows
 
 
-def _machines(runs: list[RecordedTrial]) -> list[list[tuple[str, str]]]:
+def _machines(runs: list[LoggedRun]) -> list[list[tuple[str, str]]]:
     """The different places of the last sessions, without the time."""
     found: dict[tuple[tuple[str, str], ...], None] = {}
     for run in runs:
@@ -395,3 +414,52 @@ def gain_text(entry: Entry, metric: Metric) -> str:
     """The difference to the reference in words, for formats without drawings."""
     c = entry.comparison
     return "" if c is None or math.isnan(c.difference) else _signed(c, metric)
+
+
+MOST_PAIRED = 400
+"""Rows that can be set side by side; a page with more of them would carry too many numbers."""
+
+
+def chosen_rows(table: ResultTable, pick: str | None) -> dict[str, Any]:
+    """The rows that charts can draw, best first, and those that they draw at first: the reference and the best."""
+    ranked = [e.name for e in table.ranked()]
+    reference = table.main_reference
+    first = [n for n in dict.fromkeys([reference.name if reference else None, pick, *ranked]) if n]
+    keep = {reference.name} if reference else set()
+    known = [n for i, n in enumerate(ranked) if i < MOST or n in keep]
+    first = [n for n in known if n in first[:CHOSEN]]
+    return {"rows": known, "first": first, "reference": reference.name if reference else first[0] if first else ""}
+
+
+def pairs_view(table: ResultTable) -> dict[str, Any]:
+    """Every metric of every row by seed, and what the row is, so that two can be compared in the page."""
+    metrics = [describe(m) for m in (table.study.metric, *table.other_metrics())]
+    rows = {}
+    for entry in table.ranked()[:MOST_PAIRED]:
+        seeds = {
+            seed: [entry.by_seed.get(m.name, {}).get(seed) for m in metrics]
+            for seed in sorted(entry.values, key=_by_seed)
+        }
+        what = written(entry.row.methods) + (f"; {grid_text(entry.cell.grid)}" if entry.cell.grid else "")
+        rows[entry.name] = {"what": what, "seeds": seeds, "cost": entry.cost.ratio}
+    return {"metrics": [{"title": m.title, "digits": m.digits} for m in metrics], "names": list(rows), "rows": rows}
+
+
+def _by_seed(seed: str) -> tuple[int, str]:
+    return (int(seed) if seed.lstrip("-").isdigit() else 0, seed)
+
+
+def rows_view(table: ResultTable) -> dict[str, Any]:
+    """All rows of a large table as plain records, which the page shows a part at a time."""
+    others = table.other_metrics()
+    heads = [("Row", None), ("Verdict", None), ("Cost", 2), (table.metric.title, table.metric.digits), ("SD", 3)]
+    heads += [("Difference", 3), ("From", 3), ("To", 3), ("n", 0), ("p", 3)]
+    heads += [(describe(m).title, describe(m).digits) for m in others]
+    records = []
+    for e in table.listed():
+        c = e.comparison
+        shown = [c.difference, c.low, c.high] if c else [math.nan] * 3
+        record = [e.name, e.told(table.metric), e.cost.ratio, e.summary.mean, e.summary.sd, *shown, e.summary.n]
+        record += [c.corrected if c else None]
+        records.append(record + [s.mean if (s := e.metrics.get(m)) else None for m in others])
+    return {"columns": [{"title": t, "digits": d} for t, d in heads], "records": records}

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from dampen.native import library
-from dampen.studies.allocator import describe_malloc
+from dampen.studies import environment
 from dampen.studies.errors import DamagedRecord, Interrupted, LabError
+from dampen.studies.files import finite
 from dampen.studies.loggers import Logger, flat, open_loggers
 from dampen.studies.metrics import TASKS, judged_by, selection
-from dampen.studies.records import environment
-from dampen.studies.records.final import FORMAT
-from dampen.studies.records.plain import finite
-from dampen.studies.records.record import Record
+from dampen.studies.processes import describe_malloc
+from dampen.studies.result import FORMAT
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import fingerprint, load_newest, save_state, save_weights, saved_states
 from dampen.studies.trainer.distributed import all_ranks, is_sharded, load_model_state, whole_model_state
 from dampen.studies.trainer.losses import NotFinite
@@ -28,11 +28,11 @@ from dampen.studies.trainer.state import Execution, TrialState
 from dampen.studies.trainer.variance import over_training
 
 Event = dict[str, Any]
-"""As a worker sends it; listeners get it typed (`records/events.py`)."""
+"""As a worker sends it; listeners get it typed (`result.py`)."""
 _finite = finite  # under the name by which own training knows it
 
 
-def set_threads(execution: Execution, record: Record) -> None:
+def set_threads(execution: Execution, record: RunStore) -> None:
     """As many threads as asked for; a trial that resumes keeps its own number, because sums depend on it."""
     try:
         before = record.sessions()
@@ -47,7 +47,7 @@ def set_threads(execution: Execution, record: Record) -> None:
 class Bookkeeping:
     """What happens around the steps. Every rank has one, so that collective calls meet; only rank 0 writes."""
 
-    def __init__(self, s: TrialState, record: Record, report: Callable[[Event], None], stop: Callable[[], bool]):
+    def __init__(self, s: TrialState, record: RunStore, report: Callable[[Event], None], stop: Callable[[], bool]):
         self.s, self.record, self.report, self.stop = s, record, report, stop
         self.selection = selection(s.data.task)
         self.writes = s.fabric.is_global_zero

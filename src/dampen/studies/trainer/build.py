@@ -17,8 +17,8 @@ from torch import nn
 from dampen.extensions import hint
 from dampen.names import nearest
 from dampen.studies.data.dataset import TEST_SEED
-from dampen.studies.data.folds import fold_of
-from dampen.studies.data.label_noise import with_label_noise
+from dampen.studies.data.sets import TRANSFORMS
+from dampen.studies.data.splits import fold_of
 from dampen.studies.errors import ConfigError
 from dampen.studies.trainer.own_models import built_model, hub_model
 from dampen.studies.trainer.parts import Parts
@@ -58,14 +58,18 @@ def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = 
 
     `split_seed = "seed"` draws train and validation by the trial's own seed, `test_seed` likewise a test split that is
     not official. Without them the draw is that of records from before they were written: seed 0 and the fixed test.
-    Wrong labels (`noise`) are always drawn by the trial's seed, so that rows of one seed meet the same ones.
+    Transforms are always drawn by the trial's seed, so that methods of one seed meet the same data.
     """
     from dampen.studies.data.sets import locate
 
-    if data.get("noise"):
-        clean = load_data({k: v for k, v in data.items() if k != "noise"}, data_dir, parts, seed)
-        return with_label_noise(clean, data["noise"], derive(seed, "noise"))
-    options = {k: v for k, v in data.items() if k not in ("augment", "source", "fingerprint", "code", "folds", "noise")}
+    requested = {key: data[key] for key in TRANSFORMS if data.get(key)}
+    if requested:
+        loaded = load_data({k: v for k, v in data.items() if k not in requested}, data_dir, parts, seed)
+        for key, value in requested.items():
+            loaded = TRANSFORMS[key].apply(loaded, value, derive(seed, key))
+        return loaded
+    known = ("augment", "source", "fingerprint", "code", "folds", *TRANSFORMS)
+    options = {k: v for k, v in data.items() if k not in known}
     drawn = {"seed": options.pop("split_seed", 0), "test_seed": options.pop("test_seed", TEST_SEED)}
     if data.get("folds"):
         pooled = load_data(
@@ -88,7 +92,7 @@ def load_data(data: dict[str, Any], data_dir: str | None, parts: Parts | None = 
 
 def _newest(path: Path | None) -> tuple[int, int]:
     """Sizes and times of the files of a set, added up: data that is changed between two trials is read again."""
-    from dampen.studies.records.fingerprint import files_of
+    from dampen.studies.files import files_of
 
     stats = [file.stat() for file in files_of(path)] if path is not None and path.exists() else []
     return sum(s.st_size for s in stats), sum(s.st_mtime_ns for s in stats)
@@ -96,8 +100,8 @@ def _newest(path: Path | None) -> tuple[int, int]:
 
 def _check_fingerprint(planned: str, place: Any) -> None:
     """The data must be what the trial was planned with; sizes and times are looked at, and hashes where they differ."""
-    from dampen.studies.data.errors import DamagedData
-    from dampen.studies.records.fingerprint import fingerprint
+    from dampen.studies.data.dataset import DamagedData
+    from dampen.studies.files import fingerprint
 
     found = fingerprint(place)
     if found != planned:
@@ -114,14 +118,14 @@ def _own_parts(function: str) -> dict[str, Any]:
 
 def _load_own(data: dict[str, Any], parts: Parts, arguments: str) -> Any:
     """What the user's own function returns, read once per process."""
-    from dampen.studies.data.errors import DamagedData
-    from dampen.studies.data.own_function import content_hash, load_own, read_parts
+    from dampen.studies.data.arrays import content_hash, function_dataset, read_function
+    from dampen.studies.data.dataset import DamagedData
 
     if parts.read is None:
         raise ConfigError("The trial", [f"data.name: the function {data.get('source')} is not at hand"])
     kept = _own_parts(parts.read.code.digest)
     if "parts" not in kept:
-        kept["parts"] = read_parts(parts.read.load(), parts.read.code.name)
+        kept["parts"] = read_function(parts.read.load(), parts.read.code.name)
         kept["hash"] = content_hash(kept["parts"])
     if kept["hash"] != data["fingerprint"]:
         raise DamagedData(
@@ -130,7 +134,7 @@ def _load_own(data: dict[str, Any], parts: Parts, arguments: str) -> Any:
         )
     options = {k: v for k, v in json.loads(arguments).items() if k != "name"}
     cuts = {"train_fraction": 0.7, "limit": None} | {k: v for k, v in options.items() if k != "partial"}
-    return load_own(kept["parts"], parts.read.code.name, kept["hash"], **cuts)
+    return function_dataset(kept["parts"], parts.read.code.name, kept["hash"], **cuts)
 
 
 def places(sites: str) -> dict[str, Any]:

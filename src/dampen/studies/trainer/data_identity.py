@@ -14,21 +14,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.data import DATASETS
-from dampen.studies.data.errors import DamagedData, MissingData
+from dampen.studies.data.dataset import DamagedData, MissingData
 from dampen.studies.data.sets import locate
-from dampen.studies.records.fingerprint import cached, keep, sizes_and_times
+from dampen.studies.files import cached, keep, sizes_and_times
+from dampen.studies.run import Run
 from dampen.studies.trainer.build import load_data
 
 CACHE = "identities.json"
-Recorded = Iterable[tuple[TrialSpec, Mapping[str, Any]]]
+Recorded = Iterable[tuple[Run, Mapping[str, Any]]]
 """Trials that are done, each with its result."""
 
 
 def check_recorded(recorded: Recorded, data_dir: str | None, folder: Path) -> None:
     """Refuse to add to results whose data has changed since; data that is not here cannot be asked."""
-    seen: dict[str, tuple[TrialSpec, Mapping[str, str], int]] = {}
+    seen: dict[str, tuple[Run, Mapping[str, str], int]] = {}
     for trial, result in recorded:
         hashes = result.get("data", {}).get("sha256")
         if hashes and trial.function is None and "fingerprint" not in trial.data and trial.data["name"] in DATASETS:
@@ -47,7 +47,7 @@ def check_recorded(recorded: Recorded, data_dir: str | None, folder: Path) -> No
             )
 
 
-def hashes_now(trial: TrialSpec, data_dir: str | None) -> dict[str, str] | None:
+def hashes_now(trial: Run, data_dir: str | None) -> dict[str, str] | None:
     """The hashes of a trial's official set as it lies here; None where it does not."""
     mark = _mark(trial.data["name"], data_dir)
     if mark == "":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dampen.studies.config.trial import TrainOptions
+from dampen.studies.run import TrainOptions
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

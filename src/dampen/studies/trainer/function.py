@@ -18,10 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.code import Code, code_of, digest_of_file, local_files, package_root
-from dampen.studies.config.methods_text import OBJECT, build_methods
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import ConfigError, LabError, OwnCodeError
+from dampen.studies.methods_text import OBJECT, build_methods
+from dampen.studies.run import Run
+from dampen.studies.user_code import Code, code_of, digest_of_file, local_files, package_root
 
 _reading: list[str] = []
 
@@ -67,7 +67,7 @@ def package_root_of(code: Code) -> Path:
     return code.root
 
 
-def row_methods(spec: TrialSpec, function: Function | None, row: str) -> list[Any]:
+def row_methods(spec: Run, function: Function | None, row: str) -> list[Any]:
     """The regularizers of a trial: built from their plain data, or unpickled where they have none."""
     objects = function.objects if function else {}
     made = []

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dampen.native import library
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import DamagedRecord, LabError
-from dampen.studies.records.record import Record
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import load_newest, saved_states
 
 Train = Callable[..., dict[str, Any]]
@@ -23,7 +23,7 @@ def on_its_path(train: Train) -> Train:
     """
 
     @wraps(train)
-    def kept(trial: TrialSpec, folder: Path, *rest: Any) -> dict[str, Any]:
+    def kept(trial: Run, folder: Path, *rest: Any) -> dict[str, Any]:
         before = path_before(folder)
         if not trial.methods or before in ("", library.path()):  # a model without methods uses neither
             return train(trial, folder, *rest)
@@ -43,7 +43,7 @@ def path_before(folder: Path) -> str:
     if not saved_states(folder, "checkpoint"):
         return ""
     try:
-        sessions = Record(folder).sessions()
+        sessions = RunStore(folder).sessions()
     except DamagedRecord:  # the checkpoint knows it too
         sessions = [load_newest(folder, "checkpoint")[0] or {}]
     return str(sessions[-1].get("kernels") or "") if sessions else ""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from dampen.studies.config.trial import TrainOptions
+from dampen.studies.run import TrainOptions
 from dampen.studies.trainer.distributed import in_pieces_like, whole
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies import environment
 from dampen.studies.errors import LabError, OwnCodeError
 from dampen.studies.loggers import open_loggers
-from dampen.studies.records import environment
-from dampen.studies.records.record import Record
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.bookkeeping import Event, set_threads
 from dampen.studies.trainer.build import seed_all
 from dampen.studies.trainer.function import Function
@@ -33,7 +33,7 @@ OUTPUT = "output.txt"
 
 @on_its_path
 def run_own(
-    spec: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    spec: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
     """Run a user's function as a trial, and record it; the folder's lock is held by the caller."""
     if execution.function is None:
@@ -41,7 +41,7 @@ def run_own(
         raise LabError(
             f"The trial is a run of {named}, which is not at hand. Start it with dampen compare or dampen.compare."
         )
-    record = Record(folder)
+    record = RunStore(folder)
     set_threads(execution, record)
     function = execution.function.load()
     trial = Trial(spec, folder, execution, report, stop)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.native import library
-from dampen.studies.allocator import describe_malloc
+from dampen.studies.processes import describe_malloc
 from dampen.studies.trainer.checkpoint import fingerprint
 from dampen.studies.trainer.watched import Clock
 

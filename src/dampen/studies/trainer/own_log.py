@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dampen.studies.loggers import Logger, flat
-from dampen.studies.records.record import Record
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.bookkeeping import _finite
 
 PENDING = 200
@@ -19,7 +19,7 @@ PENDING = 200
 class OwnLog:
     """Takes what the function tells, and writes a line per validation, epoch, or `PENDING` calls."""
 
-    def __init__(self, record: Record):
+    def __init__(self, record: RunStore):
         self.record = record
         self.loggers: list[Logger] = []
         self.steps = self.epochs = self.lines = 0

@@ -42,7 +42,7 @@ def hub_model(folder: str | None, model: dict[str, Any], own: dict[str, Any], fr
     """A classifier, or a model of the task, from a saved folder: its weights where there are some, a fresh head."""
     if folder is None or not Path(folder).is_dir():
         raise ConfigError("The trial", [f"model.name: {model['name']} is not at hand; start it with dampen compare"])
-    from dampen.studies.records.fingerprint import fingerprint
+    from dampen.studies.files import fingerprint
 
     if fingerprint(folder) != model["fingerprint"]:
         problem = f"the model in {folder} has changed since the trial was planned; start the comparison again"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dampen.studies.errors import LabError
-from dampen.studies.records.final import FORMAT
-from dampen.studies.records.metric import describe
+from dampen.studies.metric import describe
+from dampen.studies.result import FORMAT
 from dampen.studies.trainer.losses import NotFinite
 from dampen.studies.trainer.own_log import numbers
 
@@ -50,7 +50,7 @@ def judged_by(test: Metrics, wanted: tuple[str, str] | None, named: str) -> tupl
     """The metric of the study and the way it improves, or the first that came back."""
     if wanted is None:
         name = next(iter(test))
-        return name, direction(name)
+        return name, guess_direction(name)
     if wanted[0] not in test:
         raise LabError(
             f"The study is judged by {wanted[0]!r}, but {named} returned only {', '.join(test)}. "
@@ -59,10 +59,10 @@ def judged_by(test: Metrics, wanted: tuple[str, str] | None, named: str) -> tupl
     return wanted
 
 
-def direction(metric: str) -> str:
+def guess_direction(metric: str) -> str:
     """'max' or 'min': which way a metric of this name improves, as far as its name tells.
 
-    >>> direction("accuracy"), direction("valid_loss"), direction("rmse")
+    >>> guess_direction("accuracy"), guess_direction("valid_loss"), guess_direction("rmse")
     ('max', 'min', 'min')
     """
     known = describe(metric).better

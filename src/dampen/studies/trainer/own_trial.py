@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from dampen.handle import Regularization, regularize
 from dampen.native import library
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import LabError, Stopped
-from dampen.studies.records.record import Record
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 from dampen.studies.trainer.bookkeeping import Event, _finite
 from dampen.studies.trainer.checkpoint import load_newest, rng_state, save_state, saved_states, set_rng_state
 from dampen.studies.trainer.function import Function, row_methods
@@ -39,7 +39,7 @@ class Trial:
 
     def __init__(
         self,
-        spec: TrialSpec,
+        spec: Run,
         folder: Path,
         execution: Execution,
         report: Callable[[Event], None] = lambda event: None,
@@ -51,7 +51,7 @@ class Trial:
         self.seed, self.folder = spec.seed, folder
         self.params: dict[str, Any] = dict(spec.function["params"])
         self.row = self._function.rows.get(spec.id, "") if self._function else ""
-        self._log = OwnLog(Record(folder))
+        self._log = OwnLog(RunStore(folder))
         self._stream, self._clock, self._meter = RandomStream(spec.seed), Clock(), Meter(torch.device("cpu"))
         self._handles: list[Any] = []
         self._waiting: list[Any] = []  # states of handles from a checkpoint, for handles that are not made yet

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from dampen.studies.config.names import brings_task
-from dampen.studies.config.trial import TrialSpec
+from dampen.studies.checks import brings_task
 from dampen.studies.data.dataset import Dataset
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.metrics import judged_by
-from dampen.studies.records.record import PRETRAIN, Record
+from dampen.studies.run import Run
+from dampen.studies.store import PRETRAIN, RunStore
 from dampen.studies.trainer.checkpoint import load_newest
 
 FACTS = ("valid", "train", "selected_epoch", "epochs", "steps", "seconds", "parameters")
@@ -39,21 +39,21 @@ class Pretrained:
 
 def load_pretrained(folder: Path) -> Pretrained:
     """The selected state of the pretraining in a trial's folder."""
-    final = Record(folder / PRETRAIN).final()
+    final = RunStore(folder / PRETRAIN).final()
     state, damage = load_newest(folder / PRETRAIN, "weights")
     if state is None or final is None:
         why = damage[0] if damage else "there are none"
         raise LabError(f"{folder / PRETRAIN} has no pretrained weights: {why}. Delete {folder} to run the trial again.")
     return Pretrained(
-        Record(folder / PRETRAIN).trial().model["name"],
+        RunStore(folder / PRETRAIN).trial().model["name"],
         state["model"],
         {key: final[key] for key in FACTS if key in final},
     )
 
 
-def close_with_pretraining(trial: TrialSpec, folder: Path) -> dict[str, Any]:
+def close_with_pretraining(trial: Run, folder: Path) -> dict[str, Any]:
     """Write the result of a trial whose pretraining diverged: it diverged before its first step."""
-    record, first = Record(folder), Record(folder / PRETRAIN)
+    record, first = RunStore(folder), RunStore(folder / PRETRAIN)
     result = {**(first.final() or {}), "id": trial.id, **judged_by("image")}
     result["reason"] = f"In the pretraining ({PRETRAIN}/): {result['reason']}"
     record.start(trial, first.sessions()[-1])

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import Interrupted, LabError, portable
 from dampen.studies.processes import start, stop_on_signals
+from dampen.studies.run import Run
 
 
 def launch(
     train: Callable[..., Any],
-    trial: TrialSpec,
+    trial: Run,
     folder: Path,
     execution: Any,
     report: Callable[..., None],
@@ -77,9 +77,7 @@ def _follow(ranks: list[tuple[Any, Any]], report: Callable[..., None], stop: Cal
     return result
 
 
-def _rank(
-    pipe: Any, train: Callable[..., Any], trial: TrialSpec, folder: Path, execution: Any, rank: int, port: int
-) -> None:
+def _rank(pipe: Any, train: Callable[..., Any], trial: Run, folder: Path, execution: Any, rank: int, port: int) -> None:
     """The life of one rank. The parent says nothing but 'stop'; a parent that is gone means the same."""
     stop_on_signals(signal.SIG_IGN)  # the parent decides when to stop
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}

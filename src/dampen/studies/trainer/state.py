@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from dampen.names import nearest
-from dampen.studies.config.methods_text import build_methods
-from dampen.studies.config.trial import TrialSpec
-from dampen.studies.data.errors import DamagedData
+from dampen.studies.data.dataset import DamagedData
 from dampen.studies.errors import ConfigError
 from dampen.studies.loggers import check_loggers
+from dampen.studies.methods_text import build_methods
 from dampen.studies.metrics import TASKS
 from dampen.studies.plugins import activate, active
+from dampen.studies.run import Run
 from dampen.studies.trainer.build import derive, load_data, make_augment, make_model, places, seed_all
 from dampen.studies.trainer.checkpoint import rng_state, set_rng_state
 from dampen.studies.trainer.distributed import (
@@ -82,7 +82,7 @@ class Execution:
 class TrialState:
     """A trial at work: model, regularizers, optimizer, data, and the position in training."""
 
-    def __init__(self, trial: TrialSpec, execution: Execution, pretrained: Pretrained | None = None):
+    def __init__(self, trial: Run, execution: Execution, pretrained: Pretrained | None = None):
         activate(execution.plugins)
         self.trial, self.options, self.execution = trial, trial.train, execution
         self.fabric = make_fabric(self.options, execution.accelerator)

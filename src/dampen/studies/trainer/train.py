@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.config.trial import TrialSpec
 from dampen.studies.errors import Diverged
-from dampen.studies.records.record import PRETRAIN, Record, clean_folder, locked
+from dampen.studies.run import Run
+from dampen.studies.store import PRETRAIN, RunStore, clean_folder, locked
 from dampen.studies.trainer.bookkeeping import Bookkeeping, Event, set_threads
 from dampen.studies.trainer.kernel_path import on_its_path
 from dampen.studies.trainer.losses import NotFinite
@@ -27,7 +27,7 @@ from dampen.studies.trainer.state import Execution, TrialState
 
 
 def run_trial(
-    trial: TrialSpec,
+    trial: Run,
     folder: Path | str,
     execution: Execution | None = None,
     report: Callable[[Event], None] = lambda event: None,
@@ -40,7 +40,7 @@ def run_trial(
     """
     folder, execution = Path(folder), execution or Execution()
     with locked(folder):
-        record = Record(folder)
+        record = RunStore(folder)
         result = record.final()
         if result is None:
             clean_folder(folder)
@@ -51,7 +51,7 @@ def run_trial(
         return result
 
 
-def _way(trial: TrialSpec) -> Callable[..., dict[str, Any]]:
+def _way(trial: Run) -> Callable[..., dict[str, Any]]:
     """How to train: the user's own way, in this process, or on several devices."""
     if trial.function is not None:
         return run_own
@@ -60,10 +60,10 @@ def _way(trial: TrialSpec) -> Callable[..., dict[str, Any]]:
 
 @on_its_path
 def train(
-    trial: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    trial: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
     """The whole of training, in this process (each rank runs it; rank 0 writes)."""
-    options, record = trial.train, Record(folder)
+    options, record = trial.train, RunStore(folder)
     set_threads(execution, record)
     s = TrialState(trial, execution, load_pretrained(folder) if trial.pretrain else None)
     keeper = Bookkeeping(s, record, report, stop)
@@ -100,7 +100,7 @@ def train(
 
 
 def _pretrain(
-    trial: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    trial: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any] | None:
     """Run the trial that goes before this one, if there is one. If it diverges, so did this one: that is its result."""
     first = trial.pretraining()
@@ -115,7 +115,7 @@ def _pretrain(
 
 
 def _train_on_ranks(
-    trial: TrialSpec, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
+    trial: Run, folder: Path, execution: Execution, report: Callable[[Event], None], stop: Callable[[], bool]
 ) -> dict[str, Any]:
     out: dict[str, Any] = launch(train, trial, folder, execution, report, stop)
     return out

@@ -1,0 +1,426 @@
+"""The three answers on top of a report, in words: which method, at what cost, and how far to trust it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dampen.studies.stats import FEWEST, POWER
+from dampen.studies.store import LoggedRun
+from dampen.studies.table import Entry, ResultTable
+from dampen.studies.verdict import KINDS, Test, judge_pairs
+
+if TYPE_CHECKING:
+    from dampen.studies.table import Entry, ResultTable
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The three answers, and the row that is recommended."""
+
+    which: Answer
+    cost: Answer
+    trust: Answer
+    pick: str | None
+
+
+def advise(table: ResultTable) -> Advice:
+    """Read the table for someone in a hurry."""
+    reference = table.main_reference
+    better = [
+        e
+        for e in table.ranked()
+        if e.verdict == "better" and not e.same_as and reference and e.reference == reference.name
+    ]
+    pick = _cheapest_of_the_best(better, table)
+    return Advice(_which(table, reference, better, pick), _cost(table, pick), trust(table), pick.name if pick else None)
+
+
+def in_words(advice: Advice) -> list[str]:
+    """The answers as a few lines of plain text, for a terminal."""
+    parts = (advice.which, advice.cost, advice.trust)
+    shown = [f"{part.headline}. {' '.join(part.details[:most])}" for part, most in zip(parts, (9, 2, 2), strict=True)]
+    return [line.replace("..", ".") for line in shown]
+
+
+def _cheapest_of_the_best(better: list[Entry], table: ResultTable) -> Entry | None:
+    """Among methods shown better than the reference and not shown worse than the best: the cheapest step.
+
+    Costs within 3 % of each other count as equal, and then the better mean decides.
+    """
+    if not better:
+        return None
+    best = better[0]
+    test: Test = "sequential" if table.study.test == "sequential" else "fixed"
+    against = judge_pairs(
+        {e.name: (e.values, best.values) for e in better[1:]}, table.metric, better=table.study.mode, test=test
+    )
+    equals = [best, *(e for e in better[1:] if against[e.name].verdict != "worse")]
+    known = [e.cost.ratio for e in equals if e.cost.ratio]
+    cheap = [e for e in equals if e.cost.ratio and e.cost.ratio <= 1.03 * min(known)] if known else equals
+    return cheap[0]
+
+
+def _which(table: ResultTable, reference: Entry | None, better: list[Entry], pick: Entry | None) -> Answer:
+    if reference is None:
+        return _best_without_reference(table)
+    compared, name = table.compared(), table.reference_name
+    if not any(e.summary.n for e in table.entries):
+        failed = [e.name for e in table.entries if e.verdict == "failed"]
+        told = f"Failed: {listed(failed)}." if failed else "No run has finished yet."
+        return Answer("No result yet", [told], "caution")
+    elsewhere = [e.name for e in compared if e.verdict == "better" and e.reference != reference.name]
+    told_elsewhere = [f"Better than {name}: {listed(elsewhere)}."] if elsewhere else []
+    if pick is not None:
+        details = [f"{_gain(pick, table)} against {reference.name}, over {plural(shared_seeds(pick), 'shared seed')}."]
+        others = [e.name for e in better if e is not pick]
+        if others:
+            details.append(f"Also better than {reference.name}: {listed(others)}.")
+        return Answer(f"Use {pick.name}", [*details, *told_elsewhere, *_others(compared, table)], "good")
+    if elsewhere:
+        return Answer("It depends on the model", [*told_elsewhere, *_others(compared, table)])
+    if not any(e.comparison and e.comparison.p is not None for e in compared):
+        told = f"Every comparison has fewer than {FEWEST} shared seeds, so spread and chance cannot be told apart."
+        return Answer("Too few runs to say", [told, "Run more seeds per row; --until-decided adds them."], "caution")
+    if all(e.verdict != "not decided" for e in compared):
+        told = f"No method here beats {name}; {plural(len(compared), 'row')} decided."
+        return Answer(f"Stay with {name}", [told, *_others(compared, table)])
+    return Answer("Not decided yet", [f"No row is shown better than {name}.", *_others(compared, table)])
+
+
+def _gain(entry: Entry, table: ResultTable) -> str:
+    c, metric = entry.comparison, table.metric
+    if c is None:
+        return ""
+    interval = "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
+    return f"{c.difference:+.{metric.digits}f}{metric.points}{interval}"
+
+
+def _others(compared: list[Entry], table: ResultTable) -> list[str]:
+    """What became of the rows that are not better, a sentence per verdict."""
+    by_word = {w: [e for e in compared if e.verdict == w] for w in ("equal", "worse", "no gain", "not decided")}
+    told = []
+    if by_word["equal"]:
+        margin = f"{table.margin:g}{table.metric.points}"
+        told.append(f"Equal within {margin}: {listed([e.name for e in by_word['equal']])}.")
+    if by_word["worse"]:
+        told.append(f"Worse: {listed([e.name for e in by_word['worse']])}.")
+    if by_word["no gain"]:
+        told.append(f"No gain of the margin: {listed([e.name for e in by_word['no gain']])}.")
+    open_ = [e for e in by_word["not decided"] if e.comparison and e.comparison.p is not None]
+    if open_:
+        nearest = min(open_, key=lambda e: (e.comparison.needed if e.comparison else None) or math.inf)
+        needs = nearest.comparison.needed if nearest.comparison else None
+        who = "it" if len(open_) == 1 else f"the nearest, {nearest.name},"
+        next_ = f"; {who} needs about {needs:,} seeds" if needs else ""
+        told.append(f"Not decided: {listed([e.name for e in open_])}{next_}.")
+    few = [e.name for e in by_word["not decided"] if not e.comparison or e.comparison.p is None]
+    failed = [e.name for e in table.entries if e.verdict == "failed"]
+    told += [f"Too few runs to judge: {listed(few)}."] if few else []
+    return told + ([f"Failed: {listed(failed)}."] if failed else [])
+
+
+def _best_without_reference(table: ResultTable) -> Answer:
+    """Nothing to test against: what validation prefers, with its test result."""
+    entries = [e for e in table.selected() if e.valid is not None]
+    if not entries:
+        return Answer("No finished run yet", ["Nothing can be said before runs finish."], "caution")
+    best = max(entries, key=lambda e: (e.valid or 0.0) if table.study.mode == "max" else -(e.valid or 0.0))
+    told = f"Best on validation; test {table.metric.label} {best.summary.mean:.2f}"
+    return Answer(best.name, [f"{told} over {plural(best.summary.n, 'run')}.", "There is no row to test against."])
+
+
+SMALL_STEP = 0.03
+"""Seconds. Of a step this short a good part is Python's, and so is what a method adds to it."""
+
+
+def _cost(table: ResultTable, pick: Entry | None) -> Answer:
+    known = [e for e in table.entries if e.cost.ratio and e.reference]
+    if not known:
+        seconds = [e.cost.train_seconds for e in table.entries if e.cost.train_seconds]
+        if seconds:
+            told = [
+                f"Training took {min(seconds):.3g} to {max(seconds):.3g} s per run.",
+                "No row to take a ratio against.",
+            ]
+            return Answer(f"{sum(seconds) / len(seconds):.3g} s per run", told)
+        return Answer("Cost not known", ["No two runs of one seed on the same machine give a ratio of step times."])
+    low, high = min(known, key=lambda e: e.cost.ratio or 0), max(known, key=lambda e: e.cost.ratio or 0)
+    spread = f"All methods here: {low.cost.ratio:.2f}x ({low.name}) to {high.cost.ratio:.2f}x ({high.name})."
+    spread = spread if low is not high else f"Of {low.name}; no other method has a cost yet."
+    note = small_model_note(table)
+    measure = note or "Median ratio of step times over shared seeds; dampen bench measures it closer."
+    if pick is None or pick.cost.ratio is None:
+        one = f"{low.cost.ratio:.2f}x" if low is high else f"{low.cost.ratio:.2f}x to {high.cost.ratio:.2f}x"
+        return Answer(f"{one} a step", [spread, measure])
+    saved = pick.cost.ratio
+    tone = "good" if saved <= 1.1 else "plain" if saved <= 1.5 else "caution"
+    range_ = f"Between seeds {pick.cost.low:.2f}x to {pick.cost.high:.2f}x. " if pick.cost.n > 1 else ""
+    return Answer(f"{saved:.2f}x the time of a step", [f"{range_}{spread}", measure], tone)
+
+
+def small_model_note(table: ResultTable) -> str:
+    """Why ratios of a small model are no guide to a large one; empty where steps are long enough."""
+    reference = table.main_reference
+    step = reference.cost.step_seconds if reference else None
+    if not step or step > SMALL_STEP:
+        return ""
+    return (
+        f"A step of this small model takes {1000 * step:.0f} ms, most of it spent outside the arithmetic, so a few "
+        "extra operations weigh much here and little in a model of usual size: see docs/costs.md or run dampen bench."
+    )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A headline and what stands behind it, in sentences."""
+
+    headline: str
+    details: list[str]
+    tone: str = "plain"  # good, plain, caution: how a page may color it
+
+
+def shared_seeds(entry: Entry) -> int:
+    """How many seeds the row shares with its reference."""
+    return entry.comparison.n if entry.comparison else 0
+
+
+def trust(table: ResultTable) -> Answer:
+    """What the table could have shown, and every reason against it. Failed rows say so themselves and count here only
+    where runs are missing from means."""
+    compared = table.compared()
+    tested = [e for e in compared if e.comparison and e.comparison.p is not None]
+    decided = [e for e in tested if e.verdict != "not decided"]
+    against = _reservations(table)
+    basis = _basis(table, tested)
+    if not tested:
+        count = max((shared_seeds(e) for e in compared), default=0)
+        what = f"Little: {plural(count, 'shared seed')}" if compared else "Nothing to test against"
+        return Answer(what, [*basis, *against, *noise(table)], "caution")
+    if len(decided) == len(compared):
+        headline, tone = (
+            f"Well founded: {'all ' if len(compared) > 1 else ''}{plural(len(compared), 'row')} decided",
+            "good",
+        )
+    elif len(decided) >= len(compared) / 2:
+        headline, tone = f"Good: {len(decided)} of {plural(len(compared), 'row')} decided", "good"
+    else:
+        headline, tone = f"Weak: {len(decided)} of {plural(len(compared), 'row')} decided", "caution"
+    if against:
+        headline, tone = f"{headline}, with reservations", "plain" if tone == "good" else tone
+    return Answer(headline, [*_power(table, tested), *basis, *against, *noise(table)], tone)
+
+
+def smallest_difference(table: ResultTable) -> float:
+    """The difference that the middle row of this table shows with power 0.8; NaN where nothing was tested."""
+    found = [e.comparison.detectable for e in table.compared() if e.comparison and e.comparison.n >= FEWEST]
+    return statistics.median(found) if found else math.nan
+
+
+def _power(table: ResultTable, tested: list[Entry]) -> list[str]:
+    smallest, metric = smallest_difference(table), table.metric
+    fewest, most = min(map(shared_seeds, tested)), max(map(shared_seeds, tested))
+    seeds = plural(most, "seed") if fewest == most else f"{fewest} to {most} seeds"
+    told = f"With {seeds} and this spread, a true difference of about {smallest:.{metric.digits}f}{metric.points} "
+    told += f"would be shown in {100 * POWER:.0f} of 100 such tables"
+    told += f"; what matters is the margin, {table.margin:g}{metric.points}." if table.margin else "."
+    return [told]
+
+
+def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
+    test = KINDS["sequential" if table.study.test == "sequential" else "fixed"]
+    told = (
+        [f"{test[0].upper()}{test[1:]}; corrected for {plural(len(table.compared()), 'row')} by Holm."]
+        if tested
+        else []
+    )
+    return [line for line in (*told, tuned(table), what_was_tested(table)) if line]
+
+
+def tuned(table: ResultTable) -> str:
+    """Whether each row had its settings searched, in a sentence."""
+    search = table.study.search
+    if search:
+        seeds = f" on tuning seeds {listed([str(s) for s in search['seeds']])}" if search.get("seeds") else ""
+        if search.get("storage") == "tuning":
+            return _tuned_equally(table, seeds)
+        return f"Settings were tuned: {search.get('trials', '?')} trials for every row{seeds}, scored on validation."
+    most = max((len(row.cells) for row in table.study.rows), default=1)
+    if most > 1 and not table.study.show_all:
+        return f"Each row is shown at the best of its grid points (up to {most}) on validation."
+    return "No setting was tuned in this run: a row stands for the one setting it names."
+
+
+def _tuned_equally(table: ResultTable, seeds: str) -> str:
+    """What was tried of every row, which choices lie at the end of a range, and where validation told nothing apart."""
+    search, names = table.study.search, [row.name for row in table.study.rows]
+    rows = {name: search["rows"][name] for name in names if name in search["rows"]}
+    further = sum(bool(row.get("extended")) for row in rows.values())
+    edge = [name for name, row in rows.items() if row.get("edges")]
+    tied = [name for name, row in rows.items() if row.get("tied", 1) > 1]
+    fixed = [name for name in names if name not in rows]
+    several = plural(search["settings"], "setting")
+    if second := search.get("strength_settings"):
+        several += f" ({second} of them of the strength alone, or of a row without one close to its best)"
+    told = [f"Settings were tuned: {several} of every row, the reference too, chosen by the mean of validation{seeds}."]
+    told += [f"{plural(further, 'row')} chose at the end of a range, which was then extended once."] * bool(further)
+    told += [f"Still at the end of a range: {listed(edge)}."] * bool(edge)
+    told += [f"Best settings tie on validation, the middle one was taken: {listed(tied)}."] * bool(tied)
+    told += [f"Nothing to tune: {listed(fixed)}."] * bool(fixed)
+    if "test" in _redrawn(table.study.runs()):
+        told.append(
+            "The test set is drawn anew for each seed, so that it holds examples on which settings were chosen, "
+            "the same for every row."
+        )
+    return " ".join(told)
+
+
+def what_was_tested(table: ResultTable) -> str:
+    """Which weights were tested, and what chose them, in a sentence."""
+    configs = [run.config for run in table.study.runs()]
+    if not configs:
+        return ""
+    if any(config.get("function") for config in configs):
+        return "Your function measured the test metrics itself: the part they come from must have chosen nothing."
+    kept = {config.get("train", {}).get("select", "best") for config in configs}
+    if kept == {"last"}:
+        return "Every run was tested after its last epoch; the test set was used once."
+    return "The epoch to test was chosen on validation; the test set was used once."
+
+
+def noise(table: ResultTable) -> list[str]:
+    """What seeds vary and what they do not, and so what the intervals cover."""
+    runs = table.study.runs()
+    varied = _varied([run.config for run in runs], _redrawn(runs))
+    return [varied + (_test_set(table) if varied.endswith(SAME_TEST) else "") + "."] if varied else []
+
+
+SAME_TEST = "the test set is the same in every run"
+
+
+def _redrawn(runs: list[LoggedRun]) -> list[str]:
+    """Which splits each seed drew anew: those that the study draws itself, unless a number fixed them. Records of
+    format 1 kept a test split that was drawn."""
+    if not runs:
+        return []
+    data = runs[0].config.get("data", {})
+    first = {"valid": data.get("split_seed") == "seed", "test": data.get("test_seed") == "seed"}
+    if runs[0].config.get("format", 1) < 2:
+        return [name for name, anew in first.items() if anew]
+    drawn: list[str] = next((r.final.data.get("drawn", []) for r in runs if r.final and r.status == "finished"), [])
+    return [name for name, anew in first.items() if anew and name in drawn]
+
+
+def _varied(configs: list[dict[str, Any]], redrawn: list[str]) -> str:
+    """What differs between seeds, in words; ends with `SAME_TEST` where all are tested on the same examples."""
+    if not configs:
+        return ""
+    if any(config.get("function") for config in configs):
+        return "Seeds vary what your function draws; whether that includes the parts of the data, only it knows"
+    data = configs[0].get("data", {})
+    if data.get("folds"):
+        return (
+            f"Seeds vary initial weights, order of batches and the {data['folds']} folds: every example is tested once "
+            "per seed, so that intervals cover the draw of the parts too"
+        )
+    if redrawn == ["valid"]:
+        return (
+            "Seeds vary initial weights, order of batches and the split into training and validation, which is drawn "
+            f"anew for each; {SAME_TEST}"
+        )
+    if redrawn:
+        return (
+            "Seeds vary initial weights, order of batches and the split into training, validation and test, which is "
+            "drawn anew for each, so that intervals cover the draw of the test set too"
+        )
+    if data.get("split_seed") == "seed":
+        return f"Seeds vary initial weights and order of batches; training and validation are given, and {SAME_TEST}"
+    return (
+        "Seeds vary initial weights and order of batches; every run trains on the same part (data.split_seed=seed "
+        f"would draw it anew for each seed), and {SAME_TEST}"
+    )
+
+
+def _test_set(table: ResultTable) -> str:
+    """The standard error that the size of the test set alone leaves, where the metric is a share of its examples."""
+    finals = [r.final for r in table.study.runs() if r.final and r.status == "finished"]
+    counts = {f.data.get("examples", {}).get("test") for f in finals} - {None}
+    reference, metric = table.main_reference, table.metric
+    if len(counts) != 1 or not metric.noisy_by_count or not reference or not reference.summary.n:
+        return ""
+    (count,), share = counts, reference.summary.mean / metric.scale
+    error = metric.scale * math.sqrt(max(0.0, share * (1 - share)) / count)
+    return (
+        f": its {count:,} examples alone leave a standard error of {error:.2f}{metric.points} on any {metric.label}, "
+        "which no number of seeds removes (rows share it, so differences suffer less)"
+    )
+
+
+def _reservations(table: ResultTable) -> list[str]:
+    study, against = table.study, []
+    some = [e for e in table.entries if e.summary.n]
+    diverged = sum(e.diverged for e in some)
+    if diverged:
+        verb = "is" if diverged == 1 else "are"
+        against.append(f"{plural(diverged, 'run')} of rows with results diverged and {verb} not in the means.")
+    unfinished = sum(e.unfinished for e in table.entries if e.verdict != "failed")
+    if unfinished:
+        against.append(f"{unfinished} of {study.planned()} planned runs not finished.")
+    against += _mixed(study.runs())
+    if any(r.final and r.final.data.get("partial") for r in study.runs()):
+        against.append("The copy of the data set is not complete.")
+    return against
+
+
+def _mixed(runs: list[LoggedRun]) -> list[str]:
+    """Differences between the places where the runs were made."""
+    last = [r.sessions[-1] for r in runs if r.sessions and r.sessions[-1]]
+    told = []
+    machines = {(s.get("cpu"), s.get("device"), s.get("threads")) for s in last}
+    if len(machines) > 1:
+        told.append(f"Runs come from {len(machines)} different machines or thread counts.")
+    versions = {(s.get("packages", {}).get("torch"), s.get("packages", {}).get("dampen")) for s in last}
+    if len(versions) > 1:
+        told.append(f"Runs come from {len(versions)} different versions of torch or dampen.")
+    commits = {s.get("commit") for s in last if s.get("commit")}
+    if len(commits) > 1:
+        told.append(f"Runs come from {len(commits)} different commits.")
+    return told
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "seed"), plural(1200, "run")
+    ('1 seed', '1,200 runs')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def counted(entry: Entry, table: ResultTable) -> str:
+    """Values of a row and how many were planned; the folds of a round of cross-validation make one value."""
+    return f"{entry.summary.n}/{entry.cell.planned // (table.study.header.get('folds') or 1)}"
+
+
+def listed(names: list[str], most: int = 4) -> str:
+    """Names in a sentence, not too many of them.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    shown = names[:most]
+    rest = len(names) - len(shown)
+    if rest:
+        return ", ".join(shown) + f" and {rest} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def shortened(name: str, most: int = 24) -> str:
+    """A name that fits beside a point.
+
+    >>> shortened("feed_forward_dropout (feed-forward)")
+    'feed_forward_dropout (f…'
+    """
+    return name if len(name) <= most else name[: most - 1] + "…"

@@ -1,0 +1,234 @@
+"""As many seeds as it takes, and no more: rounds of seeds for the rows that are still open, judged at every look.
+
+`race` knows nothing of trials: it asks for pairs of a row and a seed, and reads values. `race_plan` lets it run the
+trials of a plan, the lab's or those of a user's own training function alike.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dampen.studies.comparison import Comparison
+from dampen.studies.errors import ConfigError
+from dampen.studies.run import Run
+from dampen.studies.stats import LEVEL, first_round, has_spread, paired_differences, seeds_needed
+from dampen.studies.table import comparison_table, read_runs
+from dampen.studies.verdict import Verdict, judge
+
+MOST_SEEDS = 64
+"""A row that is open after so many seeds stays so."""
+
+Pair = tuple[str, int]
+"""A row and a seed."""
+
+
+@dataclass
+class Race:
+    """What became of a race."""
+
+    verdicts: dict[str, Verdict]
+    runs: int
+    rounds: int
+    why: str  # 'all decided', 'time used', 'most seeds', 'stopped' or 'no reference'
+    seeds: dict[str, int] = field(default_factory=dict)  # of each row
+    failed: list[str] = field(default_factory=list)
+    fixed: int | None = None  # runs of a fixed plan that decides the same rows with power 0.8
+
+    def told(self) -> str:
+        """What happened, in a sentence or two."""
+        fewest, most = min(self.seeds.values()), max(self.seeds.values())
+        seeds = f"{fewest} to {most} seeds" if fewest < most else f"{most} seeds each"
+        spent = f"{self.runs} runs in {self.rounds} round{'s' * (self.rounds != 1)}, {seeds}"
+        ends = {
+            "all decided": "every row is decided",
+            "time used": "the time is used; the same command goes on",
+            "most seeds": f"no row gets more than {MOST_SEEDS} seeds",
+            "stopped": "stopped; the same command goes on",
+            "no reference": "the reference row failed",
+        }
+        text = f"{spent}: {ends[self.why]}."
+        if self.fixed and self.why == "all decided":
+            text += (
+                f" A plan fixed before, with power 0.8 for the same differences, would have taken {self.fixed} runs."
+            )
+        return text
+
+
+def race(
+    rows: Sequence[str],
+    reference: str,
+    run: Callable[[list[Pair]], bool],
+    values: Callable[[], Mapping[str, Mapping[str, float]]],
+    metric: str | Callable[[], str],
+    *,
+    better: Callable[[], str | None] = lambda: None,
+    margin: float | None = None,
+    budget: float | None = None,
+    first: int | None = None,
+    most: int = MOST_SEEDS,
+    clock: Callable[[], float] = time.monotonic,
+    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
+) -> Race:
+    """Run seeds round by round until every row is decided, the time (seconds) is used, or `most` seeds are.
+
+    Args:
+        rows: all rows but the reference. Those that drop out stay in the number of tests.
+        run: trains these pairs of row and seed (what is recorded already costs nothing); False stops the race.
+        values: what is recorded, by row and seed, in the unit of tables.
+        metric: the metric that judges, or a function where the first results say which it is.
+        first: seeds of the first round; never fewer than can decide anything.
+        look: called after every round with its number, the rows still open and the verdicts so far.
+    """
+    began = clock()
+    start = max(first_round(len(rows)), first or 0)
+    out = Race({}, 0, 0, "stopped")
+    open_, seed, last = list(rows), 0, 0.0
+    while True:
+        if budget is not None and seed and clock() - began + last > budget:
+            out.why = "time used"
+            break
+        if seed >= most:
+            out.why = "most seeds"
+            break
+        # One seed at a time while there is a clock to watch, so that even the first round can end in time.
+        until = seed + 1 if budget is not None or seed else start
+        pairs = [(row, s) for s in range(seed, until) for row in (reference, *open_)]
+        at = clock()
+        going = run(pairs)
+        last, seed, out.runs = clock() - at, until, out.runs + len(pairs)
+        found = values()
+        failed = [row for row in open_ if str(seed - 1) not in found.get(row, {})] if going else []
+        out.failed += failed
+        open_ = [row for row in open_ if row not in failed]
+        known = {row: found.get(row, {}) for row in (reference, *(r for r in rows if r not in out.failed))}
+        name = metric() if callable(metric) else metric
+        out.verdicts = judge(known, reference, name, better=better(), margin=margin, test="sequential")
+        out.seeds = {row: len(mine) for row, mine in known.items() if mine}
+        if seed >= start or not going:
+            out.rounds += 1
+            same = [row for row in open_ if _same(found[row], found[reference])]
+            open_ = [row for row in open_ if row not in same and out.verdicts[row].verdict == "not decided"]
+            look(out.rounds, open_, out.verdicts)
+        if not going:
+            break
+        if str(seed - 1) not in known[reference]:
+            out.why = "no reference"
+            break
+        if not open_:
+            out.why = "all decided"
+            break
+    # A race that goes on reads at its first look what an earlier one recorded, and so asks for less than there is.
+    out.runs = max(out.runs, sum(out.seeds.values()))
+    out.fixed = _fixed_plan(values(), reference, out.verdicts)
+    return out
+
+
+def _same(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
+    """Whether every seed came out exactly as the reference's: a method that did nothing here has nothing to decide."""
+    return not any(paired_differences(ours, theirs))
+
+
+def _fixed_plan(
+    found: Mapping[str, Mapping[str, float]], reference: str, verdicts: Mapping[str, Verdict]
+) -> int | None:
+    """Runs of a plan fixed before that decides, with power 0.8, what the race decided: every row gets as many seeds as
+    the row that needs the most."""
+    needed = []
+    for row, c in verdicts.items():
+        d = paired_differences(found.get(row, {}), found.get(reference, {}))
+        if c.verdict == "not decided" or not has_spread(d):
+            continue
+        margin = c.margin or 0.0
+        gap = {"equal": margin - abs(c.difference), "no gain": margin + abs(c.difference)}.get(c.verdict, c.difference)
+        needed.append(seeds_needed(gap, c.sd, LEVEL / len(verdicts)))
+    if not needed or any(n is None for n in needed):
+        return None
+    return (len(verdicts) + 1) * max(n for n in needed if n is not None)
+
+
+def race_plan(
+    plan: Comparison,
+    folder: Path,
+    run: Callable[[list[Run]], bool],
+    *,
+    margin: float | None = None,
+    budget: float | None = None,
+    first: int | None = None,
+    most: int = MOST_SEEDS,
+    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
+) -> Race:
+    """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and says whether to go
+    on. The plan grows by the seeds that were asked for, and says that its test is the sequential one."""
+    several = [row.name for row in plan.rows if len(row.points) != 1]
+    reference = next((row.name for row in plan.rows if row.baseline), None)
+    problems = [f"{name} has several settings; choose one, or tune them first (--tune 10)" for name in several]
+    problems += ["there is no row to compare with"] if reference is None else []
+    if problems or reference is None:
+        raise ConfigError("--until-decided", problems)
+    folds = plan.header.get("folds") or 1  # a seed of the race is then a round of them, averaged
+    plan.header |= {"test": "sequential"} | ({} if margin is None else {"margin": margin})
+
+    def table() -> Any:
+        return comparison_table(plan, read_runs(plan, folder))
+
+    def train(pairs: list[Pair]) -> bool:
+        return run([seeded(plan, row, folds * seed + fold) for row, seed in pairs for fold in range(folds)])
+
+    def values() -> dict[str, dict[str, float]]:
+        return {entry.name: entry.paired(entry.values) for entry in table().entries}
+
+    rows = [row.name for row in plan.rows if row.name != reference]
+    found = race(
+        rows,
+        reference,
+        train,
+        values,
+        lambda: table().study.metric,
+        better=lambda: table().study.mode,
+        margin=margin,
+        budget=budget,
+        first=first,
+        most=most,
+        look=look,
+    )
+    plan.header["race"] = {"runs": found.runs, "rounds": found.rounds, "why": found.why, "fixed": found.fixed}
+    plan.save(folder)
+    return found
+
+
+def seeded(plan: Comparison, row: str, seed: int) -> Run:
+    """The trial of a row with this seed; made after its others and put into the plan where it is not there yet."""
+    (point,) = next(r for r in plan.rows if r.name == row).points
+    if str(seed) not in point.trials:
+        template = plan.trials[next(iter(point.trials.values()))]
+        trial = Run.from_dict({**template.to_dict(), "seed": seed})
+        plan.trials[trial.id] = trial
+        point.trials[str(seed)] = trial.id
+        plan.seeds = sorted({*plan.seeds, seed})
+    return plan.trials[point.trials[str(seed)]]
+
+
+def seconds(text: str | float) -> float:
+    """A time in seconds.
+
+    >>> seconds("30m"), seconds("1h30m"), seconds("90"), seconds(2.5)
+    (1800.0, 5400.0, 90.0, 2.5)
+    """
+    if isinstance(text, int | float):
+        found = float(text)
+    else:
+        parts = re.fullmatch(
+            r"\s*(?:(\d+(?:\.\d+)?)\s*h)?\s*(?:(\d+(?:\.\d+)?)\s*m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)\s*s?)?\s*", text
+        )
+        if parts is None or not any(parts.groups()):
+            raise ConfigError("--budget", [f"expected a time such as 30m, 1h30m or 90s, got {text!r}"])
+        found = sum(float(value or 0) * unit for value, unit in zip(parts.groups(), (3600, 60, 1), strict=True))
+    if not found > 0 or math.isinf(found):
+        raise ConfigError("--budget", [f"must be a positive time, got {text!r}"])
+    return found
