@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dampen._torch import saved_tensors_are_hooked
 from dampen.containers import with_tensors
 from dampen.hooks.channels import attends_over_channels, tell_heads, tell_rows
-from dampen.hooks.eager_scores import fit, read_model_mask, stages_of_scores
+from dampen.hooks.eager_scores import are_exponentials, fit, read_model_mask, stages_of_scores
 from dampen.hooks.equations import Equation, Flipped, product_equation
 from dampen.hooks.layout import layout_of
 from dampen.hooks.mixing import MOVES_AXES, mixes_by_matrix, moved_axes
@@ -314,6 +314,8 @@ class EagerAttention:
             self._read(readers, clean, clean_o, equation, way, product)
         if "heads" in self.stages:
             acting = [r for r in self.regularizers if not r.only_reads]
+            if any("heads" in r.stages for r in acting) and are_exponentials(equation.values):
+                self._refuse("its values are exponentials, whose logarithm it takes afterwards")
             o = self._heads(o, equation, product, acting)
         call.scores = None
         self.done += 1
