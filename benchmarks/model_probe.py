@@ -138,9 +138,13 @@ class Probe:
 
     def _has_one_head(self) -> bool:
         """Whether no attention has more rows of scores than samples, so that each has one head (or none is known)."""
+        return bool(self.facts.token_cores) and all(c.shape[0] <= self.samples for c in self.facts.token_cores)
+
+    @property
+    def samples(self) -> int:
+        """The samples of a batch."""
         tensors = [t for t in pytree.tree_leaves(self.inputs) if isinstance(t, Tensor) and t.ndim > 1]
-        samples = max((len(t) for t in tensors), default=0)
-        return bool(self.facts.token_cores) and all(c.shape[0] <= samples for c in self.facts.token_cores)
+        return max((len(t) for t in tensors), default=0)
 
     def _clean(self) -> None:
         if {n: type(m) for n, m in self.model.named_modules()} != self.classes:
@@ -382,8 +386,8 @@ class Probe:
         for b in facts.branches:
             key = (b.module, seen[b.module])
             seen[b.module] += 1
-            if any(b.samples_zero):
-                continue
+            if any(b.samples_zero) or (len(b.shape) == 2 and b.shape[0] == self.samples):
+                continue  # one vector per sample: tokens were pooled before
             pending.append((b, bool(hit[key])))
             if hit[key]:
                 reached_kinds.add(_kind(b.module))

@@ -500,3 +500,26 @@ def test_heads_in_logarithms_are_not_dropped():
     reg = dampen.regularize(model, DropKey(0.5))
     assert torch.isfinite(model(X)).all()
     reg.remove()
+
+
+class Mixed(nn.Module):
+    """A feed-forward of convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv1d(N, 24, 1), nn.GELU(), nn.Conv1d(24, N, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_stage_of_several_attentions_without_linear_layers_is_not_one_layer():
+    torch.manual_seed(0)
+    parts = (CallingAttention, Mixed, CallingAttention, Mixed)
+    stage = nn.Sequential(*(Residual(make()) for make in parts))
+    model = nn.Sequential(nn.Sequential(stage, nn.Linear(D, 3))).train()
+    reg = dampen.regularize(model, NoBranch())
+    assert [layer.site.name for layer in reg.layers] == ["0.0.0", "0.0.2"]
+    torch.testing.assert_close(model(X), model[0][1](stage[3](stage[1](X))))
+    assert "0.0.1, 0.0.3, which no layer holds" in str(reg)
+    reg.remove()

@@ -31,7 +31,7 @@ from dampen._torch import saved_tensors_are_hooked
 from dampen.containers import with_tensors
 from dampen.hooks.channels import attends_over_channels, tell_heads, tell_rows
 from dampen.hooks.eager_scores import are_exponentials, fit, read_model_mask, stages_of_scores
-from dampen.hooks.equations import Equation, Flipped, product_equation
+from dampen.hooks.equations import PRODUCTS, Equation, Flipped, product_equation
 from dampen.hooks.layout import layout_of
 from dampen.hooks.mixing import MOVES_AXES, mixes_by_matrix, moved_axes
 from dampen.hooks.ways import Product, Way, name_of
@@ -233,7 +233,7 @@ class EagerAttention:
             self._put(here, product)
         elif product.softmax is None and name in ("max", "amax"):
             pass  # the largest of each row, to subtract it: the softmax does not see it
-        elif product.softmax is not None and not self.stages.isdisjoint(_OF_WEIGHTS):
+        elif product.softmax is not None and (name in PRODUCTS or not self.stages.isdisjoint(_OF_WEIGHTS)):
             self._refuse(f"it also uses its attention weights in '{name}'")
         elif product.softmax is not None:  # nobody acts on the weights, so they may become whatever the model makes
             if isinstance(out, Tensor) and out.shape == way.tensor.shape and way.in_order:

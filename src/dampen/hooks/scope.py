@@ -151,7 +151,19 @@ def refine_scopes(model: nn.Module, scopes: Mapping[str, str]) -> dict[str, str]
         holds_layers = any(scopes[n] != scope and inside(scopes[n], scope) for n in others)
         if holds_layers or (others and scope != name and not _outside_attention(model, scope, dict.fromkeys(scopes))):
             refined[name] = _own_block(model, name, scope, scopes) or scope
+        elif stage := _stage_of(model, name, scope, scopes):
+            refined[name] = _own_block(model, name, stage, scopes) or scope
     return refined
+
+
+def _stage_of(model: nn.Module, name: str, scope: str, attentions: Mapping[str, str]) -> str:
+    """The element of a list around an attention, where that is a stage: several attentions, and beside them no linear
+    layer (Twins, whose list of stages ends with the classifier)."""
+    if not isinstance(model.get_submodule(scope), LISTS):
+        return ""
+    element = ".".join(name.split(".")[: scope.count(".") + 2]) if scope else name.split(".")[0]
+    several = sum(inside(n, element) for n in attentions) > 1
+    return element if several and not _outside_attention(model, element, attentions) else ""
 
 
 def _own_block(model: nn.Module, name: str, scope: str, attentions: Mapping[str, str]) -> str:
