@@ -5,7 +5,7 @@
 The records, in benchmarks/records, and what writes them:
 
     bench_SIZE_PATH        python -m benchmarks.costs (the sizes with their targets, torch alone and native)
-    bench                  dampen bench -o
+    bench                  DAMPEN_PLUGINS=benchmarks.formulations dampen bench -o
     bench_two_layers       dampen bench --model "vit(depth=2)" -o (shorter steps, more rounds)
     bench_explicit, bench_stochastic, bench_finetuning
                            dampen bench --threads 1 --clock cpu --methods ... -o

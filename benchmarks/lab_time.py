@@ -31,7 +31,8 @@ from dampen.studies.methods_text import build_methods
 from dampen.studies.processes import keep_freed_memory
 from dampen.studies.recipe import demo_recipe
 from dampen.studies.run import Run
-from dampen.studies.trainer.build import derive, load_data, make_model, seed_all
+from dampen.studies.trainer.data import derive, load_data, seed_all
+from dampen.studies.trainer.models import make_model
 from dampen.studies.trainer.optim import learning_rate, make_optimizer
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial

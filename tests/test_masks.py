@@ -1,6 +1,7 @@
 """Random masks: exact rates, the keep-one guard, seeds and windows."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -9,13 +10,12 @@ from dampen.masks import (
     _hashed,
     bernoulli,
     causal_rows,
-    close_masks,
     dilate,
     drop,
     give_back_one,
     hides,
     keep_keys,
-    open_masks,
+    memories,
     read_mask,
     seed_rate,
 )
@@ -184,7 +184,8 @@ def test_a_mask_is_read_once_per_forward_and_again_when_it_changed():
     mask = torch.zeros(1, 1, 4, 6)
     mask[..., 4:] = -1e9
     assert read_mask(mask) is not read_mask(mask)  # outside of a forward nothing is kept
-    open_masks()
+    forward = threading.get_ident()
+    memories[forward] = [None]  # a model's forward starts
     try:
         first = read_mask(mask)
         assert read_mask(mask) is first
@@ -196,12 +197,12 @@ def test_a_mask_is_read_once_per_forward_and_again_when_it_changed():
         assert read_mask(mask.clone()) is not read_mask(mask)
         learned = mask.clone().requires_grad_()
         assert read_mask(learned) is not read_mask(learned)  # each layer's graph makes its own
-        open_masks()  # a model inside a model
+        memories[forward].append(None)  # a model inside a model
         inner = read_mask(mask)
-        close_masks()
+        memories[forward].pop()
         assert read_mask(mask) is not inner
     finally:
-        close_masks()
+        del memories[forward]
     assert read_mask(mask) is not read_mask(mask)
 
 

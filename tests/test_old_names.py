@@ -33,3 +33,10 @@ def test_the_nouns_of_a_comparison_have_new_names(old: str, new: str):
     studies = importlib.import_module("dampen.studies")
     with pytest.warns(DeprecationWarning, match=f"dampen.studies.{old} is now dampen.studies.{new}"):
         assert getattr(studies, old) is getattr(studies, new)
+
+
+def test_formulas_is_called_functional_now():
+    new = importlib.import_module("dampen.functional.graying")
+    old = importlib.import_module("dampen.formulas.graying")
+    with pytest.warns(DeprecationWarning, match=r"is now dampen\.functional\.graying\.GrayImages"):
+        assert old.GrayImages is new.GrayImages

@@ -18,7 +18,7 @@ COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.op
 
 
 class Limited:
-    """A stream of bytes of which nobody takes too many at once; tar headers may ask for any number."""
+    """A stream that returns a limited number of bytes; tar headers may request any number."""
 
     def __init__(self, stream: IO[bytes], path: Path):
         self.stream, self.path = stream, path
@@ -39,7 +39,9 @@ class Limited:
 def open_limited(path: Path, content: bytes | None = None) -> Limited:
     """A file, uncompressed by what its first bytes say it is (gzip, bzip2, xz, or as it is)."""
     raw = io.BytesIO(read_file(path) if content is None else content)
-    opener: Any = next((o for magic, o in COMPRESSED.items() if raw.getvalue().startswith(magic)), None)
+    opener: Any = next(
+        (o for magic, o in COMPRESSED.items() if raw.getvalue().startswith(magic)), None
+    )
     return Limited(cast(IO[bytes], opener(raw)) if opener is not None else raw, path)
 
 
@@ -48,23 +50,32 @@ def parse_json(content: bytes, path: Path) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DamagedData(f"{path} ({len(content)} bytes) is not JSON: {error}. Fetch the file again.") from error
+        raise DamagedData(
+            f"{path} ({len(content)} bytes) is not JSON: {error}. Fetch the file again."
+        ) from error
 
 
 class Store:
-    """The files of a folder, or the members of a tar archive, by their base names; those in `wanted` alone.
+    """The files of a folder, or the members of a tar archive, by their base names; those in
+    `wanted` alone.
 
-    An archive is read in one pass, regular members only; nothing is written, so paths inside it do no harm.
-    """
+    An archive is read in one pass, regular members only; nothing is written, so paths inside it do
+    no harm."""
 
     def __init__(self, path: Path, wanted: Iterable[str]):
         self.path, self.wanted = path, set(wanted)
-        self._members: dict[str, bytes] | None = _read_archive(path, self.wanted) if path.is_file() else None
+        self._members: dict[str, bytes] | None = (
+            _read_archive(path, self.wanted) if path.is_file() else None
+        )
 
     def names(self) -> set[str]:
         if self._members is not None:
             return set(self._members)
-        return {p.name for p in self.path.iterdir() if p.is_file()} & self.wanted if self.path.is_dir() else set()
+        return (
+            {p.name for p in self.path.iterdir() if p.is_file()} & self.wanted
+            if self.path.is_dir()
+            else set()
+        )
 
     def read(self, name: str) -> bytes:
         return self._members[name] if self._members is not None else read_file(self.path / name)
@@ -84,7 +95,8 @@ def _read_archive(path: Path, wanted: set[str]) -> dict[str, bytes]:
         raise
     except (*BROKEN, tarfile.TarError, RecursionError, OverflowError) as error:
         raise DamagedData(
-            f"{path} is damaged or truncated: it has {path.stat().st_size} bytes and reading it stopped with "
+            f"{path} is damaged or truncated: it has {path.stat().st_size} bytes and reading it "
+            "stopped with "
             f"'{error}'. {_expected_size(path)}Fetch the archive again."
         ) from error
     return found

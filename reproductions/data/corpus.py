@@ -1,4 +1,4 @@
-"""Running text for language modeling, by characters or in BPE: any text file, and tinyshakespeare."""
+"""Running text for language modeling, by characters or BPE: any text file, and tinyshakespeare."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def load_corpus(
     """Windows of text: train, validation and test follow each other in one piece each.
 
     The last `test_fraction` is test, the rest is divided by `train_fraction`. Text is not shuffled,
-    so the seed changes nothing here. `limit` counts characters before the test split, taken from the
-    end.
+    so the seed changes nothing here. `limit` counts characters before the test split, taken from
+    the end.
 
     Args:
         request: which file and which part of it.
@@ -114,12 +114,15 @@ def load_corpus(
     begin = max(pool - request.limit, 0) if request.limit is not None else 0
     if begin:
         departures.append(
-            f"only {request.limit} of {pool} characters before the test split were used (limit={request.limit})"
+            f"only {request.limit} of {pool} characters before the test split were used "
+            f"(limit={request.limit})"
         )
     middle = begin + round((pool - begin) * request.train_fraction)
     parts = {"train": text[begin:middle], "valid": text[middle:pool], "test": text[pool:]}
     if min(len(part) for part in parts.values()) < 2:
-        raise DamagedData(f"{path} is too short: its {len(text)} characters cannot be split into three parts.")
+        raise DamagedData(
+            f"{path} is too short: its {len(text)} characters cannot be split into three parts."
+        )
     if tokens == "character":
         ids, characters, extras = _by_character(text, parts)
     else:
@@ -166,7 +169,9 @@ def _read(path: Path) -> str:
         ) from error
 
 
-def _by_character(text: str, parts: dict[str, str]) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+def _by_character(
+    text: str, parts: dict[str, str]
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
     alphabet = sorted(set(text))
     points = np.array([ord(c) for c in alphabet])
     ids = {}
@@ -176,9 +181,14 @@ def _by_character(text: str, parts: dict[str, str]) -> tuple[dict[str, Tensor], 
     return ids, torch.ones(len(alphabet), dtype=torch.float64), {"alphabet": alphabet}
 
 
-def _by_bpe(parts: dict[str, str], vocabulary: int) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+def _by_bpe(
+    parts: dict[str, str], vocabulary: int
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
     bpe = Bpe.train(parts["train"].splitlines(keepends=True), vocabulary)
-    ids = {name: torch.tensor(bpe.encode([content])[0], dtype=torch.int32) for name, content in parts.items()}
+    ids = {
+        name: torch.tensor(bpe.encode([content])[0], dtype=torch.int32)
+        for name, content in parts.items()
+    }
     return ids, bpe.characters(), {"bpe": bpe}
 
 
@@ -217,6 +227,7 @@ SHAKESPEARE = DataSource(
     ["tinyshakespeare"],
     steps=(
         "mkdir tinyshakespeare && cd tinyshakespeare",
-        "curl -LO https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        "curl -LO "
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     ),
 )

@@ -1,8 +1,9 @@
-"""scikit-learn's digits with captions, true or false: real images, captions made here by a small grammar (synthetic).
+"""scikit-learn's digits with captions, true or false: real images, captions made here by a small
+grammar (synthetic).
 
-Each image stands in two pairs, with a caption that is true of it (class 1) and one that is not (class 0). Images are
-split before captions are drawn, so that no test image was seen; the captions of an image are the same in every run.
-"""
+Each image stands in two pairs, with a caption that is true of it (class 1) and one that is not
+(class 0). Images are split before captions are drawn, so that no test image was seen; the captions
+of an image are the same in every run."""
 
 from __future__ import annotations
 
@@ -12,12 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen.studies.plugins import ArraySplit, Dataset, DataSource, DataSpec, Normalization, Request, sha256, split_rows
+from dampen.studies.plugins import (
+    ArraySplit,
+    Dataset,
+    DataSource,
+    DataSpec,
+    Normalization,
+    Request,
+    sha256,
+    split_rows,
+)
 
 DIGIT_CAPTIONS = DataSpec(
     "digit_captions",
     "classification",
-    "handwritten digits with captions that are true or not: 1,797 real images, synthetic captions; works offline",
+    "handwritten digits with captions that are true or not: 1,797 real images, synthetic captions; "
+    "works offline",
     "comes with scikit-learn (`pip install 'dampen[studies]'`)",
     "none: part of scikit-learn",
     no_folds="each image makes two pairs, one of which would be trained on and the other tested",
@@ -71,7 +82,9 @@ def load_digit_captions(
     test_fraction: float = 0.25,
     test_limit: int | None = None,
 ) -> Dataset:
-    """Pairs of an image and a caption; `limit` and `test_limit` count images, each of which makes two pairs."""
+    """Pairs of an image and a caption; `limit` and `test_limit` count images, each of which makes
+    two pairs.
+    """
     from sklearn.datasets import load_digits as embedded
 
     bunch = embedded()
@@ -93,16 +106,30 @@ def load_digit_captions(
     info = {
         "layout": "embedded",
         "source": "scikit-learn; captions are synthetic",
-        "sha256": {"images": sha256(images.numpy().tobytes()), "captions": sha256("\n".join(true + false).encode())},
-        "departures": [*rows.notes, "captions are synthetic: a true and a false one for each real image"],
+        "sha256": {
+            "images": sha256(images.numpy().tobytes()),
+            "captions": sha256("\n".join(true + false).encode()),
+        },
+        "departures": [
+            *rows.notes,
+            "captions are synthetic: a true and a false one for each real image",
+        ],
         "drawn": rows.drawn,
         "partial": False,
         **cuts,
         "normalization": change.facts(),
     }
-    model = {"image_size": 8, "channels": 1, "classes": 2, "vocab": len(vocabulary()), "max_tokens": length}
+    model = {
+        "image_size": 8,
+        "channels": 1,
+        "classes": 2,
+        "vocab": len(vocabulary()),
+        "max_tokens": length,
+    }
     parts = (pairs(index) for _, index in rows.rows.values())
-    return Dataset(ask.spec.name, ask.spec.task, *parts, ["false", "true"], info, model, normalization=change)
+    return Dataset(
+        ask.spec.name, ask.spec.task, *parts, ["false", "true"], info, model, normalization=change
+    )
 
 
 DIGIT_CAPTIONS_SOURCE = DataSource(

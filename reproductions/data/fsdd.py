@@ -41,7 +41,11 @@ RATE = 8000
 def recordings(path: Path) -> dict[str, Path]:
     """The recordings at a path (the set's folder or its `recordings`), by file name."""
     folder = path / "recordings" if (path / "recordings").is_dir() else path
-    return {p.name: p for p in sorted(folder.glob("*.wav")) if NAME.fullmatch(p.name)} if folder.is_dir() else {}
+    return (
+        {p.name: p for p in sorted(folder.glob("*.wav")) if NAME.fullmatch(p.name)}
+        if folder.is_dir()
+        else {}
+    )
 
 
 def load_fsdd(
@@ -53,12 +57,14 @@ def load_fsdd(
 ) -> Dataset:
     """Log-mel tokens of the recordings: frames of 64 ms every 10 ms, `stack` frames to a token.
 
-    The official test part is every recording with index below 5 (300 of 3,000). Train and validation are drawn from the
-    rest, stratified by digit and speaker. Recordings are cut at `seconds`, which shortens about 1 in 1,000.
-    """
+    The official test part is every recording with index below 5 (300 of 3,000). Train and
+    validation are drawn from the rest, stratified by digit and speaker. Recordings are cut at
+    `seconds`, which shortens about 1 in 1,000."""
     root = find(ask.spec, ask.data_dir, CANDIDATES, lambda path: bool(recordings(path)))
     files = recordings(root)
-    problems = [] if len(files) == OFFICIAL_COUNT else [f"{len(files)} of {OFFICIAL_COUNT} recordings"]
+    problems = (
+        [] if len(files) == OFFICIAL_COUNT else [f"{len(files)} of {OFFICIAL_COUNT} recordings"]
+    )
     departures = require_complete(problems, ask.partial, ask.spec.name)
     parts = [NAME.fullmatch(name) for name in files]
     digits = torch.tensor([int(m[1]) for m in parts if m])
@@ -71,13 +77,18 @@ def load_fsdd(
 
     test, pool = torch.nonzero(is_test).flatten(), torch.nonzero(~is_test).flatten()
     if not len(test) or not len(pool):
-        raise DamagedData(f"{root} has {len(test)} test recordings (index below 5) and {len(pool)} others: need both.")
+        raise DamagedData(
+            f"{root} has {len(test)} test recordings (index below 5) and {len(pool)} others: need "
+            "both."
+        )
     strata = digits[pool] * len(speakers) + speaker[pool]
     train, valid, cut = train_and_valid(strata, ask.train_fraction, ask.seed, ask.limit)
     info = {
         "layout": "wav folder",
         "source": root.name,
-        "sha256": {"files": joint_sha256({name: file_sha256(path) for name, path in files.items()})},
+        "sha256": {
+            "files": joint_sha256({name: file_sha256(path) for name, path in files.items()})
+        },
         "files": len(files),
         "speakers": speakers,
         "shortened": sum(len(clip) > window for clip in clips),
@@ -91,7 +102,9 @@ def load_fsdd(
     }
     rows = {"train": pool[train], "valid": pool[valid], "test": test}
     classes = [str(d) for d in range(10)]
-    return clip_dataset(ask.spec, clips, digits, rows, classes, window, info, extras={"bands": bands}, root=root)
+    return clip_dataset(
+        ask.spec, clips, digits, rows, classes, window, info, extras={"bands": bands}, root=root
+    )
 
 
 def _decibels(path: Path, front: LogMel) -> Tensor:

@@ -1,4 +1,6 @@
-"""XML as elements that know their line, without what makes XML dangerous: no document types, so no entities."""
+"""XML as elements that know their line, without what makes XML dangerous: no document types, so no
+entities.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,25 @@ class Element:
         found = self.all(name)
         if len(found) != 1:
             problem = f"<{self.name}> has {len(found)} elements <{name}>, expected one"
-            raise DamagedData(f"{path}, line {self.line}: {problem}. Correct the file or fetch it again.")
+            raise DamagedData(
+                f"{path}, line {self.line}: {problem}. Correct the file or fetch it again."
+            )
         return found[0]
 
 
 def parse_xml(content: bytes, path: Path) -> Element:
-    """The outermost element. A document type, deep nesting or broken markup is DamagedData that names file and line."""
+    """The outermost element. A document type, deep nesting or broken markup is DamagedData that
+    names file and line.
+    """
     parser = expat.ParserCreate()
     outside = Element("", 0)
     stack = [outside]
 
     def start(name: str, attributes: dict[str, str]) -> None:
         if len(stack) > DEEPEST:
-            raise DamagedData(f"{path}, line {parser.CurrentLineNumber}: elements nest deeper than {DEEPEST}.")
+            raise DamagedData(
+                f"{path}, line {parser.CurrentLineNumber}: elements nest deeper than {DEEPEST}."
+            )
         stack.append(Element(name, parser.CurrentLineNumber))
         stack[-2].below.append(stack[-1])
 
@@ -54,7 +62,8 @@ def parse_xml(content: bytes, path: Path) -> Element:
     def doctype(*_: object) -> None:
         line = parser.CurrentLineNumber
         raise DamagedData(
-            f"{path}, line {line}: a document type is not read; it can make a small file huge. Remove it."
+            f"{path}, line {line}: a document type is not read; it can make a small file huge. "
+            "Remove it."
         )
 
     parser.StartElementHandler, parser.EndElementHandler = start, end
@@ -65,5 +74,7 @@ def parse_xml(content: bytes, path: Path) -> Element:
     except (expat.ExpatError, ValueError) as error:
         if isinstance(error, DamagedData):
             raise
-        raise DamagedData(f"{path} ({len(content)} bytes) is not XML: {error}. Fetch the file again.") from error
+        raise DamagedData(
+            f"{path} ({len(content)} bytes) is not XML: {error}. Fetch the file again."
+        ) from error
     return outside.below[0]

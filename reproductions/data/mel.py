@@ -14,9 +14,9 @@ from torch import Tensor
 class LogMel:
     """Short-time power spectrum, summed into mel bands, in decibels.
 
-    `10 log10(max(M |STFT(x)|^2, floor))` with a periodic Hann window, frames centered on multiples of `hop`
-    (reflected at the ends), and M triangular filters, equally spaced and of peak 1 on O'Shaughnessy's mel scale
-    `2595 log10(1 + f/700)`, or of area 1 with `area=True`.
+    `10 log10(max(M |STFT(x)|^2, floor))` with a periodic Hann window, frames centered on multiples
+    of `hop` (reflected at the ends), and M triangular filters, equally spaced and of peak 1 on
+    O'Shaughnessy's mel scale `2595 log10(1 + f/700)`, or of area 1 with `area=True`.
 
     >>> LogMel(rate=8000, fft=256, hop=80, bands=40)(torch.zeros(2, 800)).shape
     torch.Size([2, 11, 40])
@@ -32,7 +32,10 @@ class LogMel:
     area: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.rate, self.fft, self.hop, self.bands) < 1 or not 0 <= self.low < self.top <= self.rate / 2:
+        if (
+            min(self.rate, self.fft, self.hop, self.bands) < 1
+            or not 0 <= self.low < self.top <= self.rate / 2
+        ):
             raise ValueError(f"Sizes count from 1 and 0 <= low < high <= rate / 2: got {self}.")
 
     @property
@@ -44,15 +47,21 @@ class LogMel:
         if wave.shape[-1] <= self.fft // 2:  # too short to reflect: silence after it
             wave = torch.nn.functional.pad(wave, (0, self.fft // 2 + 1 - wave.shape[-1]))
         window = torch.hann_window(self.fft, device=wave.device)
-        spectrum = torch.stft(wave, self.fft, self.hop, window=window, pad_mode="reflect", return_complex=True)
+        spectrum = torch.stft(
+            wave, self.fft, self.hop, window=window, pad_mode="reflect", return_complex=True
+        )
         power = spectrum.real.square() + spectrum.imag.square()  # (..., fft/2 + 1, frames)
         mel = power.transpose(-1, -2) @ self.filters().to(wave.device)
         return 10 * torch.log10(mel.clamp(min=self.floor))
 
     def filters(self) -> Tensor:
         """The triangles, (fft/2 + 1, bands)."""
-        edges = _hertz(torch.linspace(_mel(self.low), _mel(self.top), self.bands + 2, dtype=torch.float64))
-        frequency = torch.linspace(0, self.rate / 2, self.fft // 2 + 1, dtype=torch.float64)[:, None]
+        edges = _hertz(
+            torch.linspace(_mel(self.low), _mel(self.top), self.bands + 2, dtype=torch.float64)
+        )
+        frequency = torch.linspace(0, self.rate / 2, self.fft // 2 + 1, dtype=torch.float64)[
+            :, None
+        ]
         left, middle, right = edges[:-2], edges[1:-1], edges[2:]
         rising = (frequency - left) / (middle - left)
         falling = (right - frequency) / (right - middle)
@@ -82,7 +91,8 @@ def resample(wave: np.ndarray, rate: int, wanted: int) -> np.ndarray:
 
 
 def stack_frames(frames: Tensor, count: int) -> Tensor:
-    """Join `count` successive frames (T, F) into one token (T', count * F); the last one is filled by repetition.
+    """Join `count` successive frames (T, F) into one token (T', count * F); the last one is filled
+    by repetition.
 
     >>> stack_frames(torch.arange(3.0)[:, None], 2)
     tensor([[0., 1.],
@@ -92,7 +102,8 @@ def stack_frames(frames: Tensor, count: int) -> Tensor:
 
 
 def summarize_frames(frames: Tensor, count: int) -> Tensor:
-    """Mean and standard deviation of each feature over `count` successive frames: (T, F) to (T', 2 F).
+    """Mean and standard deviation of each feature over `count` successive frames: (T, F) to (T', 2
+    F).
 
     >>> summarize_frames(torch.tensor([[0.0], [2.0], [5.0]]), 2)
     tensor([[1., 1.],

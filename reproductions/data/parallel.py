@@ -34,7 +34,8 @@ from reproductions.data.archives import open_limited
 MULTI30K = DataSpec(
     "multi30k",
     "translation",
-    "Multi30k: 29,000 image captions in English and German, with 1,014 to validate and 1,000 to test",
+    "Multi30k: 29,000 image captions in English and German, with 1,014 to validate and 1,000 to "
+    "test",
     "the repository 'multi30k/dataset' on GitHub, data/task1/raw (non-commercial use)",
     "multi30k/{train,val,test_2016_flickr}.{en,de}, plain or .gz",
 )
@@ -43,7 +44,8 @@ PARALLEL = DataSpec(
     "translation",
     "any parallel text: one sentence per line, the same line number in both languages (WMT style)",
     "your own text, or the translation tasks of WMT (newstest files)",
-    "{train,valid,test}.{en,de} (also val, dev, newstest2013; test_2016_flickr, newstest2014), plain or .gz",
+    "{train,valid,test}.{en,de} (also val, dev, newstest2013; test_2016_flickr, newstest2014), "
+    "plain or .gz",
 )
 PARTS = {
     "train": ["train"],
@@ -55,7 +57,10 @@ OFFICIAL_COUNTS = {"multi30k": {"train": 29_000, "valid": 1_014, "test": 1_000}}
 
 def text_file(root: Path, stem: str, language: str) -> Path | None:
     """The file of one part in one language, plain or compressed."""
-    return next((p for p in (root / f"{stem}.{language}", root / f"{stem}.{language}.gz") if p.is_file()), None)
+    return next(
+        (p for p in (root / f"{stem}.{language}", root / f"{stem}.{language}.gz") if p.is_file()),
+        None,
+    )
 
 
 def holds(path: Path, source: str = "en", target: str = "de") -> bool:
@@ -78,21 +83,25 @@ def load_parallel(
     lowercase: bool = False,
     test: str | None = None,
 ) -> Dataset:
-    """Sentence pairs in byte-level BPE, learned from the training part alone; the official parts are kept.
+    """Sentence pairs in byte-level BPE, learned from the training part alone; the official parts
+    are kept.
 
-    `joint=True` learns one vocabulary for both languages. Training pairs longer than `max_tokens` or with an empty side
-    are left out; validation and test sentences are cut to it (the references for BLEU are not). `test` names the
-    test file where there are several.
-    """
+    `joint=True` learns one vocabulary for both languages. Training pairs longer than `max_tokens`
+    or with an empty side are left out; validation and test sentences are cut to it (the references
+    for BLEU are not). `test` names the test file where there are several."""
     root = find(ask.spec, ask.data_dir, [ask.spec.name], lambda path: holds(path, source, target))
     stems = PARTS | ({"test": [test]} if test else {})
     text: dict[str, tuple[list[str], list[str]]] = {}
     hashes: dict[str, str] = {}
     problems = []
     for part, names in stems.items():
-        stem = next((n for n in names if text_file(root, n, source) and text_file(root, n, target)), None)
+        stem = next(
+            (n for n in names if text_file(root, n, source) and text_file(root, n, target)), None
+        )
         if stem is None:
-            raise DamagedData(f"{root} has no {part} part in {source} and {target}: expected one of {names}.")
+            raise DamagedData(
+                f"{root} has no {part} part in {source} and {target}: expected one of {names}."
+            )
         files = [f for f in (text_file(root, stem, language) for language in (source, target)) if f]
         text[part] = _pairs(files[0], files[1], lowercase)
         hashes |= {f.name: file_sha256(f) for f in files}
@@ -109,10 +118,15 @@ def load_parallel(
         bpe = {"source": Bpe.train((line for side in text["train"] for line in side), vocabulary)}
         bpe["target"] = bpe["source"]
     else:
-        bpe = {side: Bpe.train(text["train"][i], vocabulary) for i, side in enumerate(("source", "target"))}
+        bpe = {
+            side: Bpe.train(text["train"][i], vocabulary)
+            for i, side in enumerate(("source", "target"))
+        }
     splits, counts = {}, {}
     for part, (left, right) in text.items():
-        splits[part], counts[part] = _split(left, right, bpe["source"], bpe["target"], max_tokens, part == "train")
+        splits[part], counts[part] = _split(
+            left, right, bpe["source"], bpe["target"], max_tokens, part == "train"
+        )
     info = {
         "layout": "parallel text",
         "source": root.name,
@@ -120,7 +134,8 @@ def load_parallel(
         "languages": [source, target],
         "pairs": counts,
         "partial": bool(problems),
-        "departures": departures + [note.replace("outside the test set", "of the training part") for note in cut],
+        "departures": departures
+        + [note.replace("outside the test set", "of the training part") for note in cut],
         "seed": ask.seed,
         "limit": ask.limit,
         "options": {
@@ -146,12 +161,13 @@ def load_parallel(
 
 
 class PairSplit(Split):
-    """Sentence pairs as token numbers, padded on the right; the model sees the target up to each token.
+    """Sentence pairs as token numbers, padded on the right; the model sees the target up to each
+    token.
 
-    Targets begin with the token `begin` and end with `end`: `inputs = (source, target[:-1])`, `target = target[1:]`.
-    A batch is cut to its longest sentence, rounded up to a multiple of 8 so that few different shapes occur.
-    `source_text` and `target_text` keep the sentences as they were, for BLEU.
-    """
+    Targets begin with the token `begin` and end with `end`: `inputs = (source, target[:-1])`,
+    `target = target[1:]`. A batch is cut to its longest sentence, rounded up to a multiple of 8 so
+    that few different shapes occur. `source_text` and `target_text` keep the sentences as they
+    were, for BLEU."""
 
     def __init__(
         self,
@@ -163,7 +179,9 @@ class PairSplit(Split):
         multiple: int = 8,
     ):
         if not len(source) == len(target) == len(source_text) == len(target_text):
-            raise ValueError(f"Sentence pairs must match one to one: got {len(source)} and {len(target)}.")
+            raise ValueError(
+                f"Sentence pairs must match one to one: got {len(source)} and {len(target)}."
+            )
         self.source, self.target, self.pad, self.multiple = source, target, pad, multiple
         self.source_text, self.target_text = source_text, target_text
 
@@ -189,7 +207,12 @@ class PairSplit(Split):
 def _pairs(left: Path, right: Path, lowercase: bool) -> tuple[list[str], list[str]]:
     sides = [_lines(path) for path in (left, right)]
     if len(sides[0]) != len(sides[1]) or not sides[0]:
-        raise damaged(right, "lines", len(sides[1]), f"as many as {left.name} has, {len(sides[0])}, more than none")
+        raise damaged(
+            right,
+            "lines",
+            len(sides[1]),
+            f"as many as {left.name} has, {len(sides[0])}, more than none",
+        )
     return tuple([line.lower() for line in side] if lowercase else side for side in sides)  # type: ignore[return-value]
 
 
@@ -200,9 +223,15 @@ def _lines(path: Path) -> list[str]:
     except DamagedData:
         raise
     except BROKEN as error:
-        raise DamagedData(f"{path} ({path.stat().st_size} bytes) is damaged: {error}. Fetch the file again.") from error
-    require_within("DAMPEN_MAX_LINE", max(map(len, text.split("\n"))), path, "characters in one line")
-    return [line.strip() for line in text.removesuffix("\n").split("\n")]  # splitlines would cut at U+2028 too
+        raise DamagedData(
+            f"{path} ({path.stat().st_size} bytes) is damaged: {error}. Fetch the file again."
+        ) from error
+    require_within(
+        "DAMPEN_MAX_LINE", max(map(len, text.split("\n"))), path, "characters in one line"
+    )
+    return [
+        line.strip() for line in text.removesuffix("\n").split("\n")
+    ]  # splitlines would cut at U+2028 too
 
 
 def _split(
@@ -212,7 +241,11 @@ def _split(
     tokens = list(zip(source.encode(left), target.encode(right), strict=True))
     fits = [max(len(a), len(b)) <= longest for a, b in tokens]
     kept = [i for i, (a, b) in enumerate(tokens) if not train or (fits[i] and a and b)]
-    counts = {"all": len(tokens), "left_out": len(tokens) - len(kept), "cut": 0 if train else fits.count(False)}
+    counts = {
+        "all": len(tokens),
+        "left_out": len(tokens) - len(kept),
+        "cut": 0 if train else fits.count(False),
+    }
     sources = [[*tokens[i][0][:longest], END] for i in kept]
     targets = [[BEGIN, *tokens[i][1][:longest], END] for i in kept]
     texts = [left[i] for i in kept], [right[i] for i in kept]
@@ -238,7 +271,8 @@ MULTI30K_SOURCE = DataSource(
     ["multi30k"],
     steps=(
         "git clone https://github.com/multi30k/dataset",
-        "mkdir multi30k && cp dataset/data/task1/raw/{train,val,test_2016_flickr}.{en,de}.gz multi30k/",
+        "mkdir multi30k && cp dataset/data/task1/raw/{train,val,test_2016_flickr}.{en,de}.gz "
+        "multi30k/",
     ),
     preset=PRESET,
     check={"vocabulary": 259},  # no merges: nothing is trained

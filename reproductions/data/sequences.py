@@ -1,4 +1,6 @@
-"""What the audio sets share: clips of feature tokens, one class each, cut into splits and normalized."""
+"""What the audio sets share: clips of feature tokens, one class each, cut into splits and
+normalized.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from dampen.studies.plugins import Batch, Dataset, DataSpec, Normalization, Spli
 class SequenceSplit(Split):
     """Windows of feature vectors, cut from one long (frames, features) tensor by start and length.
 
-    `target` has one entry per window (a class number each), or with `per_token=True` one row per frame; then
-    `counted` says which frames count in loss and metrics (ambiguous ones do not). Windows shorter than `window` are
-    padded with zeros; with `padded=True` the model gets the padding mask (True where padded) as its second input.
-    """
+    `target` has one entry per window (a class number each), or with `per_token=True` one row per
+    frame; then `counted` says which frames count in loss and metrics (ambiguous ones do not).
+    Windows shorter than `window` are padded with zeros; with `padded=True` the model gets the
+    padding mask (True where padded) as its second input."""
 
     def __init__(
         self,
@@ -33,7 +35,10 @@ class SequenceSplit(Split):
         counted: Tensor | None = None,
     ):
         if len(starts) and (int(lengths.min()) < 1 or int(lengths.max()) > window):
-            raise ValueError(f"Windows hold 1 to {window} frames: got {int(lengths.min())} to {int(lengths.max())}.")
+            raise ValueError(
+                f"Windows hold 1 to {window} frames: got {int(lengths.min())} to "
+                f"{int(lengths.max())}."
+            )
         if not padded and len(starts) and int(lengths.min()) < window:
             raise ValueError("Without a padding mask every window must be full.")
         self.frames, self.starts, self.lengths, self.target = frames, starts, lengths, target
@@ -72,8 +77,8 @@ def clip_dataset(
 ) -> Dataset:
     """Wrap clips of tokens (T, F) as a set; `rows` says which clips are train, valid and test.
 
-    Clips longer than `window` tokens are cut, shorter ones padded; where all are full, the model gets no padding mask.
-    """
+    Clips longer than `window` tokens are cut, shorter ones padded; where all are full, the model
+    gets no padding mask."""
     clips = [clip[:window] for clip in clips]
     lengths = torch.tensor([len(clip) for clip in clips])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1]])
@@ -82,10 +87,17 @@ def clip_dataset(
     normalization = feature_statistics(frames[torch.isin(owner, rows["train"])])
     padded = int(lengths.min()) < window
     train, valid, test = (
-        SequenceSplit(frames, starts[i], lengths[i], labels[i], window, normalization, padded=padded)
+        SequenceSplit(
+            frames, starts[i], lengths[i], labels[i], window, normalization, padded=padded
+        )
         for i in (rows["train"], rows["valid"], rows["test"])
     )
-    model_args = {"features": frames.shape[1], "classes": len(classes), "max_tokens": window, "per_token": False}
+    model_args = {
+        "features": frames.shape[1],
+        "classes": len(classes),
+        "max_tokens": window,
+        "per_token": False,
+    }
     return Dataset(
         spec.name,
         spec.task,
@@ -102,13 +114,16 @@ def clip_dataset(
 
 
 def feature_statistics(frames: Tensor, *, one_scale: bool = False) -> Normalization:
-    """Mean and standard deviation of each feature over (frames, features); a constant feature is only shifted.
+    """Mean and standard deviation of each feature over (frames, features); a constant feature is
+    only shifted.
 
-    With `one_scale` all features are divided by their root mean square deviation. Features of a network, and principal
-    components above all, say by their size how much they matter: equal sizes would raise the noise.
-    """
+    With `one_scale` all features are divided by their root mean square deviation. Features of a
+    network, and principal components above all, say by their size how much they matter: equal sizes
+    would raise the noise."""
     frames = frames.double()
     std = frames.std(dim=0, correction=0)
     if one_scale:
         std = std.square().mean().sqrt().expand_as(std)
-    return Normalization(frames.mean(dim=0).float(), torch.where(std > 1e-6, std, torch.ones_like(std)).float())
+    return Normalization(
+        frames.mean(dim=0).float(), torch.where(std > 1e-6, std, torch.ones_like(std)).float()
+    )

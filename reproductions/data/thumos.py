@@ -1,4 +1,6 @@
-"""THUMOS14, temporal action detection on feature files: 64-token windows with the classes present at each frame."""
+"""THUMOS14, temporal action detection on feature files: 64-token windows with the classes present
+at each frame.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,23 @@ from dampen.studies.plugins import (
     train_and_valid,
 )
 from reproductions.data.sequences import SequenceSplit, feature_statistics
-from reproductions.data.thumos_annotations import ANNOTATION_FILES, Annotations, Video, read_annotations
+from reproductions.data.thumos_annotations import (
+    ANNOTATION_FILES,
+    Annotations,
+    Video,
+    read_annotations,
+)
 
 THUMOS14 = DataSpec(
     "thumos14",
     "detection",
-    "THUMOS14: 20 sports actions in untrimmed video, 200 validation (= training) and 212 test videos, as features",
-    "the page 'THUMOS Challenge 2014' for the videos and annotations; extract features (TSN, I3D) with a public "
+    "THUMOS14: 20 sports actions in untrimmed video, 200 validation (= training) and 212 test "
+    "videos, as features",
+    "the page 'THUMOS Challenge 2014' for the videos and annotations; extract features (TSN, I3D) "
+    "with a public "
     "extractor, or take those published with LSTR, OadTR or ActionFormer",
-    "thumos14/features/VIDEO.npy (frames x features) and annotations.json (or thumos14.json in ActivityNet's form)",
+    "thumos14/features/VIDEO.npy (frames x features) and annotations.json (or thumos14.json in "
+    "ActivityNet's form)",
 )
 CANDIDATES = ["thumos14", "THUMOS14", "thumos"]
 OFFICIAL_COUNTS = {"train": 200, "test": 212}
@@ -41,7 +51,9 @@ OFFICIAL_COUNTS = {"train": 200, "test": 212}
 
 @dataclass(frozen=True)
 class Timeline:
-    """One video of a split: its rows in the frame tensor and its actions as (class, start, end) in seconds."""
+    """One video of a split: its rows in the frame tensor and its actions as (class, start, end) in
+    seconds.
+    """
 
     name: str
     first: int
@@ -51,13 +63,17 @@ class Timeline:
 
 
 class DetectionSplit(SequenceSplit):
-    """Windows of video features that remember which video they come from, so that intervals can be evaluated."""
+    """Windows of video features that remember which video they come from, so that intervals can be
+    evaluated.
+    """
 
     timelines: list[Timeline]
 
 
 def holds(path: Path) -> bool:
-    return (path / "features").is_dir() and any((path / name).is_file() for name in ANNOTATION_FILES)
+    return (path / "features").is_dir() and any(
+        (path / name).is_file() for name in ANNOTATION_FILES
+    )
 
 
 def load_thumos(
@@ -68,38 +84,56 @@ def load_thumos(
     labels: str = "background",
     rate: float | None = None,
 ) -> Dataset:
-    """Feature windows with per-frame labels; train and validation are drawn per video, by main class.
+    """Feature windows with per-frame labels; train and validation are drawn per video, by main
+    class.
 
-    `labels="background"` adds a class 0 for frames without action and shares a frame with several actions equally among
-    them (softmax, as in online action detection); `"multi"` gives each class its own yes or no (sigmoid).
-    Training windows start every `stride` frames; validation and test windows do not overlap, so each frame is
-    predicted once. `rate` (features per second) is needed where the annotations do not say it. `limit` counts videos.
-    """
+    `labels="background"` adds a class 0 for frames without action and shares a frame with several
+    actions equally among them (softmax, as in online action detection); `"multi"` gives each class
+    its own yes or no (sigmoid). Training windows start every `stride` frames; validation and test
+    windows do not overlap, so each frame is predicted once. `rate` (features per second) is needed
+    where the annotations do not say it. `limit` counts videos."""
     if labels not in ("background", "multi"):
-        raise ValueError(f"labels must be 'background' (softmax) or 'multi' (sigmoid): got {labels!r}.")
+        raise ValueError(
+            f"labels must be 'background' (softmax) or 'multi' (sigmoid): got {labels!r}."
+        )
     if not 1 <= stride <= window:
-        raise ValueError(f"Windows must cover every frame: need 1 <= stride <= window, got {stride} and {window}.")
+        raise ValueError(
+            f"Windows must cover every frame: need 1 <= stride <= window, got {stride} and "
+            f"{window}."
+        )
     root = find(ask.spec, ask.data_dir, CANDIDATES, holds)
     notes = read_annotations(root, rate)
-    present = {name: video for name, video in notes.videos.items() if feature_file(root, name).is_file()}
+    present = {
+        name: video for name, video in notes.videos.items() if feature_file(root, name).is_file()
+    }
     problems = missing_videos(notes, present)
     departures = require_complete(problems, ask.partial, ask.spec.name)
     pool = [video for video in present.values() if video.subset == "train"]
     test = [video for video in present.values() if video.subset == "test"]
     if not pool or not test:
-        raise DamagedData(f"{root} has features of {len(pool)} training and {len(test)} test videos: need both.")
+        raise DamagedData(
+            f"{root} has features of {len(pool)} training and {len(test)} test videos: need both."
+        )
     strata = np.array([_main_class(video) for video in pool])
     train_rows, valid_rows, cut = train_and_valid(strata, ask.train_fraction, ask.seed, ask.limit)
 
     frames, first = _read_features(root, [*pool, *test])
     target, counted = _targets([*pool, *test], frames, first, notes, labels)
-    parts = {"train": [pool[i] for i in train_rows], "valid": [pool[i] for i in valid_rows], "test": test}
+    parts = {
+        "train": [pool[i] for i in train_rows],
+        "valid": [pool[i] for i in valid_rows],
+        "test": test,
+    }
     own = torch.cat([torch.arange(first[v.name][0], sum(first[v.name])) for v in parts["train"]])
     normalization = feature_statistics(frames[own], one_scale=True)
     splits = {}
     for part, videos in parts.items():
-        starts, lengths = _windows([first[v.name] for v in videos], window, stride if part == "train" else window)
-        split = DetectionSplit(frames, starts, lengths, target, window, normalization, per_token=True, counted=counted)
+        starts, lengths = _windows(
+            [first[v.name] for v in videos], window, stride if part == "train" else window
+        )
+        split = DetectionSplit(
+            frames, starts, lengths, target, window, normalization, per_token=True, counted=counted
+        )
         split.timelines = [Timeline(v.name, *first[v.name], notes.rate, v.actions) for v in videos]
         splits[part] = split
     classes = notes.classes if labels == "multi" else ["Background", *notes.classes]
@@ -127,7 +161,12 @@ def load_thumos(
         splits["test"],
         classes,
         info,
-        {"features": frames.shape[1], "classes": len(classes), "max_tokens": window, "per_token": True},
+        {
+            "features": frames.shape[1],
+            "classes": len(classes),
+            "max_tokens": window,
+            "per_token": True,
+        },
         loss="cross_entropy" if labels == "background" else "binary_cross_entropy",
         normalization=normalization,
         root=root,
@@ -140,25 +179,27 @@ def feature_file(root: Path, name: str) -> Path:
 
 
 def missing_videos(notes: Annotations, present: dict[str, Video]) -> list[str]:
-    """What an incomplete copy lacks, in words: videos without features, or too few annotated ones."""
+    """What an incomplete copy lacks: videos without features, or too few annotated ones."""
     problems = []
     for subset, official in OFFICIAL_COUNTS.items():
         annotated = [name for name, video in notes.videos.items() if video.subset == subset]
         absent = [name for name in annotated if name not in present]
         if absent:
             some = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
-            problems.append(f"{len(absent)} of {len(annotated)} {subset} videos have no feature file ({some})")
+            problems.append(
+                f"{len(absent)} of {len(annotated)} {subset} videos have no feature file ({some})"
+            )
         if len(annotated) < official:
             problems.append(f"{len(annotated)} of {official} {subset} videos are annotated")
     return problems
 
 
 def frame_labels(frames: int, rate: float, video: Video, classes: int) -> tuple[Tensor, Tensor]:
-    """Which classes each frame shows, (frames, classes) of 0 and 1, and which frames count (not ambiguous).
+    """Which classes each frame shows, (frames, classes) of 0 and 1, and which frames count (not
+    ambiguous).
 
-    Frame i stands at (i + 0.5) / rate seconds. An action too short to contain any frame marks the one nearest to
-    its middle, so that none vanishes.
-    """
+    Frame i stands at (i + 0.5) / rate seconds. An action too short to contain any frame marks the
+    one nearest to its middle, so that none vanishes."""
     center = (torch.arange(frames) + 0.5) / rate
     shown = torch.zeros(frames, classes)
     for label, start, end in video.actions:
@@ -180,7 +221,9 @@ def _main_class(video: Video) -> int:
 
 
 def _read_features(root: Path, videos: list[Video]) -> tuple[Tensor, dict[str, tuple[int, int]]]:
-    """All features as one (frames, features) tensor, and for each video its first row and number of rows."""
+    """All features as one (frames, features) tensor, and for each video its first row and number of
+    rows.
+    """
     parts: list[np.ndarray] = []
     rows: dict[str, tuple[int, int]] = {}
     at = 0
@@ -199,7 +242,11 @@ def _read_features(root: Path, videos: list[Video]) -> tuple[Tensor, dict[str, t
 
 
 def _targets(
-    videos: list[Video], frames: Tensor, first: dict[str, tuple[int, int]], notes: Annotations, labels: str
+    videos: list[Video],
+    frames: Tensor,
+    first: dict[str, tuple[int, int]],
+    notes: Annotations,
+    labels: str,
 ) -> tuple[Tensor, Tensor]:
     pairs = [frame_labels(first[v.name][1], notes.rate, v, len(notes.classes)) for v in videos]
     shown, counted = torch.cat([p[0] for p in pairs]), torch.cat([p[1] for p in pairs])
@@ -210,7 +257,9 @@ def _targets(
 
 
 def _windows(rows: list[tuple[int, int]], window: int, stride: int) -> tuple[Tensor, Tensor]:
-    """Starts and lengths of windows that cover every frame of every video; the last of a video may be short."""
+    """Starts and lengths of windows that cover every frame of every video; the last of a video may
+    be short.
+    """
     starts, lengths = [], []
     for first, frames in rows:
         for offset in range(0, max(frames - window, 0) + stride, stride):
@@ -226,8 +275,11 @@ THUMOS14_SOURCE = DataSource(
     holds,
     CANDIDATES,
     steps=(
-        "get the annotations from the page of the THUMOS Challenge 2014, https://www.crcv.ucf.edu/THUMOS14/",
-        "extract features (TSN or I3D) of the 200 validation and 212 test videos into thumos14/features/VIDEO.npy",
-        "write thumos14/annotations.json: classes, feature_rate_hz, annotations by video (subset, duration, segments)",
+        "get the annotations from the page of the THUMOS Challenge 2014, "
+        "https://www.crcv.ucf.edu/THUMOS14/",
+        "extract features (TSN or I3D) of the 200 validation and 212 test videos into "
+        "thumos14/features/VIDEO.npy",
+        "write thumos14/annotations.json: classes, feature_rate_hz, annotations by video (subset, "
+        "duration, segments)",
     ),
 )

@@ -1,9 +1,10 @@
-"""Read the CIFAR authors' Python pickles without pickle's machine: nothing is called, whatever a file asks for.
+"""Read the CIFAR authors' Python pickles without pickle's machine: nothing is called, whatever a
+file asks for.
 
-A pickle is a program for a small stack machine. The files that exist use a handful of its instructions to lay down one
-flat table: names to numbers, texts, lists of those, and arrays of whole numbers. Those instructions are read here as
-data; every other instruction, name or shape is refused. An array is only ever a view of bytes that lie in the file.
-"""
+A pickle is a program for a small stack machine. The files that exist use a handful of its
+instructions to lay down one flat table: names to numbers, texts, lists of those, and arrays of
+whole numbers. Those instructions are read here as data; every other instruction, name or shape is
+refused. An array is only ever a view of bytes that lie in the file."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ Table = dict[bytes | str, Any]
 NAMES = {
     ("numpy", "ndarray"): "ndarray",
     ("numpy", "dtype"): "dtype",
-    ("numpy.core.multiarray", "_reconstruct"): "_reconstruct",  # where numpy keeps the two differs with its version
+    (
+        "numpy.core.multiarray",
+        "_reconstruct",
+    ): "_reconstruct",  # where numpy keeps the two differs with its version
     ("numpy._core.multiarray", "_reconstruct"): "_reconstruct",
     ("numpy.core.numeric", "_frombuffer"): "_frombuffer",
     ("numpy._core.numeric", "_frombuffer"): "_frombuffer",
@@ -79,7 +83,11 @@ class _Array:
 def _view(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
     if not isinstance(kind, _Kind) or not isinstance(content, bytes) or order not in ("C", "F"):
         raise _Refused("an array that is not made of bytes and a type of whole numbers")
-    if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape) or len(shape) > 4:
+    if (
+        not isinstance(shape, tuple)
+        or not all(type(n) is int and n >= 0 for n in shape)
+        or len(shape) > 4
+    ):
         raise _Refused(f"an array of shape {_short(shape)}")
     dtype = kind.numpy()
     if math.prod(shape) * dtype.itemsize != len(content):
@@ -112,7 +120,16 @@ class _Reader:
         match name:
             case "PROTO" | "FRAME":
                 pass
-            case "INT" | "BININT" | "BININT1" | "BININT2" | "LONG" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
+            case (
+                "INT"
+                | "BININT"
+                | "BININT1"
+                | "BININT2"
+                | "LONG"
+                | "LONG1"
+                | "BINUNICODE"
+                | "SHORT_BINUNICODE"
+            ):
                 stack.append(argument)
             case "UNICODE" | "BINUNICODE8" | "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8":
                 stack.append(argument)
@@ -166,21 +183,23 @@ class _Reader:
                 raise _Refused(f"it has the instruction {name}")
 
     def add(self, items: list[Any]) -> None:
-        """Into the list or the table on top of the stack. Lists hold scalars and only the table holds lists: no file
-        can make a small tangle that is huge once it is followed."""
+        """Into the list or the table on top of the stack. Lists hold scalars and only the table
+        holds lists: no file can make a small tangle that is huge once it is followed."""
         top = self.stack[-1]
         if isinstance(top, list) and all(type(item) in SCALARS for item in items):
             top.extend(items)
         elif isinstance(top, dict) and len(items) % 2 == 0:
             for key, value in zip(items[::2], items[1::2], strict=True):
-                if type(key) not in (bytes, str) or not (type(value) in SCALARS or isinstance(value, list | _Array)):
+                if type(key) not in (bytes, str) or not (
+                    type(value) in SCALARS or isinstance(value, list | _Array)
+                ):
                     raise _Refused(f"its table has {_short(value)} under {_short(key)}")
                 top[key] = value
         else:
             raise _Refused(f"it puts {_short(items)} into {_short(top)}")
 
     def called(self, name: Any, arguments: Any) -> Any:
-        """What the named function of numpy would have made of these arguments; others are refused."""
+        """What the named function of numpy makes of these arguments; others raise."""
         what = name.what if isinstance(name, _Name) else None
         match what, arguments:
             case "encode", (str(text), "latin1"):
@@ -202,7 +221,9 @@ class _Reader:
 
 def _tuple(items: list[Any]) -> tuple[Any, ...]:
     """Tuples are arguments and states: short, and nested once at most."""
-    deep = any(isinstance(part, tuple) for item in items if isinstance(item, tuple) for part in item)
+    deep = any(
+        isinstance(part, tuple) for item in items if isinstance(item, tuple) for part in item
+    )
     if len(items) > 8 or deep:
         raise _Refused(f"it has a tuple of {len(items)}")
     return tuple(items)
@@ -217,12 +238,17 @@ def _named(module: Any, name: Any) -> _Name:
 def _short(value: Any, quoted: bool = True) -> str:
     """A value for a message: its kind where it could be long."""
     if isinstance(value, str | bytes | bool) or value is None:
-        return repr(value[:40]) if isinstance(value, bytes) or (quoted and isinstance(value, str)) else str(value)[:40]
+        return (
+            repr(value[:40])
+            if isinstance(value, bytes) or (quoted and isinstance(value, str))
+            else str(value)[:40]
+        )
     return f"a {type(value).__name__.strip('_').lower()}"
 
 
 def safe_unpickle(content: bytes, where: str) -> Table:
-    """The table that a pickle holds; anything but names, whole numbers, texts, lists and arrays of them is refused.
+    """The table that a pickle holds; anything but names, whole numbers, texts, lists and arrays of
+    them is refused.
 
     >>> import pickle
     >>> safe_unpickle(pickle.dumps({"labels": [1, 2]}), "batch")
@@ -230,19 +256,27 @@ def safe_unpickle(content: bytes, where: str) -> Table:
     >>> safe_unpickle(pickle.dumps(len), "batch")
     Traceback (most recent call last):
     ...
-    dampen.studies.data.dataset.DamagedData: batch was not read: as a pickle of arrays and lists it is damaged or \
-unsafe (it asks for builtins.len). Fetch the official file again.
+    dampen.studies.data.dataset.DamagedData: batch was not read: ...
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # texts with odd escapes; they are read all the same
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # texts with odd escapes; they are read all the same
             table = _Reader(len(content)).read(content)
         if not isinstance(table, dict):
             raise _Refused(f"it holds {_short(table)} and no table")
         return {key: _whole(value) for key, value in table.items()}
-    except (ValueError, TypeError, IndexError, KeyError, OverflowError) as error:  # genops' own are among them
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+        OverflowError,
+    ) as error:  # genops' own are among them
         raise DamagedData(
-            f"{where} was not read: as a pickle of arrays and lists it is damaged or unsafe ({error}). "
+            f"{where} was not read: as a pickle of arrays and lists it is damaged or unsafe "
+            f"({error}). "
             "Fetch the official file again."
         ) from error
 

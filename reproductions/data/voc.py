@@ -1,8 +1,8 @@
-"""Pascal VOC's layout: one XML file of objects per image, lists of images per part; and BCCD, which comes in it.
+"""Pascal VOC's layout: one XML file of objects per image, lists of images per part; and BCCD, which
+comes in it.
 
-Everingham et al., "The PASCAL visual object classes challenge", 2010. BCCD: 364 images of blood smears, 640 x 480, with
-boxes around red cells, white cells and platelets (MIT license).
-"""
+Everingham et al., "The PASCAL visual object classes challenge", 2010. BCCD: 364 images of blood
+smears, 640 x 480, with boxes around red cells, white cells and platelets (MIT license)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ VOC = DataSpec(
     "voc",
     "objects",
     "any images with boxes in the layout of Pascal VOC",
-    "your own images, or the page 'The PASCAL Visual Object Classes Homepage'; annotation tools export this layout",
+    "your own images, or the page 'The PASCAL Visual Object Classes Homepage'; annotation tools "
+    "export this layout",
     LAYOUT,
 )
 BCCD = DataSpec(
@@ -39,7 +40,10 @@ BCCD = DataSpec(
     "the repository Shenggan/BCCD_Dataset on GitHub (its folder BCCD)",
     f"BCCD/{LAYOUT}",
 )
-CANDIDATES = {"bccd": ["bccd/BCCD", "BCCD_Dataset/BCCD", "BCCD", "bccd"], "voc": ["voc", "VOC2012", "VOC2007"]}
+CANDIDATES = {
+    "bccd": ["bccd/BCCD", "BCCD_Dataset/BCCD", "BCCD", "bccd"],
+    "voc": ["voc", "VOC2012", "VOC2007"],
+}
 CLASSES = {"bccd": ["Platelets", "RBC", "WBC"]}
 COUNTS = {"bccd": {"train": 205, "valid": 87, "test": 72}}
 LISTS = {"train": "train", "valid": "val", "test": "test"}
@@ -53,26 +57,36 @@ def load_voc(
     test_fraction: float = 0.25,
     test_limit: int | None = None,
 ) -> Dataset:
-    """Images and objects as the lists of each part say; images are resized to `size` (height, width).
+    """Images and objects as the lists of each part say; images are resized to `size` (height,
+    width).
 
-    Where there is no list of test images, that of the validation images is the test (Pascal keeps its test labels), and
-    validation is drawn from the training part. Objects marked difficult are neither learned nor counted as missed.
-    """
+    Where there is no list of test images, that of the validation images is the test (Pascal keeps
+    its test labels), and validation is drawn from the training part. Objects marked difficult are
+    neither learned nor counted as missed."""
     root = find(ask.spec, ask.data_dir, CANDIDATES[ask.spec.name], holds)
-    names = {part: _names(root / "ImageSets" / "Main" / f"{file}.txt") for part, file in LISTS.items()}
+    names = {
+        part: _names(root / "ImageSets" / "Main" / f"{file}.txt") for part, file in LISTS.items()
+    }
     names = {part: listed for part, listed in names.items() if listed}
     departures = []
     if "train" not in names:
-        raise DamagedData(f"{root / 'ImageSets' / 'Main' / 'train.txt'} lists no image: say which ones train.")
+        raise DamagedData(
+            f"{root / 'ImageSets' / 'Main' / 'train.txt'} lists no image: say which ones train."
+        )
     if "test" not in names and "valid" in names:
         names["test"] = names.pop("valid")
-        departures.append("no list of test images: those of val.txt serve as test, and validation is drawn from train")
+        departures.append(
+            "no list of test images: those of val.txt serve as test, and validation is drawn from "
+            "train"
+        )
     _disjoint(names, root)
     known = CLASSES.get(ask.spec.name)
     classes = known or sorted({o for name in names["train"] for o in _object_names(root, name)})
     if not classes:
         raise DamagedData(f"{root / 'Annotations'}: no training image has any object.")
-    parts = {part: [_annotated(root, name, classes) for name in listed] for part, listed in names.items()}
+    parts = {
+        part: [_annotated(root, name, classes) for name in listed] for part, listed in names.items()
+    }
     official = COUNTS.get(ask.spec.name, {})
     problems = [
         f"{len(parts.get(part, []))} of {count} {part} images are listed"
@@ -97,7 +111,9 @@ def holds(path: Path) -> bool:
 
 
 def _names(path: Path) -> list[str]:
-    """The images of a list, one name a line; names lead nowhere else. Nothing where there is no list."""
+    """The images of a list, one name a line; names lead nowhere else. Nothing where there is no
+    list.
+    """
     if not path.exists():
         return []
     try:
@@ -109,8 +125,16 @@ def _names(path: Path) -> list[str]:
         words = line.split()
         if not words:
             continue
-        if len(words) > 1 or words[0] != Path(words[0]).name or "\0" in words[0] or words[0] in names[-1:]:
-            raise DamagedData(f"{path}, line {number}: {line!r} is not the name of one image, once. Correct the list.")
+        if (
+            len(words) > 1
+            or words[0] != Path(words[0]).name
+            or "\0" in words[0]
+            or words[0] in names[-1:]
+        ):
+            raise DamagedData(
+                f"{path}, line {number}: {line!r} is not the name of one image, once. Correct the "
+                "list."
+            )
         names.append(words[0])
     return names
 
@@ -121,14 +145,19 @@ def _disjoint(names: dict[str, list[str]], root: Path) -> None:
     for part, listed in names.items():
         for name in listed:
             if name in seen:
-                raise DamagedData(f"{root / 'ImageSets' / 'Main'}: {name} is listed in {seen[name]} and in {part}.")
+                raise DamagedData(
+                    f"{root / 'ImageSets' / 'Main'}: {name} is listed in {seen[name]} and in "
+                    f"{part}."
+                )
             seen[name] = part
 
 
 def _file(root: Path, name: str) -> Path:
     path = root / "Annotations" / f"{name}.xml"
     if not path.is_file():
-        raise DamagedData(f"{path} is missing, but its image is listed. Fetch it, or take it off the list.")
+        raise DamagedData(
+            f"{path} is missing, but its image is listed. Fetch it, or take it off the list."
+        )
     return path
 
 
@@ -148,25 +177,41 @@ def _annotated(root: Path, name: str, classes: list[str]) -> Annotated:
     path = _file(root, name)
     outer = _read(path)
     size = outer.one("size", path)
-    width, height = (_number(size.one(side, path), path, whole=True) for side in ("width", "height"))
+    width, height = (
+        _number(size.one(side, path), path, whole=True) for side in ("width", "height")
+    )
     if min(width, height) < 1:
-        raise DamagedData(f"{path}, line {size.line}: the image is {width} x {height}; expected at least 1 x 1.")
+        raise DamagedData(
+            f"{path}, line {size.line}: the image is {width} x {height}; expected at least 1 x 1."
+        )
     labels, boxes, ignored = [], [], []
     for found in outer.all("object"):
         label = found.one("name", path)
         if label.text.strip() not in classes:
             known = ", ".join(classes)
-            raise DamagedData(f"{path}, line {label.line}: unknown class {label.text.strip()!r}; known are {known}.")
+            raise DamagedData(
+                f"{path}, line {label.line}: unknown class {label.text.strip()!r}; known are "
+                f"{known}."
+            )
         box = found.one("bndbox", path)
-        left, top, right, bottom = (_number(box.one(k, path), path) for k in ("xmin", "ymin", "xmax", "ymax"))
+        left, top, right, bottom = (
+            _number(box.one(k, path), path) for k in ("xmin", "ymin", "xmax", "ymax")
+        )
         # Pascal counts pixels from 1, and the last one belongs to the box.
-        inside = checked_box((left - 1, top - 1, right, bottom), int(width), int(height), f"{path}, line {box.line}")
+        inside = checked_box(
+            (left - 1, top - 1, right, bottom), int(width), int(height), f"{path}, line {box.line}"
+        )
         labels.append(classes.index(label.text.strip()))
         boxes.append(inside)
         ignored.append(any(d.text.strip() == "1" for d in found.all("difficult")))
-    image = next((p for e in ("jpg", "jpeg", "png") if (p := root / "JPEGImages" / f"{name}.{e}").is_file()), None)
+    image = next(
+        (p for e in ("jpg", "jpeg", "png") if (p := root / "JPEGImages" / f"{name}.{e}").is_file()),
+        None,
+    )
     if image is None:
-        raise DamagedData(f"{root / 'JPEGImages' / f'{name}.jpg'} is missing, but it is listed and annotated.")
+        raise DamagedData(
+            f"{root / 'JPEGImages' / f'{name}.jpg'} is missing, but it is listed and annotated."
+        )
     return Annotated(image, int(width), int(height), tuple(labels), tuple(boxes), tuple(ignored))
 
 
@@ -175,7 +220,9 @@ def _number(element: Element, path: Path, whole: bool = False) -> float:
         return int(element.text) if whole else float(element.text)
     except ValueError as error:
         got = f"<{element.name}>{element.text[:40]}"
-        raise DamagedData(f"{path}, line {element.line}: got {got}, expected a number. Correct the file.") from error
+        raise DamagedData(
+            f"{path}, line {element.line}: got {got}, expected a number. Correct the file."
+        ) from error
 
 
 PRESET: dict[str, Any] = {
@@ -203,7 +250,10 @@ BCCD_SOURCE = DataSource(
     load_voc,
     lambda path: holds(path) and path.name.lower() == "bccd",
     CANDIDATES["bccd"],
-    steps=("git clone https://github.com/Shenggan/BCCD_Dataset   # read from BCCD_Dataset/BCCD as it is",),
+    steps=(
+        "git clone https://github.com/Shenggan/BCCD_Dataset   # read from BCCD_Dataset/BCCD as it "
+        "is",
+    ),
     preset=PRESET,
 )
 VOC_SOURCE = DataSource(
@@ -213,5 +263,7 @@ VOC_SOURCE = DataSource(
     CANDIDATES["voc"],
     general=True,
     chosen_by_path=True,
-    steps=("nothing to fetch: put your own images into the layout of Pascal VOC and say --data-dir",),
+    steps=(
+        "nothing to fetch: put your own images into the layout of Pascal VOC and say --data-dir",
+    ),
 )

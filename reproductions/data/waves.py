@@ -1,4 +1,6 @@
-"""Read WAV and AU files, the two formats in which the audio sets come, as mono float32 samples in -1 to 1."""
+"""Read WAV and AU files, the two formats in which the audio sets come, as mono float32 samples in
+-1 to 1.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,22 @@ from dampen.studies.plugins import DamagedData, damaged, read_file
 
 LOWEST, HIGHEST = 1_000, 768_000  # Hz; beyond lies no recording of speech or music
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
-UNKNOWN = 0xFFFFFFFF  # what writers put as size when they could not go back: the data run to the end of the file
-AU_KINDS = {2: ("int", 8), 3: ("int", 16), 4: ("int", 24), 5: ("int", 32), 6: ("float", 32), 7: ("float", 64)}
+# What writers put as size when they could not go back: the data run to the end of the file
+UNKNOWN = 0xFFFFFFFF
+AU_KINDS = {
+    2: ("int", 8),
+    3: ("int", 16),
+    4: ("int", 24),
+    5: ("int", 32),
+    6: ("float", 32),
+    7: ("float", 64),
+}
 
 
 def read_audio(path: Path) -> tuple[np.ndarray, int]:
-    """Samples (mean over channels) and their rate in Hz, from a .wav or .au file; the content decides which."""
+    """Samples (mean over channels) and their rate in Hz, from a .wav or .au file; the content
+    decides which.
+    """
     content = read_file(path)
     if content[:4] == b"RIFF" and content[8:12] == b"WAVE":
         wave, rate = _wav(content, path)
@@ -30,7 +42,7 @@ def read_audio(path: Path) -> tuple[np.ndarray, int]:
 
 
 def _wav(content: bytes, path: Path) -> tuple[np.ndarray, int]:
-    """RIFF chunks: `fmt ` says how samples are written, `data` holds them; others are passed over."""
+    """RIFF chunks: `fmt ` says how samples are written, `data` holds them; others are skipped."""
     at, form = 12, None
     while at + 8 <= len(content):
         name, size = struct.unpack_from("<4sI", content, at)
@@ -49,7 +61,10 @@ def _wav(content: bytes, path: Path) -> tuple[np.ndarray, int]:
                 raise damaged(path, "bytes", len(content), body + size)
             tag, channels, rate, _, _, bits = form
             if tag not in (PCM, FLOAT):
-                raise DamagedData(f"{path} is compressed (format tag {tag}): only PCM and float WAV files are read.")
+                raise DamagedData(
+                    f"{path} is compressed (format tag {tag}): only PCM and float WAV files are "
+                    "read."
+                )
             kind = "float" if tag == FLOAT else "unsigned" if bits == 8 else "int"
             return _mono(content[body : body + size], kind, bits, "<", channels, path), rate
         at = body + size + size % 2
@@ -57,12 +72,16 @@ def _wav(content: bytes, path: Path) -> tuple[np.ndarray, int]:
 
 
 def _au(content: bytes, path: Path) -> tuple[np.ndarray, int]:
-    """Sun audio: six big-endian words (magic, offset, size, encoding, rate, channels), a note, the samples."""
+    """Sun audio: six big-endian words (magic, offset, size, encoding, rate, channels), a note, the
+    samples.
+    """
     if len(content) < 24:
         raise damaged(path, "bytes", len(content), "at least 24")
     _, offset, size, encoding, rate, channels = struct.unpack_from(">4s5I", content)
     if encoding not in AU_KINDS:
-        raise DamagedData(f"{path} has AU encoding {encoding}: only linear PCM and float (2 to 7) are read.")
+        raise DamagedData(
+            f"{path} has AU encoding {encoding}: only linear PCM and float (2 to 7) are read."
+        )
     size = len(content) - offset if size == UNKNOWN else size
     if offset < 24 or offset + size > len(content):
         raise damaged(path, "bytes", len(content), offset + size)
@@ -74,9 +93,13 @@ def _mono(data: bytes, kind: str, bits: int, order: str, channels: int, path: Pa
     """Bytes to float32 in -1 to 1, averaged over channels."""
     width = bits // 8
     if channels < 1 or (kind, bits) not in _CODES | {("int", 24): ""}:
-        raise DamagedData(f"{path} has {channels} channels of {bits}-bit {kind} samples, which is not read.")
+        raise DamagedData(
+            f"{path} has {channels} channels of {bits}-bit {kind} samples, which is not read."
+        )
     if not data or len(data) % (width * channels):
-        raise damaged(path, "bytes of samples", len(data), f"a multiple of {width * channels}, more than none")
+        raise damaged(
+            path, "bytes of samples", len(data), f"a multiple of {width * channels}, more than none"
+        )
     if (kind, bits) == ("int", 24):  # widen to 32 bits with a zero low byte
         triples = np.frombuffer(data, np.uint8).reshape(-1, 3)
         wide = np.zeros((len(triples), 4), np.uint8)
@@ -90,7 +113,9 @@ def _mono(data: bytes, kind: str, bits: int, order: str, channels: int, path: Pa
         wave = (samples.astype(np.float64) - 128) / 128
     else:
         wave = samples / 2.0 ** (bits - 1)
-    with np.errstate(over="ignore", invalid="ignore"):  # a double may be finite and too large for a float
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # a double may be finite and too large for a float
         out: np.ndarray = wave.reshape(-1, channels).mean(axis=1).astype(np.float32)
     if not np.isfinite(out).all():
         raise damaged(path, "samples", "infinite or undefined", "finite ones")

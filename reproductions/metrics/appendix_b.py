@@ -1,4 +1,5 @@
-"""Appendix B of Explicit Dropout (arXiv 2604.20505): the paper's penalty split into Arora et al.'s and a rest.
+"""Appendix B of Explicit Dropout (arXiv 2604.20505): the paper's penalty split into Arora et al.'s
+and a rest.
 
 For a linear map with input X (tokens x features) and weight W (out x in), sums over tokens:
 
@@ -6,9 +7,9 @@ For a linear map with input X (tokens x features) and weight W (out x in), sums 
     R_cross = p^2/2 sum_{j != j'} (X^T X)_jj' (W^T W)_jj'
     J_paper = p^2/2 ||X W^T||^2 = alpha R_arora + R_cross,   alpha = p (1-p) / 2
 
-R_arora is what inverted dropout of single features costs and never negative; R_cross is the interaction of different
-features, which is negative where features that occur together are weighted against each other.
-"""
+R_arora is what inverted dropout of single features costs and never negative; R_cross is the
+interaction of different features, which is negative where features that occur together are weighted
+against each other."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def r_arora(x: Tensor, weight: Tensor, rate: float) -> Tensor:
 
 
 def r_cross(x: Tensor, weight: Tensor, rate: float) -> Tensor:
-    """p^2/2 sum over j != j' of (X^T X)_jj' (W^T W)_jj', as all pairs less the equal ones: no d x d matrix is built."""
+    """p^2/2 sum over j != j' of (X^T X)_jj' (W^T W)_jj', as all pairs less the equal ones: no d x d
+    matrix is built.
+    """
     everything = (x @ weight.t()).square().sum()
     return rate**2 / 2 * (everything - _power(x) @ weight.square().sum(0))
 

@@ -24,10 +24,10 @@ def beam_search(
 ) -> list[list[int]]:
     """The best translation of each source row (B, M), as tokens without begin and end.
 
-    Hypotheses are ranked by `log P / ((5 + length) / 6)^alpha` (GNMT, arXiv 1609.08144, eq. 14), the end token counted.
-    A sentence is done when `beam` hypotheses have ended within its beam, or at `max_tokens`, where the end is forced.
-    The prefix is decoded anew at each step: simple, and right for any model with `encode` and `decode`.
-    """
+    Hypotheses are ranked by `log P / ((5 + length) / 6)^alpha` (GNMT, arXiv 1609.08144, eq. 14),
+    the end token counted. A sentence is done when `beam` hypotheses have ended within its beam, or
+    at `max_tokens`, where the end is forced. The prefix is decoded anew at each step: simple, and
+    right for any model with `encode` and `decode`."""
     if beam < 1 or max_tokens < 1:
         raise ValueError(f"beam and max_tokens count from 1: got {beam} and {max_tokens}.")
     memory, padding = model.encode(source)
@@ -35,7 +35,9 @@ def beam_search(
     best_score = torch.full((batch,), -torch.inf, device=device)
     best: list[list[int]] = [[] for _ in range(batch)]
     ended = torch.zeros(batch, dtype=torch.int64, device=device)
-    alive = torch.arange(batch, device=device)  # sentences still searched; the tensors below hold these alone
+    alive = torch.arange(
+        batch, device=device
+    )  # sentences still searched; the tensors below hold these alone
     memory, padding = memory.repeat_interleave(beam, 0), padding.repeat_interleave(beam, 0)
     prefix = torch.full((batch, beam, 1), BEGIN, dtype=torch.int64, device=device)
     score = torch.full((batch, beam), -torch.inf, device=device)
@@ -47,11 +49,16 @@ def beam_search(
         gain[..., [PAD, BEGIN]] = -torch.inf
         if length == max_tokens:
             gain[..., torch.arange(vocabulary, device=device) != END] = -torch.inf
-        # Each hypothesis can end in one way only, so 2 * beam candidates hold at least beam that go on.
-        total, flat = (score[..., None] + gain).flatten(1).topk(min(2 * beam, beam * vocabulary), dim=1)
+        # Each hypothesis can end in one way only, so 2 * beam candidates hold at least beam that go
+        # on.
+        total, flat = (
+            (score[..., None] + gain).flatten(1).topk(min(2 * beam, beam * vocabulary), dim=1)
+        )
         parent, token = flat // vocabulary, flat % vocabulary
 
-        ends = (token == END) & (torch.arange(token.shape[1], device=device) < beam) & total.isfinite()
+        ends = (
+            (token == END) & (torch.arange(token.shape[1], device=device) < beam) & total.isfinite()
+        )
         normalized = torch.where(ends, total / ((5 + length) / 6) ** alpha, -torch.inf)
         top, which = normalized.max(dim=1)
         for row in torch.nonzero(top > best_score[alive]).flatten().tolist():
@@ -63,7 +70,9 @@ def beam_search(
         go_on = torch.where(token == END, -torch.inf, total)
         score, pick = go_on.topk(beam, dim=1)
         parent, token = parent.gather(1, pick), token.gather(1, pick)
-        prefix = torch.cat([prefix.gather(1, parent[..., None].expand(-1, -1, length)), token[..., None]], dim=2)
+        prefix = torch.cat(
+            [prefix.gather(1, parent[..., None].expand(-1, -1, length)), token[..., None]], dim=2
+        )
         keep = torch.nonzero((ended[alive] < beam) & score.isfinite().any(dim=1)).flatten()
         if not len(keep):
             break

@@ -1,14 +1,16 @@
-"""A bound on the averaged prediction in which consistency appears: what two draws disagree about is gained.
+"""A bound on the averaged prediction in which consistency appears: what two draws disagree about is
+gained.
 
-With p the predicted probabilities under one draw of the masks, p1 and p2 two independent draws, q = E p the averaged
-prediction and e the label as a unit vector, for any number of classes
+With p the predicted probabilities under one draw of the masks, p1 and p2 two independent draws, q =
+E p the averaged prediction and e the label as a unit vector, for any number of classes
 
     Brier(average) = E ||q - e||^2 = E ||p - e||^2 - 1/2 E ||p1 - p2||^2            exactly
-    1/2 ||p1 - p2||^2 <= KL(p1 || p2)                                               Pinsker, the consistency term
+    1/2 ||p1 - p2||^2 <= KL(p1 || p2)                                               Pinsker, the
+    consistency term
 
-The distribution over masks is the same before and after training, so there is no KL to pay for it: on examples that
-training has not seen both expectations are bounded by Chernoff, the first from above, the second from below.
-"""
+The distribution over masks is the same before and after training, so there is no KL to pay for it:
+on examples that training has not seen both expectations are bounded by Chernoff, the first from
+above, the second from below."""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class ConsistencyBound:
     disagreement: float  # measured 1/2 E ||p1 - p2||^2
     disagreement_bound: float  # its lower bound, at 1 - delta / 2
     kl: float  # measured E KL(p1 || p2): the consistency term, never below the disagreement
-    average: float  # the averaged prediction's Brier score on these examples, estimated without bias
+    average: (
+        float  # the averaged prediction's Brier score on these examples, estimated without bias
+    )
     plain: float  # the model without draws, as it is in eval mode
     plain_bound: float  # its upper bound, at 1 - delta
     n: int
@@ -50,15 +54,18 @@ class ConsistencyBound:
 def consistency_bound(
     model: nn.Module, data: Data, handle: Any, draws: int = 8, delta: float = 0.05, seed: int = 0
 ) -> ConsistencyBound:
-    """Bound the Brier score of the prediction averaged over random masks, from examples that nothing was fitted to.
+    """Bound the Brier score of the prediction averaged over random masks, from examples that
+    nothing was fitted to.
 
-    `handle` is what `regularize` returned; its random methods (and the model's own dropout) draw anew in each of
-    `draws` passes over `data`, which holds independent examples that neither training nor any choice has seen. What is
-    bounded is the prediction averaged over infinitely many draws, as `handle.mc_average` approaches it.
+    `handle` is what `regularize` returned; its random methods (and the model's own dropout) draw
+    anew in each of `draws` passes over `data`, which holds independent examples that neither
+    training nor any choice has seen. What is bounded is the prediction averaged over infinitely
+    many draws, as `handle.mc_average` approaches it.
 
     >>> import dampen
     >>> _ = torch.manual_seed(0)
-    >>> model = dampen.models.ViT(image_size=8, patch_size=4, channels=1, classes=3, width=8, depth=1, heads=2, mlp=8)
+    >>> sizes = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3}
+    >>> model = dampen.models.ViT(**sizes, width=8, depth=1, heads=2, mlp=8)
     >>> handle = dampen.regularize(model, dampen.DropKey(0.5))
     >>> data = [(torch.randn(200, 1, 8, 8), torch.randint(3, (200,)))]  # synthetic
     >>> found = consistency_bound(model, data, handle)
@@ -73,7 +80,8 @@ def consistency_bound(
     logs = [s.double().log_softmax(1) for s in samples]
     probabilities = torch.stack([log.exp() for log in logs])  # (draws, n, classes)
     one = (probabilities - target).square().sum(2).mean(0)
-    # 1/2 of the mean of ||p_j - p_k||^2 over all pairs of different draws, without visiting the pairs
+    # 1/2 of the mean of ||p_j - p_k||^2 over all pairs of different draws, without visiting the
+    # pairs
     spread = probabilities.square().sum(2).mean(0) - probabilities.mean(0).square().sum(1)
     apart = (spread * draws / (draws - 1)).clamp(min=0)
     kl = torch.stack([_kl(logs[i], logs[i + 1]) for i in range(draws - 1)]).mean()
@@ -100,7 +108,9 @@ def consistency_bound(
 
 
 def _upper(values: Tensor, highest: float, budget: float) -> float:
-    """Chernoff's upper bound on the mean of independent values in [0, highest]: kl(mean || mu) <= budget / n."""
+    """Chernoff's upper bound on the mean of independent values in [0, highest]: kl(mean || mu) <=
+    budget / n.
+    """
     mean = min(1.0, values.mean().item() / highest)
     return highest * binary_kl_inverse(mean, budget / len(values))
 
@@ -110,7 +120,7 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _draw(model: nn.Module, data: Data, handle: Any, draws: int, seed: int) -> list[Tensor]:
-    """The logits of each pass, with random masks in eval mode; the global random state is put back."""
+    """The logits of each pass, with random masks in eval mode; the random state is restored."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -120,12 +130,17 @@ def _draw(model: nn.Module, data: Data, handle: Any, draws: int, seed: int) -> l
 
 def _check(handle: Any, draws: int, delta: float) -> None:
     if draws < 2 or not 0 < delta < 1:
-        raise ValueError(f"Two draws are needed to disagree, and delta in (0, 1): got draws={draws}, delta={delta}.")
+        raise ValueError(
+            f"Two draws are needed to disagree, and delta in (0, 1): got draws={draws}, "
+            f"delta={delta}."
+        )
     if handle is None:
         raise ValueError("needs random masks: the model has no method attached")
     names = [type(m).__name__ for m in handle.methods]
     shared = [name for name in names if name in ONE_PER_FORWARD]
     if shared:
-        raise ValueError(f"needs independent examples, but {shared[0]} draws once for a whole batch")
+        raise ValueError(
+            f"needs independent examples, but {shared[0]} draws once for a whole batch"
+        )
     if not any(m.stochastic and m.passes == 1 for m in handle.methods):
         raise ValueError(f"needs random masks: {', '.join(names)} draw none")

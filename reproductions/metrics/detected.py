@@ -18,11 +18,14 @@ LARGEST = 160
 """Pixels of the longer side of a picture in the record."""
 
 
-def detected(model: Any, split: ObjectSplit, classes: list[str], count: int = 3) -> list[dict[str, Any]]:
-    """The first `count` images as small JPEG files, with true and found boxes as fractions of the image.
+def detected(
+    model: Any, split: ObjectSplit, classes: list[str], count: int = 3
+) -> list[dict[str, Any]]:
+    """The first `count` images as small JPEG files, with true and found boxes as fractions of the
+    image.
 
-    `truth` holds [class, left, top, right, bottom], `found` [class, score, left, top, right, bottom].
-    """
+    `truth` holds [class, left, top, right, bottom], `found` [class, score, left, top, right,
+    bottom]."""
     chosen = list(range(min(count, len(split))))
     device = next(model.parameters()).device
     training = model.training
@@ -32,21 +35,33 @@ def detected(model: Any, split: ObjectSplit, classes: list[str], count: int = 3)
     tables = torch.cat([output.logits, output.boxes], dim=-1).float().cpu()
     pictures = split.pixels(chosen)
     return [
-        {"image": jpeg(picture), "truth": _truth(split.examples[i], classes), "found": _found(table, classes)}
+        {
+            "image": jpeg(picture),
+            "truth": _truth(split.examples[i], classes),
+            "found": _found(table, classes),
+        }
         for i, picture, table in zip(chosen, pictures, tables, strict=True)
     ]
 
 
 def _truth(example: Annotated, classes: list[str]) -> list[list[Any]]:
     scale = (example.width, example.height) * 2
-    fractions = [[round(v / side, 3) for v, side in zip(box, scale, strict=True)] for box in example.boxes]
+    fractions = [
+        [round(v / side, 3) for v, side in zip(box, scale, strict=True)] for box in example.boxes
+    ]
     return [[classes[label], *box] for label, box in zip(example.labels, fractions, strict=True)]
 
 
 def _found(table: Tensor, classes: list[str]) -> list[list[Any]]:
     best = best_detections(table, len(classes), torch.ones(4))
-    rows = zip(best["labels"].tolist(), best["scores"].tolist(), best["boxes"].tolist(), strict=True)
-    return [[classes[label], round(p, 3), *(round(v, 3) for v in box)] for label, p, box in rows if p >= SHOWN]
+    rows = zip(
+        best["labels"].tolist(), best["scores"].tolist(), best["boxes"].tolist(), strict=True
+    )
+    return [
+        [classes[label], round(p, 3), *(round(v, 3) for v in box)]
+        for label, p, box in rows
+        if p >= SHOWN
+    ]
 
 
 def jpeg(pixels: Tensor) -> str:

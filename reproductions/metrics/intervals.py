@@ -22,16 +22,18 @@ class Interval:
 
 
 def propose(video: str, scores: np.ndarray, rate: float, overlap: float = 0.5) -> list[Interval]:
-    """Intervals from frame scores (frames, classes): runs above several levels, ranked by contrast, overlaps removed.
+    """Intervals from frame scores (frames, classes): runs above several levels, ranked by contrast,
+    overlaps removed.
 
-    A run's score is the mean score inside it minus the mean of its surroundings (a quarter of its length on each side,
-    at least one frame), the outer-inner contrast of AutoLoc (Shou et al., ECCV 2018). Of intervals that overlap by
-    more than `overlap` (tIoU) only the best stays.
-    """
+    A run's score is the mean score inside it minus the mean of its surroundings (a quarter of its
+    length on each side, at least one frame), the outer-inner contrast of AutoLoc (Shou et al., ECCV
+    2018). Of intervals that overlap by more than `overlap` (tIoU) only the best stays."""
     kept: list[Interval] = []
     for label in range(scores.shape[1]):
         column = scores[:, label]
-        runs = sorted({run for level in LEVELS if column.max() > level for run in _runs(column > level)})
+        runs = sorted(
+            {run for level in LEVELS if column.max() > level for run in _runs(column > level)}
+        )
         if not runs:
             continue
         sums = np.concatenate([[0.0], column.cumsum()])
@@ -60,7 +62,9 @@ def _contrast(sums: np.ndarray, begin: int, end: int) -> float:
     return float(inner - outer)
 
 
-def _suppress(runs: list[tuple[int, int]], score: np.ndarray, overlap: float) -> list[tuple[tuple[int, int], float]]:
+def _suppress(
+    runs: list[tuple[int, int]], score: np.ndarray, overlap: float
+) -> list[tuple[tuple[int, int], float]]:
     """Non-maximum suppression: best first, drop what overlaps it too much."""
     spans = np.array(runs, dtype=float)
     order = np.argsort(-score, kind="stable")
@@ -85,12 +89,12 @@ def tiou(one: np.ndarray, many: np.ndarray) -> np.ndarray:
 
 
 def interval_map(found: list[Interval], truth: list[Interval], threshold: float) -> float:
-    """Mean over the classes of the truth of the average precision of detections at one tIoU threshold.
+    """Mean over the classes of the truth of the average precision of detections at one tIoU
+    threshold.
 
-    As ActivityNet's evaluation does: detections by falling score, each takes the best-overlapping action of its video
-    and class that no better one took; a hit overlaps by at least `threshold`. Precision is made non-increasing before
-    it is summed over the steps of recall.
-    """
+    As ActivityNet's evaluation does: detections by falling score, each takes the best-overlapping
+    action of its video and class that no better one took; a hit overlaps by at least `threshold`.
+    Precision is made non-increasing before it is summed over the steps of recall."""
     by_label: dict[int, tuple[list[Interval], list[Interval]]] = defaultdict(lambda: ([], []))
     for item in found:
         by_label[item.label][0].append(item)
@@ -112,7 +116,9 @@ def _average_precision(found: list[Interval], truth: list[Interval], threshold: 
     for rank, item in enumerate(sorted(found, key=lambda i: -i.score)):
         if item.video not in spans:
             continue
-        overlap = np.where(free[item.video], tiou(np.array([item.start, item.end]), spans[item.video]), -1.0)
+        overlap = np.where(
+            free[item.video], tiou(np.array([item.start, item.end]), spans[item.video]), -1.0
+        )
         best = int(overlap.argmax())
         if overlap[best] >= threshold:
             hits[rank], free[item.video][best] = True, False

@@ -11,10 +11,12 @@ from dampen.studies.plugins import Metrics, require_batches
 
 
 class LanguageMetrics(Metrics):
-    """`bpc` (bits per character), `nll` (nats per token), `perplexity` (per token) and next-token `accuracy`.
+    """`bpc` (bits per character), `nll` (nats per token), `perplexity` (per token) and next-token
+    `accuracy`.
 
-    `bpc` is the total negative log-likelihood in bits over the number of characters that the predicted tokens stand
-    for; `characters` says how many that is for each token, so models with different vocabularies can be compared.
+    `bpc` is the total negative log-likelihood in bits over the number of characters that the
+    predicted tokens stand for; `characters` says how many that is for each token, so models with
+    different vocabularies can be compared.
 
     >>> metrics = LanguageMetrics(torch.ones(4))
     >>> metrics.update(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]]))
@@ -26,7 +28,13 @@ class LanguageMetrics(Metrics):
         self.per_token = characters.double().cpu()
         self.totals = dict.fromkeys(("nll", "tokens", "characters", "right"), 0.0)
 
-    def update(self, logits: Tensor, target: Tensor, valid: Tensor | None = None, index: Tensor | None = None) -> None:
+    def update(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        valid: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> None:
         logits, target = logits.detach(), target.detach()
         keep = torch.ones_like(target, dtype=torch.bool) if valid is None else valid
         logits, target = logits[keep].float(), target[keep]

@@ -1,4 +1,6 @@
-"""A PAC-Bayes bound on the test error under Gaussian weight noise: what AttentionDrop's printed bound should be."""
+"""A PAC-Bayes bound on the test error under Gaussian weight noise: what AttentionDrop's printed
+bound should be.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Data = Any
 
 @dataclass(frozen=True)
 class PacBayesBound:
-    """An upper bound, at confidence `1 - delta - delta_mc`, on the test error of the model with noisy weights."""
+    """An upper bound, at confidence `1 - delta - delta_mc`, on the test error of the model with
+    noisy weights.
+    """
 
     bound: float
     noisy_error: float  # mean training error over the drawn weights
@@ -38,10 +42,13 @@ class PacBayesBound:
     seed: int
 
 
-def gaussian_kl(squared_distance: float, parameters: int, sigma: float, prior_sigma: float) -> float:
+def gaussian_kl(
+    squared_distance: float, parameters: int, sigma: float, prior_sigma: float
+) -> float:
     """KL(N(w, sigma^2 I) || N(w0, prior_sigma^2 I)) in nats, with `squared_distance` = |w - w0|^2.
 
-    `1/2 (d s^2/sp^2 + |w - w0|^2/sp^2 - d - d ln(s^2/sp^2))`: never negative, zero only if the two are equal.
+    `1/2 (d s^2/sp^2 + |w - w0|^2/sp^2 - d - d ln(s^2/sp^2))`: never negative, zero only if the two
+    are equal.
 
     >>> gaussian_kl(4.0, 10, sigma=0.5, prior_sigma=0.5)
     8.0
@@ -50,12 +57,14 @@ def gaussian_kl(squared_distance: float, parameters: int, sigma: float, prior_si
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be positive and finite: got {value}.")
     excess = (sigma / prior_sigma) ** 2 - 1
-    # ln(1 + t) by log1p: near sigma = prior_sigma both terms are tiny and nearly cancel, times millions of parameters.
+    # ln(1 + t) by log1p: near sigma = prior_sigma both terms are tiny and nearly cancel, times
+    # millions of parameters.
     return 0.5 * (parameters * (excess - math.log1p(excess)) + squared_distance / prior_sigma**2)
 
 
 def binary_kl(q: float, p: float) -> float:
-    """KL between coins with chances q and p of heads, in nats; infinite where p excludes what q allows.
+    """KL between coins with chances q and p of heads, in nats; infinite where p excludes what q
+    allows.
 
     >>> binary_kl(0.0, 0.5) == math.log(2)
     True
@@ -94,27 +103,31 @@ def pac_bayes_bound(
     choices: int = 1,
     seed: int = 0,
 ) -> PacBayesBound:
-    """Bound the test error of the model under Gaussian weight noise N(w, sigma^2 I), from its training data alone.
+    """Bound the test error of the model under Gaussian weight noise N(w, sigma^2 I), from its
+    training data alone.
 
-    With m training examples, prior P = N(w0, prior_sigma^2 I) and posterior Q = N(w, sigma^2 I), with probability
-    1 - delta over the training data (Langford and Seeger; Maurer, arXiv cs/0411099):
-    `kl(train error of Q || test error of Q) <= (KL(Q || P) + ln(2 sqrt(m) / delta)) / m`.
-    The training error of Q is a mean over `draws` weights; Chernoff's bound turns that mean into an upper bound that
-    fails with probability `delta_mc` (as in Dziugaite and Roy, arXiv 1703.11008): `kl(mean || error) <= ln(1/delta_mc)
-    / draws`. Both are inverted numerically. What is bounded is the 0-1 error of the noisy model, not of the model
-    itself, and for independent examples: predictions per token of one sequence are not. With far more weights than
-    examples the bound is often 1 and says nothing; that, too, is a result.
+    With m training examples, prior P = N(w0, prior_sigma^2 I) and posterior Q = N(w, sigma^2 I),
+    with probability 1 - delta over the training data (Langford and Seeger; Maurer, arXiv
+    cs/0411099): `kl(train error of Q || test error of Q) <= (KL(Q || P) + ln(2 sqrt(m) / delta)) /
+    m`. The training error of Q is a mean over `draws` weights; Chernoff's bound turns that mean
+    into an upper bound that fails with probability `delta_mc` (as in Dziugaite and Roy, arXiv
+    1703.11008): `kl(mean || error) <= ln(1/delta_mc) / draws`. Both are inverted numerically. What
+    is bounded is the 0-1 error of the noisy model, not of the model itself, and for independent
+    examples: predictions per token of one sequence are not. With far more weights than examples the
+    bound is often 1 and says nothing; that, too, is a result.
 
-    `prior` holds w0 by parameter name, e.g. a copy of the initial weights; None means zeros. It and `prior_sigma`
-    (default: sigma) must not depend on the training data; whoever tries several values on the data and keeps the best
-    says how many with `choices`: delta and delta_mc are then shared out among them (union bound). Frozen parameters get
-    no noise and count as fixed in advance. BatchNorm's running statistics come from the data and no KL accounts for
-    them, so such models are refused.
+    `prior` holds w0 by parameter name, e.g. a copy of the initial weights; None means zeros. It and
+    `prior_sigma` (default: sigma) must not depend on the training data; whoever tries several
+    values on the data and keeps the best says how many with `choices`: delta and delta_mc are then
+    shared out among them (union bound). Frozen parameters get no noise and count as fixed in
+    advance. BatchNorm's running statistics come from the data and no KL accounts for them, so such
+    models are refused.
 
-    The KL here is that of the whole weight vector. AttentionDrop (arXiv 2504.12088) prints a KL per logit which is
-    negative for sigma > 0.242 and must not be used as printed: a KL divergence is never negative, and a negative one
-    would "prove" a test error below the training error. 0.242 = 1/sqrt(2 pi e) is where the differential entropy of a
-    Gaussian changes its sign, so the printed term behaves as an entropy alone, without the prior's part.
+    The KL here is that of the whole weight vector. AttentionDrop (arXiv 2504.12088) prints a KL per
+    logit which is negative for sigma > 0.242 and must not be used as printed: a KL divergence is
+    never negative, and a negative one would "prove" a test error below the training error. 0.242 =
+    1/sqrt(2 pi e) is where the differential entropy of a Gaussian changes its sign, so the printed
+    term behaves as an entropy alone, without the prior's part.
 
     The weights are restored bit for bit, and noise comes from a generator of its own.
 
@@ -130,7 +143,10 @@ def pac_bayes_bound(
     prior_sigma = sigma if prior_sigma is None else prior_sigma
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
-        raise ValueError("No parameter requires a gradient: noise would touch nothing. Unfreeze what was trained.")
+        raise ValueError(
+            "No parameter requires a gradient: noise would touch nothing. Unfreeze what was "
+            "trained."
+        )
     parameters = sum(p.numel() for p in named.values())
     kl = gaussian_kl(_squared_distance(named, prior), parameters, sigma, prior_sigma)
 
@@ -148,24 +164,47 @@ def pac_bayes_bound(
     noisy_bound = binary_kl_inverse(noisy, math.log(choices / delta_mc) / draws)
     bound = binary_kl_inverse(noisy_bound, (kl + math.log(2 * math.sqrt(n) * choices / delta)) / n)
     return PacBayesBound(
-        bound, noisy, noisy_bound, error, kl, n, parameters, sigma, prior_sigma, draws, delta, delta_mc, choices, seed
+        bound,
+        noisy,
+        noisy_bound,
+        error,
+        kl,
+        n,
+        parameters,
+        sigma,
+        prior_sigma,
+        draws,
+        delta,
+        delta_mc,
+        choices,
+        seed,
     )
 
 
-def _check(model: nn.Module, train: Data, draws: int, delta: float, delta_mc: float, choices: int) -> None:
+def _check(
+    model: nn.Module, train: Data, draws: int, delta: float, delta_mc: float, choices: int
+) -> None:
     if draws < 1 or choices < 1:
-        raise ValueError(f"draws and choices must be at least 1: got draws={draws}, choices={choices}.")
+        raise ValueError(
+            f"draws and choices must be at least 1: got draws={draws}, choices={choices}."
+        )
     if not (delta > 0 and delta_mc > 0 and delta + delta_mc < 1):
         raise ValueError(
-            f"delta and delta_mc are chances of failure, positive with a sum below 1: got {delta} and {delta_mc}."
+            f"delta and delta_mc are chances of failure, positive with a sum below 1: got {delta} "
+            f"and {delta_mc}."
         )
     if isinstance(train, Iterator):
-        raise TypeError("The data are read once per draw: got an iterator. Give a list of batches or a DataLoader.")
+        raise TypeError(
+            "The data are read once per draw: got an iterator. Give a list of batches or a "
+            "DataLoader."
+        )
     for name, module in model.named_modules():
         if getattr(module, "running_mean", None) is not None:
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) keeps running statistics of the training data, for "
-                "which no KL accounts: the bound would not hold. Use a model without BatchNorm, e.g. with LayerNorm."
+                f"{name or 'the model'} ({type(module).__name__}) keeps running statistics of the "
+                "training data, for "
+                "which no KL accounts: the bound would not hold. Use a model without BatchNorm, "
+                "e.g. with LayerNorm."
             )
 
 
@@ -177,10 +216,14 @@ def _squared_distance(named: Mapping[str, Tensor], prior: Mapping[str, Tensor] |
             if name not in prior:
                 close = difflib.get_close_matches(name, list(prior), n=1)
                 hint = f"; the nearest is {close[0]!r}" if close else ""
-                raise ValueError(f"The prior has no weights for {name!r}{hint}. Give one tensor per trained parameter.")
+                raise ValueError(
+                    f"The prior has no weights for {name!r}{hint}. Give one tensor per trained "
+                    "parameter."
+                )
             if prior[name].shape != p.shape:
                 raise ValueError(
-                    f"The prior for {name!r} has shape {tuple(prior[name].shape)}, the model {tuple(p.shape)}."
+                    f"The prior for {name!r} has shape {tuple(prior[name].shape)}, the model "
+                    f"{tuple(p.shape)}."
                 )
             difference = difference - prior[name].detach().to(difference)
         total += float(difference.square().sum())

@@ -21,7 +21,13 @@ class ReconstructionMetrics(Metrics):
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
 
-    def update(self, logits: Tensor, target: Tensor, valid: Tensor | None = None, index: Tensor | None = None) -> None:
+    def update(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        valid: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> None:
         """`logits` are the errors, one per image."""
         self.total += logits.detach().double().sum().item()
         self.count += len(logits)

@@ -1,4 +1,6 @@
-"""The tasks of the papers that dampen itself does not have: detection in time, objects, translation, reconstruction."""
+"""The tasks of the papers that dampen itself does not have: detection in time, objects,
+translation, reconstruction.
+"""
 
 from __future__ import annotations
 
@@ -102,4 +104,6 @@ TRANSLATE = Task(
     selection="nll",  # BLEU needs a search
     preset={key: TRANSLATION[key] for key in ("model", "train")},
 )
-RECONSTRUCTION = Task(_reconstruction, "reconstruction", ("reconstruction",), loss=_own_loss, rows=_error_per_image)
+RECONSTRUCTION = Task(
+    _reconstruction, "reconstruction", ("reconstruction",), loss=_own_loss, rows=_error_per_image
+)

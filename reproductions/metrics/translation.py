@@ -14,27 +14,43 @@ from reproductions.metrics.language import LanguageMetrics
 
 
 class TranslationMetrics(Metrics):
-    """`nll` (nats per token), `perplexity` and next-token `accuracy` from `update`; `bleu` and `chrf` from `finish`.
+    """`nll` (nats per token), `perplexity` and next-token `accuracy` from `update`; `bleu` and
+    `chrf` from `finish`.
 
-    BLEU and chrF are sacreBLEU's (arXiv 1804.08771) on detokenized text against the untouched reference.
-    """
+    BLEU and chrF are sacreBLEU's (arXiv 1804.08771) on detokenized text against the untouched
+    reference."""
 
-    def __init__(self, split: Split, bpe: Bpe, max_tokens: int = 64, beam: int = 4, batch_size: int = 64):
+    def __init__(
+        self, split: Split, bpe: Bpe, max_tokens: int = 64, beam: int = 4, batch_size: int = 64
+    ):
         if not isinstance(split, PairSplit):
-            raise TypeError(f"Translations are measured on a PairSplit: got {type(split).__name__}.")
+            raise TypeError(
+                f"Translations are measured on a PairSplit: got {type(split).__name__}."
+            )
         self.split, self.bpe, self.max_tokens = split, bpe, max_tokens
         self.beam, self.batch_size = beam, batch_size
         self.likelihood = LanguageMetrics(torch.ones(len(bpe)))
         self.scores: dict[str, float] = {}
         self.hypotheses: list[str] = []
 
-    def update(self, logits: Tensor, target: Tensor, valid: Tensor | None = None, index: Tensor | None = None) -> None:
+    def update(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        valid: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> None:
         self.likelihood.update(logits, target, valid)
 
     def finish(self, model: nn.Module) -> None:
         """Translate the split's sources and compare with its references."""
         self.hypotheses = translate(
-            model, self.split, self.bpe, beam=self.beam, max_tokens=self.max_tokens, batch_size=self.batch_size
+            model,
+            self.split,
+            self.bpe,
+            beam=self.beam,
+            max_tokens=self.max_tokens,
+            batch_size=self.batch_size,
         )
         self.scores = corpus_scores(self.hypotheses, self.split.target_text)
 
@@ -53,19 +69,27 @@ def translate(
     alpha: float = 0.6,
     batch_size: int = 64,
 ) -> list[str]:
-    """Translate every source of a split by beam search, in eval mode (the model's mode is restored)."""
+    """Translate every source of a split by beam search, in eval mode (the model's mode is
+    restored).
+    """
     if not (hasattr(model, "encode") and hasattr(model, "decode")):
-        raise TypeError(f"Beam search needs a model with encode and decode: {type(model).__name__} lacks them.")
+        raise TypeError(
+            f"Beam search needs a model with encode and decode: {type(model).__name__} lacks them."
+        )
     device = next(model.parameters()).device
     lengths = (split.source != split.pad).sum(dim=1)
-    order = lengths.argsort(descending=True, stable=True)  # sentences of like length together waste no padding
+    order = lengths.argsort(
+        descending=True, stable=True
+    )  # sentences of like length together waste no padding
     texts: list[str] = [""] * len(split)
     mode = model.training
     model.eval()
     try:
         for rows in order.split(batch_size):
             source = split.batch(rows)["inputs"][0].to(device)
-            tokens = beam_search(cast(Translator, model), source, beam=beam, max_tokens=max_tokens, alpha=alpha)
+            tokens = beam_search(
+                cast(Translator, model), source, beam=beam, max_tokens=max_tokens, alpha=alpha
+            )
             for row, text in zip(rows.tolist(), bpe.decode(tokens), strict=True):
                 texts[row] = text.strip()
     finally:
@@ -80,7 +104,9 @@ def corpus_scores(hypotheses: list[str], references: list[str]) -> dict[str, flo
     100.0
     """
     if len(hypotheses) != len(references) or not references:
-        raise ValueError(f"One hypothesis per reference: got {len(hypotheses)} and {len(references)}.")
+        raise ValueError(
+            f"One hypothesis per reference: got {len(hypotheses)} and {len(references)}."
+        )
     bleu, chrf = (metric.corpus_score(hypotheses, [references]).score for metric in _scorers())
     return {"bleu": round(bleu, 6), "chrf": round(chrf, 6)}
 

@@ -1,4 +1,6 @@
-"""Boxes as fractions of an image: center and size (cx, cy, w, h), corners, and how much two of them overlap."""
+"""Boxes as fractions of an image: center and size (cx, cy, w, h), corners, and how much two of them
+overlap.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ def centers(boxes: Tensor) -> Tensor:
 
 
 def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
-    """Intersection over union minus the share of the common hull that neither covers; corners in, any leading shape.
+    """Intersection over union minus the share of the common hull that neither covers; corners in,
+    any leading shape.
 
-    Rezatofighi et al. (arXiv 1902.09630). It lies in (-1, 1] and has a gradient where boxes do not touch. The shapes
-    broadcast: `generalized_iou(a[:, None], b)` compares each with each.
+    Rezatofighi et al. (arXiv 1902.09630). It lies in (-1, 1] and has a gradient where boxes do not
+    touch. The shapes broadcast: `generalized_iou(a[:, None], b)` compares each with each.
 
     >>> generalized_iou(torch.tensor([0.0, 0.0, 2.0, 2.0]), torch.tensor([1.0, 0.0, 3.0, 2.0]))
     tensor(0.3333)

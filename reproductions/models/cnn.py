@@ -1,4 +1,6 @@
-"""A plain convolutional network, with or without skips: what a Transformer without skips is compared with."""
+"""A plain convolutional network, with or without skips: what a Transformer without skips is
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class CNNBlock(nn.Module):
 class CNN(nn.Module):
     """Classify images with a stack of equal convolutions and one pooling in the middle.
 
-    Always Skip Attention (arXiv 2505.01996) says that networks of convolutions, unlike Transformers, can do without
-    their skips (`skip=False`); `ConvMixer` is the paper's own example.
+    Always Skip Attention (arXiv 2505.01996) says that networks of convolutions, unlike
+    Transformers, can do without their skips (`skip=False`); `ConvMixer` is the paper's own example.
 
     >>> import torch
     >>> model = CNN(classes=10, width=8, depth=4, skip=False).eval()
@@ -36,13 +38,23 @@ class CNN(nn.Module):
     """
 
     def __init__(
-        self, classes: int = 10, width: int = 64, depth: int = 8, kernel: int = 3, skip: bool = True, channels: int = 3
+        self,
+        classes: int = 10,
+        width: int = 64,
+        depth: int = 8,
+        kernel: int = 3,
+        skip: bool = True,
+        channels: int = 3,
     ):
         super().__init__()
         if kernel < 1 or kernel % 2 == 0:
-            raise ValueError(f"kernel must be odd, so that a convolution has a center: got {kernel}.")
+            raise ValueError(
+                f"kernel must be odd, so that a convolution has a center: got {kernel}."
+            )
         self.stem = nn.Sequential(
-            nn.Conv2d(channels, width, kernel, padding="same", bias=False), nn.BatchNorm2d(width), nn.GELU()
+            nn.Conv2d(channels, width, kernel, padding="same", bias=False),
+            nn.BatchNorm2d(width),
+            nn.GELU(),
         )
         self.blocks = nn.ModuleList(CNNBlock(width, kernel, skip) for _ in range(depth))
         self.pool = nn.AvgPool2d(2, ceil_mode=True)

@@ -1,4 +1,4 @@
-"""ConvMixer: patches and convolutions without attention, the counterexample to the need for skips."""
+"""ConvMixer: patches and convolutions without attention, a counterexample to the need for skips."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ class ConvMixerBlock(nn.Module):
 
 
 class ConvMixer(nn.Module):
-    """Classify images with ConvMixer (Trockman and Kolter, arXiv 2201.09792), with or without its skips.
+    """Classify images with ConvMixer (Trockman and Kolter, arXiv 2201.09792), with or without its
+    skips.
 
-    Always Skip Attention (arXiv 2505.01996) reports that `skip=False` costs it nothing, unlike a Transformer.
+    Always Skip Attention (arXiv 2505.01996) reports that `skip=False` costs it nothing, unlike a
+    Transformer.
 
     >>> import torch
     >>> model = ConvMixer(classes=10, width=16, depth=2, kernel=3, patch_size=4, skip=False).eval()
@@ -52,7 +54,9 @@ class ConvMixer(nn.Module):
     ):
         super().__init__()
         if kernel < 1 or kernel % 2 == 0:
-            raise ValueError(f"kernel must be odd, so that a convolution has a center: got {kernel}.")
+            raise ValueError(
+                f"kernel must be odd, so that a convolution has a center: got {kernel}."
+            )
         self.patch_embed = PatchEmbed(None, patch_size, channels, width, flatten=False)
         self.act = nn.GELU()
         self.norm = nn.BatchNorm2d(width)

@@ -20,7 +20,9 @@ class DecoderBlock(nn.Module):
         self.norm3 = nn.LayerNorm(width)
         self.mlp = Mlp(width, mlp)
 
-    def forward(self, x: Tensor, memory: Tensor, keep: Tensor, memory_keep: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, memory: Tensor, keep: Tensor, memory_keep: Tensor | None = None
+    ) -> Tensor:
         if self.norm_first:
             x = x + self.self_attn(self.norm1(x), keep=keep)
             x = x + self.cross_attn(self.norm2(x), memory, keep=memory_keep)

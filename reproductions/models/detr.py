@@ -1,4 +1,6 @@
-"""A small DETR: a convolutional stem, a Transformer encoder over its tokens, a decoder of object queries."""
+"""A small DETR: a convolutional stem, a Transformer encoder over its tokens, a decoder of object
+queries.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,24 @@ class Detections(NamedTuple):
 
     logits: Tensor  # (B, Q, classes): one yes or no per class; all no is 'no object'
     boxes: Tensor  # (B, Q, 4): center and size as fractions of the image
-    earlier: tuple[tuple[Tensor, Tensor], ...] = ()  # the same after each decoder layer before the last
+    earlier: tuple[
+        tuple[Tensor, Tensor], ...
+    ] = ()  # the same after each decoder layer before the last
 
 
 class DETR(nn.Module):
-    """Find objects: `model(images)` gives, for each of `queries` object queries, class logits and a box.
+    """Find objects: `model(images)` gives, for each of `queries` object queries, class logits and a
+    box.
 
-    After Carion et al. (arXiv 2005.12872), with what makes DETR learn on little data: each query starts from a box of
-    its own (a learned anchor, at first on a grid over the image) that every decoder layer moves, as in DAB-DETR
-    (arXiv 2201.12329), and each class is a yes or no of its own (focal loss), as in Deformable DETR (arXiv 2010.04159).
-    The places of tokens and anchors enter queries and keys of every attention, never the values.
+    After Carion et al. (arXiv 2005.12872), with what makes DETR learn on little data: each query
+    starts from a box of its own (a learned anchor, at first on a grid over the image) that every
+    decoder layer moves, as in DAB-DETR (arXiv 2201.12329), and each class is a yes or no of its own
+    (focal loss), as in Deformable DETR (arXiv 2010.04159). The places of tokens and anchors enter
+    queries and keys of every attention, never the values.
 
     >>> import torch
-    >>> model = DETR(image_size=(32, 48), classes=3, width=16, depth=1, decoder_depth=2, heads=2, mlp=32, queries=6)
+    >>> sizes = {"width": 16, "depth": 1, "decoder_depth": 2, "heads": 2, "mlp": 32}
+    >>> model = DETR(image_size=(32, 48), classes=3, queries=6, **sizes)
     >>> found = model(torch.rand(2, 3, 32, 48))
     >>> found.logits.shape, found.boxes.shape, len(found.earlier)
     (torch.Size([2, 6, 3]), torch.Size([2, 6, 4]), 1)
@@ -52,11 +59,14 @@ class DETR(nn.Module):
         super().__init__()
         if width % 8:
             raise ValueError(
-                f"Positions take the width in four parts of pairs: got width={width}, need a multiple of 8."
+                f"Positions take the width in four parts of pairs: got width={width}, need a "
+                "multiple of 8."
             )
         self.patch_embed = ConvStem(image_size, channels, width)
         rows, columns = self.patch_embed.grid_size
-        self.register_buffer("positions", place_code(grid_boxes(rows, columns), width), persistent=False)
+        self.register_buffer(
+            "positions", place_code(grid_boxes(rows, columns), width), persistent=False
+        )
         self.encoder = nn.ModuleList(EncoderLayer(width, heads, mlp) for _ in range(depth))
         self.encoder_norm = nn.LayerNorm(width)
         self.anchors = nn.Parameter(_logit(anchor_boxes(queries, columns / rows)))
@@ -68,7 +78,9 @@ class DETR(nn.Module):
         self.shift = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
         initialize(self)
         nn.init.normal_(self.content, std=0.02)
-        nn.init.constant_(self.label.bias, -math.log(99))  # 'no object' at first: 1 % each, as focal loss wants it
+        nn.init.constant_(
+            self.label.bias, -math.log(99)
+        )  # 'no object' at first: 1 % each, as focal loss wants it
         for parameter in self.shift[2].parameters():
             nn.init.zeros_(parameter)  # boxes begin at their anchors
 
@@ -117,7 +129,9 @@ class PlacedAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Tokens of the image read one another, then a feed-forward, each around a skip and after a norm."""
+    """Tokens of the image read one another, then a feed-forward, each around a skip and after a
+    norm.
+    """
 
     def __init__(self, width: int, heads: int, mlp: int):
         super().__init__()
@@ -133,7 +147,9 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Queries read one another, then the image, then a feed-forward, each around a skip and after a norm."""
+    """Queries read one another, then the image, then a feed-forward, each around a skip and after a
+    norm.
+    """
 
     def __init__(self, width: int, heads: int, mlp: int):
         super().__init__()
@@ -153,19 +169,25 @@ class DecoderLayer(nn.Module):
 
 def grid_boxes(rows: int, columns: int) -> Tensor:
     """The boxes of the cells of a grid over the image, row by row, (rows * columns, 4)."""
-    y, x = torch.meshgrid((torch.arange(rows) + 0.5) / rows, (torch.arange(columns) + 0.5) / columns, indexing="ij")
+    y, x = torch.meshgrid(
+        (torch.arange(rows) + 0.5) / rows, (torch.arange(columns) + 0.5) / columns, indexing="ij"
+    )
     size = torch.tensor([1 / columns, 1 / rows]).expand(rows * columns, 2)
     return torch.cat([torch.stack([x.flatten(), y.flatten()], dim=-1), size], dim=-1)
 
 
 def anchor_boxes(queries: int, aspect: float) -> Tensor:
-    """Where queries start: the first cells of the smallest grid of square cells that has as many, (queries, 4)."""
+    """Where queries start: the first cells of the smallest grid of square cells that has as many,
+    (queries, 4).
+    """
     rows = max(1, math.ceil(math.sqrt(queries / aspect) - 1e-9))
     return grid_boxes(rows, math.ceil(queries / rows))[:queries]
 
 
 def place_code(boxes: Tensor, width: int) -> Tensor:
-    """Sines and cosines of the centers, (..., width): half of the channels for y, half for x, as DETR has them."""
+    """Sines and cosines of the centers, (..., width): half of the channels for y, half for x, as
+    DETR has them.
+    """
     return torch.cat([_waves(boxes[..., 1], width // 2), _waves(boxes[..., 0], width // 2)], dim=-1)
 
 
@@ -176,7 +198,9 @@ def box_code(boxes: Tensor, width: int) -> Tensor:
 
 
 def _waves(values: Tensor, width: int) -> Tensor:
-    """Values in [0, 1] as waves of half a period to eight periods over the image, as fine as a small grid can use."""
+    """Values in [0, 1] as waves of half a period to eight periods over the image, as fine as a
+    small grid can use.
+    """
     frequency = math.pi * 16 ** torch.linspace(0, 1, width // 2, device=values.device)
     angle = values[..., None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1).to(values.dtype)

@@ -17,21 +17,25 @@ class Reconstruction(NamedTuple):
     """What a masked autoencoder returns."""
 
     loss: Tensor  # mean squared error on hidden patches, 0-d
-    patches: Tensor  # (B, N, C * ph * pw) guessed patches, in normalized pixels if the model normalizes
+    patches: (
+        Tensor  # (B, N, C * ph * pw) guessed patches, in normalized pixels if the model normalizes
+    )
     hidden: Tensor  # (B, N) bool, True where a patch was hidden
 
 
 class MaskedAutoencoder(nn.Module):
     """Hide most patches, encode the rest with a ViT, guess the hidden pixels with a light decoder.
 
-    After He et al. (arXiv 2111.06377): random hiding per image, the encoder sees visible patches only, the loss is
-    the squared error on hidden patches, each patch normalized to zero mean and unit variance (`normalize=True`).
-    Hiding draws from torch's global generator in training and in eval; give `noise` (B, N) to fix it: the patches
-    with the largest noise are hidden. `to_classifier` takes the pretrained encoder into a `ViT` for fine-tuning.
+    After He et al. (arXiv 2111.06377): random hiding per image, the encoder sees visible patches
+    only, the loss is the squared error on hidden patches, each patch normalized to zero mean and
+    unit variance (`normalize=True`). Hiding draws from torch's global generator in training and in
+    eval; give `noise` (B, N) to fix it: the patches with the largest noise are hidden.
+    `to_classifier` takes the pretrained encoder into a `ViT` for fine-tuning.
 
     >>> import torch
-    >>> mae = MaskedAutoencoder(image_size=8, patch_size=2, channels=1, width=32, depth=1, heads=2, mlp=32,
-    ...                         decoder_width=16, decoder_depth=1, decoder_heads=2, decoder_mlp=32)
+    >>> encoder = {"width": 32, "depth": 1, "heads": 2, "mlp": 32}
+    >>> decoder = {f"decoder_{key}": size for key, size in encoder.items()}
+    >>> mae = MaskedAutoencoder(image_size=8, patch_size=2, channels=1, **encoder, **decoder)
     >>> loss, patches, hidden = mae(torch.rand(3, 1, 8, 8))
     >>> patches.shape, hidden.sum(dim=1).tolist()
     (torch.Size([3, 16, 4]), [12, 12, 12])
@@ -73,14 +77,17 @@ class MaskedAutoencoder(nn.Module):
         self.visible = n - round(n * hide)
         if not 0 < self.visible < n:
             raise ValueError(
-                f"At least one patch must be hidden and one visible: got hide={hide} of {n} patches. "
+                f"At least one patch must be hidden and one visible: got hide={hide} of {n} "
+                "patches. "
                 f"Choose hide between {1 / n:.3g} and {1 - 1 / n:.3g}."
             )
         self.normalize = normalize
         self.decoder_embed = nn.Linear(width, decoder_width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_width))
         self.decoder_pos = nn.Parameter(torch.zeros(1, n, decoder_width))
-        self.decoder = nn.ModuleList(Block(decoder_width, decoder_heads, decoder_mlp) for _ in range(decoder_depth))
+        self.decoder = nn.ModuleList(
+            Block(decoder_width, decoder_heads, decoder_mlp) for _ in range(decoder_depth)
+        )
         self.decoder_norm = nn.LayerNorm(decoder_width)
         ph, pw = self.encoder.patch_embed.patch_size
         self.pixels = nn.Linear(decoder_width, channels * ph * pw)
@@ -95,7 +102,9 @@ class MaskedAutoencoder(nn.Module):
         if noise is None:
             noise = torch.rand(b, n, device=tokens.device)
         elif noise.shape != (b, n):
-            raise ValueError(f"noise must hold one number per patch, shape {(b, n)}: got {tuple(noise.shape)}.")
+            raise ValueError(
+                f"noise must hold one number per patch, shape {(b, n)}: got {tuple(noise.shape)}."
+            )
         order = noise.argsort(dim=1)
         rank = order.argsort(dim=1)  # rank[b, i]: place of patch i in the shuffled order
         hidden = rank >= self.visible
@@ -119,13 +128,19 @@ class MaskedAutoencoder(nn.Module):
     def prepare(self, data: Dataset) -> Dataset:
         """The same images, to be guessed. Validation and test hide the same patches every time."""
         patches = self.encoder.patch_embed.num_patches or 0
-        valid, test = (FixedHiding(getattr(data, name), patches, name) for name in ("valid", "test"))
+        valid, test = (
+            FixedHiding(getattr(data, name), patches, name) for name in ("valid", "test")
+        )
         return replace(data, task="reconstruction", loss="task", valid=valid, test=test)
 
     @staticmethod
     def load_encoder(classifier: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Copy the encoder out of an autoencoder's state into a `ViT` of the same shape; its head stays as it is."""
-        encoder = {k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")}
+        """Copy the encoder out of an autoencoder's state into a `ViT` of the same shape; its head
+        stays as it is.
+        """
+        encoder = {
+            k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")
+        }
         fresh = {k: v for k, v in classifier.state_dict().items() if k.startswith("head.")}
         classifier.load_state_dict({**encoder, **fresh})
 
@@ -139,7 +154,9 @@ class MaskedAutoencoder(nn.Module):
         x = self.decoder_embed(x)
         prefix, seen = x[:, :1], x[:, 1:]
         unseen = self.mask_token.to(x.dtype).expand(x.shape[0], rank.shape[1] - self.visible, -1)
-        patches = _pick(torch.cat([seen, unseen], dim=1), rank) + self.decoder_pos  # back in the image's order
+        patches = (
+            _pick(torch.cat([seen, unseen], dim=1), rank) + self.decoder_pos
+        )  # back in the image's order
         x = torch.cat([prefix.to(patches.dtype), patches], dim=1)
         for block in self.decoder:
             x = block(x)

@@ -11,7 +11,9 @@ from reproductions.models.detr import Detections
 
 
 def saved_detector(folder: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
-    """The detector in `folder`: its weights where there are some, a fresh head. It takes images of any size."""
+    """The detector in `folder`: its weights where there are some, a fresh head. It takes images of
+    any size.
+    """
     from transformers import AutoConfig, AutoModelForObjectDetection
     from transformers.utils import logging
 
@@ -19,7 +21,10 @@ def saved_detector(folder: str, own: dict[str, Any], from_data: dict[str, Any]) 
     logging.disable_progress_bar()
     options = {"num_labels": from_data["classes"], **own}
     config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
-    if any(next(Path(folder).glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin")):
+    if any(
+        next(Path(folder).glob(pattern), None)
+        for pattern in ("*.safetensors", "pytorch_model*.bin")
+    ):
         model = AutoModelForObjectDetection.from_pretrained(
             folder, config=config, local_files_only=True, ignore_mismatched_sizes=True
         )
@@ -31,9 +36,9 @@ def saved_detector(folder: str, own: dict[str, Any], from_data: dict[str, Any]) 
 class SavedDetector(nn.Module):
     """A Hugging Face detector (DETR and its kin) whose output the loss and the metrics can read.
 
-    DETR's own logits have one class more, 'no object'; here each class is a yes or no, so that one is left out. Only
-    the last layer's detections are handed over: transformers keeps those of earlier layers to its own loss.
-    """
+    DETR's own logits have one class more, 'no object'; here each class is a yes or no, so that one
+    is left out. Only the last layer's detections are handed over: transformers keeps those of
+    earlier layers to its own loss."""
 
     def __init__(self, model: nn.Module, classes: int):
         super().__init__()

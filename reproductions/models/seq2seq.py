@@ -12,7 +12,8 @@ from reproductions.models.decoder import DecoderBlock
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """Fixed positions of "Attention Is All You Need" (arXiv 1706.03762, section 3.5), shape (length, width).
+    """Fixed positions of "Attention Is All You Need" (arXiv 1706.03762, section 3.5), shape
+    (length, width).
 
     >>> sinusoids(3, 4)[0]
     tensor([0., 1., 0., 1.])
@@ -26,12 +27,13 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 class Seq2Seq(nn.Module):
-    """Translate token sequences: `model(source, target)` gives the logits of the token after each target token.
+    """Translate token sequences: `model(source, target)` gives the logits of the token after each
+    target token.
 
-    Token `pad` is hidden from every attention, on both sides; position t of the target sees positions up to t.
-    `tied=True` lets the output layer share the target embedding's weight.
-    For search, encode once and decode as often as needed: `memory, padding = model.encode(source)`, then
-    `model.decode(target, memory, padding)`.
+    Token `pad` is hidden from every attention, on both sides; position t of the target sees
+    positions up to t. `tied=True` lets the output layer share the target embedding's weight. For
+    search, encode once and decode as often as needed: `memory, padding = model.encode(source)`,
+    then `model.decode(target, memory, padding)`.
 
     >>> import torch
     >>> model = Seq2Seq(source_vocab=20, target_vocab=30, width=16, depth=1, heads=2, mlp=32)
@@ -58,7 +60,8 @@ class Seq2Seq(nn.Module):
         super().__init__()
         if not 0 <= pad < min(source_vocab, target_vocab):
             raise ValueError(
-                f"pad must be a token of both vocabularies: got pad={pad} with {source_vocab} source and "
+                f"pad must be a token of both vocabularies: got pad={pad} with {source_vocab} "
+                "source and "
                 f"{target_vocab} target tokens."
             )
         self.pad = pad
@@ -67,20 +70,27 @@ class Seq2Seq(nn.Module):
         self.source_embed = nn.Embedding(source_vocab, width)
         self.target_embed = nn.Embedding(target_vocab, width)
         self.register_buffer("positions", sinusoids(max_tokens, width), persistent=False)
-        self.encoder = nn.ModuleList(Block(width, heads, mlp, norm_first=norm_first, fused=False) for _ in range(depth))
-        self.decoder = nn.ModuleList(DecoderBlock(width, heads, mlp, norm_first=norm_first) for _ in range(depth))
+        self.encoder = nn.ModuleList(
+            Block(width, heads, mlp, norm_first=norm_first, fused=False) for _ in range(depth)
+        )
+        self.decoder = nn.ModuleList(
+            DecoderBlock(width, heads, mlp, norm_first=norm_first) for _ in range(depth)
+        )
         self.encoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.decoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.head = nn.Linear(width, target_vocab, bias=False)
         initialize(self)
-        # Times sqrt(width) on the way in these have unit size, as the positions do; on the way out logits start small.
+        # Times sqrt(width) on the way in these have unit size, as the positions do; on the way out
+        # logits start small.
         for embed in (self.source_embed, self.target_embed):
             nn.init.normal_(embed.weight, std=width**-0.5)
         if tied:
             self.head.weight = self.target_embed.weight
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Source tokens (B, M) to the memory (B, M, D) and its padding mask (B, M), True where padded."""
+        """Source tokens (B, M) to the memory (B, M, D) and its padding mask (B, M), True where
+        padded.
+        """
         padding = source == self.pad
         x = self._embed(source, self.source_embed, "source")
         for block in self.encoder:
@@ -104,11 +114,15 @@ class Seq2Seq(nn.Module):
 
     def _embed(self, tokens: Tensor, embed: nn.Embedding, side: str) -> Tensor:
         if tokens.dim() != 2:
-            raise ValueError(f"The {side} must be token ids of shape (batch, length): got shape {tuple(tokens.shape)}.")
+            raise ValueError(
+                f"The {side} must be token ids of shape (batch, length): got shape "
+                f"{tuple(tokens.shape)}."
+            )
         n = tokens.shape[1]
         if n > self.max_tokens:
             raise ValueError(
-                f"The {side} is longer than the model's positions: got {n} tokens, max_tokens is {self.max_tokens}. "
+                f"The {side} is longer than the model's positions: got {n} tokens, max_tokens is "
+                f"{self.max_tokens}. "
                 f"Cut it, or build the model with max_tokens={n}."
             )
         out: Tensor = embed(tokens) * self.scale + self.positions[:n]

@@ -23,7 +23,6 @@ from dampen.studies import (
     detectable,
     deviation,
     effect_agreement,
-    make_report,
     paired_differences,
     paired_interval,
     sentence,
@@ -31,7 +30,7 @@ from dampen.studies import (
 from reproductions.pages import design
 from reproductions.pages.claimed import CLAIMS, PAPERS, Claim, figures
 from reproductions.pages.curves import read as read_curves
-from reproductions.pages.publish import stated
+from reproductions.pages.publish import committed_report, stated
 
 RECORDS = Path(__file__).resolve().parents[2] / "reproductions"
 FAILED = 20.0
@@ -67,7 +66,7 @@ def read(path: Path) -> tuple[Values, str]:
             for row, trials in content["rows"].items()
         }
         return values, "one split, not tuned"  # these three recipes have neither a grid nor a split of each seed
-    table = make_report([path]).tables[0]
+    table = committed_report(path).tables[0]
     told = design.summary(table, path)
     if not table.study.show_all:
         return {e.name: e.by_seed for e in table.entries}, told

@@ -18,12 +18,12 @@ from dampen.studies import (
     Verdict,
     describe_metric,
     judge_pairs,
-    make_report,
     packed_text,
     sentence,
     summarize,
     t_quantile,
 )
+from reproductions.pages.publish import committed_report
 
 METRICS = ("accuracy", "nll")
 
@@ -55,7 +55,7 @@ def read(path: Path, name: str) -> Curves:
     """A packed study."""
     if (search := search_of(path)) is None:
         raise ValueError(f"{path.name} holds no search.json: its values were not chosen on seeds of their own.")
-    return Curves(name, make_report([path]).tables[0], chosen(search))
+    return Curves(name, committed_report(path).tables[0], chosen(search))
 
 
 def search_of(path: Path) -> Mapping[str, Any] | None:

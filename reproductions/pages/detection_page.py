@@ -15,10 +15,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dampen.studies import Entry, Report, ResultTable, make_report, write_report
+from dampen.studies import Entry, Report, ResultTable, write_report
 from reproductions.figures.detections import COLORS, drawn, picture_size
 from reproductions.pages import design
-from reproductions.pages.publish import publish
+from reproductions.pages.publish import committed_report, publish
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "reproductions" / "dropkey" / "results"
@@ -78,7 +78,7 @@ def collect(runs: Path, data_dir: str) -> None:
 
 
 def report() -> Report:
-    return make_report([RECORD])
+    return committed_report(RECORD)
 
 
 def table() -> ResultTable:

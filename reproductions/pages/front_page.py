@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dampen.studies import make_report, sentence
+from dampen.studies import sentence
 from reproductions.pages import claims, design, lambda_page, regimes, which_method
 from reproductions.pages.claimed import DEPTH, T3
-from reproductions.pages.publish import publish, renew, stated
+from reproductions.pages.publish import committed_report, publish, renew, stated
 from reproductions.pages.which_method import RECORDS
 from reproductions.pages.which_method import read as read_record
 
@@ -46,7 +46,7 @@ def decay() -> str:
 
 def demo() -> str:
     """What the demo shows, and against what."""
-    table = make_report([RECORDS / "small_data/results/demo.json.xz"]).tables[0]
+    table = committed_report(RECORDS / "small_data/results/demo.json.xz").tables[0]
     compared = [e.comparison for e in table.compared() if e.comparison]
     better = [c.difference for c in compared if c.verdict == "better"]
     return stated(
@@ -60,7 +60,7 @@ def demo() -> str:
 
 def depth() -> str:
     """What a Transformer loses without either skip."""
-    return f"{claims.depth(make_report([RECORDS / DEPTH]).tables[0])} ([page](docs/results/depth.md))."
+    return f"{claims.depth(committed_report(RECORDS / DEPTH).tables[0])} ([page](docs/results/depth.md))."
 
 
 def penalty() -> str:
@@ -80,7 +80,7 @@ def penalty() -> str:
 
 def _videos() -> str:
     """The same question on THUMOS14, in the family of its page."""
-    table = make_report([RECORDS / T3]).tables[0]
+    table = committed_report(RECORDS / T3).tables[0]
     compared = [
         e.comparison for e in table.compared() if "explicit" in e.name and "arora" not in e.name and e.comparison
     ]

@@ -4,8 +4,11 @@ date."""
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from dampen.studies import Report, make_report
 
 PADDING = {"left": 70, "right": 10, "top": 5, "bottom": 5}
 """Around charts: the reader's fonts may be wider than those that the picture was laid out with."""
@@ -21,6 +24,20 @@ def renew(text: str, start: str, end: str, content: str, where: str) -> str:
         raise ValueError(f"{where} has no place for what is generated: add the lines {start} and {end}.")
     head, rest = text.split(start, 1)
     return f"{head}{start}\n{content}\n{end}{rest.split(end, 1)[1]}"
+
+
+def committed_report(path: Path) -> Report:
+    """The report of a committed result file; several pages read the same one.
+
+    Args:
+        path: the packed study.
+    """
+    return _report(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _report(path: Path, changed: int) -> Report:
+    return make_report([path])
 
 
 def stated(sentence: str, *facts: bool) -> str:

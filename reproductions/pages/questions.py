@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dampen.studies import Advice, Palette, Report, ResultTable, advise, forest, make_report
-from reproductions.pages import claims, design
+from dampen.studies import Advice, Palette, Report, ResultTable, advise, forest
+from reproductions.pages import claims, design, planned
 from reproductions.pages.curves import interval_points
 from reproductions.pages.maps_picture import maps_picture
-from reproductions.pages.publish import PADDING, publish
+from reproductions.pages.publish import PADDING, committed_report, publish
 from reproductions.pages.regimes import regime
 from reproductions.pages.which_method import DIGITS, WEIGHT_DECAY, panel, weight_decay
 
@@ -38,163 +39,8 @@ class Question:
     command: str
 
 
-QUESTIONS = (
-    Question(
-        "digits_panel",
-        "Which method helps on 337 images, when the baseline is tuned as well?",
-        DIGITS,
-        "dampen run reproductions/small_data/digits.toml",
-    ),
-    Question(
-        "weight_decay",
-        "What is more weight decay worth, alone and with a method?",
-        WEIGHT_DECAY,
-        "dampen compare",  # the page shows the whole command of the record
-    ),
-    Question(
-        "thumos",
-        "Which dropout for action detection, implicit or explicit?",
-        "explicit_dropout/results/table_3-study.json.xz",
-        "dampen run reproductions/explicit_dropout/table_3.toml --scale study --data-dir DATA",
-    ),
-    Question(
-        "cifar10",
-        "Which dropout for 4,500 images, in 20 epochs without augmentation?",
-        "explicit_dropout/results/table_1-study.json.xz",
-        "dampen run reproductions/explicit_dropout/table_1.toml --scale study --data-dir DATA",
-    ),
-    Question(
-        "augmented",
-        "Which dropout for 12,600 images with crop and flip, in 10 epochs?",
-        "explicit_dropout/results/augmented_cifar10-study.json.xz",
-        "dampen run reproductions/explicit_dropout/augmented_cifar10.toml --scale study --data-dir DATA",
-    ),
-    Question(
-        "finetuning",
-        "Which regularizer when a pre-trained model is fine-tuned on five examples per class?",
-        "finetuning/results/banking77.json.xz",
-        "python -m reproductions.campaign --only finetuning/banking77 --data-dir DATA --out RUNS",
-    ),
-    Question(
-        "finetuning_long",
-        "And where that fine-tuning goes on for 24 epochs instead of 8?",
-        "finetuning/results/banking77_long.json.xz",
-        "python -m reproductions.campaign --only finetuning/banking77_long --data-dir DATA --out RUNS",
-    ),
-    Question(
-        "mrpc",
-        "Which regularizer when MiniLM is fine-tuned on 500 pairs of sentences (do they say the same)?",
-        "finetuning/results/mrpc.json.xz",
-        "python -m reproductions.campaign --only finetuning/mrpc --data-dir DATA --out RUNS",
-    ),
-    Question(
-        "rte",
-        "Which regularizer when MiniLM is fine-tuned on 500 pairs of sentences (does one follow from the other)?",
-        "finetuning/results/rte.json.xz",
-        "python -m reproductions.campaign --only finetuning/rte --data-dir DATA --out RUNS",
-    ),
-    Question(
-        "attentiondrop",
-        "Do AttentionDrop's methods beat dropout, and what remains beside it?",
-        "attentiondrop/results/digits-study.json.xz",
-        "dampen run reproductions/attentiondrop/digits.toml --scale study",
-    ),
-    Question(
-        "depth",
-        "Does attention without a skip collapse as depth grows?",
-        "always_skip_attention/results/depth_digits-study.json.xz",
-        "dampen run reproductions/always_skip_attention/depth_digits.toml --scale study",
-    ),
-    Question(
-        "structures",
-        "DropKey by keys, blocks or crosses, a last phase without it, Monte Carlo at test: what helps?",
-        "dropkey/results/structures_digits-study.json.xz",
-        "dampen run reproductions/dropkey/structures_digits.toml --scale study",
-    ),
-    Question(
-        "sweeps",
-        "Do AttentionDrop's p > 0.5 and w > 9 degrade?",
-        "attentiondrop/results/sweeps_digits-study.json.xz",
-        "dampen run reproductions/attentiondrop/sweeps_digits.toml --scale study",
-    ),
-    Question(
-        "noise",
-        "Which regularizer where three labels in ten are wrong?",
-        "attentiondrop/results/noise_digits-study.json.xz",
-        "dampen run reproductions/attentiondrop/noise_digits.toml --scale study",
-    ),
-    Question(
-        "noise_cifar10",
-        "Which regularizer for 2,100 images, three labels in ten wrong?",
-        "attentiondrop/results/noise_cifar10-study.json.xz",
-        "dampen run reproductions/attentiondrop/noise_cifar10.toml --scale study --data-dir DATA",
-    ),
-    Question(
-        "robust",
-        "Are AttentionDrop's methods harder to attack than dropout?",
-        "attentiondrop/results/robust_digits-study.json.xz",
-        "python -m reproductions.campaign --only attentiondrop/robust_digits --data-dir DATA --out RUNS",
-    ),
-    Question(
-        "graying",
-        "Does Token Graying help, over its exponent, and where the skip around attention is missing?",
-        "always_skip_attention/results/graying_digits-study.json.xz",
-        "dampen run reproductions/always_skip_attention/graying_digits.toml --scale study",
-    ),
-    Question(
-        "convolutions",
-        "Do networks of convolutions need their skips?",
-        "always_skip_attention/results/convolutions_digits-study.json.xz",
-        "dampen run reproductions/always_skip_attention/convolutions_digits.toml --scale study",
-    ),
-    Question(
-        "spoken",
-        "Which dropout for 200 spoken digits, implicit or explicit?",
-        "explicit_dropout/results/spoken_digits-study.json.xz",
-        "dampen run reproductions/explicit_dropout/spoken_digits.toml --scale study --data-dir DATA",
-    ),
-    Question(
-        "attention",
-        "DropKey's schedules on 4,200 images of 100 classes, and where its models look",
-        "dropkey/results/schedules_cifar100-study.json.xz",
-        "python -m reproductions.campaign --only dropkey/schedules_cifar100 --data-dir DATA --out RUNS",
-    ),
-    Question(
-        "cross_modal",
-        "Does dropping in the attention from text to image help?",
-        "attentiondrop/results/cross_modal.json.xz",
-        "dampen run reproductions/attentiondrop/cross_modal.toml --scale laptop",
-    ),
-    Question(
-        "gtzan",
-        "Which dropout for music genres?",
-        "explicit_dropout/results/table_4-study.json.xz",
-        "dampen run reproductions/explicit_dropout/table_4.toml --scale study --data-dir DATA",
-    ),
-    Question(
-        "cifar100",
-        "Which dropout for 8,750 images of 100 classes?",
-        "explicit_dropout/results/table_2-study.json.xz",
-        "dampen run reproductions/explicit_dropout/table_2.toml --scale study --data-dir DATA",
-    ),
-    Question(
-        "attentiondrop_cifar10",
-        "Do AttentionDrop's methods beat dropout on 4,500 images, and are they harder to attack?",
-        "attentiondrop/results/cifar10-study.json.xz",
-        "python -m reproductions.campaign --only attentiondrop/cifar10 --data-dir DATA --out RUNS",
-    ),
-    Question(
-        "attentiondrop_cifar100",
-        "Do AttentionDrop's methods beat dropout on 8,750 images of 100 classes?",
-        "attentiondrop/results/cifar100-study.json.xz",
-        "dampen run reproductions/attentiondrop/cifar100.toml --scale study --data-dir DATA",
-    ),
-    Question(
-        "translation",
-        "Do AttentionDrop's methods beat dropout in translation?",
-        "attentiondrop/results/translation-study.json.xz",
-        "dampen run reproductions/attentiondrop/translation.toml --scale study --data-dir DATA",
-    ),
+QUESTIONS = tuple(
+    Question(**found) for found in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["question"]
 )
 ATTACKED = "robust"
 """The question whose figure is accuracy over the strength of an attack."""
@@ -302,6 +148,8 @@ def index(answers: Sequence[tuple[Question, ResultTable, Advice]]) -> str:
         lines.append(f"| [{q.text}](results/{q.slug}.md) | {answer(q, table, advice)} | {how} |")
     lines += [f"| [{text}]({where}) | on its page | |" for text, where in ELSEWHERE.items()]
     waiting = [q for q in QUESTIONS if q not in [found for found, *_ in answers]]
+    lines += ["", "The experiments of the plan, each with a page:", ""]
+    lines += [f"- [{q.text}](results/{q.slug}.md) {told}" for q, told in planned.first_sentences()]
     if waiting:
         lines += ["", "Not run to the end yet; the command resumes it:", ""]
         lines += [f"- {q.text} `{q.command}`" for q in waiting]
@@ -313,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     options = parser.parse_args(arguments)
     found: dict[Question, Report] = {
-        q: make_report([path]) for q in QUESTIONS if (path := RECORDS / q.record).is_file()
+        q: committed_report(path) for q in QUESTIONS if (path := RECORDS / q.record).is_file()
     }
     pages = {DOCS / "results" / "claims.md": claims.page()}
     answers = []

@@ -10,6 +10,7 @@ its NLL on the test set. Near 0 the model has memorized its examples; near 1 it 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +124,7 @@ def regime(entries: Sequence[Entry]) -> str | None:
     return f"{told}: it overfits, which is what regularizers are for."
 
 
+@functools.cache
 def cases() -> list[Case]:
     """Every study that has a record and a regime, from memorizing to underfitting."""
     tables = {record: read(RECORDS / record) for record in STUDIES if (RECORDS / record).is_file()}

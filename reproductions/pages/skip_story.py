@@ -21,13 +21,12 @@ from dampen.studies import (
     RunStore,
     Verdict,
     judge_pairs,
-    make_report,
     sentence,
     summarize,
     words,
 )
 from reproductions.pages import claims
-from reproductions.pages.publish import publish, renew
+from reproductions.pages.publish import committed_report, publish, renew
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "reproductions" / "always_skip_attention" / "results"
@@ -207,7 +206,7 @@ def sections() -> dict[str, list[str]]:
         found["graying training"] = training_table(graying["rows"], ("tokens", "attention+skip"))
     if (mae := records.get("mae")) is not None:
         found["mae"] = mae_table(mae)
-    table = make_report([RECORDS / "depth_digits-study.json.xz"]).tables[0]
+    table = committed_report(RECORDS / "depth_digits-study.json.xz").tables[0]
     found["depth finding"] = [f"- {claims.depth(table)}."]
     found["depth"] = depth_table(table)
     cost = ROOT / "benchmarks" / "records" / "skip_cost.json"

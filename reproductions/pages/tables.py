@@ -1,6 +1,6 @@
 """What came out here of the papers' tables at laptop scale: docs/results/laptop.md, pictures, the README's summary.
 
-    dampen run reproductions/explicit_dropout/table_1.toml --data-dir DATA --partial --out RUNS  # and others of STUDIES
+    dampen run reproductions/explicit_dropout/table_1.toml --allow-incomplete --out RUNS  # and others of STUDIES
     dampen diagnose RUNS/attentiondrop-cifar10-laptop --only calibration,robustness --data-dir DATA
     python -m reproductions.pages.tables --collect RUNS     # run folders -> PAPER/results/TABLE.json, without weights
     python -m reproductions.pages.tables [--check]          # results -> docs/results/laptop.md, docs/images, README.md
@@ -21,13 +21,12 @@ from dampen.studies import (
     Report,
     ResultTable,
     advise,
-    make_report,
     results_chart,
     summarize,
     write_report,
 )
 from reproductions.pages import design
-from reproductions.pages.publish import publish, renew
+from reproductions.pages.publish import committed_report, publish, renew
 
 ROOT = Path(__file__).resolve().parents[2]
 README, START, END = (
@@ -67,7 +66,7 @@ def collect(runs: Path) -> None:
 
 def reports() -> dict[str, Report]:
     """The report of each study that has a record."""
-    return {name: make_report([path]) for name in STUDIES if (path := result_of(name)).exists()}
+    return {name: committed_report(path) for name in STUDIES if (path := result_of(name)).exists()}
 
 
 def page(found: dict[str, Report]) -> str:

@@ -18,12 +18,11 @@ from dampen.studies import (
     grid_text,
     judge,
     judge_pairs,
-    make_report,
     sentence,
 )
 from reproductions.pages import curves, design
 from reproductions.pages.design import PLAIN, plain
-from reproductions.pages.publish import publish, stated
+from reproductions.pages.publish import committed_report, publish, stated
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS, PAGE = ROOT / "reproductions", ROOT / "docs" / "which_method.md"
@@ -162,7 +161,7 @@ SITUATIONS = (
 
 def read(path: Path) -> tuple[ResultTable, list[Entry]]:
     """A record's table, and every row at the setting that validation chose: on the tuning seed, where there is one."""
-    table = make_report([path]).tables[0]
+    table = committed_report(path).tables[0]
     if table.study.show_all and curves.search_of(path) is not None:
         tuned = curves.read(path, path.name)
         return table, [tuned.entry(row) for row in tuned.rows]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dampen.studies.errors import Stopped as Stopped
     from dampen.studies.study import Study as Study
     from dampen.studies.study import load as load
-    from dampen.studies.trainer.own_trial import Trial as Trial
+    from dampen.studies.trainer.user_trial import Trial as Trial
 
 __version__ = "0.2.0"
 
@@ -21,7 +21,7 @@ __version__ = "0.2.0"
 _STUDIES = {
     "Stopped": "dampen.studies.errors",
     "Study": "dampen.studies.study",
-    "Trial": "dampen.studies.trainer.own_trial",
+    "Trial": "dampen.studies.trainer.user_trial",
     "compare": "dampen.studies.compare",
     "load": "dampen.studies.study",
 }

@@ -1,5 +1,5 @@
-"""Everything private of torch that dampen uses, in one place; and the cure that makes torchvision
-importable beside it.
+"""Everything private of torch that dampen uses, in one place; and a workaround that makes
+torchvision importable beside it.
 
 Each name says since when torch has it and what happens without it. Tested with torch 2.13;
 `docs/how_it_works.md` says what is known of older ones.
@@ -12,8 +12,10 @@ mentions is enough; nothing here ever calls them.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -38,9 +40,13 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 newer."""
 
 
+written_to: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""`version_of` of a tensor that a graph holds, without a frame of Python."""
+
+
 def version_of(t: torch.Tensor) -> int:
     """How often a tensor was changed in place: `Tensor._version`, torch 0.4 and newer; 0 for one of
-    `inference_mode`, where nobody counts and no backward asks."""
+    `inference_mode`, where nothing is counted and no backward needs it."""
     if t.is_inference():
         return 0
     return t._version
@@ -126,8 +132,8 @@ def in_backward() -> bool:
 def half_in_hardware() -> bool:
     """Whether this CPU multiplies 16-bit numbers in hardware: `torch.cpu._is_*`, torch 2.4 and
     newer; else no."""
-    asks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return any(bool(ask()) for ask in asks if ask is not None)
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(bool(check()) for check in checks if check is not None)
 
 
 def saved_tensors_are_hooked() -> bool:
@@ -148,10 +154,12 @@ def checkpointing_now() -> bool:
 
 
 functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""None where no transform of functorch is at work. Without a frame of Python, for what every layer asks."""
+"""None where no transform of functorch is at work. Without a frame of Python, for what every
+layer checks."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""-1 outside a backward; see `in_backward`. Without a frame of Python, for what every layer asks."""
+"""-1 outside a backward; see `in_backward`. Without a frame of Python, for what every layer
+checks."""
 
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many `TorchDispatchMode`s see every kernel now, as FlopCounterMode does."""
@@ -159,8 +167,12 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 saved_tensor_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "unknown"
 )
-"""`saved_tensor_hooks(True)` is None where autograd saves tensors as they are, without a checkpoint or
-offloading; see `saved_tensors_are_hooked`."""
+"""`saved_tensor_hooks(True)` is None where autograd saves tensors as they are, without a checkpoint
+or offloading; see `saved_tensors_are_hooked`."""
+
+
+forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
+"""0 or more where derivatives are taken forward; see `in_forward_mode`."""
 
 
 def in_functorch() -> bool:
@@ -182,7 +194,7 @@ def watched_by_a_mode() -> bool:
 
 def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its half in Python, which looks for functorch and for
-    `setup_context` on every call: for one that has none, where `in_functorch` was asked before.
+    `setup_context` on every call: for one that has none, where `in_functorch` was checked before.
     `torch._C._FunctionBase`, torch 0.4 and newer."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
@@ -190,15 +202,15 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any
 
 def without_modes() -> AbstractContextManager[None]:
     """Inside, no torch function mode sees what runs. torch 2.0 and newer; there is no other way to
-    leave the modes that stand around the caller."""
+    leave the modes that are active around the caller."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context
 
 
 def has_parameters(module: torch.nn.Module) -> bool:
-    """Whether a module has parameters of its own, those of its children left out; asked in every
+    """Whether a module has parameters of its own, those of its children left out; checked in every
     step, and `module.parameters()` walks through all of them. Any torch; a module without the
-    private dict has none to ask."""
+    private dict has none to call."""
     return bool(module._parameters)
 
 
@@ -240,8 +252,8 @@ def run_by_the_tracer(function: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def addresses_known() -> bool:
-    """Whether Python may ask where tensors lie: not while tracing, nor inside `torch.func`, where
-    they are wrapped."""
+    """Whether Python may read the addresses of tensors: not while tracing, nor inside `torch.func`,
+    where they are wrapped."""
     return not torch.compiler.is_compiling() and not in_functorch()
 
 
@@ -262,8 +274,8 @@ def shared_until_written(t: torch.Tensor) -> torch.Tensor:
 def is_shared(t: torch.Tensor) -> bool:
     """Whether a tensor still shares its memory with what it was copied from by
     `shared_until_written`."""
-    ask = getattr(torch._C, "_is_cow_tensor", None)
-    return ask is not None and bool(ask(t))
+    check = getattr(torch._C, "_is_cow_tensor", None)
+    return check is not None and bool(check(t))
 
 
 # the declarations live as long as this object

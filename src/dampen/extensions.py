@@ -51,7 +51,7 @@ def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
             raise ValueError(
                 f"two packages offer {point.name!r} as one of {group}: {_origin(other)} and "
                 f"{_origin(point)}. "
-                "Uninstall one of them, or ask its author for another name."
+                "Uninstall one of them, or request another name from its author."
             )
     return found
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.calls import later
-from dampen.calls.ledger import Ledger, makes_penalties
+from dampen.calls import Penalties, Penalty, consume, makes_penalties, settle, total
 from dampen.hooks.attach import attach, check_model
 from dampen.hooks.carrier import CarrierSite
 from dampen.hooks.context import Layer, ModelSite
@@ -120,7 +119,7 @@ class Regularization:
     ) -> None:
         self.model, self.methods = model, list(methods)
         self.layers, self.clones, self.prefix = list(layers), list(clones), prefix
-        self._model_site.ledger = Ledger(model, clones, strict)
+        self._model_site.ledger = Penalties(model, clones, strict)
         for clone in clones:
             if clone.passes > 1 or makes_penalties(clone):
                 self._ledger.watch(clone)  # now, because a compiled forward cannot
@@ -177,12 +176,18 @@ class Regularization:
         terms = self._taken()  # what waits from forwards before this one counts once, however many passes follow
         comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]
         passes = max((r.passes for r in comparing), default=1)
-        with self._ledger.asking(), self.prefix.step(passes, self.model):
-            for i in range(passes):
-                self.prefix.begin(i, passes)
+        with self._ledger.asking():
+            if passes == 1:
                 outputs.append(forward())
                 for name, value in self._taken().items():
-                    terms[name] = terms.get(name, 0.0) + (value / passes if passes > 1 else value)
+                    terms[name] = terms[name] + value if name in terms else value
+            else:
+                with self.prefix.step(passes, self.model):
+                    for i in range(passes):
+                        self.prefix.begin(i, passes)
+                        outputs.append(forward())
+                        for name, value in self._taken().items():
+                            terms[name] = terms.get(name, 0.0) + value / passes
         if comparing:
             taken = [_logits(o, logits) for o in outputs]
             with self._ledger.asking():
@@ -213,21 +218,25 @@ class Regularization:
         return self._taken()
 
     def _taken(self) -> dict[str, Tensor]:
-        terms: dict[str, later.Penalty] = {}
+        ledger = self._ledger
+        found: dict[str, list[Penalty]] = {}
         for r in self.clones:
             if not r._penalties and not r.lost:
                 continue
             lost, r.lost = r.lost, False
-            taken = r._take()
-            if torch.is_grad_enabled() and (lost or not all(v.requires_grad for v in taken.values())):
-                self._check_gradient(r, next((name for name, v in taken.items() if not v.requires_grad), r.name))
-            for name, value in taken.items():  # layers may lie on several devices
-                terms[name] = later.add(terms[name], value) if name in terms else value
-        self._ledger.taken()
+            bare = r.name if lost else None  # a term without gradient
+            for name, value in consume(r).items():  # layers may lie on several devices
+                found.setdefault(name, []).append(value)
+                if isinstance(value, Tensor) and not value.requires_grad:  # what is deferred has one
+                    bare = name
+            if bare is not None and torch.is_grad_enabled():
+                self._check_gradient(r, bare)
+        terms = {name: total(values) for name, values in found.items()}
+        ledger.taken()
         if terms and not self._penalties_seen:
             self._penalties_seen = True
             self._check_adapters()
-        return later.settle(terms)
+        return settle(terms)
 
     def _check_adapters(self) -> None:
         """Raise where LoRA was put around a map after `regularize`: a penalty reads the frozen map below it alone."""
@@ -379,7 +388,7 @@ class Regularization:
         return self._model_site.enabled and (self.model.training or r.in_eval)
 
     @property
-    def _ledger(self) -> Ledger:
+    def _ledger(self) -> Penalties:
         return self._model_site.ledger
 
     @property

@@ -219,7 +219,7 @@ def any_in_row(mask: Tensor) -> Tensor:
 
 
 def causal_rows(queries: int, keys: int, rows: slice | None, device: torch.device | None) -> Tensor:
-    """The (N, M) bool mask that `is_causal=True` stands for, or only the given rows of it.
+    """The (N, M) bool mask that `is_causal=True` means, or only the given rows of it.
 
     Args:
         queries: N.
@@ -329,20 +329,9 @@ MASKS_KEPT = 4
 """Enough for an encoder-decoder, or for layers with and without a window in turn."""
 
 # thread -> those of the forwards under way
-_memories: dict[int, list[MaskMemory]] = {}
-
-
-def open_masks() -> None:
-    """A model's forward starts; `close_masks` ends it, whatever happens."""
-    _memories.setdefault(threading.get_ident(), []).append(MaskMemory())
-
-
-def close_masks() -> None:
-    """What was read of the forward's masks is let go."""
-    thread = threading.get_ident()
-    _memories[thread].pop()
-    if not _memories[thread]:
-        del _memories[thread]
+memories: dict[int, list[MaskMemory | None]] = {}
+"""Thread -> those of the models' forwards under way, the innermost last. Whoever runs a forward appends
+None and takes the last one away at its end; a memory is made for the first mask that is read."""
 
 
 def _memory_for(mask: Tensor) -> MaskMemory | None:
@@ -358,10 +347,13 @@ def mask_memory() -> MaskMemory | None:
     inference mode."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return None
-    open_now = _memories.get(threading.get_ident())
-    if open_now:
-        return open_now[-1]
-    return None
+    under_way = memories.get(threading.get_ident())
+    if not under_way:
+        return None
+    found = under_way[-1]
+    if found is None:
+        found = under_way[-1] = MaskMemory()
+    return found
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -433,7 +425,7 @@ def give_back_one(keep: Tensor, allowed: Tensor | None, *, search: bool = True) 
 
     A query without a key has no softmax: plain attention gives NaN there and fused kernels give
     zeros, so that the same draw would mean two things. One key back, and not all, leaves the rate
-    as near to the one asked for as can be.
+    as near to the requested one as can be.
 
     Args:
         keep: bool, True is seen.

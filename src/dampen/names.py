@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
@@ -49,6 +50,21 @@ def leave_out(name: str) -> str:
     if name:
         return f'leave it out: sites="!{name}"'
     return "do without the method"
+
+
+def printable(text: str) -> str:
+    r"""Text for a terminal, in which control characters are shown and not obeyed.
+
+    A name may come from anybody's file, and an escape sequence can move the cursor, set the title
+    of the window or hide what follows.
+
+    Args:
+        text: may have several lines.
+
+    >>> printable("\x1b[2Jplain")
+    '\\x1b[2Jplain'
+    """
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else ascii(c)[1:-1] for c in text)
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

@@ -19,19 +19,19 @@ that a schedule over training never recompiles a graph, and `penalize` adds a te
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import has_numbers, has_parameters, in_backward
+from dampen._torch import graph_task_id, has_numbers, has_parameters
+from dampen.calls import MAIN_THREAD, Penalties, Penalty, class_penalizes, consume, now, settle, total
 from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
 from dampen.calls import LinearCall as LinearCall
 from dampen.calls import Site as Site
-from dampen.calls import later
-from dampen.calls.ledger import Ledger, class_penalizes, name_of, slot
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
@@ -129,7 +129,7 @@ class Regularizer(nn.Module):
     _name: ClassVar[str] = "regularizer"
     acts_here: bool = True
     """False for a clone that has nothing to act on in its layer, as `prepare` may find; `print(reg)` counts it."""
-    ledger: Ledger | None = None
+    ledger: Penalties | None = None
     """What the clones of one model share about their penalties; None where a method is used without `regularize`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -153,7 +153,7 @@ class Regularizer(nn.Module):
         self._given = self._schedules  # as they were before the clone was placed
         self._numbers: dict[str, float] = {}  # the scheduled values as plain numbers, beside their tensors
         self._progress = 0.0
-        self._penalties: dict[str, later.Penalty] = {}
+        self._penalties: dict[str, Penalty] = {}
         self.neighbors: list[nn.Module] = []  # the layer's own modules, to know whether anything here is being trained
         self.linears: list[tuple[nn.Module, str]] = []  # the layer's linear maps with their roles
         self.input_has_gradient = False  # whether the layer's last input did
@@ -255,19 +255,25 @@ class Regularizer(nn.Module):
         the largest scores is meant (numerator and denominator, or a count and 0; None: all). None: torch does it."""
         return None
 
-    def penalize(self, value: later.Penalty, name: str | None = None) -> None:
+    def penalize(self, value: Penalty, name: str | None = None) -> None:
         """Add `value` to the loss of this step. Compute it unconditionally, because checkpointing replays the forward.
 
         What is added waits until it is taken: a layer that runs several times adds each time, a checkpoint's recompute
         does not add again, and a forward in eval or under `no_grad` adds nothing.
         """
-        if not torch.compiler.is_compiling() and in_backward():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and graph_task_id() != -1:  # inside a backward: a checkpoint's recompute
             return
-        if self.ledger is None or self.ledger.counts(self):
-            key = slot(self.name if name is None else f"{self.name}.{name}")
-            value = later.now(value).detach() if self.measuring else value
+        thread = MAIN_THREAD if compiling else threading.get_ident()
+        me = "" if thread == MAIN_THREAD else str(thread)
+        ledger = self.ledger
+        # `reg.loss` consumes what its forwards make, whatever the mode
+        if ledger is None or (ledger.askers and me in ledger.askers) or ledger.counts(self):
+            key = self._name if name is None else f"{self._name}.{name}"
+            key = f"{key}@{me}" if me else key
+            value = now(value).detach() if self.measuring else value
             old = self._penalties.get(key)
-            self._penalties[key] = value if old is None else later.add(old, value)
+            self._penalties[key] = value if old is None else total([old, value])
 
     @property
     def name(self) -> str:
@@ -377,23 +383,7 @@ class Regularizer(nn.Module):
         """The penalties made since they were last taken, by name; the slots are empty afterwards.
 
         Those that this thread's forwards made; where they made none, those of the thread that ran them for it."""
-        return later.settle(self._take())
-
-    def _take(self) -> dict[str, later.Penalty]:
-        """The same, not summed yet where several layers are summed at once."""
-        taken: dict[str, later.Penalty] = {}
-        for key in self._own_slots() or list(self._penalties):
-            name, value = name_of(key), self._penalties.pop(key)
-            taken[name] = later.add(taken[name], value) if name in taken else value
-        return taken
-
-    def drop_penalties(self) -> None:
-        """Forget the penalties that this thread's forwards made, and no other's."""
-        for key in self._own_slots():
-            del self._penalties[key]
-
-    def _own_slots(self) -> list[str]:
-        return [key for key in list(self._penalties) if key == slot(name_of(key))]
+        return settle(consume(self))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Regularizer:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

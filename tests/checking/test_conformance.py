@@ -1,7 +1,6 @@
 """Every method of the registry keeps every contract."""
 
 import importlib
-import os
 import pkgutil
 
 import pytest
@@ -11,16 +10,25 @@ from dampen.checking import CONTRACTS, SUBJECTS, check_contract
 from dampen.checking.contracts import ONCE
 from dampen.registry import methods
 from dampen.regularizer import Regularizer
+from tests.full import FULL
 
 METHODS = methods()
-FULL = bool(os.environ.get("DAMPEN_FULL"))
-"""`make full` runs what takes long on every model, not on the first alone."""
+COMPILED = ("vit", "llama")
+"""Where contract 7 is checked; `make full` runs what takes long on every model, not on these or on the first alone."""
+
+
+def _subjects(contract):
+    if FULL:
+        return SUBJECTS
+    if contract == "compiled":
+        return COMPILED
+    return ["vit"] if contract in ONCE else SUBJECTS
 
 
 def _cases():
     for name in METHODS:
         for contract in CONTRACTS:
-            for subject in ["vit"] if contract in ONCE and not FULL else SUBJECTS:
+            for subject in _subjects(contract):
                 yield pytest.param(name, contract, subject, id=f"{name}-{contract}-{subject}")
 
 

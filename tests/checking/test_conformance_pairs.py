@@ -1,8 +1,8 @@
-"""Every pair of methods keeps the cheap contracts: 1, 3, 5, 9 and 10, eagerly."""
+"""Pairs of methods keep the cheap contracts: 1, 3, 5, 9 and 10, eagerly. By family in `make test`, every pair in
+`make full`."""
 
 import itertools
 import math
-import os
 from functools import partial
 
 import pytest
@@ -10,23 +10,51 @@ import torch
 
 import dampen
 from dampen.checking import SUBJECTS, check_contract, check_pair
-from dampen.checking.attached import Attached, telling
+from dampen.checking.attached import Attached, with_example
 from dampen.checking.contracts import check_finite, check_leak, same
 from dampen.checking.pairs import COMPANIONS
 from dampen.functional.explicit import FORMS
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
+from tests.full import FULL
 
 METHODS = methods()
-FULL = bool(os.environ.get("DAMPEN_FULL"))
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(METHODS, 2)))
+def families() -> dict[tuple[object, ...], list[str]]:
+    """The methods that act at the same hook points, with the same number of passes."""
+    found: dict[tuple[object, ...], list[str]] = {}
+    for name, cls in METHODS.items():
+        found.setdefault((cls.stages, cls.passes), []).append(name)
+    return found
+
+
+def method_pairs() -> list[tuple[str, str]]:
+    """One method of each family beside one of each other family, the first two of a family, and every method beside
+    one that hides keys and one that makes penalties. Every two methods in `make full`."""
+    if FULL:
+        return list(itertools.combinations(METHODS, 2))
+    members = list(families().values())
+    pairs = {tuple(sorted(pair)) for pair in itertools.combinations([names[0] for names in members], 2)}
+    pairs |= {tuple(sorted(names[:2])) for names in members if len(names) > 1}
+    pairs |= {tuple(sorted((a, b))) for a in METHODS for b in ("drop_key", "explicit_dropout") if a != b}
+    return sorted(pairs)
+
+
+def test_pairs_by_family_leave_out_no_method_and_no_family():
+    pairs = method_pairs()
+    assert {name for pair in pairs for name in pair} == set(METHODS)
+    family = {name: key for key, names in families().items() for name in names}
+    met = {frozenset((family[a], family[b])) for a, b in pairs}
+    assert all(frozenset(two) in met for two in itertools.combinations(families(), 2))
+
+
+@pytest.mark.parametrize(("first", "second"), method_pairs())
 def test_pair(first, second):
     """Contracts 1, 3, 5, 9 and 10 for two methods together, eagerly, on an image, a causal and a padded model."""
     for name in ("vit", "llama", "bert"):
         subject = SUBJECTS[name]
-        makes = [telling(METHODS[first]), telling(METHODS[second])]
+        makes = [with_example(METHODS[first]), with_example(METHODS[second])]
         try:
             trial = Attached(makes, subject)
         except UnsupportedModel:

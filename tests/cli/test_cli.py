@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dampen
-from dampen.cli import COMMANDS, available, main
+from dampen.cli import COMMANDS, RENAMED, available, main
 from dampen.cli.run import NEXT
 from tests.studies.study.test_parts import write_images
 
@@ -381,3 +381,22 @@ def test_paths_that_cannot_be_used_are_told_in_a_line(capsys, tmp_path):
     code, _, err = run(capsys, "bench", "--chart", tmp_path / "x.foo")
     assert code == 2
     assert ".svg, .png, .html" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "old"),
+    [
+        (["compare", "--data", "digits", "--same-code"], "--same-code"),
+        (["run", "no_such.toml", "--partial", "--no-weights"], "--partial"),
+        (["run", "no_such.toml", "--partial", "--no-weights"], "--no-weights"),
+    ],
+)
+def test_options_of_0_2_work_and_name_their_successors(capsys, command, old):
+    code, _, err = run(capsys, *command)
+    assert f"{old} is deprecated, use {RENAMED[old]}. It stops working in 0.4." in err
+    assert code == 2
+    assert "No such option" not in err
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([command[0], "--help"])
+    assert old not in capsys.readouterr().out.split()  # hidden

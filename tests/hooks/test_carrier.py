@@ -11,7 +11,7 @@ from transformers import Trainer
 import dampen
 from dampen import DropKey, ExplicitDropout, RDrop
 from dampen.integrations import hf
-from tests.integrations.test_hf import arguments, logged, make
+from tests.integrations.hf_loop import arguments, logged, make
 from tests.integrations.tiny import batch, bert, llama, same, sentences, texts, weights
 
 

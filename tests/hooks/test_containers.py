@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 import dampen
-from dampen.checking.attached import telling, with_companion
+from dampen.checking.attached import with_companion, with_example
 from dampen.containers import first_of, tensors_in, with_first, with_tensors
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
@@ -160,7 +160,7 @@ def run(kind, eager, make, training):
 @pytest.mark.filterwarnings("ignore")
 def test_every_method_gives_back_what_it_got(name):
     """The results are those of the model that returns plain tuples, to the bit."""
-    make = telling(methods()[name])
+    make = with_example(methods()[name])
     for eager in (False, True):
         try:
             expected = run("tuple", eager, make, True)

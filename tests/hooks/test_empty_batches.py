@@ -8,7 +8,7 @@ import torch
 
 import dampen
 from dampen.checking import masked
-from dampen.checking.attached import telling, with_companion
+from dampen.checking.attached import with_companion, with_example
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
 
@@ -51,7 +51,7 @@ def test_a_batch_without_samples(name, subject):
     model, inputs = SUBJECTS[subject]()
     model.train()
     try:
-        reg = dampen.regularize(model, with_companion([telling(methods()[name])()]))
+        reg = dampen.regularize(model, with_companion([with_example(methods()[name])()]))
     except UnsupportedModel:
         return  # patches in a model of text, an embedding where there is none
     for _ in range(5):  # also the ways that are remembered
@@ -71,7 +71,7 @@ def test_full_batches_after_an_empty_one_are_what_they_were(name):
     for empty in (False, True):
         model, inputs = images()
         model.train()
-        reg = dampen.regularize(model, with_companion([telling(methods()[name])()]), strict=False)
+        reg = dampen.regularize(model, with_companion([with_example(methods()[name])()]), strict=False)
         if empty:
             model(*inputs)
             reg._taken()

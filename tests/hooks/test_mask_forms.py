@@ -5,7 +5,6 @@ rows that are masked everywhere, blocks of queries, native kernels and compiled 
 
 import itertools
 import math
-import os
 
 import pytest
 import torch
@@ -15,13 +14,14 @@ from torch.nn import functional as F
 import dampen
 from dampen import masks
 from dampen.checking import masked
-from dampen.checking.attached import telling
+from dampen.checking.attached import with_example
 from dampen.checking.contracts import check_forms
 from dampen.hooks import eager_scores
 from dampen.kernels import kernel
 from dampen.native import library
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
+from tests.full import FULL
 
 FAMILIES = {
     "hides keys": "drop_key",
@@ -36,7 +36,6 @@ FAMILIES = {
     "penalty of heads": "head_diversity",
     "two passes": "r_drop",
 }
-FULL = bool(os.environ.get("DAMPEN_FULL"))
 PAIRS = list(itertools.combinations(methods() if FULL else FAMILIES.values(), 2))
 
 
@@ -44,7 +43,7 @@ PAIRS = list(itertools.combinations(methods() if FULL else FAMILIES.values(), 2)
 def test_pairs_keep_the_contract(first, second):
     found = methods()
     try:
-        check_forms([telling(found[first]), telling(found[second])], brief=not FULL)
+        check_forms([with_example(found[first]), with_example(found[second])], brief=not FULL)
     except UnsupportedModel:
         assert FULL, "no method of a family refuses text"
 

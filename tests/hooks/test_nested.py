@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dampen
-from dampen.checking.attached import telling, with_companion
+from dampen.checking.attached import with_companion, with_example
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
 
@@ -56,7 +56,7 @@ def test_jagged_batches_are_refused_in_words(name):
     model = Net().train()
     assert model(jagged()).is_nested
     try:
-        reg = dampen.regularize(model, with_companion([telling(methods()[name])()]))
+        reg = dampen.regularize(model, with_companion([with_example(methods()[name])()]))
     except UnsupportedModel:
         return  # patches
     with pytest.raises(RuntimeError, match="got a nested tensor .* padded batches with a mask"):

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 import dampen
 from dampen import DropKey
 from dampen.integrations import hf
+from tests.full import product
 from tests.integrations.hf_loop import logged
 from tests.integrations.tiny import METHODS, llama, same, weights
 from tests.integrations.trl_data import arguments, loop, plain_sgd, tokenizer, words
@@ -66,8 +67,7 @@ def by_hand(model, kind, batches, accumulation, beta=0.1):
     return loop(model, reg, batches, accumulation, micro_loss)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize(("kind", "accumulation"), product(METHODS, [1, 4]))
 def test_dpo_equals_a_loop_by_hand_also_when_resumed(tmp_path, kind, accumulation):
     options = {"disable_dropout": False} if kind in RANDOM else {}
     model, twin, again = llama(), llama(), llama()

@@ -6,7 +6,7 @@ import torch
 import transformers as tr
 
 import dampen
-from dampen.checking.attached import telling, with_companion
+from dampen.checking.attached import with_companion, with_example
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
 
@@ -37,7 +37,7 @@ def make(name):
         return dampen.ExplicitDropout(**terms, form=FORMS[name])
     if name == "drop_path":
         return dampen.DropPath(0.1)  # the default is 0 in a stack of one layer
-    return telling(methods()[name])()
+    return with_example(methods()[name])()
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -5,6 +5,7 @@ import torch
 
 import dampen
 from dampen import HardMasking, Mixout
+from tests.full import product
 from tests.integrations.hf_loop import arguments, bare, logged, make
 from tests.integrations.tiny import METHODS, bert, same, sentences, weights
 
@@ -17,8 +18,7 @@ pytestmark = [
 KINDS = {**METHODS, "learned": lambda: [HardMasking(0.3, learn="rate")], "mixout": lambda: [Mixout(0.5)]}
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "accumulation"), product(KINDS, [1, 4]))
 def test_resumed_in_the_middle_equals_a_loop_by_hand(tmp_path, kind, accumulation):
     """Resumed from other weights, those that Mixout starts from among them: the loop never stopped."""
     data, logs = sentences(32), []

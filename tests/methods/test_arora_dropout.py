@@ -7,8 +7,8 @@ from torch import nn
 
 import dampen
 from dampen import AroraDropout, ExplicitDropout
-from tests.functional.explicit.toy import Case
 from tests.oracles import explicit as slow
+from tests.oracles.explicit_layer import Case
 
 MAPS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
 

@@ -6,7 +6,6 @@ formula from these tensors, in the same graph, so that gradients can be compared
 """
 
 import math
-import os
 
 import pytest
 import torch
@@ -35,6 +34,7 @@ from dampen import (
     regularize,
 )
 from dampen.functional.explicit import regularize_convolutions
+from tests.full import FULL
 
 WIDTH, HEADS, SIZE, BATCH, TOKENS, P = 6, 2, 3, 3, 5, 0.25
 MAPS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
@@ -263,7 +263,6 @@ OTHERS = {
 }
 
 OF_LINEAR_LAYERS = ("nothing", "feed-forward dropout", "projection dropout", "drop connect", "several")
-FULL = bool(os.environ.get("DAMPEN_FULL"))
 
 
 def check(model, x, methods, formula, runs=1, single=False):

@@ -360,7 +360,7 @@ class Riddle(nn.Module):
 def test_projections_that_cannot_be_found_can_be_said():
     torch.manual_seed(0)
     model = nn.Sequential(Riddle()).train()
-    with pytest.raises(ValueError, match=r"cannot tell which linear map makes q at '0'.*projections=\{'q': 'name'"):
+    with pytest.raises(ValueError, match=r"unknown which linear layer makes q at '0'.*projections=\{'q': 'name'"):
         dampen.regularize(model, ExplicitDropout(query=0.1))
     reg = dampen.regularize(
         model, ExplicitDropout(value=1.0, rate=0.5), projections={"q": "alpha", "k": "beta", "v": "gamma"}
@@ -396,7 +396,7 @@ def test_an_interleaved_fused_projection_is_followed():
 
 
 def test_concat_with_grouped_keys_raises():
-    from tests.functional.explicit.toy import Case
+    from tests.oracles.explicit_layer import Case
 
     layer, inputs = Case(layer={"heads": 4, "kv_heads": 2, "size": 1}).build()
     dampen.regularize(layer, ExplicitDropout(query=0.1, heads="concat"))
@@ -405,7 +405,7 @@ def test_concat_with_grouped_keys_raises():
 
 
 def test_a_shared_mask_needs_one_input():
-    from tests.functional.explicit.toy import Case
+    from tests.oracles.explicit_layer import Case
 
     layer, inputs = Case(cross=True).build()
     dampen.regularize(layer, ExplicitDropout(query_key=0.1, shared_mask=True))

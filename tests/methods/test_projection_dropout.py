@@ -175,7 +175,7 @@ def test_a_layer_without_a_feed_forward_does_not_blame_ffn2_for_residual():
 
 
 def test_detached_residual_is_refused():
-    with pytest.raises(ValueError, match="no weight stands between"):
+    with pytest.raises(ValueError, match="no weight is between"):
         ExplicitDropout(residual=1.0, detach_inputs=True)
     with pytest.raises(RuntimeError, match="without samples"):
         from dampen.calls import LinearCall

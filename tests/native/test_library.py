@@ -272,9 +272,9 @@ def test_regularize_decides(built, monkeypatch):
     import dampen
 
     library.reset()
-    assert not library._looked
+    assert not library.looked
     dampen.regularize(
         dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16), dampen.DropKey(0.1)
     )
-    assert library._looked
+    assert library.looked
     assert torch.ops.dampen.attention

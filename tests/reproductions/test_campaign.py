@@ -75,3 +75,30 @@ def test_runs_lie_where_the_command_puts_them(tmp_path, monkeypatch):
     plan = make_comparison(load_recipe(str(Path(campaign.__file__).parent / f"{name}.toml")), "study")
     group = name.split("/")[0]
     assert campaign.runs_of(name, tmp_path) == tmp_path / group / run_name(plan, [])
+
+
+def test_an_interrupted_campaign_keeps_what_has_finished(tmp_path, monkeypatch):
+    begin(tmp_path / "here", "explicit_dropout-table_2-study")
+    monkeypatch.setattr(campaign, "run", lambda name, data_dir, out: campaign.INTERRUPTED)
+    arguments = ["--data-dir", str(tmp_path), "--out", str(tmp_path / "here"), "--only", NAME]
+    assert campaign.main(arguments) == campaign.INTERRUPTED
+    assert campaign.unfinished(NAME).exists()
+
+
+@pytest.mark.filterwarnings(r"ignore:.*(a rate above 0\.5|a width above 9) hurts:UserWarning")
+def test_the_plan_and_the_recipes_say_how_many_runs_an_experiment_has():
+    """In the order of the campaign, counted by the planner of the runs."""
+    from dampen.studies import load_recipe, make_comparison
+    from dampen.studies.tuning import as_large, count_runs, tuning_plan
+
+    here = Path(campaign.__file__).parent
+    lines = [line.split("|") for line in (here / "PLAN.md").read_text().splitlines()]
+    costs = {cells[2].strip(" `"): cells[3].strip() for cells in lines if len(cells) == 6 and "/" in cells[2]}
+    assert tuple(costs) == campaign.EXPERIMENTS
+    for name in campaign.EXPERIMENTS:
+        recipe = load_recipe(str(here / f"{name}.toml"))
+        plan, tuning = make_comparison(recipe, "study"), tuning_plan(recipe, "study", [], [])
+        table = len((as_large(plan, tuning) if tuning else plan).chosen())
+        counted = f"{count_runs(tuning)} + {table}" if tuning else f"{table}"
+        assert costs[name] == counted, name
+        assert recipe.cost.startswith(f"{counted} runs of "), name

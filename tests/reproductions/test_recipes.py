@@ -12,7 +12,8 @@ from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.methods_text import build_methods, parse_rows
 from dampen.studies.recipe import list_recipes, load_recipe, parse_recipe
 from dampen.studies.run import Run
-from dampen.studies.trainer.build import make_model, places
+from dampen.studies.trainer.data import places
+from dampen.studies.trainer.models import make_model
 from dampen.studies.tuning import as_large, count_runs, tuning_plan
 from reproductions.campaign import EXPERIMENTS
 from reproductions.pages import claims

@@ -8,7 +8,7 @@ from dampen.studies.report import make_report
 from dampen.studies.report.figures import Palette
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.build import derive
+from dampen.studies.trainer.data import derive
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from dampen.studies.trainer.variance import BATCHES, measure_variance, over_training

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dampen.checking.attached import ContractBroken, telling
+from dampen.checking.attached import ContractBroken, with_example
 from dampen.checking.contracts import CONTRACTS, ONCE
 from dampen.checking.pairs import PAIR_CONTRACTS
 from dampen.checking.subjects import SUBJECTS, Subject
@@ -96,7 +96,7 @@ def check_contract(make: Callable[[], Regularizer], contract: str, subject: str)
         if name not in known:
             raise ValueError(f"there is no {kind} {name!r}. Known: {', '.join(known)}.")
     return _outcome(
-        contract, subject, lambda: CONTRACTS[contract](telling(make), SUBJECTS[subject])
+        contract, subject, lambda: CONTRACTS[contract](with_example(make), SUBJECTS[subject])
     )
 
 
@@ -121,7 +121,9 @@ def check_pair(
     def outcome(name: str) -> Outcome:
         check = PAIR_CONTRACTS[name]
         return _outcome(
-            name, subject, lambda: check(telling(first), telling(second), SUBJECTS[subject])
+            name,
+            subject,
+            lambda: check(with_example(first), with_example(second), SUBJECTS[subject]),
         )
 
     return [outcome(name) for name in PAIR_CONTRACTS]

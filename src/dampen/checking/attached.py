@@ -128,8 +128,8 @@ class Attached:
         return copy.deepcopy(self)
 
 
-def telling(make: Make) -> Make:
-    """A class that does nothing until it is told what to act on, with its example's arguments; the
+def with_example(make: Make) -> Make:
+    """A class that has no effect by default, with its example's arguments; the
     rest stays.
 
     Args:

@@ -20,8 +20,8 @@ from dampen.checking.attached import (
     require,
     same,
     same_gradients,
-    telling,
     with_companion,
+    with_example,
 )
 from dampen.checking.pairs import beside, order
 from dampen.checking.subjects import SHALLOW, Subject
@@ -188,7 +188,7 @@ def shallow(make: Make, subject: Subject) -> Subject:
         make: makes the regularizer: a class, or a function without arguments.
         subject: the model to try it on.
     """
-    schedules = telling(make)().schedules.values()
+    schedules = with_example(make)().schedules.values()
     left_out = bool(schedules) and all(always_zero(s, 0.0) for s in schedules)
     if subject.name != "vit" or left_out:
         return subject

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dampen.checking.attached import Attached, ContractBroken, Make, require, same, telling
+from dampen.checking.attached import Attached, ContractBroken, Make, require, same, with_example
 from dampen.checking.subjects import IMAGE, SUBJECTS
 
 Check = Callable[[Make, int], None]
@@ -44,7 +44,7 @@ def _work(rank: int, processes: int, makes: list[Make], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=processes)
     failures = []
-    for make in map(telling, makes):
+    for make in map(with_example, makes):
         for check in (ddp_equals_one_process, ddp_stays_in_step, fsdp_trains):
             try:
                 check(make, rank)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dampen import methods
 from dampen._torch import pytree
-from dampen.checking.attached import Attached, Make, require, same, same_gradients, telling
+from dampen.checking.attached import Attached, Make, require, same, same_gradients, with_example
 from dampen.checking.subjects import Subject
 from dampen.regularizer import UnsupportedModel
 
@@ -85,7 +85,7 @@ def order_of_two(first: Make, second: Make, subject: Subject) -> None:
         subject: the model to try it on.
     """
     a, b = (
-        Attached([telling(m) for m in makes], subject)
+        Attached([with_example(m) for m in makes], subject)
         for makes in ((first, second), (second, first))
     )
     for trial in (a, b):
@@ -117,7 +117,7 @@ def penalties_of_two(first: Make, second: Make, subject: Subject) -> None:
         second: makes the other.
         subject: the model to try it on.
     """
-    makes = [telling(first), telling(second)]
+    makes = [with_example(first), with_example(second)]
     apart = [make() for make in makes]
     if any(r.stages & _UPSTREAM or r.passes > 1 or (r.only_reads and r.stochastic) for r in apart):
         return
@@ -287,7 +287,7 @@ def _skip_refused(check: Callable[..., None], make: Make, other: Make, subject: 
     itself is not."""
     Attached(make, subject)
     try:
-        Attached([telling(make), other], subject)
+        Attached([with_example(make), other], subject)
     except UnsupportedModel:
         return
     check(make, other, subject)

@@ -85,6 +85,27 @@ def build(called: str | None) -> typer.Typer:
     return app
 
 
+RENAMED = {
+    "--same-code": "--ignore-code-change",
+    "--partial": "--allow-incomplete",
+    "--weights": "--save-weights",
+    "--no-weights": "--no-save-weights",
+}
+"""Options of 0.2 and what they are called now. The old names work until 0.4."""
+
+
+def renamed(arguments: Sequence[str]) -> list[str]:
+    """The command line with the options of 0.2 under their new names, and a line for each.
+
+    Args:
+        arguments: as typed, without the name of the program.
+    """
+    for old in dict.fromkeys(a for a in arguments if a in RENAMED):
+        new = RENAMED[old]
+        print(f"dampen: {old} is deprecated, use {new}. It stops working in 0.4.", file=sys.stderr)
+    return [RENAMED.get(argument, argument) for argument in arguments]
+
+
 def _load_plugins() -> None:
     """Load the plug-ins that DAMPEN_PLUGINS lists. A problem with one ends the command."""
     if not os.environ.get("DAMPEN_PLUGINS"):
@@ -105,7 +126,7 @@ def _placeholder() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = renamed(sys.argv[1:] if arguments is None else arguments)
     _load_plugins()
     called = next((a for a in arguments if not a.startswith("-")), None)
     app: Callable[..., Any] = build(called)

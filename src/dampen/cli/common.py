@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from dampen.names import printable
 from dampen.studies.errors import LabError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output, for machines.")]
@@ -25,7 +26,12 @@ Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBo
 Loggers = Annotated[
     list[str] | None, typer.Option("--logger", help="Tell another logger too: wandb, or one of a package. Repeatable.")
 ]
-Weights = Annotated[bool, typer.Option("--weights/--no-weights", help="Keep the selected weights of each trial.")]
+Weights = Annotated[
+    bool, typer.Option("--save-weights/--no-save-weights", help="Save the selected weights of each run.")
+]
+AllowIncomplete = Annotated[
+    bool, typer.Option("--allow-incomplete", help="Accept an incomplete copy of the data; the result file says so.")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a value, as in train.lr=0.001. Repeatable."),
@@ -75,7 +81,7 @@ def fail(message: str, code: int, as_json: bool = False) -> NoReturn:
     if as_json:
         print(json.dumps({"error": message, "exit_code": code}))
     else:
-        print(f"dampen: {message}", file=sys.stderr)
+        print(f"dampen: {printable(message)}", file=sys.stderr)
     raise typer.Exit(code)
 
 

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command, print_json
+from dampen.cli.common import (
+    AllowIncomplete,
+    DataDir,
+    Json,
+    Loggers,
+    Out,
+    Settings,
+    Tensorboard,
+    Weights,
+    Workers,
+    command,
+    print_json,
+)
 from dampen.cli.running import (
     Address,
     Budget,
@@ -60,16 +72,14 @@ def compare(
         str | None, typer.Option(help="The test metric to judge by, as in f1 or rmse:min; default: the first returned.")
     ] = None,
     settings: Settings = None,
-    same_code: Annotated[
-        bool, typer.Option("--same-code", help="Count trials that an older version of your code recorded.")
+    ignore_code_change: Annotated[
+        bool, typer.Option("--ignore-code-change", help="Count runs that an older version of your code logged.")
     ] = False,
     folds: Annotated[
         int | None, typer.Option(min=2, help="Cross-validate in so many folds; each seed is one round of them.")
     ] = None,
     data_dir: DataDir = None,
-    partial: Annotated[
-        bool, typer.Option("--partial", help="Accept an incomplete copy of the data; recorded.")
-    ] = False,
+    allow_incomplete: AllowIncomplete = False,
     accelerator: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     engine: Annotated[str, typer.Option(help="Where trials run: local or ray.")] = "local",
     address: Address = None,
@@ -111,15 +121,26 @@ def compare(
     check_budget(budget)
     options = engine_options(engine, workers, address)
     if train is not None:
-        theirs = {"--data": data, "--model": model, "--data-dir": data_dir, "--partial": partial, "--folds": folds}
-        _only_the_labs({**theirs, "--accelerator": accelerator != "auto"})
-        asked = _own(train, methods, seeds, metric, settings or [], same_code, out, tuning or search is not None)
+        _refuse_options_of_the_trainer(
+            {
+                "--data": data,
+                "--model": model,
+                "--data-dir": data_dir,
+                "--allow-incomplete": allow_incomplete,
+                "--folds": folds,
+                "--accelerator": accelerator != "auto",
+            }
+        )
+        searching = tuning or search is not None
+        changes = settings or []
+        asked = _own(train, methods, seeds, metric, changes, ignore_code_change, out, searching)
     else:
         from dampen.studies.request import request_parts
 
-        if same_code:
-            raise ConfigError("--same-code", ["only your own training, FILE.py:FUNCTION, can be said to be the same"])
-        changes = [*(settings or []), *(["data.partial=true"] if partial else [])]
+        if ignore_code_change:
+            problem = "only a training function, FILE.py:FUNCTION, has code whose changes can be ignored"
+            raise ConfigError("--ignore-code-change", [problem])
+        changes = [*(settings or []), *(["data.partial=true"] if allow_incomplete else [])]
         places: dict[str, Any] = {"data_dir": data_dir, "out": out, "folds": folds}
         asked = request_parts(model, data or "digits", methods, seeds, metric=metric, settings=changes, **places)
     execution: dict[str, Any] = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
@@ -185,14 +206,14 @@ BRINGS = {
     "--data": "your own training brings its own",
     "--model": "your own training brings its own",
     "--data-dir": "your own training finds its own data",
-    "--partial": "your own training reads its own data",
+    "--allow-incomplete": "your own training reads its own data",
     "--folds": "your own training splits its own data; it can take the fold from trial.seed",
     "--accelerator": "your own training chooses its own device",
 }
 """Options of the lab's trainer, and why a user's own training has no use for them."""
 
 
-def _only_the_labs(given: Mapping[str, Any]) -> None:
+def _refuse_options_of_the_trainer(given: Mapping[str, Any]) -> None:
     """Refuse what would be passed over in silence."""
     problems = [f"{name}: {BRINGS[name]}" for name, value in given.items() if value]
     if problems:
@@ -211,7 +232,7 @@ def _own(
 ) -> ComparisonRequest:
     from dampen.studies.comparison import read_setting
     from dampen.studies.request import request_own
-    from dampen.studies.trainer.function import function_in_file
+    from dampen.studies.trainer.user_function import function_in_file
 
     problems = []
     if searching and metric is None:

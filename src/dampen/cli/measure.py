@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from dampen.cli.common import DataDir, Json, Out, command, print_json
+from dampen.cli.common import AllowIncomplete, DataDir, Json, Out, command, print_json
 
 
 @command(
@@ -49,7 +49,7 @@ def bench(
     chart: Annotated[Path | None, typer.Option(help="Write a chart here: .svg, .png or .html.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a training step with each method against the best plain step, beside the papers' own formulations."""
+    """Measure a training step with each method against the faster step of the baseline, fused or unfused."""
     from dampen.studies.bench import Options, bench
     from dampen.studies.bench.output import CHARTS, remarks, results_table, save_chart, scaling_table
     from dampen.studies.errors import ConfigError
@@ -103,7 +103,7 @@ def diagnose(
     data: Annotated[str | None, typer.Option(help="The data set, for a model that the lab did not train.")] = None,
     model: Annotated[str | None, typer.Option(help="What a file of weights belongs to: vit, 'vit(depth=4)'.")] = None,
     data_dir: DataDir = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Accept an incomplete copy of --data.")] = False,
+    allow_incomplete: AllowIncomplete = False,
     only: Annotated[str | None, typer.Option(help="Only these sections, separated by commas.")] = None,
     examples: Annotated[int, typer.Option(min=2, help="Examples of test and training at most.")] = 1000,
     attack_examples: Annotated[int, typer.Option(min=1, help="Examples that are attacked, at most.")] = 256,
@@ -141,7 +141,7 @@ def diagnose(
         raise ConfigError("dampen diagnose", problems)
     settings = Settings(examples=examples, attack_examples=attack_examples, eps=sizes, steps=steps)
     picture = None if output is None else output.with_suffix(".png")
-    results = _results(what, settings, chosen, data, model, data_dir, partial, fresh, picture)
+    results = _results(what, settings, chosen, data, model, data_dir, allow_incomplete, fresh, picture)
     if output is not None:
         write_json(output, results[0] if len(results) == 1 else results)
     if as_json:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dampen.cli.common import Json, command, print_json
+from dampen.names import printable
 
 
 @command(
@@ -51,6 +52,7 @@ def report(
         raise typer.BadParameter("--format pack writes a file of records: say which, as in -o records.json")
     if output is None and format not in (None, "html"):
         text = make_report(runs, split).render(format)
+        text = "\r\n".join(map(printable, text.split("\r\n")))  # the line ends of CSV
         print(text, end="" if text.endswith("\n") else "\n")
         return
     path = output or Path("report.html")
@@ -61,12 +63,12 @@ def report(
         print_json({"output": str(path), "tables": len(made.tables), "rows": rows, "skipped": skipped})
         return
     for s in made.skipped:
-        print(f"skipped {s.path}: {s.reason}", file=sys.stderr)
+        print(printable(f"skipped {s.path}: {s.reason}"), file=sys.stderr)
     from dampen.studies.report.summary import advise
 
     for table in made.tables:
         advice = advise(table)
-        print(f"{table.study.title}\n  {advice.which.headline}. {' '.join(advice.which.details)}")
+        print(printable(f"{table.study.title}\n  {advice.which.headline}. {' '.join(advice.which.details)}"))
         print(f"  Cost: {advice.cost.headline}. Trust: {advice.trust.headline}.")
     html = (format or path.suffix.lstrip(".")) in ("html", "htm")
     print(f"Written to {path}." + (" Open it in any browser; it needs no network." if html else ""))

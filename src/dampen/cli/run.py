@@ -10,7 +10,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dampen.cli.common import DataDir, Json, Loggers, Out, Settings, Tensorboard, Weights, Workers, command, print_json
+from dampen.cli.common import (
+    AllowIncomplete,
+    DataDir,
+    Json,
+    Loggers,
+    Out,
+    Settings,
+    Tensorboard,
+    Weights,
+    Workers,
+    command,
+    print_json,
+)
 from dampen.cli.running import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
 from dampen.studies.comparison import Comparison, make_comparison
 from dampen.studies.recipe import Recipe, load_recipe
@@ -20,7 +32,7 @@ from dampen.studies.recipe import Recipe, load_recipe
     """dampen run my_recipe.toml --dry-run
 dampen run my_recipe.toml --workers 4
 dampen run my_recipe.toml --row DropKey --seed 0 --set train.epochs=5
-dampen run reproductions/dropkey/schedules_cifar10.toml --scale laptop --data-dir data --partial"""
+dampen run reproductions/dropkey/schedules_cifar10.toml --scale laptop --data-dir data --allow-incomplete"""
 )
 def run(
     recipe: Annotated[str, typer.Argument(help="A TOML file, or a name from dampen list recipes.")],
@@ -29,9 +41,7 @@ def run(
     seed: Annotated[list[int] | None, typer.Option(help="Run only this seed. Repeatable.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
-    partial: Annotated[
-        bool, typer.Option("--partial", help="Accept an incomplete copy of the data; recorded.")
-    ] = False,
+    allow_incomplete: AllowIncomplete = False,
     devices: Annotated[int | None, typer.Option(min=1, help="Devices per trial.")] = None,
     strategy: Annotated[str | None, typer.Option(help="ddp or fsdp, with several devices.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
@@ -60,7 +70,7 @@ def run(
     changes = list(settings or [])
     options = {"train.devices": devices, "train.strategy": strategy, "train.precision": precision}
     changes += [f"{k}={v!r}" for k, v in options.items() if v is not None]
-    changes += ["data.partial=true"] if partial else []
+    changes += ["data.partial=true"] if allow_incomplete else []
     changes += ["train.compile=true"] if compile_ else []
     loaded = load_recipe(recipe)
     if not dry_run:

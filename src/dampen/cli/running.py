@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import print_json
+from dampen.names import printable
 from dampen.studies.comparison import Comparison
 from dampen.studies.errors import ConfigError
 from dampen.studies.recipe import Recipe
@@ -84,9 +85,9 @@ def conclude(
     else:
         console.print(results_table(run.table))
         for line in [*([said] if said else []), *in_words(advise(run.table))]:
-            console.print(line, soft_wrap=True, markup=False)
+            console.print(printable(line), soft_wrap=True, markup=False)
         for line in what_went_wrong(run):
-            console.print(f"dampen: {line}", style="red", soft_wrap=True, markup=False)
+            console.print(printable(f"dampen: {line}"), style="red", soft_wrap=True, markup=False)
         if run.exit_code == 130:
             console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
         elif run.exit_code == 0 and next_steps:

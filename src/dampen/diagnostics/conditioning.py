@@ -73,7 +73,7 @@ def linear_conditions(
     plans: Sequence[LayerPlan], valid: Tensor | None, enabled: bool = True
 ) -> Iterator[dict[str, dict[str, list[tuple[tuple[float, ...], None, float]]]]]:
     """While the body runs the model: kappa of each layer's attention without softmax, and its
-    bound, per sample, each with the ceiling up to which float64 can tell.
+    bound, per sample, each with the ceiling that float64 can resolve.
 
     All heads count as one, without biases. Layers whose maps are not three square ones (grouped
     queries, cross-attention), and padded batches, are left out.
@@ -153,7 +153,7 @@ class Condition:
 
     numbers: tuple[float, ...]
     spectrum: Tensor | None = None  # (B, min(N, D)) singular values, largest first, on request
-    ceiling: float = math.inf  # where float64 cannot tell the matrix from a singular one
+    ceiling: float = math.inf  # where float64 cannot separate the matrix from a singular one
 
     @property
     def capped(self) -> int:
@@ -180,7 +180,7 @@ class Condition:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: n, ln kappa (mean, sd), kappa (median, largest), and the mean spectrum if it
-        was asked for."""
+        was requested."""
         plain: dict[str, Any] = {
             "n": len(self.numbers),
             "log_mean": self.log_mean,
@@ -210,7 +210,7 @@ class LayerConditions:
 class Conditioning:
     """Condition numbers by layer. Print it for a table of mean ln kappa.
 
-    `notes` say what was asked for and could not be measured, and why.
+    `notes` name what was requested and could not be measured, and why.
     """
 
     layers: tuple[LayerConditions, ...]
@@ -231,9 +231,7 @@ class Conditioning:
             cells = (layer.conditions.get(kind) for kind in kinds)
             lines.append(f"{layer.name:<{width}}" + "".join(f"  {_cell(c):>16}" for c in cells))
         if any(c.capped for layer in self.layers for c in layer.conditions.values()):
-            lines.append(
-                "> at least: in some samples the matrix is singular as far as float64 can tell"
-            )
+            lines.append("> at least: in some samples the matrix is singular in float64")
         return "\n".join([*lines, *self.notes])
 
 
@@ -334,14 +332,14 @@ def measure_conditioning(
 
     Args:
         inputs: one batch: a tensor, a tuple (positional) or a mapping (keywords; `attention_mask`
-            (B, N) tells the padding).
+            (B, N) marks the padding).
         samples: only that many of the batch.
         spectrum: keep all singular values.
         bound: also kappa of the layer's attention without softmax, and the bound of proposition 4.1
             on it. Where the tokens are singular, as behind a fresh LayerNorm with as many tokens as
             channels, it says nothing, and the numbers are marked as capped.
         double: run a copy of the model in float64, for condition numbers beyond 1e7.
-        valid: (B, N) bool, False on padding, where the inputs do not tell.
+        valid: (B, N) bool, False on padding, where the inputs do not mark it.
 
     >>> import dampen
     >>> _ = torch.manual_seed(0)

@@ -126,7 +126,7 @@ def valid_tokens(inputs: Any) -> Tensor | None:
 
 
 def batch_first(plan: LayerPlan) -> bool:
-    """Whether tokens come as (B, N, D); torch.nn's layers take (N, B, D) unless told otherwise.
+    """Whether tokens come as (B, N, D); torch.nn's layers take (N, B, D) by default.
 
     Args:
         plan: one layer that `find_layers` found.
@@ -146,7 +146,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
     before = [(c, c._penalties, c.input_has_gradient, c.ledger) for c in clones]
     kernels = [(layer, dict(layer.kernels)) for layer in layers]
     for clone in clones:
-        # nobody takes what a probe's forward makes
+        # nothing consumes what a probe's forward makes
         clone._penalties, clone.ledger = {}, None
     try:
         yield

@@ -23,7 +23,7 @@ Edge = Literal["renormalize", "zero"]
 class Neighbors(NamedTuple):
     """The T places around each of M keys that a kernel covers."""
 
-    key: Tensor  # (M, T) which key stands there; any key where there is none
+    key: Tensor  # (M, T) which key is there; any key where there is none
     exists: Tensor  # (M, T) bool
     beyond: Tensor  # (M, T) bool, over the edge of the sequence or grid
     squared_distance: Tensor  # (T,)

@@ -33,7 +33,7 @@ def grid_of(
     `prefix` tokens before it.
 
     `patches` is the grid that the model itself makes, where that is known: an attention over all of
-    its patches must be told that one (windows have grids of their own).
+    its patches need that one as an argument (windows have grids of their own).
 
     Args:
         keys: M.

@@ -33,7 +33,7 @@ def count_heads(method: Regularizer, key_heads: bool = False) -> int:
     where = f" at '{method.site.name}'" if method.site else ""
     raise ValueError(
         f"{type(method).__name__}(learn=...){where} needs to know the number of heads, and the "
-        "attention does not tell "
+        "attention does not show "
         f"it under a usual name ({', '.join(_HEADS)}). Say it: {type(method).__name__}(..., "
         "heads=8)."
     )

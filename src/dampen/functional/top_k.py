@@ -96,7 +96,7 @@ def top_share(top: int | float, keys: int) -> tuple[int, int]:
         return share.numerator, share.denominator
     if top > keys:
         raise ValueError(
-            f"HardMasking(top={top}) asks for more keys than the {keys} there are. Give a smaller "
+            f"HardMasking(top={top}) needs more keys than the {keys} there are. Give a smaller "
             "count, or a "
             "fraction such as top=0.1."
         )

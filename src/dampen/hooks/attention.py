@@ -4,6 +4,7 @@ checkpointing runs a module's forward again during the backward pass."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -15,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from dampen._torch import refuse_nested
 from dampen.containers import first_of, with_tensors
+from dampen.hooks.block import apply_linear
 from dampen.hooks.channels import attends_over_channels, start_following, tell_heads, tell_rows
 from dampen.hooks.context import AttentionSite, Frame, close_frame, frame_of, open_frame, sees_attention
 from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
 from dampen.hooks.equations import PRODUCTS
 from dampen.hooks.layout import layout_of
-from dampen.hooks.linear import apply_linear
 from dampen.hooks.residual import call_torch
 from dampen.hooks.source import scripted_function
 from dampen.hooks.torch_mha import functional_mha, mha_forward
@@ -47,7 +48,9 @@ class Socket(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.seen = True
-            if self._is_over_channels(*args, **kwargs):
+            # mostly it is known to be over tokens; a graph may not depend on that
+            over_tokens = not torch.compiler.is_compiling() and self.site.over_tokens
+            if (self.site.over_channels or not over_tokens) and self._is_over_channels(*args, **kwargs):
                 self._leave_out()
                 return func(*args, **kwargs)
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
@@ -117,7 +120,9 @@ class Socket(TorchFunctionMode):
         self.seen = True
         if needs_valid and not call.cross:
             padding_reported(self.site, self.frame, call)
-        self.site.kernel, self.site.layer.kernels[self.site.name] = EAGER, EAGER
+        self.site.layer.kernels[self.site.name] = EAGER
+        if not torch.compiler.is_compiling():
+            self.site.kernel = EAGER
 
     @staticmethod
     def _hides_no_key(call: Call) -> bool:
@@ -207,7 +212,9 @@ def socket_attention(
     o = o if layout is None else layout.unfold(o)
     if needs.valid and not call.cross:
         padding_reported(site, frame, call)
-    if kernel is not site.kernel or torch.compiler.is_compiling():  # mostly the one of the last forward
+    if torch.compiler.is_compiling():
+        site.layer.kernels[site.name] = str(kernel)
+    elif kernel is not site.kernel:  # mostly it is the one of the last forward
         site.kernel, site.layer.kernels[site.name] = kernel, str(kernel)
     return (o, weights) if need_weights else o
 
@@ -232,7 +239,9 @@ def padding_reported(site: AttentionSite, frame: Frame, call: Call) -> None:
 def pass_by(site: AttentionSite, why: str = "left out (attends over channels, not over tokens)") -> None:
     """Methods inside attention do not act in a layer whose attentions are all over channels, or over their queries."""
     layer = site.layer
-    site.kernel, layer.kernels[site.name] = None, why
+    if not torch.compiler.is_compiling():
+        site.kernel = None
+    layer.kernels[site.name] = why
     if all(layer.kernels.get(name, "").startswith("left out") for name in layer.attentions):
         layer.tells_padding, layer.passed_by = False, True
         layer.reached = {name: parts - {"attention"} for name, parts in layer.reached.items()}
@@ -244,7 +253,12 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: AttentionSite = self._dampen_attention
         layer = site.layer
-        frame = frame_of(layer) if layer.frames else None
+        frame = None
+        if layer.frames:
+            # the innermost is mostly this thread's; a graph knows no thread
+            last = layer.frames[-1]
+            mine = not torch.compiler.is_compiling() and last.thread == threading.get_ident()
+            frame = last if mine else frame_of(layer)
         work = frame.work if frame is not None else None
         if work is None or work.training is not self.training:  # no block has asked for this module
             work = layer.at_work(self)

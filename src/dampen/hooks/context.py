@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dampen.calls.ledger import Ledger
+from dampen.calls import Penalties
 from dampen.hooks.entry import EntrySite
 from dampen.hooks.own_dropout import OwnRate
 from dampen.regularizer import ATTENTION_STAGES, LINEAR_STAGES, Regularizer, Site, in_order
@@ -290,7 +290,7 @@ class ModelSite:
         self.input_name, self.input_position = model_input
         self.enabled = True
         self.sampling = False  # Monte-Carlo averaging
-        self.ledger = Ledger(None, clones, strict=False)
+        self.ledger = Penalties(None, clones, strict=False)
         self.entry: EntrySite | None = None
         self.layers: list[Layer] = []
         self.doubled: DoubledBatch | None = None  # where a method compares two passes

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dampen._torch import pytree
+from dampen.hooks.block import apply_linear, layer_valid
 from dampen.hooks.context import Frame, close_frame, frame_of, open_frame
-from dampen.hooks.linear import apply_linear, layer_valid
 from dampen.hooks.residual import call_torch
 from dampen.hooks.roles import FFN_IN, FFN_OUT, is_linear
 from dampen.hooks.scope import LISTS, LinearPlan, inside

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from dampen.hooks.attention import attention_forward, mark_forward
-from dampen.hooks.block import block_forward
+from dampen.hooks.block import block_forward, linear_forward
 from dampen.hooks.carrier import carrier_forward
 from dampen.hooks.embeddings import embedding_forward, mask_forward
 from dampen.hooks.entry import entry_forward
 from dampen.hooks.experts import eager_experts_forward, experts_forward
 from dampen.hooks.instance import instance_forward
 from dampen.hooks.library_backend import backend_forward, hidden_forward
-from dampen.hooks.linear import linear_forward
 from dampen.hooks.own_dropout import sampled_forward
 from dampen.hooks.owner import owner_forward, part_forward
 from dampen.hooks.whole_model import model_forward

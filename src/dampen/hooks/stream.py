@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import in_functorch, no_torch_function, saved_tensors_are_hooked, version_of
-from dampen.calls import BranchCall
+from dampen.calls import BranchCall, waiting_of
 from dampen.containers import first_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class StreamSocket:
         self.departed = False  # whether the block adds otherwise this time
         self.thread = threading.get_ident()
         self.version, self.random = version_of(x), torch.get_rng_state()
-        self.penalties = [{key: r._penalties[key] for key in r._own_slots()} for r in active]
+        self.penalties = [waiting_of(r) for r in active]
         frame.residual = self
         self._open(x)
 
@@ -136,7 +136,8 @@ class StreamSocket:
             )
         torch.set_rng_state(self.random)
         for r, penalties in zip(self.active, self.penalties, strict=True):
-            r.drop_penalties()  # of this thread
+            for key in waiting_of(r):
+                del r._penalties[key]
             r._penalties.update(penalties)
         self.frame.restart()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.hooks.linear import apply_linear
+from dampen.hooks.block import apply_linear
 from dampen.regularizer import Call, LinearCall, Regularizer
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +18,7 @@ from dampen.containers import tensors_in
 from dampen.hooks.blame import add_blame
 from dampen.hooks.context import ModelSite, close_frame, open_frame
 from dampen.hooks.determinism import deterministic
-from dampen.masks import close_masks, open_masks
+from dampen.masks import memories
 from dampen.regularizer import Regularizer
 
 _DATA = (
@@ -49,7 +50,7 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         for r in site.own:
             if "inputs" in r.stages and site.acts(r, self.training):
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
-        if site.order is not None and not torch.compiler.is_compiling():
+        if site.order is not None and not site.order.known and not torch.compiler.is_compiling():
             site.order.start()
         trained = not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         site.ledger.enter(self.training and site.enabled, trained)
@@ -57,7 +58,7 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             site.padding.start()
         frames = [(layer, open_frame(layer)) for layer in site.blockless if layer.enabled]
         if not torch.compiler.is_compiling():
-            open_masks()
+            memories.setdefault(threading.get_ident(), []).append(None)
         try:
             out = base(self, *args, **kwargs)
             if not torch.compiler.is_compiling():
@@ -70,7 +71,10 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             site.ledger.leave()
             if not torch.compiler.is_compiling():
-                close_masks()
+                opened = memories[threading.get_ident()]
+                opened.pop()
+                if not opened:
+                    del memories[threading.get_ident()]
             for layer, frame in frames:
                 close_frame(layer, frame)
 

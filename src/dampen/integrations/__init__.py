@@ -1,4 +1,4 @@
-"""Other people's trainers, one small file each, imported only when asked for: `from
+"""Other people's trainers, one small file each, imported only when used: `from
 dampen.integrations import hf`.
 
 Methods that draw at random need none of this: they work under any trainer once the model is

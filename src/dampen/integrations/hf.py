@@ -117,7 +117,7 @@ class Regularized:
 
         def forward() -> tuple[Tensor, Tensor | None]:
             # a copy, because trainers take the labels out of what they get; outputs only where the
-            # trainer itself asks for them, because TRL's cost a forward of their own
+            # trainer itself requests them, because TRL's cost a forward of their own
             loss = inner(
                 model,
                 dict(inputs),

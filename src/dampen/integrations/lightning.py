@@ -2,7 +2,7 @@
 
     trainer = lightning.Trainer(callbacks=[dampen.integrations.lightning.Regularize(reg)])
 
-`training_step` is run as it stands, twice where a method compares two passes; the penalties are
+`training_step` is run unchanged, twice where a method compares two passes; the penalties are
 added to the loss that it returns, before Lightning divides it by `accumulate_grad_batches`.
 """
 

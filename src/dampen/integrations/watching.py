@@ -1,4 +1,4 @@
-"""While a trainer computes a loss: what its model gave out, and forwards without gradient left
+"""While a trainer computes a loss: what its model returned, and forwards without gradient left
 plain."""
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from dampen._torch import refuse_nested
 from dampen.kernels.kernel import Kernel, attention_weights, choose_kernel, run_kernel
 from dampen.masks import read_mask
+from dampen.native import library
 from dampen.native.entry import unfit_for_attention
-from dampen.native.library import available as native_available
 from dampen.regularizer import ATTENTION_STAGES, Call, Regularizer, check_only_reads, in_order
 
 
@@ -64,7 +64,7 @@ class Needs:
     """What some methods need of an attention, worked out once for all forwards in which they are at
     work.
 
-    The kernel that was chosen is kept here per shape, dtype and device, so that each site asks
+    The kernel that was chosen is kept here per shape, dtype and device, so that each site decides
     once.
 
     Args:
@@ -103,7 +103,7 @@ class Needs:
             return choose_kernel(q, k, self.inside, matrix, native, v, mask)
         device = q.device.type
         # what may differ from call to call although the shapes are the same
-        if not (native and q.is_cpu and native_available()):
+        if not (native and q.is_cpu and (library.loaded is not None or library.available())):
             unfit = None
         else:
             unfit = unfit_for_attention(q, k, v, mask)
@@ -132,7 +132,7 @@ def attend(
     call: Call | None,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Kernel | None]:
-    """As `attention`, of methods in their order; also the weights (when asked for) and the
+    """As `attention`, of methods in their order; also the weights (if requested) and the
     kernel that ran.
 
     Args:
@@ -156,7 +156,8 @@ def attend(
     if needs.regularizers and query.is_nested:
         refuse_nested(query, "attention")
     q, k, v, mask, leading = _four_dims(query, key, value, attn_mask, enable_gqa)
-    k, v = _fitting(q, k, v)
+    if not (q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
+        k, v = _fitting(q, k, v)
     # a batch of no samples, or no tokens: nothing to act on
     if not torch.compiler.is_compiling() and not (q.numel() and k.numel()):
         needs = Needs(())

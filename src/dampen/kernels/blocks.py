@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dampen._torch import has_numbers
-from dampen.calls.ledger import makes_penalties
+from dampen.calls import makes_penalties
 from dampen.regularizer import Call, Regularizer
 
 ROWS = 256
@@ -37,7 +37,7 @@ def fits_blocks(
     regularizers: Sequence[Regularizer],
     call: Call,
 ) -> bool:
-    """Whether the Function below can stand for the fused kernel: plain tensors on a CPU, and masks
+    """Whether the Function below can replace the fused kernel: plain tensors on a CPU, and masks
     that are masks alone (a penalty made inside it would have no gradient).
 
     Args:

@@ -1,7 +1,7 @@
 """Long sequences on CUDA, on request: FlexAttention hides keys inside its kernel, by a function of
 a seed and a place.
 
-`DAMPEN_FLEX=1` asks for it. A bool mask over all queries takes N x M bytes, and its draw as long;
+`DAMPEN_FLEX=1` enables it. A bool mask over all queries takes N x M bytes, and its draw as long;
 here each score is hidden or not by Philox2x32-10 (Salmon et al., SC 2011) of (seed; head, query;
 key), which the backward computes again. Checked on a CPU against dense attention, values and
 gradients, in its eager form; untested on a GPU, speed unmeasured.
@@ -19,7 +19,7 @@ from dampen.masks import may_empty
 from dampen.regularizer import Call, Regularizer
 
 FROM = 2048
-"""Keys from which it runs where it was asked for: below, a bool mask is small."""
+"""Keys from which it runs where it was enabled: below, a bool mask is small."""
 _LOW = 0xFFFFFFFF
 
 
@@ -61,19 +61,19 @@ def hiding(
     return hidden
 
 
-def fits_flex(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], asked: bool) -> bool:
-    """Whether it was asked for and can do what is to be done: one method that hides single keys on
+def fits_flex(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], enabled: bool) -> bool:
+    """Whether it was enabled and can do what is to be done: one method that hides single keys on
     CUDA, of so many that no query loses all.
 
     Args:
         q: (B, H, N, d).
         k: (B, Hk, M, d).
         regularizers: methods at work, in order.
-        asked: FlexAttention may run.
+        enabled: FlexAttention may run.
     """
     keys, maskers = k.shape[2], [r for r in regularizers if "mask" in r.stages]
     return (
-        asked
+        enabled
         and os.environ.get("DAMPEN_FLEX", "0") == "1"
         and q.device.type == "cuda"
         and isinstance(keys, int)

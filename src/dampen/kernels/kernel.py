@@ -101,7 +101,7 @@ def choose_kernel(
             why = "keys are hidden inside the kernel" if hides else "short rows"
             return Kernel("native", False, f"{why}, and nothing of N x M is kept")
     instead = f"; not native: {unfit}" if unfit else ""
-    if fits_flex(q, k, regularizers, asked=native):
+    if fits_flex(q, k, regularizers, enabled=native):
         return Kernel("flex", False, "DAMPEN_FLEX=1: keys are hidden inside FlexAttention")
     device = q.device.type
     if torch.is_autocast_enabled(device):
@@ -182,7 +182,7 @@ def attention_weights(
     regularizers: Sequence[Regularizer],
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """Output and the (B, H, N, M) weights, for callers that ask for the weights.
+    """Output and the (B, H, N, M) weights, for callers that need the weights.
 
     Args:
         q: (B, H, N, d).
@@ -202,7 +202,7 @@ def attention_weights(
     call.scores = s.detach() if s.dtype is torch.float32 else None
     keep = _merge(q, shared, regularizers, call)
     call.scores = None
-    own = True  # s is nobody else's yet
+    own = True  # s is used nowhere else yet
     for r in regularizers:
         if "logits" in r.stages:
             s, own = r.logits(s, call), False
@@ -274,7 +274,7 @@ def _added_mask(
 def _unfit_for_native(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, regularizers: Sequence[Regularizer]
 ) -> str | None:
-    """Why dampen's own kernel cannot do what is asked, in a few words; "" where it can, and None
+    """Why dampen's own kernel cannot do this, in a few words; "" where it can, and None
     where another is simply faster. It does at most one method that hides keys, in float32, on a
     CPU."""
     if torch.is_autocast_enabled("cpu"):

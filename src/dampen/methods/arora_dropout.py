@@ -28,7 +28,7 @@ class AroraDropout(Regularizer):
     Args:
         query, key, value, ffn: the weights; a number, a schedule or one value per layer. The plain
             number 0 switches a term off.
-        rate: p of the dropout that the penalty stands for.
+        rate: p of the dropout that the penalty replaces.
 
     >>> from dampen import AroraDropout
     >>> AroraDropout(ffn=0.05)
@@ -41,7 +41,7 @@ class AroraDropout(Regularizer):
     multiplies = True
     reads_product = False
     rate: Tensor
-    swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not asked yet
+    swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not known yet
 
     def __init__(
         self, query: Value = 0, key: Value = 0, value: Value = 0, ffn: Value = 0, rate: Value = 0.2

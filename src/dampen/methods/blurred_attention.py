@@ -40,13 +40,13 @@ class BlurredAttention(Regularizer):
     needed and the fused kernel stays. A position bias (Swin, T5) is added afterwards and not
     blurred.
 
-    Departures: a neighbor counts only if every query that sees a key sees the neighbor too, and the
-    kernel is renormalized over those that count. This one rule leaves out padding, looks only
-    backwards in causal attention, and does not reach across packed documents or sliding windows.
-    Edges are renormalized likewise. With `grid` the patches are blurred in two dimensions and
-    prefix tokens (CLS) left alone; without it the end of one row of patches mixes with the start of
-    the next. The paper's w and sigma are not public: the defaults are ours. It reports that w above
-    9 hurts, so that warns.
+    Differences from the paper: a neighbor counts only if every query that sees a key sees the
+    neighbor too, and the kernel is renormalized over those that count. This one rule leaves out
+    padding, looks only backwards in causal attention, and does not reach across packed documents or
+    sliding windows. Edges are renormalized likewise. With `grid` the patches are blurred in two
+    dimensions and prefix tokens (CLS) left alone; without it the end of one row of patches mixes
+    with the start of the next. The paper's w and sigma are not public: the defaults are ours. It
+    reports that w above 9 hurts, so that warns.
 
     Learned sigma, which the paper names as future work: with `learn=True` each key head of each
     layer has its own, a parameter (`reg.parameters()`) that starts at `sigma`; s = u sigma_h with u
@@ -104,7 +104,7 @@ class BlurredAttention(Regularizer):
             raise ValueError(f"BlurredAttention: draw must be 'forward' or 'head', got {draw!r}.")
         self.scheduled("sigma", sigma, high=math.inf)
         self.width, self.grid = width, None if grid is None else check_grid(grid)
-        # the grid that the model makes, if it tells
+        # the grid that the model makes, if it is known
         self.patches: tuple[int, int] | None = None
         self.edge, self.draw, self.learn = edge, draw, learn
         self.log_sigma: nn.Parameter | None = None

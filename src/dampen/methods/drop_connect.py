@@ -23,9 +23,9 @@ class DropConnect(Regularizer):
     y = (M * W / (1 - p)) x + b, M ~ Bernoulli(1 - p).
 
     The parameters stay where they are: only the product sees the thinned weight, so state_dict, DDP
-    and FSDP know nothing of it. Departure: the paper samples the activations at test time from a
-    Gaussian; here eval is the plain model, as with dropout, and `reg.mc_average` averages over
-    masks.
+    and FSDP know nothing of it. Differences from the paper: the paper samples the activations at
+    test time from a Gaussian; here eval is the plain model, as with dropout, and `reg.mc_average`
+    averages over masks.
 
     Args:
         rate: probability to drop a weight.

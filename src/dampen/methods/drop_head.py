@@ -18,8 +18,8 @@ class DropHead(Regularizer):
     o_h <- m_h o_h H / sum_h m_h, m_h ~ Bernoulli(1 - p), with at least one head left.
 
     The paper's schedule falls to zero in the middle of training and rises again:
-    `DropHead(vshape(0.2, 0.2))`. Departure: where all heads would go, one random head stays (the
-    paper draws again), so the realized rate is p - p^H / H.
+    `DropHead(vshape(0.2, 0.2))`. Differences from the paper: where all heads would go, one random
+    head stays (the paper draws again), so the realized rate is p - p^H / H.
 
     Args:
         rate: probability to drop a head.

@@ -26,14 +26,14 @@ class DropKey(Regularizer):
     stripes through them, `unit="column"` the same keys from all queries (HiddenKey, arXiv
     2403.00812), which needs no N x N mask.
 
-    Departures: acts in training only (the published code has no such guard); a query that would
-    lose all its keys gets one of them back, so the realized rate is p - p^m / m for m visible keys;
-    seeds are drawn at the rate that hides each place with probability p away from borders (1 -
-    (1-p)^(1/w^2) for blocks, 1 - (1-p)^(1/(w (gh+gw) - w^2)) for crosses), which hides less than p
-    of a small grid (0.217 for p = 0.3, w = 3 on 4 x 4), or with `exact_rate=True` at the rate gamma
-    for which the mean over the grid of 1 - (1 - gamma)^c_ij is p, c_ij the number of seeds that
-    reach a place, so that structures are compared at equal strength; prefix tokens (CLS) are
-    dropped singly.
+    Differences from the paper: acts in training only (the published code has no such guard); a
+    query that would lose all its keys gets one of them back, so the realized rate is p - p^m / m
+    for m visible keys; seeds are drawn at the rate that hides each place with probability p away
+    from borders (1 - (1-p)^(1/w^2) for blocks, 1 - (1-p)^(1/(w (gh+gw) - w^2)) for crosses), which
+    hides less than p of a small grid (0.217 for p = 0.3, w = 3 on 4 x 4), or with `exact_rate=True`
+    at the rate gamma for which the mean over the grid of 1 - (1 - gamma)^c_ij is p, c_ij the number
+    of seeds that reach a place, so that structures are compared at equal strength; prefix tokens
+    (CLS) are dropped singly.
 
     The paper's two remedies for the gap between training and test: `DropKey(early(0.3, until=0.9))`
     fine-tunes without it, and `reg.mc_average(lambda: model(x))` averages over random masks at test
@@ -80,7 +80,7 @@ class DropKey(Regularizer):
         self.scheduled("rate", rate)
         self.exact_rate = exact_rate
         self.unit, self.window, self.grid = unit, window, None if grid is None else check_grid(grid)
-        # the grid that the model makes, if it tells
+        # the grid that the model makes, if it is known
         self.patches: tuple[int, int] | None = None
         self.per_query = unit != "column"
         self.stages = frozenset({"mask"} if self.per_query else {"qkv", "mask"})

@@ -19,8 +19,8 @@ class DropPath(Regularizer):
     The paper's rates rise linearly with depth, from 0 in the first layer: `DropPath(linear(0.0,
     0.1))`, the default. A plain number is the same in every layer.
 
-    Departure: the paper drops whole blocks and multiplies by the keep rate at test time; dividing
-    in training is the same in expectation, and eval stays the plain model.
+    Differences from the paper: the paper drops whole blocks and multiplies by the keep rate at test
+    time; dividing in training is the same in expectation, and eval stays the plain model.
 
     Args:
         rate: probability to drop a branch.
@@ -44,7 +44,7 @@ class DropPath(Regularizer):
                 "axis. "
                 "Either the model was called without a batch, (B, N, D), or its blocks lay all "
                 "tokens of a batch in "
-                "one row (OPT), where samples cannot be told apart: leave those out with sites=."
+                "one row (OPT), where samples cannot be separated: leave those out with sites=."
             )
         axis = batch_axis(self) if call.batch_axis is None else call.batch_axis
         shape = [1] * b.ndim

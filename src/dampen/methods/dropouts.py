@@ -49,9 +49,9 @@ class EmbeddingDropout(Regularizer):
     """Plain dropout on what the input or patch embedding gives, before positions are added.
 
     e becomes m * e / (1 - p), m ~ Bernoulli(1 - p) per feature: the first place of dropout in
-    figure 1 of Explicit Dropout (arXiv 2604.20505). Departure: the Transformer (arXiv 1706.03762)
-    drops the sum of embeddings and positions; here positions stay whole, so that no token loses its
-    place. The token lookup itself is untouched: whole words are not dropped.
+    figure 1 of Explicit Dropout (arXiv 2604.20505). Differences from the paper: the Transformer
+    (arXiv 1706.03762) drops the sum of embeddings and positions; here positions stay whole, so that
+    no token loses its place. The token lookup itself is untouched: whole words are not dropped.
 
     Args:
         rate: probability to zero a feature.
@@ -105,8 +105,8 @@ class ProjectionDropout(Regularizer):
     without editing the model.
 
     y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p). A fused projection makes q, k and v of one
-    masked x, for which `ExplicitDropout(joint=...)` stands; separate maps draw separately. The
-    explicit counterpart of the output projection is `ExplicitDropout(output=...)`.
+    masked x, for which `ExplicitDropout(joint=...)` is the penalty; separate maps draw separately.
+    The explicit counterpart of the output projection is `ExplicitDropout(output=...)`.
 
     Args:
         rate: probability to zero a feature.

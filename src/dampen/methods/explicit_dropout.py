@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -74,6 +75,7 @@ _READS = {
     "attended_value": "v",
     "joint": "qkv",
 }
+NO_CONTEXT = contextlib.nullcontext()
 _LAYER = {"ffn_in": "ffn1", "ffn_out": "ffn2", "out": "output"}
 
 
@@ -92,19 +94,19 @@ class ExplicitDropout(Regularizer):
     and no n x n matrix is built: J_q = J_k = p^2/2 ||Q K^T||^2, J_v = p^2/2 ||V||^2, J_av = p^2/2
     ||A V||^2.
 
-    Departures: the paper's B keeps only the squared bias of dropout, `form="exact"` is the true
-    expectation and `form="inverted"` that of `nn.Dropout` (docs/exactness.md); `query_key` masks
-    queries and keys at once, for which the paper has no expression; a mean instead of the authors'
-    sum (`author_weight` converts); biases, rotary, norm and scale are not in Q, K and V; padded
-    tokens count nowhere. Beside other methods each term reads what none of them has changed in its
-    layer, and A before the model's own dropout.
+    Differences from the paper: the paper's B keeps only the squared bias of dropout, `form="exact"`
+    is the true expectation and `form="inverted"` that of `nn.Dropout` (docs/exactness.md);
+    `query_key` masks queries and keys at once, for which the paper has no expression; a mean
+    instead of the authors' sum (`author_weight` converts); biases, rotary, norm and scale are not
+    in Q, K and V; padded tokens count nowhere. Beside other methods each term reads what none of
+    them has changed in its layer, and A before the model's own dropout.
 
     Args:
         query, key, value, attended_value, query_key, ffn: the lambdas; a number, a schedule or one
             value per layer. The plain number 0 switches a term off at no cost.
         ffn1, ffn2: lambdas of the two feed-forward layers (gate and up of a gated one are layer 1),
             where they differ from `ffn`.
-        rate: p of the dropout that the penalties stand for.
+        rate: p of the dropout that the penalties replace.
         form: paper, exact or inverted.
         reduction: mean (per valid token, or pair of tokens), sum, token_mean (batch sum of token
             means) or author (that without the 1/2).
@@ -134,7 +136,7 @@ class ExplicitDropout(Regularizer):
     needs_valid = True
     multiplies = True
     rate: Tensor
-    swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not asked yet
+    swapped: bool | None = None  # whether the feed-forward sees (N, B, D); None: not known yet
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class ExplicitDropout(Regularizer):
             check_joint(form, detach_inputs, heads)
         if "residual" in self.terms and detach_inputs:
             raise ValueError(
-                "ExplicitDropout: residual has no form with detach_inputs=True: no weight stands "
+                "ExplicitDropout: residual has no form with detach_inputs=True: no weight is "
                 "between its mask and "
                 "the branch. Use a second ExplicitDropout(residual=...) beside this one."
             )
@@ -201,7 +203,7 @@ class ExplicitDropout(Regularizer):
         self.pair_terms = self.terms & set(PAIR_TERMS)
         attends = "attended_value" in self.terms
         # A detached input leaves Wv alone, and values that another method changes are not X Wv: the
-        # attention output cannot tell A from these, so take A itself
+        # attention output does not separate A from these, so take A itself
         self.keeps_values = attends and not self.changed_maps.isdisjoint(("v", "qkv", "kv"))
         self.from_weights = self.detach_inputs or self.keeps_values
         self.reads_weights = attends and (self.form != "paper" or self.from_weights)
@@ -275,24 +277,27 @@ class ExplicitDropout(Regularizer):
         """Feed-forward, layers 1 and 2, and the output projection: map and penalty in one."""
         name = _LAYER.get(call.role)
         if name not in self.terms:
-            found = None
-        else:
-            found = multiply(call, self._term(name, call.input), self._swapped(call))
+            return None
+        # inside attention the batch is first
+        swapped = (
+            self._swapped(call) if self.swapped is None else self.swapped and call.role != "out"
+        )
+        found = multiply(call, self._term(name, call.input), swapped)
         if found is None:
             return None
         self.penalize(found[1], name)
-        return self._branch(found[0], call)
+        return self._branch(found[0], call) if "residual" in self.terms else found[0]
 
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
-        """The same beside the map, and the branches that these give out."""
+        """The same beside the map, and the branches that these return."""
         name = _LAYER.get(call.role)
         if name in self.terms:
             with no_autocast(y.device.type):
                 self.penalize(map_penalty(call, self._term(name, y), self._swapped(call)), name)
-        return self._branch(y, call)
+        return self._branch(y, call) if "residual" in self.terms else y
 
     def _branch(self, y: Tensor, call: LinearCall) -> Tensor:
-        if "residual" in self.terms and call.role in BRANCHES:
+        if call.role in BRANCHES:
             if call.tokens is not None:
                 raise RuntimeError(
                     f"ExplicitDropout(residual=...) reads a branch at its last linear layer, but "
@@ -316,7 +321,8 @@ class ExplicitDropout(Regularizer):
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Value, query, key, and the last two at once: the model's mask is known here."""
-        with no_autocast(q.device.type):
+        device = q.device.type
+        with no_autocast(device) if torch.is_autocast_enabled(device) else NO_CONTEXT:
             if "value" in self.terms and call.is_first("v", (self.serial, "value")):
                 v, value = tap_projection("v", v, call, self._term("value", v))
                 self.penalize(value, "value")
@@ -360,9 +366,9 @@ class ExplicitDropout(Regularizer):
         return a
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
-        """Attended value: the part that the attention output tells; and one mask for q, k and v at
+        """Attended value: the part that the attention output shows; and one mask for q, k and v at
         once."""
-        # nobody takes it; the ledger is told all the same
+        # nothing consumes it; the ledger is informed all the same
         if "joint" in self.terms and not torch.is_grad_enabled():
             if self.ledger is not None and self.ledger.counts(self):
                 raise RuntimeError(
@@ -425,7 +431,10 @@ class ExplicitDropout(Regularizer):
             self._penalize(term, value * rows.factor)
 
     def _term(self, name: str, like: Tensor) -> Term:
-        weight, rate = as_wide(self.current(name), like), as_wide(self.current("rate"), like)
+        if torch.compiler.is_compiling():
+            weight, rate = as_wide(self.current(name), like), as_wide(self.current("rate"), like)
+        else:  # plain numbers, whatever the dtype
+            weight, rate = self._numbers[name], self._numbers["rate"]
         return Term(weight, rate, self.form, self.reduction, self.detach_inputs)
 
     def _penalize(self, term: str, value: Tensor) -> None:

@@ -39,10 +39,11 @@ class HardMasking(Regularizer):
     shifts and zeroing is not, so a query whose top scores are negative would see its dropped keys
     *more*.
 
-    Departures: k is taken among the keys that the query may see, over the full score (position bias
-    included), as a count or as a fraction of those keys, rounded up; keys that tie with the k-th
-    belong to the top; a query that would lose all its keys gets one back, at random. The paper's p
-    and k are not public: the defaults are ours. It reports that p above 0.5 hurts, so that warns.
+    Differences from the paper: k is taken among the keys that the query may see, over the full
+    score (position bias included), as a count or as a fraction of those keys, rounded up; keys that
+    tie with the k-th belong to the top; a query that would lose all its keys gets one back, at
+    random. The paper's p and k are not public: the defaults are ours. It reports that p above 0.5
+    hurts, so that warns.
 
     Learned p and k, which the paper names as future work: with `learn` they are parameters per head
     and layer (`reg.parameters()`) that start at `rate` and `top`. Decisions become soft, at

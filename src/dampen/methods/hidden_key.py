@@ -14,9 +14,9 @@ def hidden_key(key: Value = 0.1, hidden: Value = 0.1, weight: Value = 1.0) -> li
     attention, dropout of single features on the hidden states, and a bidirectional KL between two
     passes.
 
-    Departure: the paper drops the feed-forward's output representation; here both residual branches
-    are dropped, which is where hidden dropout stands in the models that have it. A weight of the
-    plain number 0 leaves the KL, and with it the second pass, out: the paper's HiddenKey^-.
+    Differences from the paper: the paper drops the feed-forward's output representation; here both
+    residual branches are dropped, where hidden dropout is in the models that have it. A weight of
+    the plain number 0 leaves the KL, and with it the second pass, out: the paper's HiddenKey^-.
 
     Args:
         key: rate of the keys that are hidden from all queries at once.

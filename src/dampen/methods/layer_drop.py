@@ -22,9 +22,9 @@ class LayerDrop(Regularizer):
     inference: `prune_layers(model, 0.5)` takes out every other one, the paper's simplest and robust
     choice.
 
-    Departure: a dropped layer is computed and its result not used, so that under DDP every rank has
-    a gradient for every parameter whatever it drew. Skipping the computation breaks DDP in the
-    second step.
+    Differences from the paper: a dropped layer is computed and its result not used, so that under
+    DDP every rank has a gradient for every parameter whatever it drew. Skipping the computation
+    breaks DDP in the second step.
 
     Args:
         rate: probability to drop a layer. The paper takes 0.2.
@@ -75,7 +75,7 @@ def prune_layers(model: nn.Module, rate: float = 0.5) -> list[str]:
     """Take every other layer out of `model`, in place, and return the names of those taken:
     LayerDrop's pruning.
 
-    Each stack of layers (encoder, decoder) is pruned by itself. Layers must stand in an
+    Each stack of layers (encoder, decoder) is pruned by itself. Layers must be in an
     `nn.ModuleList` or `nn.Sequential`. What Hugging Face models keep about the number and order of
     their layers is put right.
 
@@ -99,7 +99,7 @@ def prune_layers(model: nn.Module, rate: float = 0.5) -> list[str]:
             model.get_submodule(stack), nn.ModuleList | nn.Sequential
         ):
             raise ValueError(
-                f"the layer '{plan.name}' does not stand in a ModuleList or Sequential: it cannot "
+                f"the layer '{plan.name}' is not in a ModuleList or Sequential: it cannot "
                 "be pruned."
             )
         stacks.setdefault(stack, []).append(int(index))

@@ -251,7 +251,7 @@ class Mixout(FromStart):
 
     Load the pre-trained weights before `regularize`. U costs the memory of the chosen weights once
     more as soon as they move; it is saved in `reg.state_dict()`, so that a resumed run knows where
-    it started. Departure: biases and embeddings are not mixed.
+    it started. Differences from the paper: biases and embeddings are not mixed.
 
     Args:
         rate: probability to put a weight back. The paper takes 0.7 to 0.9 for fine-tuning BERT.
@@ -285,7 +285,7 @@ class ExplicitMixout(FromStart):
 
     Args:
         weight: the penalty's factor; a number, a schedule or one value per layer.
-        rate: p of the Mixout that it stands for.
+        rate: p of the Mixout that it replaces.
         targets: as for `Mixout`.
         detach_inputs: gradients go to the weights alone, not to the activations.
 

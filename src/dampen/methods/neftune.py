@@ -20,8 +20,8 @@ class NEFTune(Regularizer):
 
     Padded tokens get no noise and do not count in n: padding is read from the model's
     `attention_mask` argument. On images and audio the noise falls on the patch or frame embeddings.
-    Departure: the authors' code, and transformers', count padded tokens in n. Instead of
-    transformers' own `neftune_noise_alpha`, never beside it: both would add noise.
+    Differences from the paper: the authors' code, and transformers', count padded tokens in n.
+    Instead of transformers' own `neftune_noise_alpha`, never beside it: both would add noise.
 
     Args:
         alpha: how strong; a number, or a schedule over training. The paper takes 5, 10 or 15.

@@ -64,8 +64,8 @@ class PatchDropout(Regularizer):
                 "for text."
             )
         if self.prefix is None:
-            told = [getattr(m, "num_prefix_tokens", None) for m in model.modules()]
-            self.prefix = next((n for n in told if isinstance(n, int)), 1)
+            stated = [getattr(m, "num_prefix_tokens", None) for m in model.modules()]
+            self.prefix = next((n for n in stated if isinstance(n, int)), 1)
 
     def at(self, progress: float) -> None:
         super().at(progress)

@@ -23,8 +23,8 @@ class RDrop(Regularizer):
     predictions. For token classification and language models the divergence is averaged over the
     positions that `reg.loss(..., valid=...)` marks; the integrations mark those that have a label.
 
-    The paper's randomness is dropout; here it is whatever stochastic method stands beside it, or
-    the model's own dropout. As the paper, it averages over predictions; it differs from
+    The paper's randomness is dropout; here it is whatever stochastic method is attached beside it,
+    or the model's own dropout. As the paper, it averages over predictions; it differs from
     `Consistency(symmetric=True)` in name only. Needs `reg.loss`, which runs both passes.
 
     Args:

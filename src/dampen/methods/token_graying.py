@@ -29,8 +29,8 @@ class TokenGraying(Regularizer):
     `kind="svd"`: X = U S V^T, X' = U (S / max S)^eps V^T, so that kappa(X') = kappa(X)^eps;
     `kind="dct"`: c the 2-D orthonormal DCT of X, c' = sign(c) (|c| / max |c|)^eps, X' its inverse.
 
-    Departures: the paper does not publish the DCT's amplification, the formula above is ours; max S
-    (max |c|) is
+    Differences from the paper: the paper does not publish the DCT's amplification, the formula
+    above is ours; max S (max |c|) is
         multiplied back
     (`restore_scale=True`), so that the model sees pixels of the usual size; the SVD runs through
     `eigh` of the smaller Gram matrix in float64 with a floor on tiny eigenvalues. A masked
@@ -132,7 +132,7 @@ def find_patch_size(model: nn.Module) -> tuple[int, int]:
         found = f"its first convolution, '{name}', is {first}"
     raise UnsupportedModel(
         f"TokenGraying acts on the patches of images, but {type(model).__name__} has "
-        f"no patch embedding that tells their size: {found}. Give patch_size=(height, "
+        f"no patch embedding that shows their size: {found}. Give patch_size=(height, "
         "width), or patch_size='tokens' if the model takes tokens (B, N, D)."
     )
 

@@ -96,7 +96,7 @@ class ConvStem(nn.Module):
 
     def __init__(self, image_size: int | tuple[int, int], channels: int, width: int):
         super().__init__()
-        # what one token stands for, as in `PatchEmbed`
+        # what one token covers, as in `PatchEmbed`
         self.patch_size = (8, 8)
         self.image_size = pair(image_size)
         self.grid_size = patch_grid(self.image_size, self.patch_size)
@@ -172,7 +172,7 @@ class ViT(nn.Module):
                 f"pool says how tokens become one vector: got {pool!r}; use 'cls' or 'mean'."
             )
         self.pool = pool
-        # the class token stands before the patches
+        # the class token comes before the patches
         self.num_prefix_tokens = 1
         if stem not in ("patch", "conv"):
             raise ValueError(

@@ -13,7 +13,7 @@ def main() -> None:
         print(f"{status()}.")
     except BuildError as error:
         print(f"native kernels were not built: {str(error).rstrip('.')}. {WITHOUT}")
-    except Exception as error:  # whatever it is, nobody's installation may stop here
+    except Exception as error:  # whatever it is, no installation may stop here
         said = " ".join(str(error).split()).encode("ascii", "backslashreplace").decode()
         print(f"native kernels were not built ({type(error).__name__}: {said}). {WITHOUT}")
 

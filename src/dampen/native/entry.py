@@ -1,4 +1,4 @@
-"""The one place where tensors become pointers: what is asked of them first, and the calls of the C
+"""The one place where tensors become pointers: what is checked first, and the calls of the C
 functions.
 
 Nothing else in dampen hands an address to C. `unreadable` says why a kernel may not see a tensor,
@@ -16,8 +16,8 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from dampen._torch import functorch_level, in_forward_mode
-from dampen.native.library import library
+from dampen._torch import forward_level, functorch_level
+from dampen.native import library
 
 # The fields of `struct Problem` (attention.h) and `struct Tapped` (penalty.h), in order. To pack
 # bytes is several times quicker than to fill a ctypes structure, and these calls are made in every
@@ -31,7 +31,7 @@ _NO_STRIDES = (0, 0, 0)
 
 
 class NativeError(RuntimeError):
-    """A kernel refused its arguments. Nothing was read or written; what should have been asked
+    """A kernel refused its arguments. Nothing was read or written; what should have been checked
     before was not."""
 
 
@@ -52,7 +52,7 @@ def first_unreadable(
     """The first of several tensors that no kernel may read, and why; None where all can be read.
 
     One loop and no function per tensor: this runs for every tensor of every layer and step. In a
-    graph only what a fake tensor knows is asked: the operator asks the rest of the numbers
+    graph only what a fake tensor knows is checked: the operator checks the rest of the numbers
     themselves.
     """
     compiling, size = torch.compiler.is_compiling(), dtype.itemsize
@@ -88,9 +88,7 @@ def transformed() -> str:
         return "inside torch.func"
     if torch.jit.is_tracing():
         return "inside torch.jit.trace"
-    if in_forward_mode():
-        return "in forward-mode differentiation"
-    return ""
+    return "in forward-mode differentiation" if forward_level() >= 0 else ""
 
 
 def unfit_for_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
@@ -165,7 +163,7 @@ def _raise_refused(refused: bytes) -> NoReturn:
 
 
 class AttentionSettings(NamedTuple):
-    """What a call of the attention kernel is told besides its tensors."""
+    """What a call of the attention kernel gets besides its tensors."""
 
     seed: int
     rate: float
@@ -263,7 +261,8 @@ def attend(
     require((q, k, v))
     if keep is not None:
         require((keep,), torch.bool)
-    if refused := library().dampen_attention(_problem(settings, q, k, v, keep, top, o, lse)):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_attention(_problem(settings, q, k, v, keep, top, o, lse)):
         _raise_refused(refused)
 
 
@@ -283,7 +282,8 @@ def attend_backward(
     require((q, k, v, grads[0], o, lse, top))
     if keep is not None:
         require((keep,), torch.bool)
-    if refused := library().dampen_attention_backward(
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_attention_backward(
         _problem(settings, q, k, v, keep, top, o, lse, grads)
     ):
         _raise_refused(refused)
@@ -297,7 +297,8 @@ def kept_keys(
     if keep is not None:
         require((keep,), torch.bool)
     kept = torch.empty(*q.shape[:3], k.shape[2], dtype=torch.uint8, device="cpu")
-    if refused := library().dampen_kept(_problem(settings, q, k, None, keep, top), *_at(kept)):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_kept(_problem(settings, q, k, None, keep, top), *_at(kept)):
         _raise_refused(refused)
     return kept.view(torch.bool)
 
@@ -307,7 +308,8 @@ def dropped(x: Tensor, seed: int, rate: float) -> Tensor:
     require((x,))
     x = x.contiguous()
     y = torch.empty_like(x)
-    if refused := library().dampen_dropout(
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_dropout(
         *_at(x), *_at(y), x.numel(), rate, seed, torch.get_num_threads()
     ):
         _raise_refused(refused)
@@ -317,7 +319,8 @@ def dropped(x: Tensor, seed: int, rate: float) -> Tensor:
 def factors(shape: Sequence[int], seed: int, rate: float) -> Tensor:
     """0 or 1 / (1 - rate): what `dropped` multiplies by under the same seed."""
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
-    if refused := library().dampen_factors(*_at(out), out.numel(), rate, seed):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_factors(*_at(out), out.numel(), rate, seed):
         _raise_refused(refused)
     return out
 
@@ -326,7 +329,8 @@ def hidden_keys(slabs: int, queries: int, keys: int, rate: float, seed: int) -> 
     """Which keys attention hides under a seed where the model shows all: bool (slabs, queries,
     keys), True hides."""
     out = torch.empty(slabs, queries, keys, dtype=torch.uint8, device="cpu")
-    if refused := library().dampen_mask(*_at(out), slabs, queries, keys, rate, seed):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_mask(*_at(out), slabs, queries, keys, rate, seed):
         _raise_refused(refused)
     return out.view(torch.bool)
 
@@ -334,13 +338,14 @@ def hidden_keys(slabs: int, queries: int, keys: int, rate: float, seed: int) -> 
 def draws(count: int, seed: int, stream: int = 0, slab: int = 0) -> Tensor:
     """The first 16-bit draws of a slab, as int16: for tests of their quality."""
     out = torch.empty(count, dtype=torch.int16, device="cpu")
-    if refused := library().dampen_draws(*_at(out), count, seed, stream, slab):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_draws(*_at(out), count, seed, stream, slab):
         _raise_refused(refused)
     return out
 
 
 class Place(NamedTuple):
-    """Where a row of numbers stands: a tensor, and from which of its numbers on."""
+    """Where a row of numbers is: a tensor, and from which of its numbers on."""
 
     of: Tensor
     start: int = 0
@@ -366,13 +371,15 @@ class TapJob(NamedTuple):
 
 def sum_squares(tapped: Sequence[TapJob]) -> None:
     """Add to each total, and write each sum."""
-    if refused := library().dampen_taps(_packed(tapped), len(tapped)):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_taps(_packed(tapped), len(tapped)):
         _raise_refused(refused)
 
 
 def spread_squares(tapped: Sequence[TapJob]) -> None:
     """Write each gradient, and those of the biases."""
-    if refused := library().dampen_taps_backward(_packed(tapped), len(tapped)):
+    kernels = library.loaded or library.library()
+    if refused := kernels.dampen_taps_backward(_packed(tapped), len(tapped)):
         _raise_refused(refused)
 
 

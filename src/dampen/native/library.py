@@ -62,10 +62,11 @@ if refused or [draws[16 * i] for i in range(8)] != known:
     sys.exit("it draws wrong random numbers")
 """
 
-_library: ctypes.CDLL | None = None
+loaded: ctypes.CDLL | None = None
+"""The kernels; None where there are none, or nobody has looked yet (`looked`)."""
 # why there is none, once that is known
 _why_not = ""
-_looked = False
+looked = False
 
 
 class BuildError(RuntimeError):
@@ -158,8 +159,8 @@ def _run_compiler(command: list[str]) -> None:
         lines = _readable(result.stderr).strip().splitlines() or [
             f"exit code {result.returncode}, and no word"
         ]
-        telling = next((line for line in lines if "error" in line), lines[-1])
-        raise BuildError(f"{name} failed: {telling.strip()[:300]}")
+        shown = next((line for line in lines if "error" in line), lines[-1])
+        raise BuildError(f"{name} failed: {shown.strip()[:300]}")
 
 
 def _try_out(made: Path) -> None:
@@ -216,9 +217,9 @@ def available() -> bool:
     """Whether the kernels are there and switched on. The file is looked for once, at the latest
     when a graph is traced: a process that compiles first draws what one draws that ran eagerly
     first."""
-    if not _looked:
+    if not looked:
         _look_while_tracing() if torch.compiler.is_compiling() else _look()
-    return _library is not None
+    return loaded is not None
 
 
 def use_native_kernels() -> None:
@@ -241,14 +242,14 @@ def path() -> str:
 @contextmanager
 def torch_only(why: str) -> Iterator[None]:
     """Inside, everything runs on torch alone, as if nothing had been built; `status` says why."""
-    global _library, _why_not
+    global loaded, _why_not
     available()  # so that nobody looks inside
-    before = _library, _why_not
-    _library, _why_not = None, why
+    before = loaded, _why_not
+    loaded, _why_not = None, why
     try:
         yield
     finally:
-        _library, _why_not = before
+        loaded, _why_not = before
 
 
 def status() -> str:
@@ -260,11 +261,11 @@ def status() -> str:
 
 def library() -> ctypes.CDLL:
     """The loaded kernels."""
-    if _library is None:
+    if loaded is None:
         available()  # looks, once
-    if _library is None:
+    if loaded is None:
         raise RuntimeError(f"dampen's {status()}. Build them with `dampen doctor --build`.")
-    return _library
+    return loaded
 
 
 def _flags() -> list[str]:
@@ -274,13 +275,13 @@ def _flags() -> list[str]:
 
 def reset() -> None:
     """Look again, after the environment or the cache has changed."""
-    global _library, _looked, _why_not
-    _library, _looked, _why_not = None, False, ""
+    global loaded, looked, _why_not
+    loaded, looked, _why_not = None, False, ""
 
 
 def _look() -> None:
-    global _library, _looked, _why_not
-    _looked = True
+    global loaded, looked, _why_not
+    looked = True
     if os.environ.get("DAMPEN_NATIVE", "1") == "0":
         _why_not = "DAMPEN_NATIVE=0"
         return
@@ -297,23 +298,23 @@ def _look() -> None:
             _why_not = failed
             return
         gemm = _torch_gemm()
-        loaded = ctypes.CDLL(str(path))
-        _declare(loaded)
-        if lacks := loaded.dampen_start(gemm):
+        found = ctypes.CDLL(str(path))
+        _declare(found)
+        if lacks := found.dampen_start(gemm):
             _why_not = f"{path.name} was built for another processor ({lacks.decode()})"
             return
     except (OSError, AttributeError) as error:
         shown = _readable(str(error).encode("utf-8", "replace"))
         _why_not = f"the kernels in {folder} do not load ({shown})"
         return
-    _library = loaded
+    loaded = found
 
 
 @run_by_the_tracer
 def _look_while_tracing() -> bool:
     """`_look`, run by the tracer itself: what it finds holds for the whole process."""
     _look()
-    return _library is not None
+    return loaded is not None
 
 
 def _build_anew(path: Path, wrong: str) -> str:
@@ -344,7 +345,7 @@ def _torch_gemm() -> ctypes.c_void_p:
     return ctypes.cast(ctypes.CDLL(str(name)).sgemm_, ctypes.c_void_p)
 
 
-def _declare(loaded: ctypes.CDLL) -> None:
+def _declare(kernels: ctypes.CDLL) -> None:
     i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
     # an address, and the room from there on
     memory = [pointer, i64]
@@ -361,5 +362,5 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "dampen_draws": [*memory, i64, u64, i64, u64],
     }
     for name, types in arguments.items():
-        function = getattr(loaded, name)
+        function = getattr(kernels, name)
         function.argtypes, function.restype = types, ctypes.c_char_p  # null, or what is refused

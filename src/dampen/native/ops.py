@@ -4,7 +4,7 @@ behind them.
 Random numbers are Philox's, a function of a seed and of a place. The seed is drawn from torch's
 global generator in the forward, so a checkpoint's recompute draws it again, and the backward makes
 every mask anew instead of keeping it. In eager mode an `autograd.Function` is called directly; in a
-graph, and where a dispatch mode watches (to count FLOPs, for one), the same code stands behind
+graph, and where a dispatch mode watches (to count FLOPs, for one), the same code is behind
 `torch.library` operators. A backward that is itself to be differentiated runs on torch, with the
 mask that the kernel drew.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dampen._torch import watched_by_a_mode
+from dampen._torch import count_dispatch_modes
 from dampen.native.entry import (
     AttentionSettings,
     attend,
@@ -26,6 +26,7 @@ from dampen.native.entry import (
     draws,
     dropped,
     factors,
+    first_unreadable,
     hidden_keys,
     kept_keys,
     rows_of,
@@ -64,11 +65,8 @@ def attention(
         (0, (0, 0)) if hiding is None else (1, (0, 0)) if hiding.top is None else (2, hiding.top)
     )
     keep = None if keep is None else keep.expand(*q.shape[:3], k.shape[2])
-    if torch.compiler.is_compiling() or watched_by_a_mode():
-        if hiding:
-            seed = _drawn()
-        else:
-            seed = torch.zeros((), dtype=torch.int64, device="cpu")
+    if torch.compiler.is_compiling() or count_dispatch_modes():
+        seed = _drawn() if hiding else torch.zeros((), dtype=torch.int64, device="cpu")
         rate = torch.as_tensor(hiding.rate if hiding else 0.0, dtype=torch.float32, device="cpu")
         out: Tensor = torch.ops.dampen.attention(
             q, k, v, keep, seed, rate, causal, scale, mode, num, den
@@ -106,9 +104,10 @@ def dropout(x: Tensor, rate: float | Tensor) -> Tensor:
 def _empty_like_heads(*tensors: Tensor) -> list[Tensor]:
     """Like each (B, H, N, size), in the layout (B, N, H, size), in which heads are merged
     without a copy."""
-    return [
-        t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in tensors
-    ]
+    made = []
+    for t in tensors:
+        made.append(t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2))
+    return made
 
 
 def _forward(
@@ -128,7 +127,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, top: Tensor,
     keep: Tensor | None, settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, grad, o = rows_of(q, k, v, settled(grad), o)
+    q, k, v, grad, o = rows_of(q, k, v, grad, o)
     dq, dk, dv = _empty_like_heads(q, k, v)
     if not (o.numel() and k.numel()):
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -169,7 +168,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, top, keep = ctx.saved_tensors
-        if torch.is_grad_enabled() or unreadable(settled(grad) if type(grad) is Tensor else grad):
+        if type(grad) is Tensor:
+            grad = settled(grad)
+        if torch.is_grad_enabled() or first_unreadable((grad,)) is not None:
             kept = kept_keys(*rows_of(q.detach(), k.detach()), keep, top, ctx.settings)
             return (*_again(grad, q, k, v, kept, ctx.settings.scale), None, None)
         return (*_backward(grad, q, k, v, o, lse, top, keep, ctx.settings), None, None)
@@ -210,7 +211,7 @@ def _attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     settings = AttentionSettings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
     q, k, v = settled(q), settled(k), settled(v)
-    return _backward(grad, q, k, v, o, lse, top, keep, settings)
+    return _backward(settled(grad), q, k, v, o, lse, top, keep, settings)
 
 
 @torch.library.custom_op("dampen::kept_keys", mutates_args=())

@@ -6,9 +6,6 @@ One tensor at a time in the middle of a layer, or all tensors of a step at once:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,11 +13,7 @@ from dampen.native.entry import Place, TapJob, spread_squares, sum_squares, unre
 
 __all__ = [
     "Place",
-    "Strided",
-    "all_gradients",
-    "all_sums",
     "fits_tap",
-    "layouts_of",
     "tap_gradient",
     "tap_sums",
 ]
@@ -89,89 +82,6 @@ def tap_gradient(through: Tensor, y: Tensor, bias: Tensor | None, scale: float) 
         ]
     )
     return out
-
-
-class Strided(NamedTuple):
-    """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the
-    strides of its own and of a gradient like it."""
-
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, ...]
-    out: tuple[int, int, int]
-
-
-def layouts_of(ys: Sequence[Tensor]) -> list[Strided]:
-    """How each tensor lies. By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which
-    attention gives its own too."""
-    found = []
-    for y in ys:
-        size = y.shape[-1]
-        if y.ndim != 4:
-            found.append(Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size)))
-            continue
-        (b, h, n, _), strides = y.shape, y.stride()[:3]
-        # heads side by side: one long row
-        if strides[1] == size:
-            found.append(Strided((b, 1, n, h * size), strides, (n * h * size, 0, h * size)))
-        else:
-            found.append(Strided((b, h, n, size), strides, (n * h * size, size, h * size)))
-    return found
-
-
-def all_sums(
-    ys: Sequence[Tensor],
-    layouts: Sequence[Strided],
-    biases: Sequence[Place | None],
-    factors: Sequence[float],
-    totals: Sequence[Tensor],
-    sums: Sequence[Place | None],
-) -> None:
-    """Of each y: totals += factor sum ||y_i - bias||^2, and its sums."""
-    sum_squares(
-        [
-            TapJob(at.shape, y, at.strides, factor, bias, total, to)
-            for y, at, bias, factor, total, to in zip(
-                ys, layouts, biases, factors, totals, sums, strict=True
-            )
-        ]
-    )
-
-
-def all_gradients(
-    ys: Sequence[Tensor],
-    layouts: Sequence[Strided],
-    biases: Sequence[Place | None],
-    scales: Sequence[float],
-    sums: Sequence[Place | None],
-    to_biases: Sequence[Place | None],
-) -> list[Tensor]:
-    """scale (y - bias) of each y, and -scale sums where `to_biases` stands."""
-    outs = []
-    for y in ys:
-        if y.ndim != 4:
-            outs.append(y.new_empty(y.shape))
-            continue
-        b, h, n, size = y.shape
-        outs.append(y.new_empty(b, n, h, size).transpose(1, 2))
-    spread_squares(
-        [
-            TapJob(
-                at.shape,
-                y,
-                at.strides,
-                scale,
-                bias,
-                sums=s,
-                out=out,
-                out_strides=at.out,
-                to_bias=to,
-            )
-            for y, at, out, bias, scale, s, to in zip(
-                ys, layouts, outs, biases, scales, sums, to_biases, strict=True
-            )
-        ]
-    )
-    return outs
 
 
 def _place(t: Tensor | None) -> Place | None:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from dampen.studies.run import TrainOptions as TrainOptions
     from dampen.studies.stats import FEWEST as FEWEST_SEEDS
     from dampen.studies.stats import LEVEL as LEVEL
+    from dampen.studies.stats import Summary as Summary
     from dampen.studies.stats import detectable as detectable
     from dampen.studies.stats import deviation as deviation
     from dampen.studies.stats import paired_differences as paired_differences
@@ -84,7 +85,10 @@ _HOMES = {
     "metric": "Metric describe_metric=describe",
     "pairing": "PAPER_SEEDS effect_agreement",
     "store": "RunStore",
-    "stats": ("FEWEST_SEEDS=FEWEST LEVEL detectable deviation paired_differences paired_interval summarize t_quantile"),
+    "stats": (
+        "FEWEST_SEEDS=FEWEST LEVEL Summary detectable deviation paired_differences paired_interval "
+        "summarize t_quantile"
+    ),
     "table": "Entry ResultTable grid_text",
     "verdict": "Verdict judge judge_pairs sentence words",
     "report": "Report make_report write_report",

@@ -31,12 +31,12 @@ from dampen.studies.run import Run
 from dampen.studies.sequential import race_plan, seconds
 from dampen.studies.store import RunStore
 from dampen.studies.study import Study, save_function, save_parts, table_html
-from dampen.studies.trainer.build import load_data, make_model, places, seed_all
-from dampen.studies.trainer.function import as_function, being_read, function_in_file
-from dampen.studies.trainer.losses import loss_of
-from dampen.studies.trainer.parts import Parts
+from dampen.studies.trainer.data import load_data, places, seed_all
+from dampen.studies.trainer.models import make_model
+from dampen.studies.trainer.optim import loss_of
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
+from dampen.studies.trainer.user_function import Parts, as_function, being_read, function_in_file
 from dampen.studies.tuning import chosen_in_words, own_metric, tune, tuned_recipe
 
 if TYPE_CHECKING:

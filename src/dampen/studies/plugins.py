@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     from dampen.studies.text import PAD as PAD
     from dampen.studies.text import Bpe as Bpe
     from dampen.studies.text import pad_tokens as pad_tokens
-    from dampen.studies.trainer.build import derive as derive
+    from dampen.studies.trainer.data import derive as derive
 
 ENVIRONMENT = "DAMPEN_PLUGINS"
 KINDS = tuple(group.removeprefix("dampen.") for group in extensions.GROUPS)
@@ -156,7 +156,7 @@ _HOMES = {
     ),
     "report.formats": ("markdown_text",),
     "text": ("BEGIN", "END", "PAD", "Bpe", "pad_tokens"),
-    "trainer.build": ("derive",),
+    "trainer.data": ("derive",),
 }
 __all__ = ["activate", "active", "load_plugins", "register", *(n for names in _HOMES.values() for n in names)]
 

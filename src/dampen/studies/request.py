@@ -29,10 +29,9 @@ from dampen.studies.recipe import Recipe, merge
 from dampen.studies.report.summary import plural
 from dampen.studies.run import Run, TrainOptions
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.build import MODEL
-from dampen.studies.trainer.function import Function, as_function, function_in_file
-from dampen.studies.trainer.own_result import guess_direction
-from dampen.studies.trainer.parts import Parts
+from dampen.studies.trainer.data import MODEL
+from dampen.studies.trainer.user_function import Function, Parts, as_function, function_in_file
+from dampen.studies.trainer.user_result import guess_direction
 
 
 @dataclass
@@ -182,7 +181,7 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
     return section["code"], (
         f"The code of {section['name']} has changed since {_count(earlier, folder)} were recorded: new trials are run. "
         f"Those of the older code stay in {folder} and are listed as such. "
-        "same_code=True (--same-code) would count them."
+        "same_code=True (--ignore-code-change) would count them."
     )
 
 

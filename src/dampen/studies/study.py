@@ -22,8 +22,7 @@ from dampen.studies.report.terminal import mean_sd
 from dampen.studies.run import Run
 from dampen.studies.sequential import Race
 from dampen.studies.table import Entry, ResultTable, comparison_table, read_results, read_runs
-from dampen.studies.trainer.function import Function
-from dampen.studies.trainer.parts import Parts
+from dampen.studies.trainer.user_function import Function, Parts
 from dampen.studies.user_code import Code, digest_of_file, local_files, package_root
 
 

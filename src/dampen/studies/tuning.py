@@ -34,7 +34,7 @@ from dampen.studies.search_space import (
     select,
 )
 from dampen.studies.table import grid_text, read_results
-from dampen.studies.trainer.function import Function
+from dampen.studies.trainer.user_function import Function
 
 DECAY = (0.01, 3.0)
 """Where AdamW's weight decay is searched: on little data the best is often far above the usual 0.01 to 0.05."""

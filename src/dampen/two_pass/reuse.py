@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import has_forward_hooks, in_functorch, pytree, version_of
-from dampen.calls.later import Penalty
+from dampen.calls import Penalty
 from dampen.containers import tensors_in
 from dampen.regularizer import MODEL_STAGES, Regularizer
 from dampen.two_pass.doubled import BEGUN_APART, PLAIN, DoubledBatch, plan_doubled, same

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dampen
-from dampen.calls.later import Later
+from dampen.calls import Deferred, now
 from dampen.functional.explicit import batched
 from dampen.native import library
 
@@ -91,7 +91,7 @@ def test_one_function_for_all_layers(path):
     model = vit()
     reg = dampen.regularize(model, dampen.ExplicitDropout(**TERMS))
     model(torch.randn(2, 1, 8, 8))
-    assert all(isinstance(v, Later) for c in reg.clones for v in c._penalties.values())
+    assert all(isinstance(v, Deferred) for c in reg.clones for v in c._penalties.values())
     names = nodes(reg.penalty())
     assert names.count("_BatchedBackward") == 1
     assert not {"_TapBackward", "_LinearBackward"} & set(names)
@@ -145,7 +145,7 @@ def test_not_under_a_checkpoint_and_the_same_there(path):
         forward = block.forward
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
     out = model(x)
-    assert not any(isinstance(v, Later) for c in reg.clones for v in c._penalties.values())
+    assert not any(isinstance(v, Deferred) for c in reg.clones for v in c._penalties.values())
     model.zero_grad()
     (F.cross_entropy(out, torch.arange(2)) + reg.penalty()).backward()
     for name, p in model.named_parameters():
@@ -158,7 +158,7 @@ def test_frozen_maps_go_by_a_tap(path):
     for block in model.blocks:
         block.mlp.requires_grad_(False)
     model(torch.randn(2, 1, 8, 8))
-    waits = {n for c in reg.clones for n, v in c._penalties.items() if isinstance(v, Later)}
+    waits = {n for c in reg.clones for n, v in c._penalties.items() if isinstance(v, Deferred)}
     assert waits == {"explicit_dropout.value"}
     reg.penalty().backward()
 
@@ -221,7 +221,7 @@ def test_maps_on_grids_of_tokens_are_rows(path, shape):
     x = torch.randn(*shape, requires_grad=True)
     weight, bias = (torch.randn(*s, requires_grad=True) for s in ((6, 7), (6,)))
     y = F.linear(x, weight, bias)
-    found = batched.wait(y, bias, 0.7, x, weight).now()
+    found = now(batched.wait(y, bias, 0.7, x, weight))
     expected = 0.7 * F.linear(x, weight).square().sum()
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(

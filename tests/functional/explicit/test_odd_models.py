@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import AroraDropout, ExplicitDropout, regularize
-from tests.functional.explicit.toy import Case
+from tests.oracles.explicit_layer import Case
 
 
 class Lora(nn.Module):

@@ -8,7 +8,7 @@ from dampen import ExplicitDropout
 from dampen.functional.explicit import author_weight
 from dampen.functional.explicit.reductions import FORMS, REDUCTIONS, pair_rows, token_rows
 from dampen.methods.explicit_dropout import TERMS
-from tests.functional.explicit.toy import Case, ToyLayer
+from tests.oracles.explicit_layer import Case, ToyLayer
 
 WEIGHTS = dict.fromkeys(TERMS, 1.0)
 

@@ -9,7 +9,7 @@ import dampen
 from dampen import ExplicitDropout
 from dampen.functional.explicit.reductions import FORMS, REDUCTIONS
 from dampen.methods.explicit_dropout import TERMS
-from tests.functional.explicit.toy import RATE, Case, expected, pair_value, split_heads
+from tests.oracles.explicit_layer import RATE, Case, expected, pair_value, split_heads
 
 CASES = {
     "self": Case(),

@@ -5,7 +5,7 @@ import torch
 
 from dampen import DropKey, regularize
 from dampen.studies.data import load
-from dampen.studies.trainer.build import places
+from dampen.studies.trainer.data import places
 from reproductions.data.digit_captions import captions_of, encode, grammar, vocabulary
 from reproductions.models.caption import CaptionMatcher
 

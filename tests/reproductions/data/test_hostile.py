@@ -16,7 +16,7 @@ from dampen.studies.data import load
 from dampen.studies.data.dataset import DamagedData, IncompleteData, MissingData
 from dampen.studies.data.files import parse_npy, read_file, read_image, read_npz
 from dampen.studies.errors import Interrupted
-from dampen.studies.trainer.build import _load
+from dampen.studies.trainer.data import _load
 from dampen.studies.trainer.train import run_trial
 from reproductions.data.archives import parse_json
 from reproductions.data.waves import read_audio

@@ -10,7 +10,7 @@ from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import TASKS
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.build import load_data
+from dampen.studies.trainer.data import load_data
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 from reproductions.data.label_noise import with_label_noise, wrong_labels

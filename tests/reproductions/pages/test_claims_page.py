@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from dampen.studies.report import make_report
 from reproductions.pages import claims, design, lambda_page
 from reproductions.pages.claimed import CLAIMS, TABLES, Claim, Effect, figures
 from reproductions.pages.claims import Found, compare, outcome
+from reproductions.pages.publish import committed_report
 
 
 def fate(kind, low, high, published=None, metric="accuracy"):
@@ -111,7 +111,7 @@ def test_the_claims_page_agrees_with_the_tables_about_explicit_feed_forward():
     """THUMOS14: the table next to the paper and the claim say the same of the same row."""
     found = claims.judged()
     (claim,) = [c for c in found if c.row == "none + explicit ffn" and c.metric == "frame_map"]
-    entry = make_report([claims.RECORDS / claim.record]).tables[0].entry(claim.row)
+    entry = committed_report(claims.RECORDS / claim.record).tables[0].entry(claim.row)
     assert outcome(claim, found[claim][0]) == "shown"
     assert entry.claim.endswith("same direction and size")
 
@@ -136,7 +136,7 @@ def test_choices_at_an_end_and_ties_are_found(tried, expected):
 
 def limits(record):
     path = claims.RECORDS / record
-    return dict(design.limits(make_report([path]).tables[0], path))
+    return dict(design.limits(committed_report(path).tables[0], path))
 
 
 def test_limits_are_read_from_the_records():
@@ -150,7 +150,7 @@ def test_limits_are_read_from_the_records():
 
 
 def test_failed_runs_are_those_near_guessing():
-    table = make_report([claims.RECORDS / "always_skip_attention/results/depth_digits-study.json.xz"]).tables[0]
+    table = committed_report(claims.RECORDS / "always_skip_attention/results/depth_digits-study.json.xz").tables[0]
     names = ("12 layers", "12 layers, no attention skip", "12 layers, no feed-forward skip")
     by_hand = [sum(value < 20 for value in table.entry(name).values.values()) for name in names]
     assert [claims.failed(table, name) for name in names] == by_hand == [0, 4, 7]

@@ -20,7 +20,7 @@ from reproductions.pages import (
     which_method,
 )
 from reproductions.pages.maps_picture import maps_picture
-from reproductions.pages.publish import stated
+from reproductions.pages.publish import committed_report, stated
 from tests.studies.synthetic_runs import edit, write_study
 
 STUDIES = [name for name in tables.STUDIES if tables.result_of(name).exists()]
@@ -47,7 +47,7 @@ def test_every_study_has_its_record():
 def test_records_are_whole(study):
     """Every planned run is there, with enough seeds, and says where it ran; no path of a machine, no weights."""
     path = tables.result_of(study)
-    report = make_report([path])
+    report = committed_report(path)
     (table,) = report.tables
     assert not report.skipped
     runs = table.study.runs()

@@ -11,16 +11,18 @@ from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+import benchmarks.formulations  # noqa: F401  (registers what is timed beside our methods)
 import dampen
+from benchmarks import published
+from benchmarks.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention, wrapped
 from dampen.cli import build
 from dampen.registry import methods
-from dampen.studies.bench import NOISY, Options, bench, find_variants, make_subject, papers, peak_memory, timing
-from dampen.studies.bench.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention, wrapped
+from dampen.studies.bench import NOISY, Options, bench, find_variants, make_subject, peak_memory, timing
 from dampen.studies.bench.output import remarks, save_chart
 from dampen.studies.bench.rows import PRESETS, targets_of
 from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.studies.bench.scaling import _too_much, scale_attention, scale_batch
-from dampen.studies.bench.subject import Subject
+from dampen.studies.bench.subject import Subject, attention_as, unfused
 from dampen.studies.bench.timing import compare, summarize
 from dampen.studies.errors import ConfigError
 from dampen.studies.report import make_report, write_report
@@ -252,7 +254,7 @@ class attention_seen:
             self.seen.append(args[0].shape)
             return original(*args, **kwargs)
 
-        self.patch = papers.attention_as(record)
+        self.patch = attention_as(record)
         self.patch.__enter__()
         return self.seen
 
@@ -280,7 +282,7 @@ def qkv():
 
 def test_unfused_attention_is_attention(qkv):
     q, k, v = qkv
-    plain = papers.unfused()
+    plain = unfused()
     mask = torch.rand(2, 1, 10, 10) > 0.3
     mask[..., 0] = True
     bias = torch.randn(10, 10, dtype=torch.float64)
@@ -293,7 +295,7 @@ def test_unfused_attention_is_attention(qkv):
 def test_published_drop_key_is_the_reference(qkv):
     q, k, v = qkv
     torch.manual_seed(1)
-    ours = papers.drop_key(0.3)(q, k, v)
+    ours = published.drop_key(0.3)(q, k, v)
     torch.manual_seed(1)
     hidden = torch.bernoulli(torch.ones(2, 4, 10, 10, dtype=torch.float64) * 0.3).bool()
     assert not hidden.all(-1).any()
@@ -303,7 +305,7 @@ def test_published_drop_key_is_the_reference(qkv):
 def test_published_drop_attention_is_the_reference(qkv):
     q, k, v = qkv
     torch.manual_seed(1)
-    ours = papers.drop_attention(0.3)(q, k, v)
+    ours = published.drop_attention(0.3)(q, k, v)
     torch.manual_seed(1)
     kept = torch.bernoulli(torch.full((2, 4, 10, 10), 0.7, dtype=torch.float64)).bool()
     torch.testing.assert_close(ours, reference.drop_attention(q, k, v, ~kept))
@@ -313,11 +315,11 @@ def test_published_hard_masking_and_blur_are_the_reference(qkv):
     q, k, v = qkv
     s = reference.scores(q, k)
     torch.manual_seed(1)
-    ours = papers.hard_masking(0.5, top=0.2)(q, k, v)
+    ours = published.hard_masking(0.5, top=0.2)(q, k, v)
     torch.manual_seed(1)
     torch.testing.assert_close(ours, reference_stochastic.hard_masking(s, v, 0.5, 2))
     blurred = reference_stochastic.blurred_attention(s, v, sigma=1.0, width=5)
-    torch.testing.assert_close(papers.blurred_attention(5, 1.0)(q, k, v), blurred, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(published.blurred_attention(5, 1.0)(q, k, v), blurred, rtol=1e-5, atol=1e-6)
 
 
 def test_published_traces_equal_explicit_dropout():
@@ -327,14 +329,14 @@ def test_published_traces_equal_explicit_dropout():
     x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
     for terms, weights in (("v", {"value": 1.0}), ("q", {"query": 1.0, "heads": "concat"})):
         subject = nn.ModuleList([model]).requires_grad_(True)[0]
-        collect = papers.trace_penalties(subject, terms, p=0.2)
+        collect = published.trace_penalties(subject, terms, p=0.2)
         subject(x)
-        published = collect()
-        for module in papers.fused_attentions(subject).values():
+        theirs = collect()
+        for module in published.fused_attentions(subject).values():
             module._forward_hooks.clear()
         reg = dampen.regularize(subject, dampen.ExplicitDropout(**weights, rate=0.2, reduction="sum"))
         subject(x)
-        torch.testing.assert_close(published, reg.penalty())
+        torch.testing.assert_close(theirs, reg.penalty())
         reg.remove()
 
 
@@ -342,14 +344,14 @@ def test_published_graying_is_the_reference():
     from dampen.functional.patches import patchify
 
     images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
-    grayed = papers.gray_svd(images, (4, 4), eps=0.7)
+    grayed = published.gray_svd(images, (4, 4), eps=0.7)
     torch.testing.assert_close(patchify(grayed, 4), reference_skip.gray_svd(patchify(images, 4), 0.7))
 
 
 def test_two_passes_cost_a_symmetric_divergence():
     first, second = torch.randn(2, 5, 4).unbind(0)
     there, back = (reference_stochastic.divergence(a, b) for a, b in ((first, second), (second, first)))
-    assert papers._symmetric_divergence(first, second).item() == pytest.approx(0.5 * (there + back), rel=1e-5)
+    assert published._symmetric_divergence(first, second).item() == pytest.approx(0.5 * (there + back), rel=1e-5)
 
 
 def test_what_one_would_pick_instead_computes_the_same_without_dropout():
@@ -369,7 +371,7 @@ def test_what_one_would_pick_instead_computes_the_same_without_dropout():
 def test_what_one_would_write_instead_is_random(name, monkeypatch):
     subject, found = make_subject(TINY, batch=2), []
     monkeypatch.setattr(Subject, "step", lambda self, losses: lambda: found.append(losses()))
-    step = ALTERNATIVES[name][1](subject)
+    step = ALTERNATIVES[name].build(subject)
     torch.manual_seed(0)
     step(), step()
     assert not torch.equal(*found)

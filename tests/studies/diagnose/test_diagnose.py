@@ -19,7 +19,8 @@ from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.report.diagnosis import measured_figures
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.build import derive, make_model, seed_all
+from dampen.studies.trainer.data import derive, seed_all
+from dampen.studies.trainer.models import make_model
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 

@@ -79,3 +79,16 @@ def test_an_error_of_ours_is_not_hidden(server, monkeypatch, capfd):
     with pytest.raises(http.client.RemoteDisconnected):
         status(server)
     assert "ours" in capfd.readouterr().err
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_let_go(server):
+    """A request has so much time in all; a client that is never silent for long cannot keep a thread."""
+    client = socket.create_connection(server.server_address)
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        for letter in b"GET /version HTTP/1.1\r\nX: " + b"a" * 10_000:
+            client.sendall(bytes([letter]))
+            time.sleep(0.1)
+            assert time.monotonic() - began < 60, "still connected"
+    client.close()
+    assert status(server) == 200

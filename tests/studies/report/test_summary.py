@@ -1,19 +1,23 @@
 """From records to rows: selection on validation, pairing by seed, cost, and what the terminal shows."""
 
+import contextlib
 import io
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from dampen.cli import main
 from dampen.studies.comparison import Comparison, Config, Setting
 from dampen.studies.engines import Job, run_job
 from dampen.studies.errors import DiskFull
+from dampen.studies.report import make_report
 from dampen.studies.report.terminal import LiveView, published_text, results_table
 from dampen.studies.result import parse_event, parse_result
 from dampen.studies.run import Run
 from dampen.studies.store import LoggedRun
 from dampen.studies.table import best_setting, comparison_table
+from tests.studies.synthetic_runs import ROWS, write_study
 
 HEADER = {
     "title": "A [bold]title",
@@ -222,3 +226,23 @@ def test_the_same_weights_tested_in_another_way_are_two_rows():
     for name, gain in (("once", 0.0), ("sampled", 0.01)):
         results |= {f"{name}0{i}": result(0.8, 0.6 + 0.11 * i + gain) | {"last_weights": f"w{i}"} for i in range(3)}
     assert [e.name for e in table_of(plan, results).compared()] == ["once", "sampled"]
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2Jrow\u202e"
+
+
+def test_escape_codes_in_names_are_shown_and_not_obeyed(tmp_path, capsys):
+    rows = {"plain": ROWS["plain"], EVIL: ROWS["Explicit v"]}
+    write_study(tmp_path, rows, title=EVIL)
+    (table,) = make_report([tmp_path]).tables
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    console.print(results_table(table))
+    view = LiveView(console, {"x": EVIL})
+    view._say(EVIL)
+    shown = console.file.getvalue()
+    for format in (["--format", "md"], ["--format", "csv"], ["-o", str(tmp_path / "r.html")]):
+        with contextlib.suppress(SystemExit):
+            main(["report", str(tmp_path), *format])
+    shown += "".join(capsys.readouterr())
+    assert not set("\x1b\x07\u202e") & set(shown)
+    assert "\\x1b" in shown

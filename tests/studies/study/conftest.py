@@ -3,9 +3,9 @@
 import pytest
 
 from dampen.studies.request import request_own
-from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
+from dampen.studies.trainer.user_function import function_in_file
 
 SCRIPT = """
 import torch

@@ -11,8 +11,8 @@ from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import Interrupted
 from dampen.studies.request import request_parts
 from dampen.studies.run import Run
-from dampen.studies.trainer import data_identity
-from dampen.studies.trainer.build import load_data
+from dampen.studies.trainer import data as data_identity
+from dampen.studies.trainer.data import load_data
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from tests.reproductions.data.writers import cifar10_binary, cifar10_parts

@@ -5,9 +5,9 @@ import pytest
 from dampen.studies.errors import ConfigError, Diverged
 from dampen.studies.request import request_own, request_parts
 from dampen.studies.study import Study
-from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
+from dampen.studies.trainer.user_function import function_in_file
 
 ODD = """
 import dampen
@@ -88,7 +88,7 @@ def test_a_row_that_returns_other_metrics_failed_and_says_so(odd, tmp_path):
 
 def test_a_metric_that_is_no_number_is_called_by_its_name(odd, tmp_path):
     study, trials = study_of(odd, "nan", tmp_path / "study")
-    told = r"the function returned accuracy = nan, by which this study is judged \(the last training loss: task 0.5\)"
+    told = r"the function returned accuracy = nan, the metric of this study \(the last training loss: task 0.5\)"
     with pytest.raises(Diverged, match=told):
         run(study, trials[0])
 

@@ -16,8 +16,8 @@ from dampen.studies.errors import ConfigError, OwnCodeError
 from dampen.studies.methods_text import parse_rows
 from dampen.studies.metrics import TASKS, TextMetrics, make_metrics
 from dampen.studies.request import request_parts
-from dampen.studies.trainer.function import function_in_file
 from dampen.studies.trainer.state import Execution
+from dampen.studies.trainer.user_function import function_in_file
 from reproductions.metrics.translation import corpus_scores
 from tests.studies.study.test_parts import write_csv
 
@@ -90,15 +90,17 @@ def test_a_file_that_cannot_be_imported_names_its_line(tmp_path):
 
 
 def test_options_that_would_be_passed_over_are_refused(odd, capsys):
-    said = told_by(capsys, f"{odd}:nan", "--folds", "3", "--partial", "--accelerator", "cuda", "--data-dir", "x")
+    said = told_by(
+        capsys, f"{odd}:nan", "--folds", "3", "--allow-incomplete", "--accelerator", "cuda", "--data-dir", "x"
+    )
     for words in (
         "--folds: your own training splits its own data; it can take the fold from trial.seed",
-        "--partial: your own training reads its own data",
+        "--allow-incomplete: your own training reads its own data",
         "--accelerator: your own training chooses its own device",
         "--data-dir: your own training finds its own data",
     ):
         assert words in said
-    assert "only your own training" in told_by(capsys, "--data", "digits", "--same-code")
+    assert "only a training function" in told_by(capsys, "--data", "digits", "--ignore-code-change")
     assert "did you mean 'train.lr'?" in told_by(capsys, "--data", "digits", "--set", "lr=3")
     said = told_by(capsys, f"{odd}:nan", "--engine", "rya")
     assert said.strip().endswith("unknown engine 'rya'; did you mean 'ray'?")
@@ -126,7 +128,8 @@ def test_a_script_may_import_torchvision_where_its_wheel_is_the_wrong_one(tmp_pa
     """Lightning, timm and transformers import it; the command reads the script in a process that has not."""
     pytest.importorskip("torchvision")
     (tmp_path / "vision.py").write_text("import torchvision\n\n\ndef train(trial):\n    return {}\n")
-    code = "from dampen.studies.trainer.function import function_in_file as f; print(f('vision.py:train').code.name)"
+    code = "from dampen.studies.trainer.user_function import function_in_file as f\n"
+    code += "print(f('vision.py:train').code.name)"
     source = Path(dampen.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     done = subprocess.run(

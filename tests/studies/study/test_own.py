@@ -15,19 +15,19 @@ from dampen.studies.request import request_own
 from dampen.studies.result import parse_event
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.function import as_function
+from dampen.studies.trainer.instrumented import BaselineHandle, Clock, Observer, RandomStream
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
-from dampen.studies.trainer.watched import Clock, PlainHandle, RandomStream, Watch
+from dampen.studies.trainer.user_function import as_function
 from dampen.studies.user_code import digest_of_file
 
 
 def as_if_new(script):
     """Import the script once more."""
-    from dampen.studies.trainer import function
+    from dampen.studies.trainer import user_function
 
-    function._import.cache_clear()
-    return function.function_in_file(f"{script}:train")
+    user_function._import.cache_clear()
+    return user_function.function_in_file(f"{script}:train")
 
 
 def written(asked, row, seed=0):
@@ -69,7 +69,7 @@ def test_records_are_those_of_any_trial_with_costs_from_the_steps(ask, run):
 def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
     seen = []
-    handle = PlainHandle(model, Watch(RandomStream(0), Clock(), lambda progress, terms: seen.append(progress)))
+    handle = BaselineHandle(model, Observer(RandomStream(0), Clock(), lambda progress, terms: seen.append(progress)))
     assert isinstance(handle, Regularization)
     public = [n for n, v in vars(Regularization).items() if not n.startswith("_") and callable(v)]
     x = torch.randn(4, 3)
@@ -85,7 +85,7 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     with handle.disable(), handle.mc_mode():
         model(x)
     assert handle.mc_average(lambda: model(x), 2).shape == (4, 3)
-    assert "plain" in repr(handle)
+    assert "baseline" in repr(handle)
     handle.own(rate=lambda depth, progress: 0.2 + 0.1 * progress)
     handle.progress(1.0)
     assert model[1].p == pytest.approx(0.3)
@@ -99,10 +99,10 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
         handle.progress(0.1)
     called = {"progress", "loss", "penalties", "penalty", "parameters", "state_dict", "load_state_dict", "disable"}
     called |= {"mc_mode", "mc_average", "kernels", "remove", "own"}
-    assert called <= set(vars(PlainHandle))  # nothing comes from the real handle, which needs its sites
+    assert called <= set(vars(BaselineHandle))  # nothing comes from the real handle, which needs its sites
     for name in set(public) - called:  # a method that the handle gains must work, or be left out, here too
-        assert inspect.signature(getattr(PlainHandle, name)), name
-        pytest.fail(f"Regularization.{name} is new: call it on a PlainHandle in this test")
+        assert inspect.signature(getattr(BaselineHandle, name)), name
+        pytest.fail(f"Regularization.{name} is new: call it on a BaselineHandle in this test")
 
 
 def test_the_stream_leaves_the_global_generator_alone_and_goes_on_by_itself():
@@ -187,7 +187,7 @@ def test_changed_code_makes_new_trials_and_says_so_unless_told_it_is_the_same(sc
     run(changed)
     listed = [skipped.reason for skipped in make_report([changed.folder]).skipped]
     assert len(listed) == 2
-    assert "a result of older code of train.py:train (plain, seed 0); --same-code" in " ".join(listed)
+    assert "a result of older code of train.py:train (plain, seed 0); --ignore-code-change" in " ".join(listed)
 
 
 def test_code_that_changes_while_a_study_runs_is_refused(script, ask, run):

@@ -15,7 +15,8 @@ from dampen.studies.data.sets import recognize
 from dampen.studies.errors import ConfigError
 from dampen.studies.files import fingerprint
 from dampen.studies.request import request_parts
-from dampen.studies.trainer.build import load_data, make_model
+from dampen.studies.trainer.data import load_data
+from dampen.studies.trainer.models import make_model
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 

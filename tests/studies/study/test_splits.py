@@ -10,7 +10,7 @@ from dampen.cli import main
 from dampen.studies.checks import check_data
 from dampen.studies.request import request_parts
 from dampen.studies.run import Run
-from dampen.studies.trainer.build import load_data
+from dampen.studies.trainer.data import load_data
 from tests.studies.study.test_parts import write_csv
 
 

@@ -90,14 +90,14 @@ def test_a_run_on_a_full_disk_hands_out_no_more_trials(tmp_path, quick):
 
 def test_an_error_that_cannot_be_written_down_is_a_full_disk(tmp_path, small, quick, monkeypatch):
     """A failing trial writes error.json; where that fails too, the worker lives on and says so."""
-    from dampen.studies.engines import engine
+    from dampen.studies import engines
 
     def full(path, value):
         raise DiskFull(f"No space left while writing {path}.")
 
-    monkeypatch.setattr(engine, "write_json", full)
+    monkeypatch.setattr(engines, "write_json", full)
     monkeypatch.setattr("dampen.studies.trainer.train.run_trial", lambda *a: 1 / 0)
-    outcome = engine.run_job(engine.Job(small(), tmp_path), quick, lambda e: None, lambda: False)
+    outcome = engines.run_job(engines.Job(small(), tmp_path), quick, lambda e: None, lambda: False)
     assert outcome.status == "disk full"
     assert "division by zero" in outcome.message
 

@@ -8,8 +8,15 @@ from dampen.studies.errors import ConfigError, Diverged
 from dampen.studies.run import Run, TrainOptions
 from dampen.studies.store import RunStore
 from dampen.studies.trainer.checkpoint import fingerprint, load_state, saved_states
-from dampen.studies.trainer.losses import Meter, NotFinite, task_loss
-from dampen.studies.trainer.optim import MovingAverage, learning_rate, make_optimizer, set_learning_rate
+from dampen.studies.trainer.optim import (
+    Meter,
+    MovingAverage,
+    NotFinite,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    task_loss,
+)
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from dampen._torch import (
     apply_directly,
-    has_numbers,
+    functorch_level,
     norms_of_all,
-    saved_tensors_are_hooked,
+    saved_tensor_hooks,
     scale_all,
-    version_of,
+    written_to,
 )
-from dampen.calls.later import Later
+from dampen.calls import Deferred
 from dampen.functional.explicit.reductions import Number
 from dampen.functional.explicit.squares import Cut, bias_row
-from dampen.native.entry import Place, unreadable
-from dampen.native.library import available as native_available
+from dampen.native import library
+from dampen.native.entry import Place, TapJob, first_unreadable, spread_squares, sum_squares
 
 BATCHED_UP_TO = 2**17
 """Numbers of an output up to which it waits for the others: above, calls are no longer what a
@@ -66,7 +66,7 @@ def may_wait(
         size: numbers in the output.
     """
     return (
-        isinstance(factor, float)
+        type(factor) is float
         and 0 < size <= BATCHED_UP_TO
         and like.dtype is weight.dtype is torch.float32
         and like.device.type == "cpu"
@@ -74,8 +74,10 @@ def may_wait(
         and weight.requires_grad
         and (bias is None or (bias.dtype is torch.float32 and bias.is_contiguous()))
         and torch.is_grad_enabled()
-        and has_numbers(like)
-        and not saved_tensors_are_hooked()
+        and type(like) is Tensor
+        and not torch.compiler.is_compiling()
+        and functorch_level() is None
+        and saved_tensor_hooks(True) is None
         and not torch.is_autocast_enabled("cpu")
         and not (torch.distributed.is_available() and torch.distributed.is_initialized())
     )
@@ -88,7 +90,7 @@ def wait(
     x: Tensor,
     weight: Tensor,
     cut: Cut | None = None,
-) -> Later:
+) -> Deferred:
     """The penalty factor * ||y - bias||^2 of a map y = x W^T + bias, to be summed with others';
     as for `tap`.
 
@@ -101,7 +103,7 @@ def wait(
         cut: first row and number of rows, where a fused layer makes y.
     """
     assert isinstance(factor, float)  # `may_wait` has looked
-    return Later((Tapped(y, bias, factor, cut, x, weight, version_of(y)),), sum_up)
+    return Deferred((Tapped(y, bias, factor, cut, x, weight, written_to(y)),), sum_up)
 
 
 def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
@@ -113,14 +115,16 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     plan, ys, biases, changed = [], [], [], []
     for number, parts in enumerate(penalties):
         for part in parts:
-            # the model went on in place
-            if version_of(part.y) != part.version or not _is_read(part):
+            y, cut = part.y, part.cut
+            # by heads (B, H, N, dh) where it is a cut, else as rows in order
+            readable = y.ndim > 1 and y.is_contiguous() if cut is None else y.stride(-1) == 1
+            if written_to(y) != part.version or not readable:  # the model went on in place
                 changed.append((number, part))
                 continue
-            plan.append((number, part.factor, part.cut))
-            # (B, height, width, out): four axes mean heads below
-            whole_map_in_2d = part.cut is None and part.y.ndim == 4
-            ys.append(part.y.flatten(0, 2) if whole_map_in_2d else part.y)
+            plan.append((number, part.factor, cut))
+            if cut is None and y.ndim == 4:  # (B, height, width, out): four axes mean heads below
+                y = y.flatten(0, 2)
+            ys.append(y)
             biases.append(part.bias)
     nothing = [torch.zeros((), dtype=torch.float32, device="cpu")] * len(penalties)
     values: list[Tensor] = list(_apply(plan, len(penalties), *ys, *biases)) if plan else nothing
@@ -135,14 +139,6 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     return values
 
 
-def _is_read(part: Tapped) -> bool:
-    """Whether the function below can read it: by heads (B, H, N, dh) where it is a cut, else as
-    rows in order."""
-    if part.cut is not None:
-        return part.y.stride(-1) == 1
-    return part.y.ndim > 1 and part.y.is_contiguous()
-
-
 class _Batched(torch.autograd.Function):
     """Takes the plan (which penalty, its factor, the cut of its bias), how many penalties, all
     outputs, all biases."""
@@ -154,11 +150,10 @@ class _Batched(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         ys, biases = cast(tuple[Tensor, ...], tensors[: len(plan)]), tensors[len(plan) :]
-        ctx.native = native_available() and not any(unreadable(t) for t in tensors if t is not None)
+        there = library.loaded is not None if library.looked else library.available()
+        ctx.native = there and first_unreadable(tensors) is None
         values = [torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(count)]
         if ctx.native:
-            from dampen.native.taps import all_sums, layouts_of  # only where it was built
-
             sums = torch.empty(_room(biases), dtype=torch.float32, device="cpu")
             ctx.layouts = layouts_of(ys)
             factors, totals = (
@@ -170,8 +165,11 @@ class _Batched(torch.autograd.Function):
             )
             ctx.save_for_backward(*tensors, sums)
             return tuple(values)
-        rows = (bias_row(b, y, cut) for b, y, (_, _, cut) in zip(biases, ys, plan, strict=True))
-        bares = [y if row is None else y - row for y, row in zip(ys, rows, strict=True)]
+        bares = []
+        for y, bias, (_, _, cut) in zip(ys, biases, plan, strict=True):
+            if bias is not None and cut is not None:  # as it stands in y
+                bias = bias.narrow(0, *cut).view(y.shape[1], 1, y.shape[3])
+            bares.append(y if bias is None else y - bias)
         squares = torch.stack(norms_of_all(bares)).square_()
         for number, value in enumerate(values):
             own = [f if n == number else 0.0 for n, f, _ in plan]
@@ -190,8 +188,6 @@ class _Batched(torch.autograd.Function):
         scales = [twice[number] * factor for number, factor, _ in plan]
         room = torch.zeros(_room(biases), dtype=torch.float32, device="cpu")
         if ctx.native:
-            from dampen.native.taps import all_gradients  # it was there in the forward
-
             to_ys = all_gradients(
                 ys,
                 ctx.layouts,
@@ -246,7 +242,10 @@ def _again(
 
 
 def _room(biases: Sequence[Tensor | None]) -> int:
-    return sum(0 if b is None else b.shape[0] for b in biases)
+    room = 0
+    for b in biases:
+        room += 0 if b is None else b.shape[0]
+    return room
 
 
 def _places(
@@ -254,7 +253,7 @@ def _places(
     plan: list[tuple[int, float, Cut | None]],
     room: Tensor | None = None,
 ) -> list[Place | None]:
-    """Where the biases stand, or their cuts where a fused map has one; with a room for all of
+    """Where the biases are, or their cuts where a fused map has one; with a room for all of
     them, where there."""
     found: list[Place | None] = []
     first = 0
@@ -271,3 +270,89 @@ def _places(
 def _split(room: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
     parts = iter(room.split([b.shape[0] for b in biases if b is not None]))
     return [None if b is None else next(parts) for b in biases]
+
+
+# --- the same by the native kernels, all tensors of a step in one call
+
+
+class Strided(NamedTuple):
+    """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the
+    strides of its own and of a gradient like it."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, ...]
+    out: tuple[int, int, int]
+
+
+def layouts_of(ys: Sequence[Tensor]) -> list[Strided]:
+    """How each tensor lies. By heads (B, H, N, dh) a gradient lies as (B, N, H, dh), in which
+    attention gives its own too."""
+    found = []
+    for y in ys:
+        size = y.shape[-1]
+        if y.ndim != 4:
+            found.append(Strided((1, 1, y.numel() // size, size), (0, 0, size), (0, 0, size)))
+            continue
+        (b, h, n, _), strides = y.shape, y.stride()[:3]
+        # heads side by side: one long row
+        if strides[1] == size:
+            found.append(Strided((b, 1, n, h * size), strides, (n * h * size, 0, h * size)))
+        else:
+            found.append(Strided((b, h, n, size), strides, (n * h * size, size, h * size)))
+    return found
+
+
+def all_sums(
+    ys: Sequence[Tensor],
+    layouts: Sequence[Strided],
+    biases: Sequence[Place | None],
+    factors: Sequence[float],
+    totals: Sequence[Tensor],
+    sums: Sequence[Place | None],
+) -> None:
+    """Of each y: totals += factor sum ||y_i - bias||^2, and its sums."""
+    sum_squares(
+        [
+            TapJob(at.shape, y, at.strides, factor, bias, total, to)
+            for y, at, bias, factor, total, to in zip(
+                ys, layouts, biases, factors, totals, sums, strict=True
+            )
+        ]
+    )
+
+
+def all_gradients(
+    ys: Sequence[Tensor],
+    layouts: Sequence[Strided],
+    biases: Sequence[Place | None],
+    scales: Sequence[float],
+    sums: Sequence[Place | None],
+    to_biases: Sequence[Place | None],
+) -> list[Tensor]:
+    """scale (y - bias) of each y, and -scale sums where `to_biases` stands."""
+    outs = []
+    for y in ys:
+        if y.ndim != 4:
+            outs.append(y.new_empty(y.shape))
+            continue
+        b, h, n, size = y.shape
+        outs.append(y.new_empty(b, n, h, size).transpose(1, 2))
+    spread_squares(
+        [
+            TapJob(
+                at.shape,
+                y,
+                at.strides,
+                scale,
+                bias,
+                sums=s,
+                out=out,
+                out_strides=at.out,
+                to_bias=to,
+            )
+            for y, at, out, bias, scale, s, to in zip(
+                ys, layouts, outs, biases, scales, sums, to_biases, strict=True
+            )
+        ]
+    )
+    return outs

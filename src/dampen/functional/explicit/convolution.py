@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import convolve, is_empty
-from dampen.calls.ledger import Ledger
+from dampen.calls import Penalties
 from dampen.functional.explicit.reductions import (
     Number,
     check_form,
@@ -111,7 +111,7 @@ def _apply(module: Convolution, x: Tensor, weight: Tensor, size: torch.Size | No
         return convolve(module, x, weight)
     transposed = getattr(torch.nn.functional, f"conv_transpose{x.ndim - 2}d")
     extra = tuple(module.output_padding)
-    # what `output_size` may have asked for beyond the smallest size
+    # what `output_size` may have requested beyond the smallest size
     if size is not None:
         axes = zip(
             size,
@@ -193,7 +193,7 @@ class ConvolutionPenalties:
         strict: bool,
     ) -> None:
         self.clones, self._hooks = clones, hooks
-        self._ledger = Ledger(model, clones.values(), strict)
+        self._ledger = Penalties(model, clones.values(), strict)
 
     def progress(self, t: float) -> None:
         """Tell the schedules how far training is, in [0, 1].
@@ -238,7 +238,7 @@ def regularize_convolutions(
     Args:
         model: any model.
         weight: lambda; a number, a schedule, or one value per convolution.
-        rate: p of the dropout that the penalty stands for.
+        rate: p of the dropout that the penalty replaces.
         form: paper, exact or inverted.
         reduction: mean, sum, token_mean or author.
         sites: pattern(s) of dotted names of the convolutions, as in `"stages.[0-1].*"`.

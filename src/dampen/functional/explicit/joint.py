@@ -11,7 +11,7 @@ attention output o(X) deviates by J dX, so that
 
 For random signs s on the outputs, g = J^T s has E g_ij^2 = ||d o / d x_ij||^2 (the signs are
 uncorrelated), so that 1/2 r sum (x g)^2 is an unbiased estimate of half of it, differentiable,
-whatever stands between X and o: rotary, norms, biases, masks. It is no limit: a dropped entry moves
+whatever lies between X and o: rotary, norms, biases, masks. It is no limit: a dropped entry moves
 by its full size however small p is (docs/joint_mask.md).
 
 One mask on X that feeds queries and keys changes the diagonal of the scores. A token's score with

@@ -19,6 +19,7 @@ the exact forms).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -27,9 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dampen._torch import apply_directly, in_functorch, saved_tensors_are_hooked, version_of
-from dampen.calls import LinearCall
-from dampen.calls.later import Penalty, now
+from dampen._torch import apply_directly, functorch_level, saved_tensors_are_hooked, version_of
+from dampen.calls import LinearCall, Penalty, now
 from dampen.functional.explicit.batched import may_wait, wait
 from dampen.functional.explicit.reductions import (
     Number,
@@ -53,7 +53,7 @@ from dampen.functional.explicit.squares import (
 )
 
 BRANCHES = ("out", "ffn_out")
-"""The maps that give out a residual branch."""
+"""The linear layers whose output is a residual branch."""
 ATTENTION = ("q", "k", "v", "qkv", "kv")
 """The maps that an attention reads."""
 
@@ -112,13 +112,8 @@ def multiply(call: LinearCall, term: Term, swapped: bool) -> tuple[Tensor, Penal
     """
     x, weight = call.input, call.weight
     plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
-    if (
-        term.detach
-        or call.adapter is not None
-        or not plain
-        or torch.compiler.is_compiling()
-        or in_functorch()
-    ):
+    followed = torch.compiler.is_compiling() or functorch_level() is not None
+    if term.detach or call.adapter is not None or not plain or followed:
         return None
     rows = _rows(x, call, term, swapped)
     factor, variance = _factors(term, rows)
@@ -174,7 +169,7 @@ def _output(call: LinearCall, term: Term) -> tuple[Tensor | None, Tensor | None]
 def tap_branch(
     y: Tensor, call: LinearCall, term: Term, swapped: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """y, and the penalty of dropout on the residual branch that the map gives out: no weight stands
+    """y, and the penalty of dropout on the residual branch that the layer returns: no weight is
     in it.
 
     With y the branch just before it is added, bias and all, and m a plain mask, E ||m y - y||^2 = p
@@ -262,8 +257,22 @@ def _to_weight(
 
 def _factors(term: Term, rows: RowWeights) -> tuple[Number | None, Number | None]:
     """Of the sums over y and over x and W, with lambda and the reduction in them."""
-    (b, v), scale = single(term.form, term.rate), term.weight * rows.factor
+    scale = term.weight * rows.factor
+    if type(scale) is float and type(term.rate) is float:
+        return _scaled(term.form, term.rate, scale)
+    b, v = single(term.form, term.rate)
     return None if b is None else scale * b, None if v is None else scale * v
+
+
+@functools.lru_cache(maxsize=1024)
+def _scaled(form: str, rate: float, scale: float) -> tuple[float | None, float | None]:
+    """The same of plain numbers, which mostly stay what they were from step to step."""
+    b, v = single(form, rate)
+    return None if b is None else scale * b, None if v is None else scale * v
+
+
+all_rows = functools.lru_cache(maxsize=1024)(token_rows)
+"""`token_rows` where nothing is padded: a function of plain numbers."""
 
 
 def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> RowWeights:
@@ -282,7 +291,8 @@ def _rows(x: Tensor, call: LinearCall, term: Term, swapped: bool) -> RowWeights:
             f"shape {tuple(x.shape)}. Use reduction='mean' or 'sum'."
         )
     if call.valid is None:
-        return token_rows(term.reduction, batch, tokens, None)
+        rows = token_rows if torch.compiler.is_compiling() else all_rows
+        return rows(term.reduction, batch, tokens, None)
     valid = (call.valid.t() if swapped else call.valid).reshape(-1, tokens)
     weights, factor = token_rows(term.reduction, batch, tokens, valid, wide_dtype(x))
     return RowWeights((weights.t() if swapped else weights).reshape(x.shape[:-1]), factor)  # type: ignore[union-attr]

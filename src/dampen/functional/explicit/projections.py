@@ -10,14 +10,21 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import addresses_known
-from dampen.calls.later import Penalty
-from dampen.functional.explicit.layers import Term, map_penalty, merge, only_weight, tap_linear
+from dampen._torch import addresses_known, functorch_level
+from dampen.calls import Penalty, find_source
+from dampen.functional.explicit.layers import (
+    Term,
+    all_rows,
+    map_penalty,
+    merge,
+    only_weight,
+    tap_linear,
+)
 from dampen.functional.explicit.reductions import RowWeights, token_rows, wide, wide_dtype
 from dampen.names import leave_out
 from dampen.regularizer import Call, UnsupportedModel
 
-# which term asks for a map, what that is, and what to do without it
+# which term needs a linear layer, what that is, and what to do without it
 _ASKED_FOR = {
     "out": (
         "output",
@@ -98,8 +105,8 @@ def read_map(
     if x.shape[0] != call.shape[0]:
         raise RuntimeError(
             f"{at(call)}: the {role} projection reads a batch of {x.shape[0]} "
-            f"but the attention works on {call.shape[0]}, so tokens cannot be told from samples. "
-            "Leave the layer out with sites=."
+            f"but the attention works on {call.shape[0]}, so tokens cannot be separated from "
+            "samples. Leave the layer out with sites=."
         )
     if detach:
         x, y, bias = x.detach(), only_weight(x, linear.weight, y, linear.bias), None
@@ -132,14 +139,24 @@ def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[
         call: the attention, or the linear layer, at work.
         term: coefficient, rate, form and reduction.
     """
-    linear, rows = call.source(role)
+    linear, rows = find_source(call, role)
     x, y = linear.input, linear.output
     tokens = x.shape[0] if x.ndim == 2 else x.shape[1:-1].numel()
-    valid = fit(call.valid if role == "q" else call.valid_keys, tokens, call)
-    apart = term.detach or linear.adapter is not None or not addresses_known()
-    # mostly: nothing is cut
-    if not apart and y is not None and isinstance(rows, slice) and _shows(operand, y, rows):
-        weights = token_rows(term.reduction, operand.shape[0], tokens, valid, wide_dtype(x))
+    valid = call.valid
+    if role != "q":
+        valid = call.seen if call.mask is None else call.valid_keys
+    if valid is not None:
+        valid = fit(valid, tokens, call)
+    compiling = torch.compiler.is_compiling()
+    followed = compiling or functorch_level() is not None  # nobody may ask where tensors lie
+    apart = term.detach or linear.adapter is not None or followed
+    if (
+        not apart and y is not None and isinstance(rows, slice) and _shows(operand, y, rows)
+    ):  # mostly: nothing is cut
+        if valid is None:
+            weights = all_rows(term.reduction, operand.shape[0], tokens, None)
+        else:
+            weights = token_rows(term.reduction, operand.shape[0], tokens, valid, wide_dtype(x))
         return tap_linear(
             operand, linear.bias, linear, weights, term, (rows.start, rows.stop - rows.start)
         )
@@ -160,13 +177,12 @@ def _shows(operand: Tensor, y: Tensor, rows: slice) -> bool:
     batch, heads, tokens, size = operand.shape
     sample, token, channel = y.stride()
     wanted = (sample, size * channel, token, channel)
+    for n, a, b in zip(operand.shape, operand.stride(), wanted, strict=True):
+        if n != 1 and a != b:
+            return False
     return (
         (batch, tokens, heads * size) == (*y.shape[:2], rows.stop - rows.start)
         and operand.data_ptr() == y.data_ptr() + rows.start * channel * y.element_size()
-        and all(
-            n == 1 or a == b
-            for n, a, b in zip(operand.shape, operand.stride(), wanted, strict=True)
-        )
         and operand.dtype == y.dtype
     )
 
@@ -230,7 +246,7 @@ def query_rows(call: Call, reduction: str, dtype: torch.dtype) -> RowWeights:
 def fit(valid: Tensor | None, tokens: int, call: Call) -> Tensor | None:
     """Validity for as many tokens as a projection read: extra keys are not tokens.
 
-    nn.MultiheadAttention adds its own keys at the end, caches and prefixes stand at the beginning.
+    nn.MultiheadAttention adds its own keys at the end, caches and prefixes are at the beginning.
 
     Args:
         valid: bool, False on padding; None: all tokens count.
@@ -358,7 +374,7 @@ def check_roles(
         fused = "qkv" in found or (role != "q" and "kv" in found)
         if role in wanted and role not in found and not fused:
             raise UnsupportedModel(
-                f"{who}: cannot tell which linear map makes {role} at '{where}' (roles found: "
+                f"{who}: unknown which linear layer makes {role} at '{where}' (roles found: "
                 f"{names}). "
                 "Say it: regularize(model, ..., projections={'q': 'name', 'k': 'name', 'v': "
                 "'name'}) or {'qkv': "

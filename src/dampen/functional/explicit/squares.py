@@ -43,7 +43,7 @@ def by_hand(
     Args:
         formula: plain torch; compiled graphs and functorch differentiate it themselves.
         gradients: gradients(grad, wanted, *args) gives one gradient for each argument; those not
-            wanted may be None. It is differentiated in its turn where a second derivative is asked
+            wanted may be None. It is differentiated in its turn where a second derivative is needed
             for.
         value: what the formula would give, where that is known.
     """
@@ -256,7 +256,7 @@ def sum_of_squares(bare: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def bias_row(bias: Tensor | None, y: Tensor, cut: Cut | None) -> Tensor | None:
-    """The bias as it stands in y.
+    """The bias in the layout of y.
 
     Args:
         bias: in no penalty; None: there is none.
@@ -324,7 +324,7 @@ _apply_tap: Any = apply_directly(_Tap)
 
 
 def twice_of(grad: Tensor) -> Any:
-    """2 grad: a plain number, which spares small operations, where nobody has to wait for it or
+    """2 grad: a plain number, which spares small operations, where nothing has to wait for it or
     differentiates it.
 
     Args:
@@ -348,7 +348,7 @@ def add_bare(
     Args:
         through: gradient that passes through anyway; None: there is none.
         y: output of the layer.
-        row: the bias as it stands in y; None: there is none.
+        row: the bias in the layout of y; None: there is none.
         weights: row weights; None: all are 1.
         scale: of the gradient.
         native: a native kernel may do it.
@@ -377,7 +377,7 @@ def native_fits(y: Tensor, row: Tensor | None) -> bool:
 
     Args:
         y: output of the layer.
-        row: the bias as it stands in y; None: there is none.
+        row: the bias in the layout of y; None: there is none.
     """
     if not native_available() or not has_numbers(y):
         return False

@@ -1,7 +1,8 @@
-"""What each method costs: training steps against the best plain step, beside the papers' own formulations and what one
-would pick instead, in one process with interleaved rounds.
+"""What each method costs: training steps against the baseline, in one process with interleaved rounds.
 
-    dampen bench -o benchmarks/records/bench.json
+    dampen bench -o bench.json
+
+A plug-in may add other formulations of a method, which are timed beside ours: see `Formulation`.
 """
 
 from dampen.studies.bench.rows import Variant, find_variants

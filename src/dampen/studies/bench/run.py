@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from dampen.native.library import available as native_available
-from dampen.studies.bench.alternatives import ALTERNATIVES
-from dampen.studies.bench.papers import PAPERS, attention_as, unfused
 from dampen.studies.bench.rows import PRESETS, Variant, find_variants, targets_of
-from dampen.studies.bench.subject import Subject, make_subject, peak_memory
+from dampen.studies.bench.subject import Subject, attention_as, formulations, make_subject, peak_memory, unfused
 from dampen.studies.bench.timing import Timings, machine, time_rounds
 from dampen.studies.errors import ConfigError
 from dampen.studies.processes import describe_malloc
@@ -89,13 +87,17 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
     plain = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
     skipped: dict[str, str] = {}
     names = {v.name for v in variants}
-    published = {name: build for name, (same, build) in PAPERS.items() if same in names and not options.size}
+    published = {}
+    if not options.size:
+        published = {n: f for n, f in formulations("papers").items() if f.ours in names}
     plainly = {v.method: v.name for v in reversed(variants) if v.name in (v.method, v.text)}  # each method's first row
     asked = options.methods is None or bool(options.size)
-    instead = {n: (plainly[same], b) for n, (same, b) in ALTERNATIVES.items() if asked and same in plainly}
+    instead = {}
+    if asked:
+        instead = {n: f for n, f in formulations("alternatives").items() if f.ours in plainly}
     ours = _built({v.name: partial(regularized_step, subject, v) for v in variants}, skipped, "methods", progress)
-    papers = _built({n: partial(b, subject) for n, b in published.items()}, skipped, "papers", progress)
-    others = _built({n: partial(b, subject) for n, (_, b) in instead.items()}, skipped, "alternatives", progress)
+    papers = _built({n: partial(f.build, subject) for n, f in published.items()}, skipped, "papers", progress)
+    others = _built({n: partial(f.build, subject) for n, f in instead.items()}, skipped, "alternatives", progress)
     steps = {**plain, **ours, **papers, **others}
     for step in plain.values():
         step()
@@ -118,7 +120,7 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
         timings,
         memory,
         {"ours": ours, "papers": papers, "others": others},
-        {n: same for n, (same, _) in instead.items()},
+        {n: plainly[f.ours] for n, f in instead.items()},
     )
     record["skipped"] = skipped
     if options.long:
@@ -251,7 +253,7 @@ def _record(
         "plain": {"best": best, **{name: entry(name) for name in (FUSED, UNFUSED)}},
         "ratios": {name: entry(name) for name in groups["ours"]},
         "targets": {n: {"target": t, "met": ratios[n].median <= t} for n, t in targets.items()},
-        "papers": {name: rival(name, PAPERS[name][0]) for name in groups["papers"]},
+        "papers": {name: rival(name, formulations("papers")[name].ours) for name in groups["papers"]},
         "alternatives": {name: rival(name, instead[name]) for name in groups["others"]},
         "memory": {name: {"bytes": b, "ratio": b / memory[best]} for name, b in memory.items()},
         "variants": {v.name: v.text + (", upper half of the layers" if v.upper else "") for v in variants},

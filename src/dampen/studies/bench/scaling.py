@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dampen.regularizer import ATTENTION_STAGES
-from dampen.studies.bench import papers
 from dampen.studies.bench.rows import Variant
-from dampen.studies.bench.subject import DTYPES, available_memory, make_subject, peak_memory
+from dampen.studies.bench.subject import DTYPES, available_memory, formulations, make_subject, peak_memory
 from dampen.studies.bench.timing import compare
 
 if TYPE_CHECKING:
@@ -107,15 +106,10 @@ def _rows(variants: list[Variant], options: Options) -> tuple[dict[str, dict[str
             blocks[variant.name] = _block(variant.specs, options)
         else:
             alone[variant.name] = _alone(_regularized(regularizers), options)
-    published: dict[str, Callable[[], papers.Attention]] = {
-        "drop_key": papers.drop_key,
-        "drop_attention": papers.drop_attention,
-        "hard_masking": papers.hard_masking,
-        "blurred_attention": papers.blurred_attention,
-    }
-    for name, make in published.items():
-        if name in {variant.method for variant in variants} and not options.size:
-            alone[f"{name}, as published"] = _alone(make(), options)
+    methods = {variant.method for variant in variants}
+    for published in formulations("papers").values() if not options.size else ():
+        if published.attention is not None and published.ours in methods:
+            alone[f"{published.ours}, as published"] = _alone(published.attention, options)
     return {ATTENTION: alone, BLOCK: blocks}, stopped
 
 

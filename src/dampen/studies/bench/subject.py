@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dampen.extensions import from_plugins
 from dampen.studies.errors import ConfigError
 from dampen.studies.methods_text import parse_rows
 
@@ -117,7 +118,7 @@ def parse_model(text: str) -> dict[str, Any]:
 
 
 def _build(spec: dict[str, Any]) -> nn.Module:
-    from dampen.studies.trainer.build import make_model
+    from dampen.studies.trainer.models import make_model
 
     name = spec["name"]
     if not name.startswith("timm/") and name not in (*IMAGES, *SHAPES):
@@ -193,3 +194,74 @@ def available_memory() -> int:
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+Attention = Callable[..., Tensor]
+"""A function with the arguments of F.scaled_dot_product_attention."""
+Stage = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def attention_as(function: Attention) -> Iterator[None]:
+    """Inside, every model that calls F.scaled_dot_product_attention calls `function` instead."""
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = function
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+def unfused(scores: Stage | None = None, weights: Stage | None = None) -> Attention:
+    """softmax(q k^T / sqrt(D)) v on the matrix of scores, with something done to the scores or to the weights."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        s = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+        s = s if scores is None else scores(s)
+        if is_causal:
+            attn_mask = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        if attn_mask is not None:
+            s = s.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else s + attn_mask
+        a = s.softmax(-1)
+        a = a if weights is None else weights(a)
+        return F.dropout(a, dropout_p) @ value
+
+    return attention
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """Another way to compute a method, which `dampen bench` times beside ours.
+
+    A plug-in registers a table of them under "papers", for what papers published, or under
+    "alternatives", for what one would write without dampen.
+
+    Args:
+        ours: the variant of ours that does the same.
+        build: makes a training step of a subject.
+        attention: the same as a function like F.scaled_dot_product_attention, if it is one.
+    """
+
+    ours: str
+    build: Callable[[Subject], Callable[[], None]]
+    attention: Attention | None = None
+
+
+def formulations(group: str) -> dict[str, Formulation]:
+    """What plug-ins registered in one group, by name.
+
+    Args:
+        group: "papers" or "alternatives".
+    """
+    return dict(from_plugins("dampen.formulations").get(group, {}))

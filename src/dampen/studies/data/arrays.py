@@ -26,7 +26,10 @@ from dampen.studies.data.images import image_dataset
 from dampen.studies.data.splits import class_numbers, split_rows
 from dampen.studies.files import file_hash
 
-LAYOUT = "x and y, or x_train, y_train, x_test, y_test (also x_valid, y_valid); x also as images, features, inputs"
+LAYOUT = (
+    "x and y, or x_train, y_train, x_test, y_test (also x_valid, y_valid); "
+    "x also as images, features, inputs"
+)
 IMAGE_ARRAYS = DataSpec(
     "image_arrays", "image", "an npz file of images (n, height, width[, channels])", "yours", LAYOUT
 )
@@ -40,7 +43,8 @@ FEATURE_ARRAYS = DataSpec(
 FUNCTION = DataSpec(
     "function",
     "classification",
-    "a function that returns a dict of torch Datasets (train, optional valid and test) of (input, class)",
+    "a function that returns a dict of torch Datasets (train, optional valid and test) of (input, "
+    "class)",
     "file.py:load",
     "each item is (tensor or tuple of tensors, class); all of one shape",
 )
@@ -62,7 +66,9 @@ class ArraySplit(ClassSplit):
     def __init__(self, inputs: tuple[Tensor, ...], labels: Tensor):
         if any(len(x) != len(labels) for x in inputs):
             sizes = [len(x) for x in inputs]
-            raise ValueError(f"Inputs and labels must match one to one: got {sizes} and {len(labels)}.")
+            raise ValueError(
+                f"Inputs and labels must match one to one: got {sizes} and {len(labels)}."
+            )
         self.inputs, self.labels = inputs, labels.long()
 
     def __len__(self) -> int:
@@ -129,7 +135,9 @@ def _checked(x: np.ndarray, where: str, labels: int) -> np.ndarray:
         floats = x.astype(np.float32, order="C")
     if not np.isfinite(floats).all():
         odd = np.argwhere(~np.isfinite(floats))[0].tolist()
-        raise DamagedData(f"{where} has an input that is no finite number, at {odd}. Remove it or fill it in.")
+        raise DamagedData(
+            f"{where} has an input that is no finite number, at {odd}. Remove it or fill it in."
+        )
     return floats
 
 
@@ -292,7 +300,9 @@ def read_function(load: Callable[[], Any], name: str) -> Arrays:
     known = {"train", "valid", "test"}
     if not isinstance(returned, Mapping) or "train" not in returned or set(returned) - known:
         got = sorted(returned) if isinstance(returned, Mapping) else repr(returned)
-        raise DamagedData(f"{name} must return a dict with train and optionally valid and test, got {got}.")
+        raise DamagedData(
+            f"{name} must return a dict with train and optionally valid and test, got {got}."
+        )
     return {split: _examples(content, f"{name}, {split}") for split, content in returned.items()}
 
 
@@ -306,7 +316,9 @@ def _examples(content: Any, where: str) -> tuple[tuple[Tensor, ...], list[Any]]:
     try:
         return tuple(torch.stack(column) for column in zip(*inputs, strict=True)), labels
     except RuntimeError as error:
-        raise DamagedData(f"{where}: the examples are not all of one shape: {error}. Resize or pad them.") from error
+        raise DamagedData(
+            f"{where}: the examples are not all of one shape: {error}. Resize or pad them."
+        ) from error
 
 
 def content_hash(arrays: Arrays) -> str:

@@ -2,9 +2,8 @@
 
 Pixel transforms are torchvision's, applied image by image. Flips act on the whole batch, because
 targets such as boxes move with their image. Mixup and CutMix mix pairs and make the targets soft.
-All draw from torch's global generator, so a checkpoint that holds its state resumes exactly, or from
-a generator that is passed in.
-"""
+All draw from torch's global generator, so a checkpoint that holds its state resumes exactly, or
+from a generator that is passed in."""
 
 from __future__ import annotations
 
@@ -48,7 +47,9 @@ class PixelTransform:
     def __call__(self, batch: Batch, dataset: Dataset) -> Batch:
         by = dataset.normalization
         if by is None:
-            raise ValueError(f"{dataset.name} is not normalized per channel, so its pixels cannot be recovered.")
+            raise ValueError(
+                f"{dataset.name} is not normalized per channel, so its pixels cannot be recovered."
+            )
         x, *rest = batch["inputs"]
         mean, std = (values.to(x).view(1, -1, 1, 1) for values in (by.mean, by.std))
         pixels = (x * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
@@ -170,7 +171,9 @@ class CutMix:
 
 def _check_alpha(alpha: float) -> None:
     if not alpha > 0:
-        raise ValueError(f"alpha is a parameter of the Beta distribution and must be positive: got {alpha}.")
+        raise ValueError(
+            f"alpha is a parameter of the Beta distribution and must be positive: got {alpha}."
+        )
 
 
 def _soft(target: Tensor, dataset: Dataset) -> Tensor:
@@ -195,9 +198,8 @@ AUGMENTATIONS: Registry[Any] = Registry(
 )
 """Every augmentation by name: the built-in ones, and those that packages and plug-ins add.
 
-Each is a dataclass whose fields are its options, with the `tasks` it applies to, called with a batch
-and its dataset.
-"""
+Each is a dataclass whose fields are its options, with the `tasks` it applies to, called with a
+batch and its dataset. """
 MIRRORS = ("flip", "vertical_flip")
 """Those that also move targets, where the dataset defines how (`Dataset.mirror`)."""
 
@@ -231,7 +233,9 @@ class Augment:
         return f"Augment({', '.join(map(repr, self.changes))})"
 
 
-def augment(chosen: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]], dataset: Dataset) -> Augment:
+def augment(
+    chosen: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]], dataset: Dataset
+) -> Augment:
     """Build augmentations from their names.
 
     Args:
@@ -258,7 +262,8 @@ def _build(item: str | Mapping[str, Any], dataset: Dataset) -> Any:
             raise ValueError(f"Augmentation {name!r} takes no option {key!r}{nearest(key, known)}")
     if dataset.task not in kind.tasks and not (dataset.mirror and name in MIRRORS):
         raise ValueError(
-            f"Augmentation {name!r} is for {' and '.join(kind.tasks)} tasks: {dataset.name} is {dataset.task}."
+            f"Augmentation {name!r} is for {' and '.join(kind.tasks)} tasks: {dataset.name} is "
+            f"{dataset.task}."
         )
     if problem := missing_for(name):
         raise ValueError(f"Augmentation {problem}.")

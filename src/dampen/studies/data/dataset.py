@@ -42,10 +42,13 @@ def damaged(path: Path | str, what: str, got: object, expected: object) -> Damag
         got: how many there are.
         expected: how many there should be.
 
-    >>> print(damaged("data_batch_1.bin", "bytes", 100, "a multiple of 3073"))
-    data_batch_1.bin is damaged or truncated: got 100 bytes, expected a multiple of 3073. Fetch the file again.
+    >>> print(damaged("a.bin", "bytes", 100, "a multiple of 3073"))
+    a.bin is damaged or truncated: got 100 bytes, expected a multiple of 3073. Fetch the file again.
     """
-    return DamagedData(f"{path} is damaged or truncated: got {got} {what}, expected {expected}. Fetch the file again.")
+    return DamagedData(
+        f"{path} is damaged or truncated: got {got} {what}, expected {expected}. Fetch the file "
+        "again."
+    )
 
 
 def require_complete(problems: list[str], partial: bool, name: str) -> list[str]:
@@ -59,7 +62,8 @@ def require_complete(problems: list[str], partial: bool, name: str) -> list[str]
     if problems and not partial:
         raise IncompleteData(
             f"The copy of {name} is incomplete: {'; '.join(problems)}. Fetch the whole set, or "
-            "accept the incomplete copy with partial=True (--partial on the command line); the "
+            "accept the incomplete copy with partial=True (--allow-incomplete on the command "
+            "line); the "
             "record will then list what is missing."
         )
     return [f"incomplete copy: {problem}" for problem in problems]
@@ -122,7 +126,9 @@ class Split(ABC):
         """
         indices = torch.as_tensor(indices, dtype=torch.int64)
         if indices.dim() != 1:
-            raise ValueError(f"A batch is requested by a list of indices: got shape {tuple(indices.shape)}.")
+            raise ValueError(
+                f"A batch is requested by a list of indices: got shape {tuple(indices.shape)}."
+            )
         return self.gather(indices) | {"index": indices}
 
 
@@ -140,8 +146,8 @@ class Dataset:
         info: JSON-able facts for the record: counts, hashes, options, whether the copy was partial,
             differences from the official dataset in words.
         model_args: arguments of the matching model in `dampen.models` that the data decides.
-        loss: `"cross_entropy"` (targets are class numbers, or probabilities of the classes along the
-            last axis), `"binary_cross_entropy"` (several classes may be present at once), or
+        loss: `"cross_entropy"` (targets are class numbers, or probabilities of the classes along
+            the last axis), `"binary_cross_entropy"` (several classes may be present at once), or
             `"task"` (the task's own, see `dampen.studies.metrics.Task`).
         normalization: how the inputs are normalized, where they are.
         root: where the files are.
@@ -171,8 +177,13 @@ class Dataset:
                 continue
             notes = self.info.get("departures", [])
             if lacking := [d for d in notes if d.startswith("incomplete copy")]:
-                raise IncompleteData(f"The {name} split of {self.name} is empty ({'; '.join(lacking)}). Fetch it.")
-            raise ValueError(f"The {name} split of {self.name} is empty: raise the limit or change the fractions.")
+                raise IncompleteData(
+                    f"The {name} split of {self.name} is empty ({'; '.join(lacking)}). Fetch it."
+                )
+            raise ValueError(
+                f"The {name} split of {self.name} is empty: raise the limit or change the "
+                "fractions."
+            )
         self.info = {"name": self.name, "task": self.task, "examples": counts, **self.info}
 
     @property

@@ -1,8 +1,8 @@
 """Find the files of a dataset, hash them, and read them without trusting what they claim.
 
-A few bytes can claim gigabytes: a compressed file, the header of an array, the size of an image. Each
-limit is far above what real datasets need. The error names the environment variable that raises it.
-"""
+A few bytes can claim gigabytes: a compressed file, the header of an array, the size of an image.
+Each limit is far above what real datasets need. The error names the environment variable that
+raises it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,10 @@ def read_file(path: Path) -> bytes:
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise DamagedData(f"{path} is no regular file ({stat.filemode(found.st_mode)}), so it is not read. Remove it.")
+        raise DamagedData(
+            f"{path} is no regular file ({stat.filemode(found.st_mode)}), so it is not read. "
+            "Remove it."
+        )
     require_within("DAMPEN_MAX_FILE", found.st_size, path, "bytes")
     return path.read_bytes()
 
@@ -168,14 +171,22 @@ def parse_npy(content: bytes, path: Path | str, kinds: Collection[str] = "iuf") 
         version = np.lib.format.read_magic(stream)
         shape, fortran, dtype = read_header[version](stream)
     except (*broken, TokenError) as error:
-        raise DamagedData(f"{path} ({len(content)} bytes) is damaged or truncated: {error}.") from error
+        raise DamagedData(
+            f"{path} ({len(content)} bytes) is damaged or truncated: {error}."
+        ) from error
     if dtype.hasobject or dtype.kind not in kinds:
-        raise DamagedData(f"{path} holds an array of {dtype}, which is not read; expected kinds {', '.join(kinds)}.")
+        raise DamagedData(
+            f"{path} holds an array of {dtype}, which is not read; expected kinds "
+            f"{', '.join(kinds)}."
+        )
     # Python's integers, because a hostile shape overflows numpy's.
     size = int(np.prod([int(n) for n in shape], dtype=object)) * dtype.itemsize
     left = len(content) - stream.tell()
     if size != left or size < 0:
-        raise DamagedData(f"{path} is damaged or truncated: its array of shape {shape} has {left} of {size} bytes.")
+        raise DamagedData(
+            f"{path} is damaged or truncated: its array of shape {shape} has {left} of {size} "
+            "bytes."
+        )
     flat = np.frombuffer(content, dtype, offset=stream.tell())
     return flat.reshape(shape, order="F" if fortran else "C")
 

@@ -18,7 +18,8 @@ FOLDER = DataSpec(
     "image",
     "any folder of images, one folder per class, resized to one size",
     "your own images",
-    "CLASS/*.png|jpg|jpeg|bmp|gif|webp; or train/CLASS/..., and optionally test/CLASS/... and valid/CLASS/...",
+    "CLASS/*.png|jpg|jpeg|bmp|gif|webp; or train/CLASS/..., and optionally test/CLASS/... and "
+    "valid/CLASS/...",
 )
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP")
@@ -113,11 +114,15 @@ def _split(root: Path, *names: str) -> Path | None:
     return next((root / name for name in names if class_folders(root / name)), None)
 
 
-def _read(root: Path, folder: Path, classes: list[str], size: int, channels: int, hashes: dict[str, str]) -> Labeled:
+def _read(
+    root: Path, folder: Path, classes: list[str], size: int, channels: int, hashes: dict[str, str]
+) -> Labeled:
     """The images and labels of one split; adds the hash of each file to `hashes`."""
     unknown = sorted(set(class_folders(folder)) - set(classes))
     if unknown:
-        raise DamagedData(f"{folder} has classes that the training split lacks: {unknown}; it has {classes}.")
+        raise DamagedData(
+            f"{folder} has classes that the training split lacks: {unknown}; it has {classes}."
+        )
     images: list[Tensor] = []
     labels: list[int] = []
     mode = "RGB" if channels == 3 else "L"

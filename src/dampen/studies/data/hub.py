@@ -16,9 +16,16 @@ from dampen.studies.data.splits import class_numbers
 from dampen.studies.data.texts import LABEL, NAMES, Columns, Texts, column_of, text_reader, texts_of
 from dampen.studies.files import fingerprint
 
-LAYOUT = "what datasets.Dataset or DatasetDict.save_to_disk writes; splits train, and optionally validation and test"
-HUB_TEXT = DataSpec("hub_text", "text", "a folder saved by Hugging Face datasets, with texts", "yours", LAYOUT)
-HUB_IMAGES = DataSpec("hub_images", "image", "a folder saved by Hugging Face datasets, with images", "yours", LAYOUT)
+LAYOUT = (
+    "what datasets.Dataset or DatasetDict.save_to_disk writes; splits train, and optionally "
+    "validation and test"
+)
+HUB_TEXT = DataSpec(
+    "hub_text", "text", "a folder saved by Hugging Face datasets, with texts", "yours", LAYOUT
+)
+HUB_IMAGES = DataSpec(
+    "hub_images", "image", "a folder saved by Hugging Face datasets, with images", "yours", LAYOUT
+)
 
 
 def is_saved(path: Path) -> bool:
@@ -39,7 +46,9 @@ def open_saved(path: Path) -> dict[str, Any]:
     try:
         import datasets
     except ImportError as error:
-        raise MissingData(f"{path} was saved by Hugging Face datasets; run: pip install 'dampen[hf]'") from error
+        raise MissingData(
+            f"{path} was saved by Hugging Face datasets; run: pip install 'dampen[hf]'"
+        ) from error
     irregular = next((p for p in path.rglob("*") if not p.is_file() and not p.is_dir()), None)
     if irregular is not None:
         raise DamagedData(f"{irregular} is no regular file, so {path} is not read. Remove it.")
@@ -93,7 +102,9 @@ def _read_texts(path: Path, columns: Columns) -> tuple[dict[str, Texts], dict[st
 load_saved_text = text_reader(_read_texts)
 
 
-def _class_names(content: Any, columns: dict[str, list[Any]], label: str | None, path: Path) -> list[Any]:
+def _class_names(
+    content: Any, columns: dict[str, list[Any]], label: str | None, path: Path
+) -> list[Any]:
     """The labels, as names where the dataset knows the names of its numbers."""
     column = column_of(columns, label, LABEL, path, "label")
     names = getattr(content.features[column], "names", None)
@@ -141,7 +152,9 @@ def load_saved_images(
     saved = open_saved(path)
     column = image_column(saved)
     if column is None:
-        raise DamagedData(f"{path} has no column of images; it has {', '.join(saved['train'].column_names)}.")
+        raise DamagedData(
+            f"{path} has no column of images; it has {', '.join(saved['train'].column_names)}."
+        )
     images, names = {}, {}
     for split, content in saved.items():
         pictures = _pictures(content, column, path, channels)

@@ -124,7 +124,10 @@ def image_dataset(
         test_fraction=test_fraction,
         test_limit=test_limit,
     )
-    chosen = {name: (given[source][0][index], given[source][1][index]) for name, (source, index) in drawn.rows.items()}
+    chosen = {
+        name: (given[source][0][index], given[source][1][index])
+        for name, (source, index) in drawn.rows.items()
+    }
     normalization = channel_statistics(chosen["train"][0])
     splits = {name: ImageSplit(*part, normalization) for name, part in chosen.items()}
     channels, height, width = images.shape[1:]

@@ -1,4 +1,4 @@
-"""The catalog of datasets: load one by name, recognize one at a path, list, fetch and check them."""
+"""The catalog of datasets: load by name, recognize at a path, list, fetch and check."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def _as_source(thing: Any) -> DataSource:
         return thing
     if isinstance(thing, tuple) and len(thing) == 2:
         return DataSource(*thing)
-    raise ValueError(f"a dataset of a plug-in is {thing!r}; expected a DataSource, or a pair of DataSpec and reader.")
+    raise ValueError(
+        f"a dataset of a plug-in is {thing!r}; expected a DataSource, or a pair of DataSpec and "
+        "reader."
+    )
 
 
 _BUILTIN = (
@@ -88,7 +91,9 @@ _BUILTIN = (
         load_folder,
         _plain_folder,
         general=True,
-        steps=("nothing to fetch: put your own images into one folder per class and pass --data-dir",),
+        steps=(
+            "nothing to fetch: put your own images into one folder per class and pass --data-dir",
+        ),
     ),
     DataSource(TABLE, load_table),
     DataSource(IMAGE_ARRAYS, load_arrays),
@@ -97,7 +102,9 @@ _BUILTIN = (
     DataSource(HUB_IMAGES, load_saved_images),
     DataSource(FUNCTION, _reject_function),
 )
-DATASETS: Registry[DataSource] = Registry("dampen.data", {source.spec.name: source for source in _BUILTIN}, _as_source)
+DATASETS: Registry[DataSource] = Registry(
+    "dampen.data", {source.spec.name: source for source in _BUILTIN}, _as_source
+)
 """Every dataset by name: the built-in ones, and those that packages and plug-ins add."""
 TRANSFORMS: Registry[DataTransform] = Registry("dampen.transforms", {})
 """Changes to any loaded dataset by their key in the [data] table, which plug-ins add."""
@@ -182,7 +189,9 @@ def recognize(path: Path) -> str:
         path: a file or folder of the user.
     """
     if not path.exists():
-        raise MissingData(f"There is no file or folder {path}, and no dataset of that name (dampen data list).")
+        raise MissingData(
+            f"There is no file or folder {path}, and no dataset of that name (dampen data list)."
+        )
     if is_saved(path):
         return "hub_images" if image_column(open_saved(path)) else "hub_text"
     if table_files(path):
@@ -258,7 +267,11 @@ def check_data(path: str | Path) -> list[dict[str, Any]]:
     # General layouts (any folder, any text) count only where no special dataset is recognized.
     reports = _reports(root, general=False) or _reports(root, general=True)
     if not reports:
-        layouts = "\n".join(f"  {name}: {source.spec.layout}" for name, source in DATASETS.items() if name != "digits")
+        layouts = "\n".join(
+            f"  {name}: {source.spec.layout}"
+            for name, source in DATASETS.items()
+            if name != "digits"
+        )
         what = "there is no such file or folder"
         if root.exists():
             what = "no known dataset was recognized there"

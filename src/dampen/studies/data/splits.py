@@ -14,7 +14,9 @@ from torch import Tensor
 from dampen.studies.data.dataset import TEST_SEED, ClassSplit, DamagedData, Dataset
 
 
-def stratified(strata: Sequence[int] | Tensor | np.ndarray, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+def stratified(
+    strata: Sequence[int] | Tensor | np.ndarray, fraction: float, seed: int
+) -> tuple[Tensor, Tensor]:
     """Draw round(fraction * n) examples; each stratum gives its proportional share, within one.
 
     scikit-learn's `resample(stratify=)`: unlike `train_test_split` it also draws from strata with
@@ -68,7 +70,10 @@ def train_and_valid(
         a split lacks.
     """
     if not 0.0 < train_fraction < 1.0:
-        raise ValueError(f"train_fraction must lie strictly between 0 and 1: got {train_fraction}; the papers use 0.7.")
+        raise ValueError(
+            f"train_fraction must lie strictly between 0 and 1: got {train_fraction}; the papers "
+            "use 0.7."
+        )
     keys = np.asarray(strata)
     pool, notes = limited(keys, limit, seed)
     train, valid = stratified(keys[pool.numpy()], train_fraction, seed)
@@ -98,9 +103,13 @@ def limited(strata: np.ndarray, limit: int | None, seed: int) -> tuple[Tensor, l
     if limit is None or limit >= total:
         return torch.arange(total), []
     if limit < 2:
-        raise ValueError(f"limit counts the examples to train and validate on: got {limit}, need 2 or more.")
+        raise ValueError(
+            f"limit counts the examples to train and validate on: got {limit}, need 2 or more."
+        )
     kept, _ = stratified(strata, limit / total, seed)
-    return kept, [f"only {len(kept)} of {total} examples outside the test set were used (limit={limit})"]
+    return kept, [
+        f"only {len(kept)} of {total} examples outside the test set were used (limit={limit})"
+    ]
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,9 @@ def split_rows(
         train, valid = pool[kept], pool[held]
     chosen, test_cut = limited(labels[test_from][test].numpy(), test_limit, test_seed)
     if test_cut:
-        notes.append(f"only {len(chosen)} of {len(test)} test examples were used (test_limit={test_limit})")
+        notes.append(
+            f"only {len(chosen)} of {len(test)} test examples were used (test_limit={test_limit})"
+        )
     rows = {
         "train": ("train", train),
         "valid": ("valid" if "valid" in labels else "train", valid),
@@ -186,7 +197,9 @@ def draw_name(test_seed: int) -> str:
     return "a fixed draw" if test_seed == TEST_SEED else "a draw"
 
 
-def class_numbers(labels: Mapping[str, Sequence[Any]], where: str) -> tuple[list[str], dict[str, Tensor]]:
+def class_numbers(
+    labels: Mapping[str, Sequence[Any]], where: str
+) -> tuple[list[str], dict[str, Tensor]]:
     """The sorted classes of the training split, and each split's labels as positions in them.
 
     Args:
@@ -197,17 +210,25 @@ def class_numbers(labels: Mapping[str, Sequence[Any]], where: str) -> tuple[list
         _class_name(v) for values in labels.values() for v in values if not isinstance(v, str)
     }
     if odd:
-        raise DamagedData(f"{where} has the label {odd.pop()}, which is no class. Remove its examples or label them.")
+        raise DamagedData(
+            f"{where} has the label {odd.pop()}, which is no class. Remove its examples or label "
+            "them."
+        )
     names = sorted({_class_name(v) for v in labels["train"]}, key=_class_order)
     place = {name: i for i, name in enumerate(names)}
     numbered = {}
     for split, values in labels.items():
         unknown = sorted({_class_name(v) for v in values} - set(place))
         if unknown:
-            raise DamagedData(f"{where}: the {split} split has classes that the training split lacks: {unknown[:5]}.")
+            raise DamagedData(
+                f"{where}: the {split} split has classes that the training split lacks: "
+                f"{unknown[:5]}."
+            )
         numbered[split] = torch.tensor([place[_class_name(v)] for v in values])
     if len(names) < 2:
-        raise DamagedData(f"{where}: all examples are of one class, {names}; say which column is the label.")
+        raise DamagedData(
+            f"{where}: all examples are of one class, {names}; say which column is the label."
+        )
     return names, numbered
 
 
@@ -242,11 +263,16 @@ def fold_of(data: Dataset, folds: int, seed: int, train_fraction: float = 0.7) -
     if data.name in DATASETS and (why := DATASETS[data.name].spec.no_folds):
         raise ValueError(f"{data.name} cannot be cross-validated: {why}. Leave out folds.")
     if not isinstance(data.train, ClassSplit):
-        raise ValueError(f"Folds are for images, texts and arrays with one class each: {data.name} has other targets.")
+        raise ValueError(
+            f"Folds are for images, texts and arrays with one class each: {data.name} has other "
+            "targets."
+        )
     labels = torch.cat([split.labels for split in data.splits.values()])
     fewest = int(torch.bincount(labels).min())
     if fewest < folds:
-        raise ValueError(f"{folds} folds need as many examples of every class: the smallest class has {fewest}.")
+        raise ValueError(
+            f"{folds} folds need as many examples of every class: the smallest class has {fewest}."
+        )
     number, fold = divmod(seed, folds)
     cut = StratifiedKFold(folds, shuffle=True, random_state=number)
     rest, held = list(cut.split(labels.numpy(), labels.numpy()))[fold]

@@ -1,4 +1,6 @@
-"""Text classification: tables (CSV, TSV, JSON lines), tokenization, and the split that holds tokens."""
+"""Text classification: tables (CSV, TSV, JSON lines), tokenization, and the split that holds
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ from dampen.studies.text import BEGIN, END, PAD, Bpe
 TABLE = DataSpec(
     "table",
     "text",
-    "your own CSV, TSV or JSONL file (or a folder with train.csv and test.csv): text, optional second text, label",
+    "your own CSV, TSV or JSONL file (or a folder with train.csv and test.csv): text, optional "
+    "second text, label",
     "your own text",
-    "a header with columns such as text and label; others: --set data.text=..., data.second=..., data.label=...",
+    "a header with columns such as text and label; others: --set data.text=..., data.second=..., "
+    "data.label=...",
 )
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")
 NAMES = {
@@ -211,7 +215,9 @@ class _SavedTokenizer:
     def __len__(self) -> int:
         return len(self.tokenizer)
 
-    def __call__(self, texts: Texts, longest: int) -> tuple[list[list[int]], list[list[int]] | None]:
+    def __call__(
+        self, texts: Texts, longest: int
+    ) -> tuple[list[list[int]], list[list[int]] | None]:
         most = self.tokenizer.model_max_length
         if isinstance(most, int):
             longest = min(longest, most)
@@ -263,7 +269,10 @@ def text_reader(read: Read) -> Callable[..., Dataset]:
         drawn = split_rows(labels, **cuts)
         saved = _SavedTokenizer(tokenizer) if tokenizer else None
         splits, learned, cut = Encoder(saved, vocabulary, max_tokens).splits(
-            {split: (given[source].take(index), labels[source][index]) for split, (source, index) in drawn.rows.items()}
+            {
+                split: (given[source].take(index), labels[source][index])
+                for split, (source, index) in drawn.rows.items()
+            }
         )
         options = {"text": text, "second": second, "label": label}
         options |= {"max_tokens": max_tokens, "vocabulary": vocabulary}
@@ -301,7 +310,9 @@ def table_files(path: Path) -> dict[str, Path]:
 def _read(path: Path, columns: Columns) -> tuple[dict[str, Texts], dict[str, Any]]:
     files = table_files(path)
     if not files:
-        raise MissingData(f"{path} is no table of texts: expected a file that ends in {', '.join(ENDINGS)}.")
+        raise MissingData(
+            f"{path} is no table of texts: expected a file that ends in {', '.join(ENDINGS)}."
+        )
     given = {split: texts_of(read_table(file), file, columns) for split, file in files.items()}
     hashes = {file.name: file_hash(file) for file in files.values()}
     return given, {"layout": "table", "source": path.name, "sha256": hashes}
@@ -329,15 +340,24 @@ def read_table(file: Path) -> Table:
     except DamagedData:
         raise
     except (ValueError, RecursionError, csv.Error) as error:
-        raise DamagedData(f"{file} cannot be read as {file.suffix[1:]} in UTF-8: {error}.") from error
+        raise DamagedData(
+            f"{file} cannot be read as {file.suffix[1:]} in UTF-8: {error}."
+        ) from error
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise DamagedData(f"{file} has no rows with named columns; the first line of a table is its header.")
+        raise DamagedData(
+            f"{file} has no rows with named columns; the first line of a table is its header."
+        )
     names = _names(rows)
     if found := _uneven(rows):
         number, odd = found
         if odd is None:
-            raise DamagedData(f"{file}: row {number + 1} has more values than the header has names, {names}.")
-        raise DamagedData(f"{file}: row {number + 1} does not have the columns of the first, {names}: see {odd!r}.")
+            raise DamagedData(
+                f"{file}: row {number + 1} has more values than the header has names, {names}."
+            )
+        raise DamagedData(
+            f"{file}: row {number + 1} does not have the columns of the first, {names}: see "
+            f"{odd!r}."
+        )
     return {name: [row[name] for row in rows] for name in names}
 
 
@@ -386,7 +406,10 @@ def texts_of(table: Table, file: Path, columns: Columns) -> Texts:
     if second is None:
         second = next((n for n in table if n.lower() in SECOND and n != first), None)
     if second is not None and second not in table:
-        raise DamagedData(f"{file} has no column {second!r}; it has {', '.join(table)}. Pass --set data.second=NAME.")
+        raise DamagedData(
+            f"{file} has no column {second!r}; it has {', '.join(table)}. Pass --set "
+            "data.second=NAME."
+        )
     label = column_of(table, columns.label, LABEL, file, "label")
     empty = [i for i, v in enumerate(table[label]) if str(v).strip() == ""]
     if empty:
@@ -415,5 +438,7 @@ def column_of(table: Table, name: str | None, usual: Sequence[str], file: Path, 
         found = [by_name[n] for n in usual if n in by_name]
     if not found:
         what = f"no column {name!r}" if name is not None else f"no column named like a {role}"
-        raise DamagedData(f"{file} has {what}; it has {', '.join(table)}. Pass --set data.{role}=NAME.")
+        raise DamagedData(
+            f"{file} has {what}; it has {', '.join(table)}. Pass --set data.{role}=NAME."
+        )
     return found[0]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dampen.studies.diagnose.trained import Trained, inputs_of
 from dampen.studies.result import DIAGNOSIS_FORMAT
-from dampen.studies.trainer.losses import loss_of
+from dampen.studies.trainer.optim import loss_of
 
 COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps")
 

@@ -19,8 +19,9 @@ from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.methods_text import build_methods
 from dampen.studies.plugins import load_plugins
 from dampen.studies.store import PRETRAIN, RunStore
-from dampen.studies.trainer.build import derive, load_data, make_model, places, seed_all
 from dampen.studies.trainer.checkpoint import load_newest, rng_state, set_rng_state
+from dampen.studies.trainer.data import derive, load_data, places, seed_all
+from dampen.studies.trainer.models import make_model
 
 PICTURE = "attention.png"
 

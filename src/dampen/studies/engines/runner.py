@@ -22,8 +22,8 @@ from dampen.studies.result import Event
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore, locked
 from dampen.studies.table import ResultTable, comparison_table, read_runs
-from dampen.studies.trainer.data_identity import check_recorded
-from dampen.studies.trainer.kernel_path import path_before
+from dampen.studies.trainer.checkpoint import kernels_before
+from dampen.studies.trainer.data import check_recorded
 from dampen.studies.trainer.state import Execution
 
 EXIT_CODES = {"disk full": 6, "no data": 3, "interrupted": 130, "failed": 1, "locked": 4, "diverged": 5}
@@ -231,7 +231,7 @@ def _usable(folder: Path, retry: bool) -> bool:
 
 def _on_this_path(folder: Path) -> bool:
     """Whether a trial that is to be trained will run on the kernels in use: one that resumes keeps to its own."""
-    return path_before(folder) in ("", library.path())
+    return kernels_before(folder) in ("", library.path())
 
 
 def _done(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dampen.studies.errors import DamagedRecord, LabError
 from dampen.studies.files import checksum
+from dampen.studies.report.limits import check_file, read_limited
 from dampen.studies.store import PRETRAIN
 
 MEASURED = "diagnose.json"
@@ -47,7 +48,7 @@ def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
         tops[top] = tops.get(top, 0) + 1
         top = top if tops[top] == 1 else f"{top}-{tops[top]}"
         for folder in folders_below(given):
-            files = {name: _read(folder / name) for name in kept if (folder / name).is_file()}
+            files = {name: _read(folder / name) for name in kept if (folder / name).exists()}
             if files:
                 found[PurePosixPath(top, *folder.relative_to(given).parts).as_posix()] = files
     if not found:
@@ -73,10 +74,9 @@ def packed_bytes(text: str, path: Path) -> bytes:
 
 def packed_text(path: Path) -> str:
     """What `packed_bytes` wrote."""
-    content = path.read_bytes()
     try:
-        return (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
-    except (lzma.LZMAError, UnicodeDecodeError) as error:
+        return read_limited(path).decode()
+    except UnicodeDecodeError as error:
         raise LabError(f"{path} is damaged: {error}. Make or fetch the file again.") from error
 
 
@@ -118,6 +118,7 @@ def _check_sums(path: Path, content: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> Any:
     """Parsed, so that the packed file can be read; a damaged file stays the text it is."""
+    check_file(path)
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)

@@ -16,7 +16,10 @@ from dampen.studies.comparison import Comparison, rebuild_plan
 from dampen.studies.errors import LabError
 from dampen.studies.files import read_json
 from dampen.studies.methods_text import methods_as_text
-from dampen.studies.report.packs import BENCH, MEASURED, folders_below, packed_text, unpack
+from dampen.studies.report.charts import bench_figures
+from dampen.studies.report.limits import check_file, check_levels, check_search, parse_limited
+from dampen.studies.report.packs import BENCH, KEPT, MEASURED, folders_below, packed_text, unpack
+from dampen.studies.report.view import bench_view
 from dampen.studies.result import parse_diagnosis, parse_result
 from dampen.studies.store import LoggedRun, RunStore, read_error
 from dampen.studies.table import Cell, StudyRow, StudyRuns, runs_of_plan
@@ -53,7 +56,8 @@ def collect(paths: Sequence[Path | str]) -> Collection:
         elif root.is_dir():
             _read_below(root, found)
         else:
-            raise LabError(f"There is no folder {root}. Give the folder that dampen run, compare or demo wrote.")
+            what = f"{root} is neither a folder nor a file" if root.exists() else f"There is no folder {root}"
+            raise LabError(f"{what}. Give the folder that dampen run, compare or demo wrote.")
     return found
 
 
@@ -63,14 +67,11 @@ def _read_below(root: Path, found: Collection) -> None:
 
 
 def _read_file(file: Path, found: Collection) -> None:
-    try:
-        content = json.loads(packed_text(file))
-    except ValueError as error:
-        raise LabError(f"{file} is damaged: {error}. Make or fetch the file again.") from error
+    content = parse_limited(packed_text(file), str(file))
     if isinstance(content, dict) and content.get("kind") == BENCH:
-        missing = [key for key in BENCH_KEYS if not isinstance(content.get(key), dict)]
-        if missing:
-            found.skipped.append(Skipped(file.name, f"damaged: a record of costs without {', '.join(missing)}"))
+        problem = _wrong_with_bench(content)
+        if problem:
+            found.skipped.append(Skipped(file.name, problem))
         else:
             found.benches.append(content)
         return
@@ -81,6 +82,18 @@ def _read_file(file: Path, found: Collection) -> None:
             run.lines()  # while the log is there
 
 
+def _wrong_with_bench(content: dict[str, Any]) -> str:
+    """Why a record of costs cannot be shown; empty where it can."""
+    missing = [key for key in BENCH_KEYS if not isinstance(content.get(key), dict)]
+    if missing:
+        return f"damaged: a record of costs without {', '.join(missing)}"
+    try:
+        bench_view(content, bench_figures(content), "b", {})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return f"damaged: not a record of costs ({type(error).__name__}: {error})"
+    return ""
+
+
 def label(folder: Path, root: Path) -> str:
     """How a folder is called in lists: relative to what was given, or by its own name."""
     relative = folder.relative_to(root)
@@ -89,9 +102,18 @@ def label(folder: Path, root: Path) -> str:
 
 def _read_folder(folder: Path, found: Collection, name: str) -> None:
     files = {p.name for p in folder.iterdir()}
+    for file in sorted(files & set(KEPT)):
+        try:
+            check_file(folder / file)
+        except (LabError, OSError) as error:
+            found.skipped.append(Skipped(f"{name}/{file}", _told(error, folder)))
+            return
     if "plan.json" in files:
         try:
-            found.plans[folder] = Comparison.load(folder)
+            plan = Comparison.load(folder)
+            check_levels(plan.header, "plan.json")
+            check_search(plan.header.get("search") or {}, "plan.json: search")
+            found.plans[folder] = plan
         except (LabError, KeyError, TypeError, AttributeError) as error:
             found.skipped.append(Skipped(f"{name}/plan.json", _told(error, folder)))
             rebuilt = rebuild_plan(folder)
@@ -99,7 +121,9 @@ def _read_folder(folder: Path, found: Collection, name: str) -> None:
                 found.plans[folder] = rebuilt
         if "search.json" in files:
             try:
-                found.searches[folder] = read_json(folder / "search.json")
+                search = read_json(folder / "search.json")
+                check_search(search, "search.json")
+                found.searches[folder] = search
             except LabError as error:
                 found.skipped.append(Skipped(f"{name}/search.json", _told(error, folder)))
     elif "config.json" in files:
@@ -119,9 +143,13 @@ def _read_run(folder: Path) -> LoggedRun | str:
     record = RunStore(folder)
     try:
         config = read_json(folder / "config.json")
+        check_levels(config, "config.json")
         content = record.final()
+        check_levels(content, "final.json")
         final = None if content is None else parse_result(content, config["id"])
-        measured = parse_diagnosis(read_json(folder / MEASURED) if (folder / MEASURED).exists() else {})
+        diagnosis = read_json(folder / MEASURED) if (folder / MEASURED).exists() else {}
+        check_levels(diagnosis, MEASURED)
+        measured = parse_diagnosis(diagnosis)
         error = read_error(folder) if final is None else ""
         run = LoggedRun(folder, config["id"], config, final, record.sessions(), measured, error)
         _check_config(config)
@@ -192,7 +220,7 @@ def _why_not(run: LoggedRun, plan: Comparison) -> str:
     codes = {t.function["code"] for t in plan.trials.values() if t.function}
     if codes and function.get("code") not in codes:
         row = f"{methods_as_text(run.config['methods'])}, seed {run.seed}"
-        return f"a result of older code of {function.get('name')} ({row}); --same-code (same_code=True) counts it"
+        return f"a result of older code of {function.get('name')} ({row}); --ignore-code-change counts it"
     return "belongs to no row of plan.json; it was run under an earlier plan or other settings"
 
 

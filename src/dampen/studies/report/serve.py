@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import os
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from hashlib import sha256
@@ -19,7 +22,7 @@ from dampen.studies.report import make_report
 
 HOST = "127.0.0.1"
 THREADS, SECONDS = 16, 10.0
-"""How many clients are answered at once, and how long one may be silent."""
+"""How many clients are answered at once, and how long a request may take from its first byte to its last."""
 RECORDS = ("plan.json", "config.json", "final.json", "log.jsonl", "diagnose.json", "environment.json")
 
 
@@ -78,18 +81,30 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, *args: Any):
         self._free = threading.BoundedSemaphore(THREADS)
+        self._ends: dict[Any, float] = {}  # connection -> when its time is over
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread, as soon as one is free; the others wait until those inside are done or silent too long."""
-        self._free.acquire()
+        while not self._free.acquire(timeout=0.1):
+            self.service_actions()
+        self._ends[request] = time.monotonic() + SECONDS
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self._ends.pop(request, None)
             self._free.release()
+
+    def service_actions(self) -> None:
+        """End the requests whose time is over: a client that sends a byte now and then is never silent."""
+        now = time.monotonic()
+        for connection, end in list(self._ends.items()):
+            if now > end:
+                with contextlib.suppress(OSError):  # already closed
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away, or spoke no HTTP, is its own business; an error of ours is shown."""
@@ -102,7 +117,7 @@ def make_server(runs: Sequence[Path | str], port: int = 0, split: bool = False) 
     page = LivePage(runs, split)
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = SECONDS  # of silence, then the connection is closed
+        timeout = SECONDS  # of silence
 
         def do_GET(self) -> None:
             # Only by our own names: another site must not reach us through a name that it points here.

@@ -12,14 +12,24 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dampen.names import printable
 from dampen.studies.metric import Metric
 from dampen.studies.report.summary import counted, shortened
 from dampen.studies.result import Event
 from dampen.studies.table import Entry, ResultTable, grid_text
+
+
+def escape(text: str) -> str:
+    """Text for a rich table: neither markup nor control characters in it have an effect.
+
+    Args:
+        text: a name, or anything else that comes from a file.
+    """
+    return escape_markup(printable(text))
 
 
 def results_table(found: ResultTable, verdicts: bool = True) -> Table:
@@ -201,7 +211,7 @@ class LiveView:
             )
 
     def _say(self, line: str, style: str | None = None) -> None:
-        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Keeps the books of a trial while it trains: progress, log, checkpoints, selection on validation, the final result."""
+"""Around the steps of a trial: progress, log, checkpoints, selection on validation, result."""
 
 from __future__ import annotations
 
@@ -20,20 +20,31 @@ from dampen.studies.metrics import TASKS, judged_by, selection
 from dampen.studies.processes import describe_malloc
 from dampen.studies.result import FORMAT
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.checkpoint import fingerprint, load_newest, save_state, save_weights, saved_states
-from dampen.studies.trainer.distributed import all_ranks, is_sharded, load_model_state, whole_model_state
-from dampen.studies.trainer.losses import NotFinite
-from dampen.studies.trainer.optim import learning_rate
+from dampen.studies.trainer.checkpoint import (
+    fingerprint,
+    load_newest,
+    save_state,
+    save_weights,
+    saved_states,
+)
+from dampen.studies.trainer.distributed import (
+    all_ranks,
+    is_sharded,
+    load_model_state,
+    whole_model_state,
+)
+from dampen.studies.trainer.optim import NotFinite, learning_rate
 from dampen.studies.trainer.state import Execution, TrialState
 from dampen.studies.trainer.variance import over_training
 
 Event = dict[str, Any]
 """As a worker sends it; listeners get it typed (`result.py`)."""
-_finite = finite  # under the name by which own training knows it
 
 
 def set_threads(execution: Execution, record: RunStore) -> None:
-    """As many threads as asked for; a trial that resumes keeps its own number, because sums depend on it."""
+    """As many threads as asked for; a trial that resumes keeps its own number, because sums depend
+    on it.
+    """
     try:
         before = record.sessions()
     except DamagedRecord:  # the checkpoint knows it too
@@ -45,39 +56,53 @@ def set_threads(execution: Execution, record: RunStore) -> None:
 
 
 class Bookkeeping:
-    """What happens around the steps. Every rank has one, so that collective calls meet; only rank 0 writes."""
+    """What happens around the steps. Every rank has one, so that collective calls meet; only rank 0
+    writes.
+    """
 
-    def __init__(self, s: TrialState, record: RunStore, report: Callable[[Event], None], stop: Callable[[], bool]):
+    def __init__(
+        self,
+        s: TrialState,
+        record: RunStore,
+        report: Callable[[Event], None],
+        stop: Callable[[], bool],
+    ):
         self.s, self.record, self.report, self.stop = s, record, report, stop
         self.selection = selection(s.data.task)
         self.writes = s.fabric.is_global_zero
         self.log: list[dict[str, Any]] = []
-        self.saved_at = self.told_at = self.started = time.monotonic()
+        self.saved_at = self.reported_at = self.started = time.monotonic()
         self.loggers: list[Logger] = []
 
     def start(self) -> None:
-        """Note the environment; go on from the newest whole checkpoint if there is one."""
+        """Record the environment; resume from the newest intact checkpoint if there is one."""
         s = self.s
         state, damage = load_newest(self.record.folder, "checkpoint")
         if self.writes:
             self.record.start(s.trial, environment.describe(torch.get_num_threads(), str(s.device)))
         if state is not None:
             if state["trial"] != s.trial.id:
-                raise LabError(f"{self.record.folder} has a checkpoint of trial {state['trial']}, not of {s.trial.id}.")
+                raise LabError(
+                    f"{self.record.folder} has a checkpoint of trial {state['trial']}, not of "
+                    f"{s.trial.id}."
+                )
             s.load_state(state)
             s.resumed = max(len(self.record.sessions()) - 1, state.get("resumed", 0) + 1)
         else:
             s.measure_conditions()
             s.measure_variance()
         if self.writes:
-            for problem in [*(f"{problem} Going on from the one before." for problem in damage), *self._repair(state)]:
+            for problem in [
+                *(f"{problem} Going on from the one before." for problem in damage),
+                *self._repair(state),
+            ]:
                 self.report({"kind": "warning", "message": problem})
             self.loggers = open_loggers(s.execution.log_to, self.record.folder, s.trial, s.step)
         self.report({"kind": "start", "step": s.step, "steps": s.total, "resumed": s.resumed})
 
     def _repair(self, state: dict[str, Any] | None) -> list[str]:
-        """Make the log what it was when the checkpoint was taken: what came after will happen again, and what was lost
-        or changed since is put back. Returns what was wrong, in words."""
+        """Make the log what it was when the checkpoint was taken: what came after will happen
+        again, and what was lost or changed since is put back. Returns what was wrong, in words."""
         path, wrong = self.record.folder / "log.jsonl", ""
         count = state["lines"] if state is not None else 0
         try:
@@ -89,7 +114,8 @@ class Bookkeeping:
         if not wrong and found != kept:
             wrong = f"{path} has lost or changed lines: {len(found)} of {count} are there."
         if not wrong and len(kept) < count:
-            wrong = f"{path} has lost lines, {len(kept)} of {count} are there, and the checkpoint does not have them."
+            wrong = f"{path} has lost lines, {len(kept)} of {count} are there, "
+            wrong += "and the checkpoint does not have them."
         self.log = kept
         if path.exists() or kept:
             self.record.write_lines(kept)
@@ -100,18 +126,20 @@ class Bookkeeping:
         )
 
     def after_step(self) -> None:
-        """Tell how far we are; save and stop where asked. The end of an epoch is left to `after_epoch`."""
+        """Report progress; save and stop where due. `after_epoch` handles the end of an epoch."""
         s, now = self.s, time.monotonic()
         s.measure_conditions()
         s.measure_variance()
-        if now - self.told_at >= s.execution.progress_seconds:
-            self.told_at = now
+        if now - self.reported_at >= s.execution.progress_seconds:
+            self.reported_at = now
             self._progress()
         if s.step % s.per_epoch == 0 or s.step >= s.total:
             return
         every = s.execution.checkpoint_steps
         due = every is not None and s.step % every == 0
-        if s.fabric.world_size == 1:  # clocks differ between ranks, so several save by steps and at the end of an epoch
+        if (
+            s.fabric.world_size == 1
+        ):  # clocks differ between ranks, so several save by steps and at the end of an epoch
             due = due or now - self.saved_at >= s.execution.checkpoint_seconds
         stop = self._stop()
         if due or stop:
@@ -146,7 +174,9 @@ class Bookkeeping:
                 logger.log(s.step, flat(self.log[-1]))
         self.report({"kind": "epoch", **self.log[-1], "epochs": s.options.epochs})
         stop = self._stop()
-        due = all_ranks(s.fabric, time.monotonic() - self.saved_at >= s.execution.checkpoint_seconds)[0]
+        due = all_ranks(
+            s.fabric, time.monotonic() - self.saved_at >= s.execution.checkpoint_seconds
+        )[0]
         if stop or due or s.execution.checkpoint_steps is not None:
             self.save()
         if stop and not s.done:
@@ -163,17 +193,26 @@ class Bookkeeping:
 
     def save(self) -> None:
         """Write a checkpoint; the one before stays until the next."""
-        facts = {"threads": torch.get_num_threads(), "kernels": library.path(), "resumed": self.s.resumed}
+        facts = {
+            "threads": torch.get_num_threads(),
+            "kernels": library.path(),
+            "resumed": self.s.resumed,
+        }
         state = {**self.s.state(), **facts, "lines": len(self.log), "log": json.dumps(self.log)}
         if self.writes:
             save_state(self.record.folder, "checkpoint", self.s.step, state)
         self.saved_at = time.monotonic()
 
     def finish(self) -> dict[str, Any]:
-        """Test once, with the state that validation selected; write the result; drop the checkpoints."""
+        """Test once, with the state that validation selected; write the result; drop the
+        checkpoints.
+        """
         s = self.s
         if s.best is None:
-            raise LabError(f"{self.selection[0]} on validation was never a number, so no state could be selected.")
+            raise LabError(
+                f"{self.selection[0]} on validation was never a number, so no state could be "
+                "selected."
+            )
         last = whole_model_state(s.raw)
         load_model_state(s.raw, s.best["weights"])
         s.average = None
@@ -207,12 +246,14 @@ class Bookkeeping:
             for logger in self.loggers:
                 logger.finish(finite(result))
             self._drop_checkpoints()
-        self.report({"kind": "finish", "status": "finished", "test": test, "valid": s.best["valid"]})
+        self.report(
+            {"kind": "finish", "status": "finished", "test": test, "valid": s.best["valid"]}
+        )
         out: dict[str, Any] = finite(result)
         return out
 
     def diverged(self, bad: NotFinite) -> dict[str, Any]:
-        """Keep the last good weights, say which term went first, and close the trial."""
+        """Save the last finite weights, report which term failed first, and close the trial."""
         s = self.s
         terms = " and ".join(repr(n) if n != "the gradient" else n for n in bad.names)
         before = ", ".join(f"{k} {v:.4g}" for k, v in bad.before.items()) or "nothing yet"
@@ -224,7 +265,13 @@ class Bookkeeping:
         elif kept := saved_states(self.record.folder, "checkpoint"):
             reason += f" The weights are spoiled; the last good state is {kept[0].name}."
         reason += " Lower train.lr or that term's weight, set train.clip, or use precision fp32."
-        result = {"id": s.trial.id, "status": "diverged", "reason": reason, "terms": bad.names, "step": bad.step}
+        result = {
+            "id": s.trial.id,
+            "status": "diverged",
+            "reason": reason,
+            "terms": bad.names,
+            "step": bad.step,
+        }
         result["format"] = FORMAT
         result |= {**judged_by(s.data.task), **self._cost(), "data": s.data.info}
         self.record.finish(result)
@@ -243,8 +290,12 @@ class Bookkeeping:
             "batch_size": s.options.batch_size,
             "parameters": sum(p.numel() for p in s.raw.parameters()),
             "seconds": {k: round(v, 3) for k, v in s.seconds.items()},
-            "step_seconds": statistics.median(wall for wall, _ in s.step_times) if s.step_times else None,
-            "step_cpu_seconds": statistics.median(cpu for _, cpu in s.step_times) if s.step_times else None,
+            "step_seconds": statistics.median(wall for wall, _ in s.step_times)
+            if s.step_times
+            else None,
+            "step_cpu_seconds": statistics.median(cpu for _, cpu in s.step_times)
+            if s.step_times
+            else None,
             "device": s.device.type,
             "threads": torch.get_num_threads(),
             "malloc": describe_malloc(),
@@ -260,17 +311,28 @@ class Bookkeeping:
         s = self.s
         pace = s.seconds["train"] / max(1, s.step)
         epoch = math.ceil(s.step / s.per_epoch)  # of the step that was just done
-        told = {"kind": "progress", "epoch": epoch, "epochs": s.options.epochs, "step": s.step, "steps": s.total}
-        self.report({**told, "terms": dict(s.meter.latest), "eta": round(pace * (s.total - s.step), 1)})
+        event = {
+            "kind": "progress",
+            "epoch": epoch,
+            "epochs": s.options.epochs,
+            "step": s.step,
+            "steps": s.total,
+        }
+        self.report(
+            {**event, "terms": dict(s.meter.latest), "eta": round(pace * (s.total - s.step), 1)}
+        )
 
     def _stop(self) -> bool:
-        if self.s.fabric.world_size > 1 and self.s.step % 10:  # asking all ranks costs about a millisecond
+        if (
+            self.s.fabric.world_size > 1 and self.s.step % 10
+        ):  # asking all ranks costs about a millisecond
             return False
         return any(all_ranks(self.s.fabric, bool(self.stop())))
 
     def _interrupted(self) -> Interrupted:
         return Interrupted(
-            f"Stopped at step {self.s.step} of {self.s.total}; the checkpoint in {self.record.folder} resumes it."
+            f"Stopped at step {self.s.step} of {self.s.total}; the checkpoint in "
+            f"{self.record.folder} resumes it."
         )
 
 

@@ -1,4 +1,8 @@
-"""States on disk: written whole, named by their own checksum, two kept so that a damaged one costs little."""
+"""States on disk: written atomically, named by their checksum; two are kept in case one is damaged.
+
+A run that resumes keeps the kernels it began on, torch's or the native ones: the two draw different
+random numbers, and changed halfway a run would be neither the one nor the other.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import hashlib
 import io
 import random
 import re
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +19,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dampen.native import library
+from dampen.studies.errors import DamagedRecord, LabError
 from dampen.studies.files import atomic_file
+from dampen.studies.run import Run
+from dampen.studies.store import RunStore
 
 _NAME = re.compile(r"-(\d+)-([0-9a-f]{16})\.(pt|safetensors)$")
 
 
 def save_state(folder: Path, kind: str, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     """Write `kind-STEP-CHECKSUM.pt` and remove all but the newest `keep` of that kind."""
-    # torch's own writer of zip files hides that the disk is full: it gets memory, and the file gets plain bytes
+    # torch's own writer of zip files hides that the disk is full: it gets memory, and the file gets
+    # plain bytes
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return _write(folder, kind, step, buffer.getbuffer(), "pt", keep)
 
 
 def save_weights(folder: Path, kind: str, step: int, weights: dict[str, Tensor]) -> Path:
-    """Write `kind-STEP-CHECKSUM.safetensors`, which anyone can read, and remove older ones of that kind."""
+    """Write `kind-STEP-CHECKSUM.safetensors`, which anyone can read, and remove older ones of that
+    kind.
+    """
     from safetensors.torch import save
 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     return _write(folder, kind, step, save(whole, {"step": str(step)}), "safetensors", keep=1)
 
 
-def _write(folder: Path, kind: str, step: int, content: bytes | memoryview, suffix: str, keep: int) -> Path:
+def _write(
+    folder: Path, kind: str, step: int, content: bytes | memoryview, suffix: str, keep: int
+) -> Path:
     digest = hashlib.sha256(content).hexdigest()[:16]
     path = folder / f"{kind}-{step:08d}-{digest}.{suffix}"
     with atomic_file(path) as file:
@@ -69,7 +84,8 @@ def load_state(path: Path) -> dict[str, Any]:
     digest = hashlib.sha256(content).hexdigest()[:16]
     if match is None or digest != match[2]:
         raise ValueError(
-            f"{path} is damaged: its checksum is {digest}, its name says {match[2] if match else 'nothing'}."
+            f"{path} is damaged: its checksum is {digest}, its name says "
+            f"{match[2] if match else 'nothing'}."
         )
     if match[3] == "safetensors":
         from safetensors.torch import load
@@ -126,3 +142,46 @@ def fingerprint(state: dict[str, torch.Tensor]) -> str:
             else tensor.reshape(1).view(torch.uint8).numpy().tobytes()
         )
     return sha.hexdigest()
+
+
+Train = Callable[..., dict[str, Any]]
+
+
+def keeps_kernels(train: Train) -> Train:
+    """Let a way of training, `train(trial, folder, ...)`, run on the kernels that the folder's
+    trial began on.
+
+    The two draw from different streams: changed halfway, a trial would be neither the one nor the
+    other."""
+
+    @wraps(train)
+    def kept(trial: Run, folder: Path, *rest: Any) -> dict[str, Any]:
+        before = kernels_before(folder)
+        if not trial.methods or before in (
+            "",
+            library.path(),
+        ):  # a model without methods uses neither
+            return train(trial, folder, *rest)
+        if before == "torch":
+            with library.torch_only("this trial began on torch's kernels and keeps to them"):
+                return train(trial, folder, *rest)
+        raise LabError(
+            f"The trial in {folder} began on the native kernels, which are not at hand now "
+            f"({library.status()}). "
+            "Build them with `dampen doctor --build`, or delete the folder to begin the trial anew."
+        )
+
+    return kept
+
+
+def kernels_before(folder: Path) -> str:
+    """The path that an unfinished trial was on; '' where it has no checkpoint to go on from, or is
+    too old to say.
+    """
+    if not saved_states(folder, "checkpoint"):
+        return ""
+    try:
+        sessions = RunStore(folder).sessions()
+    except DamagedRecord:  # the checkpoint knows it too
+        sessions = [load_newest(folder, "checkpoint")[0] or {}]
+    return str(sessions[-1].get("kernels") or "") if sessions else ""

@@ -1,8 +1,4 @@
-"""Pretraining without labels: a trial of its own in the folder `pretrain` of the trial that starts from it.
-
-It is a trial like any other, so it is logged, resumed bit-exactly and closed like one; its weights enter the classifier
-before that one's first step.
-"""
+"""What a run takes over from its pretraining: weights, facts for the record, the prepared data."""
 
 from __future__ import annotations
 
@@ -26,7 +22,9 @@ FACTS = ("valid", "train", "selected_epoch", "epochs", "steps", "seconds", "para
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What a classifier starts from: the autoencoder's weights, and what its training gave for the record."""
+    """What a classifier starts from: the autoencoder's weights, and what its training gave for the
+    record.
+    """
 
     model: str
     weights: dict[str, Tensor]
@@ -43,7 +41,10 @@ def load_pretrained(folder: Path) -> Pretrained:
     state, damage = load_newest(folder / PRETRAIN, "weights")
     if state is None or final is None:
         why = damage[0] if damage else "there are none"
-        raise LabError(f"{folder / PRETRAIN} has no pretrained weights: {why}. Delete {folder} to run the trial again.")
+        raise LabError(
+            f"{folder / PRETRAIN} has no pretrained weights: {why}. Delete {folder} to run the "
+            "trial again."
+        )
     return Pretrained(
         RunStore(folder / PRETRAIN).trial().model["name"],
         state["model"],
@@ -61,8 +62,10 @@ def close_with_pretraining(trial: Run, folder: Path) -> dict[str, Any]:
     return result
 
 
-def told_as_pretraining(report: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    """What the trial's listener hears of its pretraining: that it moves, not its epochs' results."""
+def report_as_pretraining(
+    report: Callable[[dict[str, Any]], None],
+) -> Callable[[dict[str, Any]], None]:
+    """The events of a pretraining that its trial reports: progress, not results of epochs."""
 
     def tell(event: dict[str, Any]) -> None:
         if event["kind"] in ("start", "progress", "warning"):
@@ -79,7 +82,8 @@ def prepared_by(model: nn.Module, name: str, data: Dataset) -> Dataset:
     if data.task not in kind.takes:
         needs = " or ".join(kind.takes)
         raise ConfigError(
-            "The trial", [f"model.name: {name!r} needs {needs} data; {data.name} is a data set for {data.task}"]
+            "The trial",
+            [f"model.name: {name!r} needs {needs} data; {data.name} is a data set for {data.task}"],
         )
     prepared: Dataset = cast(Any, model).prepare(data)
     return prepared

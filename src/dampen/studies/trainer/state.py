@@ -1,4 +1,6 @@
-"""All the moving parts of one trial, put together from its plain data, with a state that can be saved and put back."""
+"""All the moving parts of one trial, put together from its plain data, with a state that can be
+saved and put back.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from dampen.studies.methods_text import build_methods
 from dampen.studies.metrics import TASKS
 from dampen.studies.plugins import activate, active
 from dampen.studies.run import Run
-from dampen.studies.trainer.build import derive, load_data, make_augment, make_model, places, seed_all
 from dampen.studies.trainer.checkpoint import rng_state, set_rng_state
+from dampen.studies.trainer.data import derive, load_data, make_augment, places, seed_all
 from dampen.studies.trainer.distributed import (
     all_ranks,
     equal_buffers,
@@ -33,11 +35,10 @@ from dampen.studies.trainer.distributed import (
     whole_model_state,
     whole_optimizer_state,
 )
-from dampen.studies.trainer.function import Function
-from dampen.studies.trainer.losses import Meter, NotFinite, loss_of
-from dampen.studies.trainer.optim import MovingAverage, make_optimizer
-from dampen.studies.trainer.parts import Parts
+from dampen.studies.trainer.models import make_model
+from dampen.studies.trainer.optim import Meter, MovingAverage, NotFinite, loss_of, make_optimizer
 from dampen.studies.trainer.pretraining import Pretrained, prepared_by
+from dampen.studies.trainer.user_function import Function, Parts
 from dampen.studies.trainer.variance import measure_variance
 
 ACCELERATORS = ("auto", "cpu", "cuda", "mps")
@@ -45,7 +46,7 @@ ACCELERATORS = ("auto", "cpu", "cuda", "mps")
 
 @dataclass(frozen=True)
 class Execution:
-    """How to run a trial where its result does not depend on it: places, threads, how often to save and to report."""
+    """How to run a trial, apart from what decides its result: folders, threads, intervals."""
 
     data_dir: str | None = None
     threads: int | None = None
@@ -58,29 +59,35 @@ class Execution:
     progress_seconds: float = 0.25
     function: Function | None = None  # the user's own training, where trials are that
     parts: Parts | None = None  # where the user's own model and data are
-    plugins: tuple[tuple[str, str], ...] = field(default_factory=active)  # loaded where the run was started
+    plugins: tuple[tuple[str, str], ...] = field(
+        default_factory=active
+    )  # loaded where the run was started
 
     def __post_init__(self) -> None:
         if self.accelerator not in ACCELERATORS:
-            problem = f"--accelerator: got {self.accelerator!r}{nearest(self.accelerator, ACCELERATORS)}"
+            problem = (
+                f"--accelerator: got {self.accelerator!r}{nearest(self.accelerator, ACCELERATORS)}"
+            )
             raise ConfigError("How to run", [problem])
         check_loggers(self.loggers)
 
     @property
     def log_to(self) -> list[str]:
-        """The loggers that are told of each line of the log."""
+        """The loggers that receive each line of the log."""
         return [*(["tensorboard"] if self.tensorboard else []), *self.loggers]
 
     def check_here(self) -> None:
-        """Refuse a device that this machine does not have (another machine of a cluster may)."""
+        """Raise for a device that this machine lacks (another machine of a cluster may have it)."""
         there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         if not there.get(self.accelerator, True):
-            problem = f"--accelerator: torch finds no {self.accelerator} device here; use cpu or auto"
+            problem = (
+                f"--accelerator: torch finds no {self.accelerator} device here; use cpu or auto"
+            )
             raise ConfigError("How to run", [problem])
 
 
 class TrialState:
-    """A trial at work: model, regularizers, optimizer, data, and the position in training."""
+    """A running trial: model, regularizers, optimizer, data, and the position in training."""
 
     def __init__(self, trial: Run, execution: Execution, pretrained: Pretrained | None = None):
         activate(execution.plugins)
@@ -88,7 +95,9 @@ class TrialState:
         self.fabric = make_fabric(self.options, execution.accelerator)
         self.device = self.fabric.device
         self.data = load_data(trial.data, execution.data_dir, execution.parts, trial.seed)
-        seed_all(derive(trial.seed, "init"))  # the same weights at the start whatever the methods: runs pair by seed
+        seed_all(
+            derive(trial.seed, "init")
+        )  # the same weights at the start whatever the methods: runs pair by seed
         self.raw = make_model(trial.model, self.data.model_args, execution.parts)
         self.pretrained = pretrained
         if pretrained is not None:
@@ -100,13 +109,20 @@ class TrialState:
             from dampen import regularize
 
             self.handle = regularize(self.raw, build_methods(trial.methods), **places(trial.sites))
-        self.own = cast(nn.Module, torch.compile(self.raw)) if self.options.compile else self.raw
-        self.model = self.fabric.setup_module(self.own)
+        self.compiled = self.raw
+        if self.options.compile:
+            self.compiled = cast(nn.Module, torch.compile(self.raw))
+        self.model = self.fabric.setup_module(self.compiled)
         extra = list(self.handle.parameters()) if self.handle else []
-        self.optimizer = cast(Any, self.fabric.setup_optimizers(make_optimizer(self.raw, extra, self.options)))
-        # One device without a gradient scaler needs nothing of Fabric's wrappers, and a tiny step would feel them.
+        self.optimizer = cast(
+            Any, self.fabric.setup_optimizers(make_optimizer(self.raw, extra, self.options))
+        )
+        # One device without a gradient scaler needs nothing of Fabric's wrappers, and a tiny step
+        # would feel them.
         self.alone = self.fabric.world_size == 1 and self.options.precision != "fp16"
-        self.stepper: torch.optim.Optimizer = self.optimizer.optimizer if self.alone else self.optimizer
+        self.stepper: torch.optim.Optimizer = (
+            self.optimizer.optimizer if self.alone else self.optimizer
+        )
         self.average = MovingAverage(self.raw, self.options.ema) if self.options.ema else None
         self.augment = make_augment(trial.data.get("augment"), self.data)
         self.meter = Meter(self.device)
@@ -133,7 +149,9 @@ class TrialState:
         return self.step >= self.total or (patience is not None and self.stale >= patience)
 
     def batches(self) -> Iterator[list[tuple[dict[str, Any], Any]]]:
-        """The rest of this epoch, one optimizer step at a time: this rank's parts, each with its share of the loss."""
+        """The rest of this epoch, one optimizer step at a time: this rank's parts, each with its
+        share of the loss.
+        """
         generator = torch.Generator().manual_seed(derive(self.trial.seed, "order", self.epoch))
         order = torch.randperm(len(self.data.train), generator=generator)
         size, rank, world = self.options.batch_size, self.fabric.global_rank, self.fabric.world_size
@@ -141,7 +159,9 @@ class TrialState:
             if self.step >= self.total:
                 return
             mine = order[i * size : (i + 1) * size]
-            if world == 1 and self.options.accumulate == 1:  # the usual case, on the way of every step of a tiny model
+            if (
+                world == 1 and self.options.accumulate == 1
+            ):  # the usual case, on the way of every step of a tiny model
                 yield [(self.batch(mine), 1.0)]
                 continue
             mine = mine[rank::world]
@@ -149,7 +169,9 @@ class TrialState:
             yield list(zip(parts, self._shares(parts), strict=True))
 
     def batch(self, indices: Tensor) -> dict[str, Any]:
-        """Training examples, augmented, on the device. The draws depend on seed and step alone, not on the methods."""
+        """Training examples, augmented, on the device. The draws depend on seed and step alone, not
+        on the methods.
+        """
         batch = self.data.train.batch(indices)
         if self.augment is not None:
             seed = derive(self.trial.seed, "augment", self.step, int(indices[0]))
@@ -158,34 +180,48 @@ class TrialState:
         return out
 
     def _shares(self, parts: list[dict[str, Any]]) -> list[Any]:
-        """What each part counts: more with more valid positions, so that splitting a batch changes nothing."""
-        counted = self.task.counted  # a loss may be a mean over objects, of which images have different numbers
-        if not ("valid" in parts[0] or counted) or (len(parts) == 1 and self.fabric.world_size == 1):
+        """What each part counts: more with more valid positions, so that splitting a batch changes
+        nothing.
+        """
+        counted = (
+            self.task.counted
+        )  # a loss may be a mean over objects, of which images have different numbers
+        if not ("valid" in parts[0] or counted) or (
+            len(parts) == 1 and self.fabric.world_size == 1
+        ):
             return [1 / len(parts)] * len(parts)
-        counts = torch.stack([counted(p["target"]) if counted else p["valid"].sum() for p in parts]).double()
+        counts = torch.stack(
+            [counted(p["target"]) if counted else p["valid"].sum() for p in parts]
+        ).double()
         mean: Any = self.fabric.all_reduce(counts.sum(), reduce_op="mean")
         out: list[Any] = (counts / mean).tolist()
         return out
 
     def forward(self, inputs: tuple[Any, ...]) -> Any:
-        """The model's output. One device needs nothing of Fabric's wrapper but the precision, and not its hooks."""
+        """The model's output. One device needs nothing of Fabric's wrapper but the precision, and
+        not its hooks.
+        """
         if self.fabric.world_size > 1:
             return self.model(*inputs)
         precision = self.fabric.strategy.precision
         with precision.forward_context():
-            output = self.own(*inputs)
+            output = self.compiled(*inputs)
         return precision.convert_output(output)
 
     def sampled(self, inputs: tuple[Any, ...]) -> Any:
-        """Logarithms of class probabilities averaged over `train.test_samples` random forwards; plain models have no
-        randomness to average over."""
+        """Logarithms of class probabilities averaged over `train.test_samples` random forwards;
+        plain models have no randomness to average over."""
         if self.handle is None:
             return self.forward(inputs)
-        mean = self.handle.mc_average(lambda: self.forward(inputs), cast("int", self.options.test_samples))
-        return mean.clamp(min=torch.finfo(mean.dtype).tiny).log()  # the metrics take a softmax, which undoes the log
+        mean = self.handle.mc_average(
+            lambda: self.forward(inputs), cast("int", self.options.test_samples)
+        )
+        return mean.clamp(
+            min=torch.finfo(mean.dtype).tiny
+        ).log()  # the metrics take a softmax, which undoes the log
 
     def losses(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its named terms. Without methods there is no handle and nothing in the way."""
+        """The loss and its named terms. Without methods there is no handle."""
         target, valid = batch["target"], batch.get("valid")
 
         def criterion(output: Any) -> Tensor:
@@ -203,7 +239,9 @@ class TrialState:
         self.seconds["cpu"] += cpu
 
     def measure_conditions(self) -> None:
-        """Condition numbers by layer, where `train.condition_every` asks for them. Training does not notice."""
+        """Condition numbers by layer, where `train.condition_every` asks for them. Training does
+        not notice.
+        """
         every = self.options.condition_every
         if every is None or self.step % every:
             return
@@ -214,13 +252,15 @@ class TrialState:
         self.conditions.append(ConditionProbe(every)(self.step, self.raw, batch))
 
     def measure_variance(self) -> None:
-        """The variance of the gradient, where `train.variance_every` asks for it. Training does not notice."""
+        """The variance of the gradient, where `train.variance_every` asks for it. Training does not
+        notice.
+        """
         every = self.options.variance_every
         if every is not None and self.step % every == 0:
             self.variances.append(measure_variance(self, derive(self.trial.seed, "variance")))
 
     def part_of_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one part: gradients are exchanged in the last part only."""
+        """Around forward and backward of one part: only the last part exchanges gradients."""
         return nullcontext() if last else self.fabric.no_backward_sync(self.model)
 
     def backward(self, loss: Tensor) -> None:
@@ -231,11 +271,12 @@ class TrialState:
             self.fabric.backward(loss)
 
     def check_gradient(self) -> None:
-        """Stop before a gradient that is not finite reaches the weights, although the loss itself was finite.
+        """Stop before a gradient that is not finite reaches the weights, although the loss itself
+        was finite.
 
-        Gradients flow down to the first parameter, so one look there sees what went wrong above. With a gradient scaler
-        such steps are normal and skipped by it; on other devices than the CPU the next look at the loss has to do.
-        """
+        Gradients flow down to the first parameter, so one look there sees what went wrong above.
+        With a gradient scaler such steps are normal and skipped by it; on other devices than the
+        CPU the next look at the loss has to do."""
         grad = self.probe.grad
         if self.device.type != "cpu" or self.options.precision == "fp16" or grad is None:
             return
@@ -251,17 +292,27 @@ class TrialState:
 
         part = getattr(self.data, split)
         metrics = make_metrics(self.data, part)
-        world, rank, size = self.fabric.world_size, self.fabric.global_rank, self.options.eval_batch_size
+        world, rank, size = (
+            self.fabric.world_size,
+            self.fabric.global_rank,
+            self.options.eval_batch_size,
+        )
         equal_buffers(self.fabric, self.raw)
         self.model.eval()
         with torch.no_grad(), self.average.swapped_in(self.raw) if self.average else nullcontext():
             for start in range(0, len(part), size):
                 indices = torch.arange(start, min(start + size, len(part)))
                 batch = part.batch(indices)
-                rows = torch.arange(-(-len(indices) // world) * world)[rank::world].clamp(max=len(indices) - 1)
+                rows = torch.arange(-(-len(indices) // world) * world)[rank::world].clamp(
+                    max=len(indices) - 1
+                )
                 inputs = batch["inputs"] if world == 1 else tuple(x[rows] for x in batch["inputs"])
                 inputs = inputs if self.device.type == "cpu" else self.fabric.to_device(inputs)
-                output = self.sampled(inputs) if final and self.options.test_samples else self.forward(inputs)
+                output = (
+                    self.sampled(inputs)
+                    if final and self.options.test_samples
+                    else self.forward(inputs)
+                )
                 if self.task.rows is not None:  # one tensor, as ranks exchange them
                     output = self.task.rows(output, len(inputs[0]))
                 logits = gather_rows(self.fabric, output)[: len(indices)].cpu()
@@ -302,11 +353,15 @@ class TrialState:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken, on the same data; states from before 0.2 do not say which it was."""
+        """Go on exactly where `state` was taken, on the same data; states from before 0.2 do not
+        say which it was.
+        """
         if state.get("data", self.data_identity()) != self.data_identity():
             raise DamagedData(
-                f"The data of {self.data.name} has changed since the checkpoint was written: its hashes were "
-                f"{state['data']}, they are {self.data_identity()}. Put the data back, or run the trial anew."
+                f"The data of {self.data.name} has changed since the checkpoint was written: its "
+                "hashes were "
+                f"{state['data']}, they are {self.data_identity()}. Put the data back, or run the "
+                "trial anew."
             )
         load_model_state(self.raw, state["model"])
         load_optimizer_state(self.raw, self.optimizer.optimizer, state["optimizer"])
@@ -318,6 +373,11 @@ class TrialState:
         self.step, self.best, self.stale = state["step"], state["best"], state["stale"]
         self.meter.sums = dict(state["meter"])
         self.conditions = list(state["conditions"])
-        self.variances = list(state.get("variances", []))  # states from before it was measured have none
-        self.seconds, self.step_times = dict(state["seconds"]), [tuple(t) for t in state["step_times"].tolist()]
+        self.variances = list(
+            state.get("variances", [])
+        )  # states from before it was measured have none
+        self.seconds, self.step_times = (
+            dict(state["seconds"]),
+            [tuple(t) for t in state["step_times"].tolist()],
+        )
         set_rng_state(state["rng"][self.fabric.global_rank], self.device)

@@ -1,8 +1,9 @@
-"""The gradient's variance while a trial trains (`train.variance_every`): AttentionDrop claims that it falls by a tenth.
+"""The gradient's variance while a trial trains (`train.variance_every`): AttentionDrop claims that
+it falls by a tenth.
 
-Measured at the present weights over the same few batches each time, in training mode, with the methods and their
-penalties, not augmented. The global random state, buffers and gradients are put back, so training does not notice.
-"""
+Measured at the present weights over the same few batches each time, in training mode, with the
+methods and their penalties, not augmented. The global random state, buffers and gradients are put
+back, so training does not notice."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ KINDS = ("trace", "normalized", "mean_squared_norm")
 
 
 def measure_variance(s: TrialState, seed: int) -> dict[str, float]:
-    """tr Cov(g) over batches, and the same divided by the mean squared norm of the gradient, at this step."""
+    """tr Cov(g) over batches, and the same divided by the mean squared norm of the gradient, at
+    this step.
+    """
     from dampen.diagnostics import gradient_variance
 
     size = s.options.batch_size
     order = torch.randperm(len(s.data.train), generator=torch.Generator().manual_seed(seed))
     count = min(BATCHES, len(order) // size)
     if count < 2:
-        problem = f"train.variance_every: two batches are needed, {len(order)} examples make {count} of {size}"
+        problem = "train.variance_every: two batches are needed, "
+        problem += f"{len(order)} examples make {count} of {size}"
         raise ConfigError("The trial", [problem])
     picked = [s.data.train.batch(order[i * size : (i + 1) * size]) for i in range(count)]
     batches = [{"batch": batch, "labels": batch["target"]} for batch in picked]
@@ -52,4 +56,7 @@ def over_training(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]
     if not found:
         return None
     known = {kind: [m[kind] for m in found if m[kind] is not None] for kind in KINDS}
-    return {"n": len(found), **{kind: statistics.fmean(values) if values else None for kind, values in known.items()}}
+    return {
+        "n": len(found),
+        **{kind: statistics.fmean(values) if values else None for kind, values in known.items()},
+    }

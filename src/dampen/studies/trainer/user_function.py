@@ -1,8 +1,8 @@
 """How a user's training function reaches the process that runs it.
 
-A function in a file is imported there, with the file's folder on the path, as its author would do it. A function from
-a notebook, from `__main__` or from inside another function is sent by value, with cloudpickle.
-"""
+A function in a file is imported there, with the file's folder on the path, as its author would do
+it. A function from a notebook, from `__main__` or from inside another function is sent by value,
+with cloudpickle."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ _reading: list[str] = []
 
 @dataclass(frozen=True)
 class Function:
-    """A training function that can be sent to another process, with what its trials need beside their plain data."""
+    """A training function that can be sent to another process, with what its trials need beside
+    their plain data.
+    """
 
     code: Code
     file: str | None = None  # where it is imported from
     attribute: str = ""
     pickled: bytes | None = None  # or the function itself
-    objects: dict[str, bytes] = field(default_factory=dict)  # regularizers that have no plain form, by their hash
+    objects: dict[str, bytes] = field(
+        default_factory=dict
+    )  # regularizers that have no plain form, by their hash
     rows: dict[str, str] = field(default_factory=dict)  # the name of each trial's row
     metric: tuple[str, str] | None = None  # what the study is judged by, and 'max' or 'min'
 
@@ -47,11 +51,16 @@ class Function:
             return sent
         assert self.file is not None  # a function is either sent or imported
         file = Path(self.file)
-        if not file.is_file():  # another machine without this folder: write down what was read where it started
-            file = _written(tuple(sorted(self.code.files.items()))) / file.relative_to(package_root_of(self.code))
+        if (
+            not file.is_file()
+        ):  # another machine without this folder: write down what was read where it started
+            file = _written(tuple(sorted(self.code.files.items()))) / file.relative_to(
+                package_root_of(self.code)
+            )
         elif digest_of_file(file) != self.code.digest:
             raise LabError(
-                f"{file} or a file that it imports was changed after this run had started, so that this trial would "
+                f"{file} or a file that it imports was changed after this run had started, so that "
+                "this trial would "
                 "not be what it is recorded as. Start the comparison again."
             )
         found: Any = _import(str(file), self.code.digest)
@@ -68,7 +77,7 @@ def package_root_of(code: Code) -> Path:
 
 
 def row_methods(spec: Run, function: Function | None, row: str) -> list[Any]:
-    """The regularizers of a trial: built from their plain data, or unpickled where they have none."""
+    """The regularizers of a trial: built from plain data, or unpickled where there is none."""
     objects = function.objects if function else {}
     made = []
     for method in spec.methods:
@@ -76,8 +85,11 @@ def row_methods(spec: Run, function: Function | None, row: str) -> list[Any]:
             made += build_methods([method])
             continue
         if method[OBJECT] not in objects:
-            problem = f"the regularizer {method['name']!r} of row {row!r} is an object that was not sent along"
-            raise ConfigError("The trial", [f"{problem}; start the comparison from where it is defined"])
+            name = method["name"]
+            problem = f"the regularizer {name!r} of {row!r} is an object that was not sent along"
+            raise ConfigError(
+                "The trial", [f"{problem}; start the comparison from where it is defined"]
+            )
         import cloudpickle
 
         made.append(cloudpickle.loads(objects[method[OBJECT]]))
@@ -87,12 +99,16 @@ def row_methods(spec: Run, function: Function | None, row: str) -> list[Any]:
 def as_function(train: Callable[[Any], Any]) -> Function:
     """A function object, ready to be sent."""
     if not callable(train):
-        raise ConfigError("The comparison", [f"train: expected a function of a trial, got {train!r}"])
+        raise ConfigError(
+            "The comparison", [f"train: expected a function of a trial, got {train!r}"]
+        )
     code = code_of(train)
     module = sys.modules.get(getattr(train, "__module__", ""), None)
     file = str(getattr(module, "__file__", None) or "")
     name = getattr(train, "__qualname__", "")
-    at_top = file and module is not None and module.__name__ != "__main__" and _at(module, name) is train
+    at_top = (
+        file and module is not None and module.__name__ != "__main__" and _at(module, name) is train
+    )
     if at_top and code.root is not None and digest_of_file(Path(file)) == code.digest:
         return Function(code, str(Path(file).resolve()), name)
     import cloudpickle
@@ -101,7 +117,9 @@ def as_function(train: Callable[[Any], Any]) -> Function:
         return Function(code, pickled=cloudpickle.dumps(train))
     except Exception as error:  # whatever the user's objects raise
         problem = f"train: {name} cannot be sent to the workers: {type(error).__name__}: {error}"
-        raise ConfigError("The comparison", [f"{problem}. Make what it needs inside the function"]) from error
+        raise ConfigError(
+            "The comparison", [f"{problem}. Make what it needs inside the function"]
+        ) from error
 
 
 def _at(module: Any, name: str) -> Any:
@@ -124,17 +142,25 @@ def function_in_file(text: str, what: str = "The training function") -> Function
     found = _at(module, name) if name else None
     if not callable(found):
         own = sorted(
-            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
+            n
+            for n, v in vars(module).items()
+            if callable(v) and getattr(v, "__module__", "") == module.__name__
         )
         known = f"; it has {', '.join(own)}" if own else "; it defines none"
-        missing = f"{file.name} has no function {name!r}" if name else f"say which function of {file.name}"
+        missing = (
+            f"{file.name} has no function {name!r}"
+            if name
+            else f"say which function of {file.name}"
+        )
         raise ConfigError(what, [f"{text}: {missing}{known}. Write {path}:FUNCTION"])
     code = Code(f"{file.name}:{name}", digest, package_root(file), local_files(file))
     return Function(code, str(file.resolve()), name)
 
 
 def being_read() -> str | None:
-    """The file that is being imported for its function just now, if any: a comparison must not start inside it."""
+    """The file that is being imported for its function just now, if any: a comparison must not
+    start inside it.
+    """
     return _reading[-1] if _reading else None
 
 
@@ -149,7 +175,9 @@ def _noted(file: str) -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _import(file: str, digest: str) -> Any:
-    """Import a file under its place in its package, or under a name of its own, with its folder on the path."""
+    """Import a file under its place in its package, or under a name of its own, with its folder on
+    the path.
+    """
     path, root = Path(file), package_root(Path(file))
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
@@ -159,7 +187,9 @@ def _import(file: str, digest: str) -> Any:
         name = f"dampen_own_{path.stem}_{digest}"
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
-            raise ConfigError("The training function", [f"{path.name}: Python reads only files that end in .py"])
+            raise ConfigError(
+                "The training function", [f"{path.name}: Python reads only files that end in .py"]
+            )
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
@@ -179,7 +209,11 @@ def _in_their_words(path: Path, root: Path) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if Path(f.filename).is_relative_to(root) and "site-packages" not in f.filename]
+        own = [
+            f
+            for f in frames
+            if Path(f.filename).is_relative_to(root) and "site-packages" not in f.filename
+        ]
         place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: " if own else ""
         message = "".join(traceback.format_exception_only(error)).strip()
         raise OwnCodeError(f"{path.name} cannot be imported: {place}{message}") from error
@@ -192,3 +226,13 @@ def _written(files: tuple[tuple[str, str], ...]) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
     return root
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Places and functions of the user's own parts; None where the built-in ones are used."""
+
+    data: str | None = None  # a file or folder
+    read: Function | None = None  # a function that returns data sets
+    model: str | None = None  # a folder of a saved Hugging Face model
+    build: Function | None = None  # a function that returns a model

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dampen.studies.bench.papers import fused_attentions, heads_of
-from dampen.studies.bench.subject import Subject
+from benchmarks.published import fused_attentions, heads_of
+from dampen.studies.bench.subject import Formulation, Subject
 
 
 class TorchAttention(nn.Module):
@@ -109,15 +109,14 @@ def wrapped(names: Collection[str], make: Callable[[Any], nn.Module]) -> Callabl
     return build
 
 
-Build = Callable[[Subject], Callable[[], None]]
-ALTERNATIVES: dict[str, tuple[str, Build]] = {
-    "timm attn_drop, fused": ("drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=True))),
-    "timm attn_drop, unfused": ("drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=False))),
-    "nn.MultiheadAttention dropout": ("drop_attention", replaced(lambda m: TorchAttention(m, 0.1))),
-    "nn.Dropout before fc1 and fc2": (
+ALTERNATIVES = {
+    "timm attn_drop, fused": Formulation("drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=True))),
+    "timm attn_drop, unfused": Formulation("drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=False))),
+    "nn.MultiheadAttention dropout": Formulation("drop_attention", replaced(lambda m: TorchAttention(m, 0.1))),
+    "nn.Dropout before fc1 and fc2": Formulation(
         "feed_forward_dropout",
         wrapped(("fc1", "fc2"), lambda m: nn.Sequential(nn.Dropout(0.1), m)),
     ),
-    "timm DropPath": ("drop_path", wrapped(("attn", "mlp"), lambda m: DroppedBranch(m, 0.1))),
+    "timm DropPath": Formulation("drop_path", wrapped(("attn", "mlp"), lambda m: DroppedBranch(m, 0.1))),
 }
-"""What one would write, the method of ours that does the same, and a step with it."""
+"""By name, what one would write, and the method of ours that does the same."""

@@ -1,8 +1,8 @@
-"""The handle that a user's training gets: dampen's own, watched, or on the plain row one that does nothing.
+"""The handle that a user's training function gets, instrumented; the baseline's does nothing.
 
-Watched means: the times of steps are taken, the loss is looked at, the wish to stop is heard, and all that the model
-draws comes from a stream of its own, so that a loader that shuffles with the global generator sees the same numbers in
-every row.
+It measures step times, checks the loss, and raises where a stop was requested. The model's forward
+draws from a stream of its own, so a loader that shuffles with the global generator sees the same
+numbers in every configuration.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dampen.handle import Regularization
 from dampen.hooks.own_dropout import OwnRate, choose_own, find_own
 from dampen.hooks.sampling import sampling_own
 from dampen.schedules import as_schedule, check_progress, per_layer
-from dampen.studies.trainer.build import derive
+from dampen.studies.trainer.data import derive
 
 
 class RandomStream:
-    """A stream of random numbers for the model's forward: inside, the global generator has this stream's state.
+    """A stream of random numbers for the model's forward: inside, the global generator has this
+    stream's state.
 
-    Swapping the state of the global generator, rather than drawing from a private one, keeps activation checkpointing
-    right: it saves and restores what it finds.
-    """
+    Swapping the state of the global generator, rather than drawing from a private one, keeps
+    activation checkpointing right: it saves and restores what it finds."""
 
     def __init__(self, seed: int):
         self.seed = derive(seed, "forward")
@@ -70,7 +70,9 @@ class RandomStream:
         return [before, after]
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
-        if not torch.compiler.is_compiling():  # a compiled model is entered by reg.loss, outside of its graph
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a compiled model is entered by reg.loss, outside of its graph
             self.enter()
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -95,7 +97,9 @@ def _fresh(device: str, seed: int) -> Tensor:
 
 
 class Clock:
-    """Times of training steps, taken between calls of one kind: of progress, loss or penalty, whichever came most."""
+    """Times of training steps, taken between calls of one kind: of progress, loss or penalty,
+    whichever came most.
+    """
 
     def __init__(self) -> None:
         self.times: dict[str, list[tuple[float, float]]] = {}
@@ -112,7 +116,7 @@ class Clock:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What the lab does here is not part of a step."""
+        """Time that dampen spends here is not part of a step."""
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield
@@ -132,38 +136,43 @@ class Clock:
         return max(self.times.values(), key=len, default=[])
 
 
-class Watch:
-    """What a handle tells its trial: a step of some kind, and the terms of the loss."""
+class Observer:
+    """Receives from a handle that a step of some kind was done, and the terms of the loss."""
 
     def __init__(
-        self, stream: RandomStream, clock: Clock, step: Callable[[float | None, Mapping[str, Tensor] | None], None]
+        self,
+        stream: RandomStream,
+        clock: Clock,
+        step: Callable[[float | None, Mapping[str, Tensor] | None], None],
     ):
         self.stream, self.clock, self.step = stream, clock, step
 
 
-class WatchedRegularization(Regularization):
-    """The handle of a row with methods. Everything is as in `Regularization`, and the trial hears of it."""
+class InstrumentedRegularization(Regularization):
+    """The handle of a configuration with methods: its base class, reporting to the trial."""
 
-    watch: Watch
+    observer: Observer
     hooks: list[Any]
 
     def progress(self, t: float) -> None:
         super().progress(t)
-        if "watch" in self.__dict__:  # the first call comes from the constructor
-            self.watch.clock.mark("progress")
-            self.watch.step(float(t), None)
+        if "observer" in self.__dict__:  # the first call comes from the constructor
+            self.observer.clock.mark("progress")
+            self.observer.step(float(t), None)
 
-    def loss(self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any) -> Any:
-        self.watch.clock.mark("loss")
-        with self.watch.stream.inside():
+    def loss(
+        self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any
+    ) -> Any:
+        self.observer.clock.mark("loss")
+        with self.observer.stream.inside():
             loss, terms = super().loss(forward, criterion, **options)
-        self.watch.step(None, terms)
+        self.observer.step(None, terms)
         return loss, terms
 
     def penalties(self) -> dict[str, Tensor]:
-        self.watch.clock.mark("penalties")
+        self.observer.clock.mark("penalties")
         terms = super().penalties()
-        self.watch.step(None, terms)
+        self.observer.step(None, terms)
         return terms
 
     def remove(self) -> None:
@@ -171,29 +180,37 @@ class WatchedRegularization(Regularization):
         _unhook(self)
 
 
-def watch(handle: Regularization, observer: Watch) -> WatchedRegularization:
-    """Let a trial hear of a handle."""
-    handle.__class__ = WatchedRegularization
-    assert isinstance(handle, WatchedRegularization)  # by the line above
-    handle.watch, handle.hooks = observer, observer.stream.attach(handle.model)
+def instrument(handle: Regularization, observer: Observer) -> InstrumentedRegularization:
+    """Make a handle report to its trial.
+
+    Args:
+        handle: of the configuration's methods.
+        observer: receives steps and loss terms.
+    """
+    handle.__class__ = InstrumentedRegularization
+    assert isinstance(handle, InstrumentedRegularization)  # by the line above
+    handle.observer, handle.hooks = observer, observer.stream.attach(handle.model)
     return handle
 
 
-class PlainHandle(Regularization):
-    """The handle of the plain row: the same methods as `Regularization`, and the model is left as it is.
+class BaselineHandle(Regularization):
+    """The handle of the baseline: the same methods as `Regularization`, and the model is left as it
+    is.
 
-    Nothing is inherited but the type: there is no site in the model that the real one's methods could look at.
-    """
+    Nothing is inherited but the type: there is no site in the model that the real one's methods
+    could look at."""
 
-    def __init__(self, model: nn.Module, observer: Watch):
+    def __init__(self, model: nn.Module, observer: Observer):
         self.model, self.methods, self.layers, self.clones = model, [], [], []
-        self.watch, self.hooks = observer, observer.stream.attach(model)
+        self.observer, self.hooks = observer, observer.stream.attach(model)
         self._progress, self._removed = 0.0, False
         self._rates: list[OwnRate] = []  # the model's own drop rates that were set here
 
     def _alive(self) -> None:
         if self._removed:
-            raise RuntimeError("this regularization was removed from its model. Call trial.regularize again.")
+            raise RuntimeError(
+                "this regularization was removed from its model. Call trial.regularize again."
+            )
 
     passes = 1
 
@@ -202,22 +219,24 @@ class PlainHandle(Regularization):
         self._progress = check_progress(t)
         for r in self._rates:
             r.at(self._progress)
-        self.watch.clock.mark("progress")
-        self.watch.step(float(t), None)
+        self.observer.clock.mark("progress")
+        self.observer.step(float(t), None)
 
-    def loss(self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any) -> Any:
+    def loss(
+        self, forward: Callable[[], Any], criterion: Callable[[Any], Tensor], **options: Any
+    ) -> Any:
         self._alive()
-        self.watch.clock.mark("loss")
-        with self.watch.stream.inside():
+        self.observer.clock.mark("loss")
+        with self.observer.stream.inside():
             task = criterion(forward())
         terms = {"task": task}
-        self.watch.step(None, terms)
+        self.observer.step(None, terms)
         return task, terms
 
     def penalties(self) -> dict[str, Tensor]:
         self._alive()
-        self.watch.clock.mark("penalties")
-        self.watch.step(None, {})
+        self.observer.clock.mark("penalties")
+        self.observer.step(None, {})
         return {}
 
     def penalty(self) -> Tensor:
@@ -233,11 +252,15 @@ class PlainHandle(Regularization):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if list(state["methods"]):
-            raise ValueError(f"the state is of the methods {list(state['methods'])}, but this is the plain row.")
+            raise ValueError(
+                f"the state is of the methods {list(state['methods'])}, but this is the baseline."
+            )
         self._progress = float(state["progress"])
 
     @torch.no_grad()
-    def mc_average(self, forward: Callable[[], Any], samples: int = 16, logits: Any = None) -> Tensor:
+    def mc_average(
+        self, forward: Callable[[], Any], samples: int = 16, logits: Any = None
+    ) -> Tensor:
         if samples < 1:
             raise ValueError(f"mc_average needs at least one sample, got {samples}.")
 
@@ -250,7 +273,9 @@ class PlainHandle(Regularization):
             return torch.stack([probabilities() for _ in range(samples)]).mean(0)
 
     def own(self, rate: Any = None, sites: str | Sequence[str] = "*") -> list[OwnRate]:
-        """As in `Regularization`; this model has no layers that dampen knows, so a schedule may not vary with depth."""
+        """As in `Regularization`; this model has no layers that dampen knows, so a schedule may not
+        vary with depth.
+        """
         self._alive()
         known = {(id(r.module), r.attribute): r for r in self._rates}
         rates = [known.get((id(r.module), r.attribute), r) for r in find_own(self.model)]
@@ -258,9 +283,12 @@ class PlainHandle(Regularization):
         if rate is None:
             return chosen
         schedule = as_schedule(rate, "reg.own(rate=...)")
-        if isinstance(schedule, per_layer) or any(schedule(0.0, t / 8) != schedule(1.0, t / 8) for t in range(9)):
+        if isinstance(schedule, per_layer) or any(
+            schedule(0.0, t / 8) != schedule(1.0, t / 8) for t in range(9)
+        ):
             raise ValueError(
-                "reg.own(rate=...) on the plain row takes a number or a schedule over training: without regularizers "
+                "reg.own(rate=...) on the baseline takes a number or a schedule over training: "
+                "without regularizers "
                 "the layers of the model are not looked for, so that a rate cannot vary with depth."
             )
         for r in chosen:
@@ -289,7 +317,7 @@ class PlainHandle(Regularization):
         self._removed = True
 
     def __repr__(self) -> str:
-        return f"plain: no regularizers in {type(self.model).__name__}"
+        return f"baseline: no regularizers in {type(self.model).__name__}"
 
 
 def _unhook(handle: Any) -> None:

@@ -6,58 +6,14 @@ that it writes down. Nothing here is meant to be fast, nor to be used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.studies.bench.subject import Subject
-
-Attention = Callable[..., Tensor]
-"""A function with the arguments of F.scaled_dot_product_attention."""
-Stage = Callable[[Tensor], Tensor]
-
-
-@contextmanager
-def attention_as(function: Attention) -> Iterator[None]:
-    """Inside, every model that calls F.scaled_dot_product_attention calls `function` instead."""
-    before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = function
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = before
-
-
-def unfused(scores: Stage | None = None, weights: Stage | None = None) -> Attention:
-    """softmax(q k^T / sqrt(D)) v on the matrix of scores, with something done to the scores or to the weights."""
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if enable_gqa:
-            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-        s = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
-        s = s if scores is None else scores(s)
-        if is_causal:
-            attn_mask = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
-        if attn_mask is not None:
-            s = s.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else s + attn_mask
-        a = s.softmax(-1)
-        a = a if weights is None else weights(a)
-        return F.dropout(a, dropout_p) @ value
-
-    return attention
+from dampen.studies.bench.subject import Attention, Formulation, Subject, attention_as, unfused
 
 
 def drop_key(rate: float = 0.1) -> Attention:
@@ -202,14 +158,20 @@ def with_svd(subject: Subject) -> Callable[[], None]:
     return subject.step(lambda: subject.loss(model(gray_svd(subject.inputs[0], patch))))
 
 
-PAPERS: dict[str, tuple[str, Callable[[Subject], Callable[[], None]]]] = {
-    "DropKey, algorithm 1": ("drop_key", with_attention(drop_key())),
-    "DropAttention, after the softmax": ("drop_attention", with_attention(drop_attention())),
-    "Hard Attention Masking, top-k of the scores": ("hard_masking", with_attention(hard_masking())),
-    "Blurred Attention Smoothing, convolved scores": ("blurred_attention", with_attention(blurred_attention())),
-    "Explicit Dropout, trace of values": ("explicit_dropout", with_traces("v")),
-    "Explicit Dropout, traces of queries and values": ("explicit_dropout all terms", with_traces("qv")),
-    "R-Drop, two whole passes": ("r_drop", with_attention(drop_key(), passes=2)),
-    "Token Graying, an SVD per image": ("token_graying svd", with_svd),
+PAPERS = {
+    "DropKey, algorithm 1": Formulation("drop_key", with_attention(drop_key()), drop_key()),
+    "DropAttention, after the softmax": Formulation(
+        "drop_attention", with_attention(drop_attention()), drop_attention()
+    ),
+    "Hard Attention Masking, top-k of the scores": Formulation(
+        "hard_masking", with_attention(hard_masking()), hard_masking()
+    ),
+    "Blurred Attention Smoothing, convolved scores": Formulation(
+        "blurred_attention", with_attention(blurred_attention()), blurred_attention()
+    ),
+    "Explicit Dropout, trace of values": Formulation("explicit_dropout", with_traces("v")),
+    "Explicit Dropout, traces of queries and values": Formulation("explicit_dropout all terms", with_traces("qv")),
+    "R-Drop, two whole passes": Formulation("r_drop", with_attention(drop_key(), passes=2)),
+    "Token Graying, an SVD per image": Formulation("token_graying svd", with_svd),
 }
-"""Name -> (the variant of ours that does the same, how to build a step)."""
+"""By name, what the papers published and the variant of ours that does the same."""

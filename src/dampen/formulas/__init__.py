@@ -1,0 +1,1 @@
+"""The old name of `dampen.functional`."""
