@@ -45,6 +45,7 @@ def test_sizes_of_a_file_with_known_contents(tmp_path):
     found = walk.size([file])
     assert (found["files"], found["lines"], found["lines over 100 columns"]) == (1, 17, 1)
     assert found["files under 60 lines"] == 1
+    assert found["lines of code"] == 9  # without comments, empty lines and what describes
     assert (found["public functions with arguments"], found["of them with an Args section"]) == (2, 1)  # f and n
     assert found["comment lines per 1,000 lines"] == round(2000 / 17, 1)
     assert found["conditional expressions per 1,000 lines"] == round(1000 / 17, 1)

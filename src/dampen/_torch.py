@@ -241,6 +241,17 @@ def is_empty(t: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and t.numel() == 0
 
 
+def is_static(size: int) -> bool:
+    """Whether a size is a plain number, and not one that a compiled graph leaves open
+    (`torch.compile(dynamic=True)`): `torch.fx.experimental.symbolic_shapes.has_static_value`, torch
+    2.5 and newer; only asked while tracing."""
+    if not torch.compiler.is_compiling():
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(size)
+
+
 def run_by_the_tracer(function: Callable[[], bool]) -> Callable[[], bool]:
     """Mark a function that torch.compile runs while tracing, and whose result it keeps.
 
@@ -255,6 +266,38 @@ def addresses_known() -> bool:
     """Whether Python may read the addresses of tensors: not while tracing, nor inside `torch.func`,
     where they are wrapped."""
     return not torch.compiler.is_compiling() and not in_functorch()
+
+
+def whole_tensor(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that several processes hold together (a `DTensor`, FSDP2), gathered; any other as it
+    is. Every process calls this together. `DTensor.full_tensor`, torch 2.1 and newer."""
+    gather: Callable[[], torch.Tensor] | None = getattr(t, "full_tensor", None)
+    return t if gather is None else gather()
+
+
+def placed_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, split over processes as another one is; as it is where that one is not split.
+
+    Nothing is sent: each process cuts its share out of the whole that it has.
+    `torch.distributed.tensor`, torch 2.5 and newer.
+    """
+    mesh = getattr(other, "device_mesh", None)
+    if mesh is None:
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    here, on_all = whole.to(mesh.device_type), [Replicate()] * mesh.ndim
+    everywhere = DTensor.from_local(here, mesh, on_all, run_check=False)
+    return everywhere.redistribute(mesh, cast(Any, other).placements)
+
+
+def memory_is_gone(t: torch.Tensor) -> bool:
+    """Whether a tensor has entries but no memory behind them, as FSDP leaves a weight between two
+    uses; reading it is an error or a crash. `untyped_storage`, torch 2.0 and newer; not asked while
+    tracing, nor of wrapped tensors."""
+    if torch.compiler.is_compiling() or in_functorch() or t.is_meta or t.numel() == 0:
+        return False
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.untyped_storage().nbytes() == 0
 
 
 def shared_until_written(t: torch.Tensor) -> torch.Tensor:
@@ -315,3 +358,13 @@ def _extension_loads(spec: importlib.machinery.ModuleSpec) -> bool:
 
 def _extensions(root: str) -> list[str]:
     return sorted(str(p) for p in Path(root).glob("_C*.so")) + sorted(str(p) for p in Path(root).glob("_C*.pyd"))
+
+
+def keep_sizes(t: torch.Tensor, dims: tuple[int, ...]) -> None:
+    """Declare sizes of a graph's input that never change, although others may.
+
+    Args:
+        t: the input.
+        dims: the dimensions whose size stays.
+    """
+    torch._dynamo.mark_static(t, dims)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from dampen._torch import own_parameter
+from dampen._torch import memory_is_gone, own_parameter
 from dampen.masks import any_in_row, causal_rows
 
 if TYPE_CHECKING:
@@ -203,14 +203,14 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
             f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}': its convolution "
             f"'{fused}' makes q, k and v, and the way of its channels to {role} could not be followed. "
             "Inside torch.compile run one plain forward first (regularize(..., example=...) does), else leave the "
-            "layer out with sites=."
+            "layer out with target_modules=."
         )
     if role in call.unknown:
         raise RuntimeError(
             f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}': its fused map "
             f"'{fused}' makes q, k and v, but what the attention gets as {role} is not in the columns where {role} "
             "would be with all of q first, then k, then v (they may be interleaved per head), so which columns make "
-            f"{role} cannot be told. Use separate projections, or leave the layer out with sites=."
+            f"{role} cannot be told. Use separate projections, or leave the layer out with target_modules=."
         )
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
@@ -241,7 +241,16 @@ def _cut(whole: LinearCall, rows: slice | Tensor, role: str) -> LinearCall:
 
 
 def check_whole(linear: LinearCall) -> LinearCall:
-    """The map itself; raise where DeepSpeed's ZeRO-3 has taken its weight apart again (it leaves an empty tensor)."""
+    """The map itself; raise where its weight was taken apart again: DeepSpeed's ZeRO-3 leaves an
+    empty tensor, and FSDP one whose memory was given back."""
+    if any(t is not None and memory_is_gone(t) for t in (linear.weight, linear.bias)):
+        where = linear.site.name if linear.site else ""
+        raise RuntimeError(
+            f"the weight of the linear layer {linear.role} at '{where}' is read where its attention "
+            "runs, but FSDP shards this layer as a unit of its own and has freed the weight by "
+            "then. Shard whole blocks instead: fully_shard(block) for each block, and not "
+            "fully_shard(linear)."
+        )
     if linear.weight.shape[0] == 0 and hasattr(linear.weight, "ds_id"):
         raise RuntimeError(
             f"the weight of the map {linear.role} is read where its attention runs, but DeepSpeed's ZeRO-3 keeps it "
@@ -260,7 +269,7 @@ def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
         raise RuntimeError(
             f"{type(call.module).__name__}: its fused projection makes values of {call.value_size} channels and keys "
             f"of {call.head_size}, so which of its rows make what cannot be told. "
-            "Use separate projections, or leave the layer out with sites=."
+            "Use separate projections, or leave the layer out with target_modules=."
         )
     total, queries = whole.weight.shape[0], call.shape[1] * call.head_size if fused == "qkv" else 0
     keys, rest = divmod(total - queries, 2)

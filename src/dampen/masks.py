@@ -111,7 +111,10 @@ def _draws(shape: Sequence[int], rate: Rate, device: torch.device | None) -> tup
     size = math.prod(shape)
     words = torch.randint(-_WORD, _WORD - 1, ((size + 3) // 4,), device=device)
     draws = words.view(torch.int16)
-    draws = (draws if size % 4 == 0 else draws[:size]).view(tuple(shape))
+    # in a graph the cut is free, and a question about an open size would close it
+    if torch.compiler.is_compiling() or size % 4:
+        draws = draws[:size]
+    draws = draws.view(tuple(shape))
     # floor(t + u) is t in the mean, floor(t) would make 0.1 a rate of 0.09999
     dither = torch.rand((), device=device)
     if isinstance(rate, Tensor) or words.device.type != "cpu" or not has_numbers(words):

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import graph_task_id, has_numbers, has_parameters
+from dampen._torch import graph_task_id, has_numbers, has_parameters, placed_like, whole_tensor
 from dampen.calls import MAIN_THREAD, Penalties, Penalty, class_penalizes, consume, now, settle, total
 from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
@@ -335,8 +335,13 @@ class Regularizer(nn.Module):
         self.idle = self._is_idle()  # what decides may have been set after the last value
         self.idle_forever = self.idle and self.always_idle
 
+    def inspect_model(self, model: nn.Module) -> None:
+        """Look at the whole model once, before the method is cloned into its layers: for what all
+        clones share. Raise to refuse it."""
+
     def prepare(self, model: nn.Module) -> None:
-        """Look at the model once, after the clone was placed and before anything is attached. Raise to refuse it."""
+        """Look at the clone's own layer, after it was placed and before anything is attached. Raise
+        to refuse it. What needs a walk through the model belongs in `inspect_model`."""
 
     def check_layer(self, roles: set[str], where: str) -> None:
         """Raise if a layer lacks the linear maps that the method needs. `roles` are those found at `where`."""
@@ -372,12 +377,13 @@ class Regularizer(nn.Module):
 
     def saved(self) -> dict[str, Tensor]:
         """What the handle's state_dict keeps of a clone, by name: the learned values."""
-        return dict(self.named_parameters())
+        return {name: whole_tensor(p) for name, p in self.named_parameters()}
 
     def restore(self, name: str, value: Tensor) -> None:
         """Take back one of them."""
         with torch.no_grad():
-            self.get_parameter(name).copy_(value)
+            parameter = self.get_parameter(name)
+            parameter.copy_(placed_like(value, parameter))
 
     def take_penalties(self) -> dict[str, Tensor]:
         """The penalties made since they were last taken, by name; the slots are empty afterwards.

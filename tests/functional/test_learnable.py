@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import dampen
 from dampen import BlurredAttention, HardMasking, regularize
 from dampen.functional.learnable import count_heads, rate_divergence, scale_divergence, soft_bernoulli, soft_top
-from dampen.functional.top_k import in_top
+from dampen.functional.top_k import in_top, top_share
 from dampen.regularizer import Call
 
 LEARNED = [
@@ -146,7 +146,8 @@ def test_soft_top_becomes_the_hard_top():
         assert (counts == (0.24 * seen).add(0.5).floor().clamp(min=1)).all()
         for n in range(5):
             k = int(counts[0, 0, n])
-            hard = in_top(s[..., n : n + 1, :].mT.contiguous(), None if mask is None else mask[n : n + 1], k).mT
+            shown = None if mask is None else mask[n : n + 1]
+            hard = in_top(s[..., n : n + 1, :].mT.contiguous(), shown, top_share(k)).mT
             assert torch.equal(soft[..., n : n + 1, :] > 0.5, hard)
 
 

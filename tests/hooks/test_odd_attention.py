@@ -271,7 +271,7 @@ class OwnResidualAttention(nn.Sequential):
 def test_an_attention_that_adds_its_residual_is_its_own_block():
     torch.manual_seed(0)
     model = OwnResidualAttention().train()
-    reg = dampen.regularize(model, NoBranch(), sites="1")
+    reg = dampen.regularize(model, NoBranch(), target_modules="1")
     torch.testing.assert_close(model(X), model[0](X))
     reg.remove()
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import HardMasking
-from dampen.functional.top_k import in_top, transposed_scores
+from dampen.functional.top_k import in_top, top_share, transposed_scores
 from dampen.methods import hard_masking
 from dampen.regularizer import Call
 from tests.oracles.stochastic import attend_scores, top_keys
@@ -43,14 +43,14 @@ def test_top_is_the_largest_visible_scores(top, keep):
     q, k, _ = operands()
     s = q @ k.mT
     visible = torch.ones(1, dtype=torch.bool) if keep is None else keep
-    assert torch.equal(in_top(s.mT.contiguous(), keep, top).mT, top_keys(s, visible, top))
+    assert torch.equal(in_top(s.mT.contiguous(), keep, top_share(top)).mT, top_keys(s, visible, top))
 
 
 def test_fraction_of_visible_keys_is_rounded_up_exactly():
     """0.1 * 30 is 3.0000000000000004 in floating point; the top of 30 keys is 3 of them."""
     s = torch.randn(1, 1, 30, 5)
-    assert in_top(s, None, 0.1).sum(-2).tolist() == [[[3] * 5]]
-    assert in_top(s, torch.ones(5, 30, dtype=torch.bool), 0.1).sum(-2).tolist() == [[[3] * 5]]
+    assert in_top(s, None, top_share(0.1)).sum(-2).tolist() == [[[3] * 5]]
+    assert in_top(s, torch.ones(5, 30, dtype=torch.bool), top_share(0.1)).sum(-2).tolist() == [[[3] * 5]]
 
 
 @pytest.mark.parametrize("mask", [None, "causal", "padding", "bias"])
@@ -102,7 +102,7 @@ def test_ranking_is_in_float32_whatever_the_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         s = transposed_scores(q, k, Call())
     assert s.dtype == torch.float32
-    assert (in_top(s, None, 4).sum(-2) == 4).all()
+    assert (in_top(s, None, top_share(4)).sum(-2) == 4).all()
 
 
 def test_fused_kernel_and_long_sequences_agree_with_one_piece():

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager, version_of
+from dampen._torch import (
+    TorchDispatchMode,
+    compile_counter,
+    inductor_draws_as_eager,
+    keep_sizes,
+    version_of,
+)
 from dampen.checking import masked
 from dampen.checking.attached import (
     Attached,
@@ -24,7 +30,7 @@ from dampen.checking.attached import (
     with_example,
 )
 from dampen.checking.pairs import beside, order
-from dampen.checking.subjects import SHALLOW, Subject
+from dampen.checking.subjects import ENCODER, SHALLOW, SHORT_ENCODER, Subject
 from dampen.handle import regularize
 from dampen.regularizer import STAGES, Regularizer, UnsupportedModel, needs_matrix
 from dampen.schedules import always_zero
@@ -180,8 +186,43 @@ def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
     torch.compiler.reset()
 
 
+def compiled_dynamic(make: Make, subject: Subject, backend: str = "eager") -> None:
+    """7, with open sizes: torch.compile(fullgraph=True, dynamic=True) makes one graph for four
+    batches of different sizes, with the loss and the gradients of plain calls. On sequences of four
+    lengths, in an encoder of its own, whatever the subject; a method that refuses it is given four
+    numbers of images."""
+    torch.compiler.reset()
+    try:
+        trial = Attached(make, shallow(make, ENCODER))
+        batches = [_sequences(n, 2 + i) for i, n in enumerate((10, 18, 27, 37))]
+    except UnsupportedModel:
+        trial = Attached(make, SHALLOW)
+        batches = [{"images": trial.inputs["images"].repeat(n, 1, 1, 1)} for n in (2, 3, 4, 5)]
+        for batch in batches:
+            keep_sizes(batch["images"], (1, 2, 3))
+    counter: Any = compile_counter(backend)
+    run = torch.compile(trial.model, fullgraph=True, dynamic=True, backend=counter)
+    graphs = None
+    for batch in batches:
+        sizes = [tuple(v.shape) for v in batch.values()]
+        eager_loss, eager = trial.step(batch)[0], trial.gradients()
+        loss = trial.step(batch, run=run)[0]
+        where = f"compiled with open sizes and plain at {sizes}"
+        same(loss, eager_loss, f"the loss {where}", 1e-4)
+        same_gradients(trial.gradients(), eager, where, 1e-4)
+        graphs = counter.frame_count if graphs is None else graphs
+        found = counter.frame_count
+        require(found == graphs, f"{found} graphs instead of {graphs} at {sizes}")
+    torch.compiler.reset()
+
+
+def _sequences(tokens: int, samples: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return {"x": torch.randn(samples, tokens, 6, generator=generator)}
+
+
 def shallow(make: Make, subject: Subject) -> Subject:
-    """One layer of the own ViT instead of several, which compiles faster; unless nothing of the
+    """One layer of an own model instead of several, which compiles faster; unless nothing of the
     method is left there, as of DropPath, whose default is 0 in the first layer.
 
     Args:
@@ -190,9 +231,9 @@ def shallow(make: Make, subject: Subject) -> Subject:
     """
     schedules = with_example(make)().schedules.values()
     left_out = bool(schedules) and all(always_zero(s, 0.0) for s in schedules)
-    if subject.name != "vit" or left_out:
+    if left_out:
         return subject
-    return SHALLOW
+    return {"vit": SHALLOW, "encoder": SHORT_ENCODER}.get(subject.name, subject)
 
 
 def compiled_inductor(make: Make, subject: Subject) -> None:
@@ -273,77 +314,9 @@ def mask_forms(make: Make, subject: Subject) -> None:
         subject: the model to try it on.
     """
     try:
-        check_forms([make])
+        masked.check_forms([make])
     except UnsupportedModel:
         return
-
-
-def check_forms(makes: Sequence[Make], brief: bool = False) -> None:
-    """In float64, where all forms take one path, the draws are the same; in float32 a native kernel
-    may run too. `brief`: three forms of the mask that is both causal and padded.
-
-    Args:
-        makes: one per regularizer.
-        brief: fewer forms of a mask.
-    """
-    scenes = {
-        name: scene
-        for name, scene in masked.scenes().items()
-        if not brief or name == "causal and padded"
-    }
-    for path in masked.PATHS:
-        for scene, (seen, change, kept, padded) in scenes.items():
-            where = f"{path}, {scene}"
-            expected = None
-            for form, mask in masked.forms_of(seen, torch.float64, brief).items():
-                found = _masked_step(makes, path, masked.ids(), mask, kept)
-                expected = found if expected is None else expected
-                same(found[0][kept], expected[0][kept], f"{where}: outputs, {form} and bool", 1e-9)
-                _same_terms(found[1], expected[1], f"{where}: {form} and bool", 1e-9)
-            for form, mask in masked.forms_of(seen, torch.float32, brief).items():
-                before = _masked_step(makes, path, masked.ids(), mask, kept, torch.float32)
-                after = _masked_step(makes, path, change(masked.ids()), mask, kept, torch.float32)
-                same(
-                    after[0][kept],
-                    before[0][kept],
-                    f"{where}: outputs after changing what {form} hides",
-                    1e-6,
-                )
-                if padded:
-                    _same_terms(
-                        after[1], before[1], f"{where}: after changing what {form} hides", 1e-6
-                    )
-
-
-def _masked_step(
-    makes: Sequence[Make],
-    path: str,
-    ids: Tensor,
-    mask: Tensor,
-    valid: Tensor,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    model = masked.build(path, dtype)
-    reg = regularize(model, with_companion([make() for make in makes]), strict=False)
-    torch.manual_seed(2)
-    seen: list[Tensor] = []
-
-    def forward() -> Tensor:
-        seen.append(model(ids, mask))
-        return seen[-1]
-
-    _, terms = reg.loss(forward, lambda out: out.square().mean(), valid=valid)
-    return seen[0].detach(), {
-        name: value.detach() for name, value in terms.items() if name != "task"
-    }
-
-
-def _same_terms(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolerance: float) -> None:
-    require(
-        a.keys() == b.keys(), f"{message}: the terms {sorted(a.keys() ^ b.keys())} exist only once"
-    )
-    for name in a:
-        same(a[name], b[name], f"{message}: the term {name}", tolerance)
 
 
 def remove(make: Make, subject: Subject) -> None:
@@ -513,15 +486,18 @@ CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
     f.__name__: f
     for f in (
         eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled,
-        compiled_inductor, checkpointed, seeded, no_leak, remove, documented, kernel, exported,
-        exported_onnx, order, beside, mask_forms,
+        compiled_dynamic, compiled_inductor, checkpointed, seeded, no_leak, remove, documented,
+        kernel, exported, exported_onnx, order, beside, mask_forms,
     )
 }  # fmt: skip
 """By name; number 13 (two processes equal one) needs a launcher and lives in
 `dampen.checking.distributed`."""
 
 ONCE = frozenset(
-    {"compiled_inductor", "documented", "exported_onnx", "order", "beside", "mask_forms"}
-)
+    {
+        "compiled_dynamic", "compiled_inductor", "documented", "exported_onnx", "order", "beside",
+        "mask_forms",
+    }
+)  # fmt: skip
 """Contracts that are run on the first subject only, because they take long or do not depend on the
 model."""

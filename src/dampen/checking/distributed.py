@@ -45,7 +45,7 @@ def _work(rank: int, processes: int, makes: list[Make], folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=processes)
     failures = []
     for make in map(with_example, makes):
-        for check in (ddp_equals_one_process, ddp_stays_in_step, fsdp_trains):
+        for check in CHECKS:
             try:
                 check(make, rank)
             except Exception as error:  # every failure is reported, with its method
@@ -103,10 +103,7 @@ def fsdp_trains(make: Make, rank: int) -> None:
         make: makes the regularizer: a class, or a function without arguments.
         rank: of this process.
     """
-    trial = Attached(make, SUBJECTS["vit"])
-    for block in trial.model.blocks:  # type: ignore[union-attr]
-        fully_shard(block)
-    fully_shard(trial.model)
+    trial = _sharded_by_blocks(make)
     optimizer = torch.optim.SGD(trial.model.parameters(), lr=0.1)
     for step in range(2):
         loss, _, _ = trial.step(_share(_images(), rank), seed=step)
@@ -119,6 +116,58 @@ def fsdp_trains(make: Make, rank: int) -> None:
     else:
         raise ContractBroken("remove() after fully_shard did not refuse")
     trial.step(_share(_images(), rank), seed=9)
+
+
+def fsdp_state_is_whole(make: Make, rank: int) -> None:
+    """`reg.state_dict()` of a sharded model loads into one that is not, and the other way, to the
+    bit."""
+    alone, trained = Attached(make, SUBJECTS["vit"]), _sharded_by_blocks(make)
+    optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.5)
+    trained.step(_images(), seed=3)
+    optimizer.step()
+    state = trained.reg.state_dict()
+    alone.reg.load_state_dict(state)
+    other = _sharded_by_blocks(make)
+    other.reg.load_state_dict(alone.reg.state_dict())
+    for name, value in state["parameters"].items():
+        kind = type(value)
+        require(kind is Tensor, f"one process cannot load the state of {name}, a {kind.__name__}")
+        for where, found in {"one process": alone, "a sharded model": other}.items():
+            loaded = found.reg.state_dict()["parameters"][name]
+            same(loaded, value, f"{name}, loaded into {where}", 0.0)
+
+
+def fsdp_by_linear_layer(make: Make, rank: int) -> None:
+    """With every linear layer a unit of its own, the loss is that of one process, or the method
+    refuses in words."""
+    alone, trial = Attached(make, SUBJECTS["vit"]), Attached(make, SUBJECTS["vit"])
+    for block in trial.model.blocks:  # type: ignore[union-attr]
+        for layer in [m for m in block.modules() if isinstance(m, nn.Linear)]:
+            fully_shard(layer)
+        fully_shard(block)
+    fully_shard(trial.model)
+    expected = alone.step(_images(), seed=4)[0]
+    try:
+        loss = trial.step(_images(), seed=4)[0]
+    except RuntimeError as refusal:
+        understood = "fully_shard(block)" in str(refusal)
+        require(understood, f"sharded by linear layers, it says: {refusal}")
+        return
+    same(loss, expected, "the loss sharded by linear layers and in one process", 1e-5)
+
+
+def _sharded_by_blocks(make: Make) -> Attached:
+    trial = Attached(make, SUBJECTS["vit"])
+    for block in trial.model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(trial.model)
+    return trial
+
+
+CHECKS: tuple[Check, ...] = (
+    ddp_equals_one_process, ddp_stays_in_step,
+    fsdp_trains, fsdp_state_is_whole, fsdp_by_linear_layer,
+)  # fmt: skip
 
 
 def _images() -> dict[str, Tensor]:

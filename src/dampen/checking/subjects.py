@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.models import ViT
+from dampen.models import FeatureEncoder, ViT
 
 # with patches of 4 and a class token: 65 tokens, enough for the fused kernel
 IMAGE = 32
@@ -156,5 +156,17 @@ SUBJECTS = {
     )
 }
 
+
+def _encoder(depth: int = 2) -> nn.Module:
+    sizes = {"width": 16, "depth": depth, "heads": 2, "mlp": 24, "max_tokens": 64}
+    return FeatureEncoder(features=6, classes=5, **sizes)
+
+
+ENCODER = Subject("encoder", _encoder, lambda: {"x": torch.randn(3, TOKENS, 6)}, lambda out: out)
+"""Sequences of any length, for what depends on it."""
+
 SHALLOW = Subject("vit", lambda: _vit(depth=1), _images("images"), lambda out: out)
 """One layer, for the compilers, whose time grows with the number of layers."""
+
+SHORT_ENCODER = Subject("encoder", lambda: _encoder(depth=1), ENCODER.batch, lambda out: out)
+"""The same of the encoder."""

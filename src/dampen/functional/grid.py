@@ -47,7 +47,8 @@ def grid_of(
     if grid is None and patches is not None:
         return patches
     if grid is None:
-        side = math.isqrt(keys)
+        # a graph has no `isqrt` of a size that it leaves open; this is exact below 2^52
+        side = int(math.sqrt(keys))
         grid = (side, side)
         if keys - side * side > prefix or side == 0:
             raise ValueError(

@@ -11,7 +11,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from dampen._torch import is_static
 from dampen.regularizer import Call
+
+Share = tuple[int, int]
+"""How many keys are the top: a share of them as numerator and denominator, or a count and 0."""
 
 NETWORK_UP_TO = 64
 """The largest k for which the network is taken: on a CPU it has then two thirds of the time of
@@ -54,7 +58,7 @@ def kth_largest(s: Tensor, k: int) -> Tensor:
 
 def _by_network(s: Tensor, k: int) -> bool:
     limit = COMPILED_UP_TO if torch.compiler.is_compiling() else NETWORK_UP_TO
-    return k <= limit and s.shape[-2] < 64 * k and s.device.type == "cpu"
+    return is_static(k) and k <= limit and s.shape[-2] < 64 * k and s.device.type == "cpu"
 
 
 def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
@@ -78,7 +82,7 @@ def transposed_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
     return s.mul_(call.scale).add_(call.bias.detach().mT)
 
 
-def top_share(top: int | float, keys: int) -> tuple[int, int]:
+def top_share(top: int | float) -> Share:
     """The share of the keys that `top` means, as numerator and denominator; a count as the count
     and 0.
 
@@ -86,35 +90,44 @@ def top_share(top: int | float, keys: int) -> tuple[int, int]:
 
     Args:
         top: share of the keys, or their number.
-        keys: M.
 
-    >>> top_share(0.1, keys=30), top_share(4, keys=30)
+    >>> top_share(0.1), top_share(4)
     ((1, 10), (4, 0))
     """
-    if not isinstance(top, int):
-        share = Fraction(str(top))
-        return share.numerator, share.denominator
-    if top > keys:
+    if isinstance(top, int):
+        return top, 0
+    share = Fraction(str(top))
+    return share.numerator, share.denominator
+
+
+def check_count(share: Share, keys: int) -> Share:
+    """The same share; raise where it is a count larger than the number of keys.
+
+    Args:
+        share: of the keys that are the top; see `top_share`.
+        keys: M.
+    """
+    count, denominator = share
+    if denominator == 0 and count > keys:
         raise ValueError(
-            f"HardMasking(top={top}) needs more keys than the {keys} there are. Give a smaller "
-            "count, or a "
-            "fraction such as top=0.1."
+            f"HardMasking(top={count}) needs more keys than the {keys} there are. Give a "
+            "smaller count, or a fraction such as top=0.1."
         )
-    return top, 0
+    return share
 
 
-def in_top_of_rows(s: Tensor, top: int | float) -> Tensor | None:
+def in_top_of_rows(s: Tensor, share: Share) -> Tensor | None:
     """Which scores (B, H, N, M) are among the largest of their rows; None where those are more than
     two, for which `in_top` is quicker. Exact with ties: the largest is taken out once, wherever it
     stands.
 
     Args:
         s: scores (..., M).
-        top: share of the keys, or their number.
+        share: of the keys that are the top; see `top_share`.
     """
-    num, den = top_share(top, s.shape[-1])
+    num, den = check_count(share, s.shape[-1])
     k = -(-s.shape[-1] * num // den) if den else num
-    if k > 2:
+    if not is_static(k) or k > 2:
         return None
     if k == 2:
         rest = s.scatter(-1, s.max(-1, keepdim=True).indices, float("-inf"))
@@ -122,17 +135,17 @@ def in_top_of_rows(s: Tensor, top: int | float) -> Tensor | None:
     return s >= s.amax(-1, keepdim=True)
 
 
-def in_top(s: Tensor, keep: Tensor | None, top: int | float) -> Tensor:
+def in_top(s: Tensor, keep: Tensor | None, share: Share) -> Tensor:
     """Which scores (B, H, M, N), keys first, are among the k largest that `keep` (B, H, N, M) shows
     to their query.
 
     Args:
         s: scores (..., M).
         keep: bool, True may be seen; None: all.
-        top: share of the keys, or their number.
+        share: of the keys that are the top; see `top_share`.
     """
     keys = s.shape[-2]
-    num, den = top_share(top, keys)
+    num, den = check_count(share, keys)
     k = -(-keys * num // den) if den else num
     if keep is None:
         return s >= kth_largest(s, k)

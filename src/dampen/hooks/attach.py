@@ -85,6 +85,7 @@ def attach(
     """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is
     wrong."""
     _check_methods(methods)
+    methods = [_inspected(m, model) for m in methods]
     plans = find_layers(model, sites, attention, projections, whole_stacks=True)
     layered = [m for m in methods if m.stages - set(MODEL_STAGES)]
     whole = [m for m in methods if m.stages & set(MODEL_STAGES)]
@@ -248,6 +249,13 @@ def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer
         others = [c for c in layer.clones if c is not clone and not c.only_reads and c.stages & set(LINEAR_STAGES)]
         clone.changed_maps = frozenset(role for c in others for role in c.roles)
     return layer
+
+
+def _inspected(method: Regularizer, model: nn.Module) -> Regularizer:
+    """A copy that has looked at the model, to make the clones from."""
+    copied = copy.deepcopy(method)
+    copied.inspect_model(model)
+    return copied
 
 
 def _clone(method: Regularizer, site: Site) -> Regularizer:

@@ -22,7 +22,7 @@ from dampen.hooks.block import apply_linear, layer_valid
 from dampen.hooks.context import Frame, close_frame, frame_of, open_frame
 from dampen.hooks.residual import call_torch
 from dampen.hooks.roles import FFN_IN, FFN_OUT, is_linear
-from dampen.hooks.scope import LISTS, LinearPlan, inside
+from dampen.hooks.scope import LISTS, Attentions, LinearPlan, closest, inside
 from dampen.hooks.source import names_any
 from dampen.names import leave_out
 from dampen.regularizer import LINEAR_STAGES, LinearCall, Regularizer, UnsupportedModel
@@ -57,7 +57,7 @@ class ExpertsPlan:
 
 
 def find_experts(
-    model: nn.Module, elements: Sequence[str], attentions: Mapping[str, object], linears: Mapping[str, LinearPlan]
+    model: nn.Module, elements: Sequence[str], attentions: Attentions, linears: Mapping[str, LinearPlan]
 ) -> dict[str, ExpertsPlan]:
     """The mixtures of experts of a layer, which consists of the modules named `elements`, by the routing module."""
     found: dict[str, ExpertsPlan] = {}
@@ -65,7 +65,7 @@ def find_experts(
         prefix = element + "." if element else ""
         for local, module in model.get_submodule(element).named_modules():
             name = prefix + local if local else element
-            if any(name == a or inside(name, a) for a in attentions):
+            if closest(name, attentions) is not None:
                 continue
             around = model.get_submodule(name.rpartition(".")[0])
             if _is_list_of_experts(name, module, around):
@@ -108,7 +108,7 @@ def _expert_parameters(name: str, module: nn.Module) -> dict[str, str]:
 
 
 def _plan_of(
-    model: nn.Module, element: str, name: str, attentions: Mapping[str, object], found: dict[str, ExpertsPlan]
+    model: nn.Module, element: str, name: str, attentions: Attentions, found: dict[str, ExpertsPlan]
 ) -> ExpertsPlan:
     """The routing module: the largest one around the experts without attention; the block itself where none is."""
     parts, start = name.split("."), len(element.split(".")) if element else 0
@@ -117,7 +117,7 @@ def _plan_of(
         module = model.get_submodule(above)
         if isinstance(module, LISTS) and "forward" not in vars(type(module)):
             continue
-        if end < len(parts) and any(n == above or inside(n, above) for n in attentions):
+        if end < len(parts) and (above in attentions or above in attentions.below):
             continue
         if end == start and end < len(parts) and not _routes(module, name[len(above) + 1 :]):
             continue
@@ -261,7 +261,7 @@ class ExpertSocket(TorchFunctionMode):
 
     def _one(self, run: Any, role: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         self.met.add(role)
-        if x.numel() == 0 and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and x.numel() == 0:
             empty: Tensor = run(x, weight, bias)  # an expert without tokens
             return empty
 

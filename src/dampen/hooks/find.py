@@ -19,11 +19,13 @@ from dampen.hooks.scope import (
     LISTS,
     NAME,
     PROJECTIONS,
+    Attentions,
     LinearPlan,
+    closest,
     find_linears,
     group_sublayers,
-    inside,
     is_whole_block,
+    names_below,
     refine_scopes,
     scope_of,
 )
@@ -136,7 +138,7 @@ def find_layers(
     if not chosen:
         candidates = "\n  ".join(f"{n or '(the model itself)'}  [{kind_of(n, m)}]" for n, m in found.items())
         raise ValueError(
-            f"no attention of {type(model).__name__} matches sites={sites!r}, attention={attention!r}. "
+            f"no attention of {type(model).__name__} matches target_modules={sites!r}, attention={attention!r}. "
             f"Candidates:\n  {candidates}"
         )
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -157,41 +159,50 @@ def matches(sites: str | Sequence[str], *names: str) -> bool:
     return fits and not any(fnmatch.fnmatch(n, p) for n in names for p in unwanted)
 
 
-def _all_layers(
-    model: nn.Module, found: Mapping[str, nn.Module], projections: Mapping[str, str] | None
-) -> list[LayerPlan]:
+def _all_layers(model: nn.Module, found: Attentions, projections: Mapping[str, str] | None) -> list[LayerPlan]:
     """Every layer with attention, in the order of its first one."""
-    scopes = refine_scopes(model, {name: scope_of(model, name, found) for name in found})
+    scopes = refine_scopes(model, {name: scope_of(model, name, found) for name in found}, found)
     scopes, groups = group_sublayers(model, scopes, lambda name: is_cross(name, found[name]))
     layers: dict[str, LayerPlan] = {}
+    linears: dict[str, Linears] = {}
     for name, module in found.items():
         scope = scopes[name]
         if scope not in layers:
-            layers[scope] = _plan_layer(model, name, scope, found, groups.get(scope), projections)
+            layers[scope] = _plan_layer(model, name, scope, found, groups.get(scope), projections, linears)
         layers[scope].attentions[name] = module
     return list(layers.values())
+
+
+Linears = tuple[dict[str, LinearPlan], dict[str, list[str]]]
+"""The linear layers of a module with their roles, and which of them lie below each name."""
 
 
 def _plan_layer(
     model: nn.Module,
     name: str,
     scope: str,
-    found: Mapping[str, nn.Module],
+    found: Attentions,
     group: tuple[str, list[str]] | None,
     projections: Mapping[str, str] | None,
+    linears: dict[str, Linears],
 ) -> LayerPlan:
-    """The layer around the attention `name`: the module `scope`, or a group of the elements of a list."""
+    """The layer around the attention `name`: the module `scope`, or a group of the elements of a list, whose linear
+    layers are found once for all groups (`linears`)."""
     whole, elements = group or (scope, [scope])
     block = model.get_submodule(scope)
     callable_block = not isinstance(block, nn.ModuleList | nn.ModuleDict) and (scope != name or _is_block(block))
     plan = LayerPlan(scope, block if callable_block and group is None else None)
-    plan.linears = find_linears(model, whole, found, projections)
+    if whole not in linears:
+        plans = find_linears(model, whole, found, projections)
+        linears[whole] = plans, names_below(plans)
+    plan.linears, below = linears[whole]
     if group is not None:
-        plan.linears = {n: p for n, p in plan.linears.items() if any(n == e or inside(n, e) for e in elements)}
+        names = [n for e in elements for n in ([e] if e in plan.linears else below.get(e, ()))]
+        plan.linears = {n: plan.linears[n] for n in names}
     plan.experts = find_experts(model, elements, found, plan.linears)
     listed = isinstance(model.get_submodule(whole), LISTS) or len(elements) > 1
     plan.elements = elements if plan.block is None and listed else []
-    around = sum(n == e or inside(n, e) for n in found for e in elements)
+    around = sum((e in found) + len(found.below.get(e, ())) for e in elements)
     plan.branches = around + ("ffn_out" in plan.roles)
     return plan
 
@@ -203,7 +214,7 @@ def _is_block(attention: nn.Module) -> bool:
     return own or is_whole_block(attention) or adding
 
 
-def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Mapping[str, nn.Module]) -> list[LayerPlan]:
+def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Attentions) -> list[LayerPlan]:
     """The layers without attention beside those with one, in the same list: of the same class, or with a feed-forward
     whose linear layers have the same names, or usual ones."""
     beside: dict[str, LayerPlan] = {}
@@ -214,10 +225,10 @@ def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Mapping[str
         roles = {n[len(p.name) + 1 :]: m.role for p in known for n, m in p.linears.items() if m.attention is None}
         for key, block in model.get_submodule(holder).named_children():
             name = f"{holder}.{key}" if holder else key
-            if isinstance(block, LISTS) or any(n == name or inside(n, name) for n in found):
+            if isinstance(block, LISTS) or name in found or name in found.below:
                 continue
             maps = {n: m for n, m in block.named_modules() if is_linear(m)}
-            experts = find_experts(model, [name], {}, {})
+            experts = find_experts(model, [name], Attentions({}), {})
             feeding = {n: m for n, m in maps.items() if _FEED_FORWARD.match(n)}
             usual = feed_forward_roles(maps, by_shape=False) | feed_forward_roles(feeding)
             told = {n: roles.get(n) or role for n, role in usual.items()}
@@ -226,7 +237,7 @@ def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Mapping[str
                 continue
             plan = LayerPlan(name, block)
             plan.linears = {f"{name}.{n}": LinearPlan(m, told[n]) for n, m in maps.items()}
-            plan.experts = find_experts(model, [name], {}, plan.linears)
+            plan.experts = find_experts(model, [name], Attentions({}), plan.linears)
             feeds = {n.split(".")[0] for n, role in told.items() if role in FEED_FORWARD}
             feeds |= {n[len(name) + 1 :].split(".")[0] for n in experts}
             plan.mixers = [m for n, m in block.named_children() if n not in feeds and _mixes(m)]
@@ -239,11 +250,12 @@ def find_outside(model: nn.Module, plans: Sequence[LayerPlan], residual: bool) -
     """The largest modules that lie in no layer, hold none, and have two linear layers or more; `residual`: or add in
     their code, as a block with a residual does, and multiply."""
     held = {name for plan in plans for name in [plan.name, *plan.elements, *plan.attentions, *plan.linears]}
+    above = names_below(held)
     found: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or any(name == f or inside(name, f) for f in found):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or name in above:
             continue
-        if any(name == h or inside(h, name) or inside(name, h) for h in held):
+        if closest(name, held) is not None or closest(name, found) is not None:
             continue
         linears = sum(is_linear(m) for m in module.modules())
         if linears > 1 or (residual and any(adds(type(m)) and _mixes(m) for m in module.modules())):
@@ -256,21 +268,23 @@ def _mixes(module: nn.Module) -> bool:
     return any(p.ndim > 1 for p in module.parameters()) and not isinstance(module, LISTS)
 
 
-def find_attentions(model: nn.Module) -> dict[str, nn.Module]:
+def find_attentions(model: nn.Module) -> Attentions:
     """The innermost attention modules by name: those that call the socket, then those that are only named like one."""
     modules = dict(model.named_modules())
     certain = {n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention) or calls_socket(type(m))}
-    certain -= {n for n in certain if any(inside(other, n) for other in certain)}
-    certain = {_with_projections(n, modules, certain) for n in certain}
+    certain -= names_below(certain).keys()
+    below = names_below(certain)
+    certain = {_with_projections(n, modules, below) for n in certain}
     named = {n for n, m in modules.items() if NAME.search(type(m).__name__) and not isinstance(m, LISTS)}
     # not a helper of one (timm's CvT): it has linear layers, or computes attention of what convolutions make
     named = {n for n in named if computes_attention(modules[n]) or _multiplies(modules[n])}
-    named -= {n for n in named if any(inside(other, n) for other in named | certain)}
-    named -= {n for n in named if any(n == c or inside(n, c) for c in certain)}
+    named -= names_below(named | certain).keys()
+    named -= {n for n in named if closest(n, certain) is not None}
     if not certain | named:  # maps of another kind (convolutions, quantized), or another name: the code tells
         named = {n for n, m in modules.items() if not isinstance(m, LISTS) and computes_attention(m)}
-        named -= {n for n in named if any(inside(other, n) for other in named)}
-    return {n: m for n, m in modules.items() if n in certain | named}
+        named -= names_below(named).keys()
+    found = certain | named
+    return Attentions({n: m for n, m in modules.items() if n in found})
 
 
 def describe_candidates(model: nn.Module, most: int = 6) -> str:
@@ -291,7 +305,7 @@ def describe_candidates(model: nn.Module, most: int = 6) -> str:
     return f" Looked at:{''.join(lines[:most])}{more}\n" if lines else ""
 
 
-def _with_projections(name: str, modules: Mapping[str, nn.Module], attentions: set[str]) -> str:
+def _with_projections(name: str, modules: Mapping[str, nn.Module], below: Mapping[str, list[str]]) -> str:
     """The attention that calls a function kept as a module (x-transformers' `Attend`, which has no parameters): the
     closest module around it, if that makes its queries, keys or values. The name itself for any other attention."""
     own = any(p.ndim > 1 for p in modules[name].parameters(recurse=False))  # as of nn.MultiheadAttention
@@ -303,7 +317,7 @@ def _with_projections(name: str, modules: Mapping[str, nn.Module], attentions: s
         around = modules[above]
         if isinstance(around, LISTS):
             continue
-        alone = not any(n != name and inside(n, above) for n in attentions)
+        alone = all(n == name for n in below.get(above, ()))
         return above if alone and _projections_in(around) else name
     return name
 

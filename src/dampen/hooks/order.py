@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from dampen.hooks.scope import names_below
 from dampen.regularizer import Site
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class Order:
             self._settle()
             self.known = len(self.ran) == len(self.layers)
         self.ran, self.thread = [], threading.get_ident()
-        self.around = {id(layer) for layer in self.layers if any(_holds(layer, other) for other in self.layers)}
+        holding = names_below(layer.site.name for layer in self.layers)
+        self.around = {id(layer) for layer in self.layers if layer.site.name in holding}
         for layer in self.layers:
             layer.order = None if self.known else self
 
@@ -128,13 +130,8 @@ class Order:
             raise RuntimeError(
                 f"{type(method).__name__} acts on the tokens that enter the first layer and was put into "
                 f"'{before.site.name}', but '{first.site.name}' runs before it. Choose the layers so that the first "
-                "one listed runs first (sites=), or leave the method out."
+                "one listed runs first (target_modules=), or leave the method out."
             )
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "ran": [], "around": set()}
-
-
-def _holds(layer: Layer, other: Layer) -> bool:
-    """Whether a layer is a module around another layer."""
-    return layer is not other and other.site.name.startswith(layer.site.name + "." if layer.site.name else "")

@@ -63,7 +63,7 @@ class ResidualSocket(TorchFunctionMode):
         self.memory: Memory | None = None if torch.compiler.is_compiling() else layer.residual_memory
         self.removed = False  # whether a skip was left out
         self.buffers: list[tuple[Tensor, int]] = []  # of the block, with their versions, where it is followed
-        if self.memory is None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.memory is None:
             self.buffers = [(b, version_of(b)) for b in frame.block.buffers() if not b.is_inference()]
         self._fresh()
         frame.residual = self
@@ -294,7 +294,8 @@ class ResidualSocket(TorchFunctionMode):
         # without attention one branch may hold all of the block (ConvNeXt's convolution and feed-forward)
         if wants_ffn and self.layer.attentions and not any(label.startswith("ffn") for label in self.covered):
             missing.append("ffn")
-        unmarked = expected - wants_ffn - len(self.layer.attentions)  # attentions that sites= or attention= left out
+        # attentions that target_modules= or attention= left out
+        unmarked = expected - wants_ffn - len(self.layer.attentions)
         if unmarked and sum(label.startswith("attention") for label in self.covered) < len(attended) + unmarked:
             missing.append("attention")
         # a sum of another size than the block's output was inside a sublayer, and its shortcut none

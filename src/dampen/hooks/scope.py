@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -39,7 +39,43 @@ def inside(inner: str, outer: str) -> bool:
     return inner != outer and (outer == "" or inner.startswith(outer + "."))
 
 
-def scope_of(model: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> str:
+def parents(name: str) -> list[str]:
+    """The dotted names above one, the closest first, down to "", which is the model.
+
+    >>> parents("blocks.0.attn")
+    ['blocks.0', 'blocks', '']
+    """
+    parts = name.split(".") if name else []
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
+
+
+def names_below(names: Iterable[str]) -> dict[str, list[str]]:
+    """For each dotted name that holds some of these, which of them lie strictly below it. A model
+    of a thousand layers is looked through by this once, instead of comparing each name with each."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for parent in parents(name):
+            found.setdefault(parent, []).append(name)
+    return found
+
+
+def closest(name: str, among: Container[str]) -> str | None:
+    """The name itself or the closest one above it that is among these."""
+    return next((n for n in (name, *parents(name)) if n in among), None)
+
+
+class Attentions(dict[str, nn.Module]):
+    """The attention modules of a model by name, and for each name above some of them, which these
+    are."""
+
+    def __init__(self, found: Mapping[str, nn.Module]) -> None:
+        super().__init__(found)
+        self.below = names_below(found)
+        # the linear layers of a scope that belong to no attention
+        self.outside: dict[str, dict[str, nn.Module]] = {}
+
+
+def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
     """The name of the layer around an attention: the closest ancestor that also holds linear maps outside attention."""
     parts = name.split(".") if name else []
     for i in range(len(parts) - 1, 0, -1):
@@ -96,10 +132,12 @@ def group_sublayers(
         holder = model.get_submodule(scope)
         if not isinstance(holder, LISTS):
             continue
+        mine = {n: None for n, s in scopes.items() if s == scope}
+        below = names_below(mine)
         groups: list[tuple[list[str], list[str], bool]] = []  # elements, attentions, whether a feed-forward was met
         for key, module in holder.named_children():
             element = f"{scope}.{key}" if scope else key
-            here = [n for n, s in scopes.items() if s == scope and (n == element or inside(n, element))]
+            here = [element] if element in mine else below.get(element, [])
             if not here and not any(of for _, of, _ in groups) and _is_stem(module):
                 continue
             feeds = not here and any(is_linear(m) for m in module.modules())
@@ -142,37 +180,37 @@ def _is_stem(module: nn.Module) -> bool:
     return any(max(m.kernel_size) > 1 for m in convolutions)
 
 
-def refine_scopes(model: nn.Module, scopes: Mapping[str, str]) -> dict[str, str]:
+def refine_scopes(model: nn.Module, scopes: Mapping[str, str], attentions: Attentions) -> dict[str, str]:
     """Scopes that are layers: one that holds other layers (CrossViT), or attentions of several blocks without linear
     maps (MobileNetV4, iFormer), is a stage, and the layer is the block in it that adds its residual."""
     refined = dict(scopes)
     for name, scope in scopes.items():
-        others = [n for n in scopes if n != name and inside(n, scope)]
+        others = [n for n in attentions.below.get(scope, ()) if n != name]
         holds_layers = any(scopes[n] != scope and inside(scopes[n], scope) for n in others)
-        if holds_layers or (others and scope != name and not _outside_attention(model, scope, dict.fromkeys(scopes))):
-            refined[name] = _own_block(model, name, scope, scopes) or scope
-        elif stage := _stage_of(model, name, scope, scopes):
-            refined[name] = _own_block(model, name, stage, scopes) or scope
+        if holds_layers or (others and scope != name and not _outside_attention(model, scope, attentions)):
+            refined[name] = _own_block(model, name, scope, attentions) or scope
+        elif stage := _stage_of(model, name, scope, attentions):
+            refined[name] = _own_block(model, name, stage, attentions) or scope
     return refined
 
 
-def _stage_of(model: nn.Module, name: str, scope: str, attentions: Mapping[str, str]) -> str:
+def _stage_of(model: nn.Module, name: str, scope: str, attentions: Attentions) -> str:
     """The element of a list around an attention, where that is a stage: several attentions, and beside them no linear
     layer (Twins, whose list of stages ends with the classifier)."""
     if not isinstance(model.get_submodule(scope), LISTS):
         return ""
     element = ".".join(name.split(".")[: scope.count(".") + 2]) if scope else name.split(".")[0]
-    several = sum(inside(n, element) for n in attentions) > 1
+    several = len(attentions.below.get(element, ())) > 1
     return element if several and not _outside_attention(model, element, attentions) else ""
 
 
-def _own_block(model: nn.Module, name: str, scope: str, attentions: Mapping[str, str]) -> str:
+def _own_block(model: nn.Module, name: str, scope: str, attentions: Attentions) -> str:
     """The largest module between a stage and an attention that holds no other attention and adds in its forward."""
     parts, start = name.split("."), len(scope.split(".")) if scope else 0
     for i in range(start + 1, len(parts)):
         above = ".".join(parts[:i])
         module = model.get_submodule(above)
-        alone = not any(n != name and inside(n, above) for n in attentions)
+        alone = all(n == name for n in attentions.below.get(above, ()))
         if (
             alone
             and not isinstance(module, LISTS)
@@ -184,11 +222,7 @@ def _own_block(model: nn.Module, name: str, scope: str, attentions: Mapping[str,
 
 def _holds_feed_forward(module: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> bool:
     """Whether a module named like attention has both maps of a feed-forward beside the attention (MaxViT)."""
-    maps = {
-        n: m
-        for n, m in module.named_modules()
-        if is_linear(m) and not any(f"{name}.{n}" == a or inside(f"{name}.{n}", a) for a in attentions)
-    }
+    maps = {n: m for n, m in module.named_modules() if is_linear(m) and closest(f"{name}.{n}", attentions) is None}
     if {"ffn_in", "ffn_out"} <= set(feed_forward_roles(maps, by_shape=False).values()):
         return True
     roles = feed_forward_roles(maps)  # by shape: square maps are projections (DAB-DETR), whatever their order
@@ -203,7 +237,7 @@ def _holds_feed_forward(module: nn.Module, name: str, attentions: Mapping[str, n
 def _has_other_maps(model: nn.Module, scope: str, attentions: Mapping[str, nn.Module]) -> bool:
     """Whether something below `scope`, outside attention, multiplies: a convolution, or a map of its own kind."""
     return any(
-        p.ndim > 1 and not any(inside(f"{scope}.{n}", a) for a in attentions)
+        p.ndim > 1 and closest(f"{scope}.{n}", attentions) is None
         for n, p in model.get_submodule(scope).named_parameters()
     )
 
@@ -227,31 +261,31 @@ def is_whole_block(module: nn.Module) -> bool:
     return {"ffn_in", "ffn_out"} <= set(_inner_feed_forward(module).values())
 
 
-def _outside_attention(model: nn.Module, scope: str, attentions: Mapping[str, object]) -> dict[str, nn.Module]:
+def _outside_attention(model: nn.Module, scope: str, attentions: Attentions) -> dict[str, nn.Module]:
     """The linear maps below `scope` that belong to no attention, by their names inside the scope."""
-    outside = {}
-    prefix = scope + "." if scope else ""
-    for name, module in model.get_submodule(scope).named_modules():
-        if is_linear(module) and not _attention_above(prefix + name, scope, attentions, model):
-            outside[name] = module
-    return outside
+    if scope not in attentions.outside:
+        prefix = scope + "." if scope else ""
+        attentions.outside[scope] = {
+            name: module
+            for name, module in model.get_submodule(scope).named_modules()
+            if is_linear(module) and not _attention_above(prefix + name, scope, attentions, model)
+        }
+    return attentions.outside[scope]
 
 
-def _attention_above(name: str, scope: str, attentions: Mapping[str, object], model: nn.Module) -> bool:
+def _attention_above(name: str, scope: str, attentions: Attentions, model: nn.Module) -> bool:
     """Whether a map lies in an attention module, or in a wrapper of one (BERT's output.dense)."""
     start = len(scope.split(".")) if scope else 0
     parts = name.split(".")
     for i in range(start + 1, len(parts)):
         above = ".".join(parts[:i])
-        if above in attentions or (
-            any(inside(a, above) for a in attentions) and not isinstance(model.get_submodule(above), LISTS)
-        ):
+        if above in attentions or (above in attentions.below and not isinstance(model.get_submodule(above), LISTS)):
             return True
     return False
 
 
 def find_linears(
-    model: nn.Module, scope: str, attentions: Mapping[str, nn.Module], projections: Mapping[str, str] | None
+    model: nn.Module, scope: str, attentions: Attentions, projections: Mapping[str, str] | None
 ) -> dict[str, LinearPlan]:
     """All linear maps of a layer with their roles."""
     plans: dict[str, LinearPlan] = {}
@@ -261,7 +295,7 @@ def find_linears(
     inner_modules = dict(model.get_submodule(scope).named_modules())
     for local, module in model.get_submodule(scope).named_modules():
         name = prefix + local
-        home = next((a for a in attentions if a == "" or inside(name, a)), None)
+        home = next((a for a in reversed(parents(name)) if a in attentions), None)
         if home is not None and is_convolution(module):
             inner = name[len(home) + 1 :] if home else name
             role = said.get(inner) or attention_role(inner, {})

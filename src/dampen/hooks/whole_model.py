@@ -50,7 +50,8 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         for r in site.own:
             if "inputs" in r.stages and site.acts(r, self.training):
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
-        if site.order is not None and not site.order.known and not torch.compiler.is_compiling():
+        # whether a graph is made is asked first: it would depend on what is asked before that
+        if not torch.compiler.is_compiling() and site.order is not None and not site.order.known:
             site.order.start()
         trained = not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         site.ledger.enter(self.training and site.enabled, trained)

@@ -296,11 +296,10 @@ def _unfit_for_native(
         if hiding[0].native_hiding(keys) is not None:
             return ""
         return f"{hiding[0].name} hides keys together"
-    short = keys <= NATIVE_UP_TO and size <= NATIVE_UP_TO
-    # a graph has its own ways with torch's attention
-    if short and not compiling:
-        return ""
-    return None
+    # a graph has its own ways with torch's attention, and a comparison would close an open length
+    if compiling:
+        return None
+    return "" if keys <= NATIVE_UP_TO and size <= NATIVE_UP_TO else None
 
 
 def _hide(s: Tensor, hidden: Tensor, own: bool) -> Tensor:

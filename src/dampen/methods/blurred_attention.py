@@ -114,8 +114,10 @@ class BlurredAttention(Regularizer):
             if heads is not None:
                 self._make_parameter(heads, torch.device("cpu"))
 
-    def prepare(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         self.patches = model_grid(model)
+
+    def prepare(self, model: nn.Module) -> None:
         if self.learn and self.log_sigma is None:
             self._make_parameter(count_heads(self, key_heads=True), device_of(model))
 

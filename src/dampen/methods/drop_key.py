@@ -85,7 +85,7 @@ class DropKey(Regularizer):
         self.per_query = unit != "column"
         self.stages = frozenset({"mask"} if self.per_query else {"qkv", "mask"})
 
-    def prepare(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         self.patches = model_grid(model)
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:

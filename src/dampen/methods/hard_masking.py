@@ -21,7 +21,13 @@ from dampen.functional.learnable import (
     soft_top,
     spread,
 )
-from dampen.functional.top_k import in_top, in_top_of_rows, top_share, transposed_scores
+from dampen.functional.top_k import (
+    check_count,
+    in_top,
+    in_top_of_rows,
+    top_share,
+    transposed_scores,
+)
 from dampen.masks import bernoulli
 from dampen.regularizer import Call, Regularizer
 from dampen.schedules import Value
@@ -90,6 +96,7 @@ class HardMasking(Regularizer):
                 f"{fill!r}."
             )
         self.top, self.fill = check_top(top), fill
+        self.share = top_share(self.top)  # here, because a compiled graph cannot make a fraction
         self.learn, self.temperature = check_learn(learn, top), temperature
         self.scheduled("rate", rate)
         self.per_sample = not self.learn
@@ -109,9 +116,11 @@ class HardMasking(Regularizer):
 
     def mask(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         if call.scores is not None and call.keep is None:
-            belongs = in_top_of_rows(call.scores, self.top)
+            belongs = in_top_of_rows(call.scores, self.share)
             if belongs is not None:
-                return belongs & bernoulli(belongs.shape, self.current("rate"), belongs.device)
+                # drawn keys first, as below: a graph of open length takes that way for every length
+                shape = belongs.mT.shape
+                return belongs & bernoulli(shape, self.current("rate"), belongs.device).mT
         return self._dropped(transposed_scores(q, k, call), call).mT
 
     def logits(self, s: Tensor, call: Call) -> Tensor:
@@ -138,7 +147,7 @@ class HardMasking(Regularizer):
     def _dropped(self, s: Tensor, call: Call) -> Tensor:
         """Which of the scores (B, H, M, N), keys first, are top ones and drawn: bool of that
         shape."""
-        return in_top(s, call.keep, self.top) & bernoulli(s.shape, self.current("rate"), s.device)
+        return in_top(s, call.keep, self.share) & bernoulli(s.shape, self.current("rate"), s.device)
 
     def _softly_dropped(self, s: Tensor, call: Call) -> Tensor:
         """How far each score (B, H, N, M) is dropped, in (0, 1)."""
@@ -152,7 +161,7 @@ class HardMasking(Regularizer):
         if "top" in learned:
             top = soft_top(s, call.keep, learned["top"].sigmoid(), self.temperature)
         else:
-            top = in_top(s.detach().float().mT.contiguous(), call.keep, self.top).mT
+            top = in_top(s.detach().float().mT.contiguous(), call.keep, self.share).mT
         if "rate" in learned:
             return top * soft_bernoulli(learned["rate"], s.shape, self.temperature)
         return top * bernoulli(s.shape, self.current("rate"), s.device)
@@ -183,7 +192,7 @@ class HardMasking(Regularizer):
         return self.current("rate")
 
     def native_hiding(self, keys: int) -> tuple[float | Tensor, tuple[int, int]]:
-        return self.current("rate"), top_share(self.top, keys)
+        return self.current("rate"), check_count(self.share, keys)
 
     def extra_repr(self) -> str:
         learn = f", learn={' '.join(sorted(self.learn))}" if self.learn else ""

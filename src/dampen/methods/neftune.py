@@ -40,7 +40,7 @@ class NEFTune(Regularizer):
         super().__init__()
         self.scheduled("alpha", alpha, high=math.inf)
 
-    def prepare(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         hooked = next(
             (n for n, m in model.named_modules() if hasattr(m, "neftune_noise_alpha")), None
         )

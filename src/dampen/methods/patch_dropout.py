@@ -48,7 +48,7 @@ class PatchDropout(Regularizer):
         self.share = 0.0
         self.scheduled("rate", rate)
 
-    def prepare(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         vocabulary = [
             n
             for n, m in model.named_modules()

@@ -74,7 +74,7 @@ class TokenGraying(Regularizer):
             else check_patch_size(patch_size)
         )
 
-    def prepare(self, model: nn.Module) -> None:
+    def inspect_model(self, model: nn.Module) -> None:
         if self.patch_size is None:
             self.patch_size = find_patch_size(model)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -194,7 +194,7 @@ def _problem(
     # an address, and how many numbers lie from there to the end of the memory: `_at`, without the
     # calls
     pointers: list[int] = []
-    rooms: list[int] = []
+    rooms: list[Any] = []
     for t in (*by_heads, keep, lse, top):
         pointers.append(0 if t is None else t.data_ptr())
         rooms.append(
@@ -392,7 +392,7 @@ def _packed(tapped: Sequence[TapJob]) -> bytes:
     packed = []
     for job in tapped:
         pointers: list[int] = []
-        rooms: list[int] = []
+        rooms: list[Any] = []
         for place in (job.y, job.bias, job.through, job.out, job.total, job.sums, job.to_bias):
             if place is None:
                 pointers.append(0)

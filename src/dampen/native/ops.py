@@ -171,7 +171,8 @@ class _Attention(torch.autograd.Function):
         if type(grad) is Tensor:
             grad = settled(grad)
         if torch.is_grad_enabled() or first_unreadable((grad,)) is not None:
-            kept = kept_keys(*rows_of(q.detach(), k.detach()), keep, top, ctx.settings)
+            queries, keys = rows_of(q.detach(), k.detach())
+            kept = kept_keys(queries, keys, keep, top, ctx.settings)
             return (*_again(grad, q, k, v, kept, ctx.settings.scale), None, None)
         return (*_backward(grad, q, k, v, o, lse, top, keep, ctx.settings), None, None)
 
@@ -220,7 +221,8 @@ def _kept_keys_op(
     causal: bool, scale: float, mode: int, num: int, den: int,
 ) -> Tensor:  # fmt: skip
     settings = AttentionSettings(int(seed.item()), rate.item(), causal, scale, mode, num, den)
-    return kept_keys(*rows_of(settled(q), settled(k)), keep, top, settings)
+    queries, keys = rows_of(settled(q), settled(k))
+    return kept_keys(queries, keys, keep, top, settings)
 
 
 @torch.library.custom_op("dampen::dropout", mutates_args=())

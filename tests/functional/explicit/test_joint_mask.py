@@ -224,7 +224,7 @@ def test_a_loss_measured_without_gradients_has_it_too(name):
         reg.loss(lambda: model(x), lambda out: out.square().mean())
 
 
-COMPILED = {"compiled", "compiled_inductor"}
+COMPILED = {"compiled", "compiled_dynamic", "compiled_inductor"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")

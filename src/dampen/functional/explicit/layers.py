@@ -268,7 +268,9 @@ def _factors(term: Term, rows: RowWeights) -> tuple[Number | None, Number | None
 def _scaled(form: str, rate: float, scale: float) -> tuple[float | None, float | None]:
     """The same of plain numbers, which mostly stay what they were from step to step."""
     b, v = single(form, rate)
-    return None if b is None else scale * b, None if v is None else scale * v
+    bias = None if b is None else scale * float(b)
+    variance = None if v is None else scale * float(v)
+    return bias, variance
 
 
 all_rows = functools.lru_cache(maxsize=1024)(token_rows)
