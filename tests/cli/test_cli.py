@@ -16,7 +16,7 @@ import torch
 import dampen
 from dampen.cli import COMMANDS, RENAMED, available, main
 from dampen.cli.run import NEXT
-from tests.studies.study.test_parts import write_images
+from tests.studies.user_files import write_images
 
 TINY = """
 title = "Tiny"

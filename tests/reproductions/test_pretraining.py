@@ -20,7 +20,7 @@ from dampen.studies.trainer.pretraining import load_pretrained, prepared_by
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from reproductions.models.mae import MaskedAutoencoder
-from tests.studies.trainer.test_resume import interrupt_at, log_without_times, same
+from tests.studies.interrupted import interrupt_at, log_without_times, same
 
 GRAY = {"name": "token_graying", "kind": "dct", "eps": 0.8}
 DECODER = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 16, "hide": 0.5}

@@ -17,8 +17,8 @@ from dampen.studies.store import RunStore
 from dampen.studies.table import read_results
 from dampen.studies.trainer.checkpoint import load_state, save_state, saved_states
 from dampen.studies.trainer.train import run_trial
+from tests.studies.interrupted import interrupt_at, log_without_times, same
 from tests.studies.synthetic_runs import write_study
-from tests.studies.trainer.test_resume import interrupt_at, log_without_times, same
 
 
 def cut_at(trial, folder, execution, step):

@@ -16,7 +16,7 @@ from dampen.studies.trainer.data import load_data
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from tests.reproductions.data.writers import cifar10_binary, cifar10_parts
-from tests.studies.study.test_parts import write_csv
+from tests.studies.user_files import write_csv
 
 
 def test_a_changed_official_set_is_refused_when_a_trial_resumes(tmp_path, small, quick, monkeypatch):

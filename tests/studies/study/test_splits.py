@@ -11,7 +11,7 @@ from dampen.studies.checks import check_data
 from dampen.studies.request import request_parts
 from dampen.studies.run import Run
 from dampen.studies.trainer.data import load_data
-from tests.studies.study.test_parts import write_csv
+from tests.studies.user_files import write_csv
 
 
 def rows_of(split):
@@ -139,13 +139,6 @@ def test_trials_with_folds_are_not_those_of_before_the_normalization_changed():
     assert trial.id != "0d29b28628013bef"
     assert Run.from_dict(trial.to_dict()).id == trial.id
     assert Run.from_stored({**parts, "data": {"name": "digits", "folds": None}}).id == "ac67dd9d0a396449"
-
-
-def test_no_folds_where_one_image_would_be_in_two_parts():
-    (problem,) = check_data({"name": "digit_captions", "folds": 3}, "data.")
-    assert "each image makes two pairs" in problem
-    with pytest.raises(ValueError, match="digit_captions cannot be cross-validated: each image makes two pairs"):
-        load_data({"name": "digit_captions", "folds": 3}, None, None, 0)
 
 
 @pytest.mark.slow

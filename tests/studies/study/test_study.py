@@ -13,7 +13,7 @@ from dampen import DropKey
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.report import make_report
 from tests.studies.study.conftest import SCRIPT
-from tests.studies.study.test_parts import write_csv
+from tests.studies.user_files import write_csv
 
 
 class Halved(DropKey):
