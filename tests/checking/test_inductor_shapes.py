@@ -1,0 +1,23 @@
+"""Inductor on twelve shapes in one graph: DropKey, and every method with DAMPEN_FULL=1."""
+
+import os
+
+import pytest
+
+from dampen._torch import inductor_draws_as_eager
+from dampen.checking.attached import with_example
+from dampen.checking.contracts import compiled_dynamic
+from dampen.checking.subjects import SUBJECTS
+from dampen.registry import methods
+
+SAMPLED = ["drop_key"]
+CHOSEN = list(methods()) if os.environ.get("DAMPEN_FULL") else SAMPLED
+LENGTHS = (10, 11, 12, 16, 17, 18, 25, 27, 31, 33, 37, 40)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+def test_twelve_shapes(name):
+    with inductor_draws_as_eager():
+        make = with_example(methods()[name])
+        compiled_dynamic(make, SUBJECTS["vit"], "inductor", LENGTHS)
