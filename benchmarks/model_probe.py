@@ -407,7 +407,7 @@ class Probe:
         for site in layers:
             mine = {m: v for m, v in want.items() if m == site or m.startswith(site + ".") or site == ""}
             try:
-                with self._regularized(name, sites=site or "*") as reg:
+                with self._regularized(name, target_modules=site or "*") as reg:
                     torch.manual_seed(1)
                     self.model.train()(**self.inputs)
                     here = float(reg.penalty().detach())

@@ -72,8 +72,9 @@ def test_bad_methods(methods, error, message):
 
 
 def test_no_matching_site_lists_the_candidates():
-    with pytest.raises(ValueError, match=r"(?s)sites='encoder.*'.*blocks.0.attn  \[self\].*blocks.1.attn  \[self\]"):
-        dampen.regularize(vit(), DropKey(0.1), sites="encoder.*")
+    found = r"(?s)target_modules='encoder.*'.*blocks.0.attn  \[self\].*blocks.1.attn  \[self\]"
+    with pytest.raises(ValueError, match=found):
+        dampen.regularize(vit(), DropKey(0.1), target_modules="encoder.*")
     with pytest.raises(ValueError, match="attention='cross'"):
         dampen.regularize(vit(), DropKey(0.1), attention="cross")
     with pytest.raises(ValueError, match="'self', 'cross' or 'all', got 'causal'"):
@@ -205,7 +206,8 @@ def test_bad_progress(value, error):
 
 def test_sites_choose_layers_and_depth_runs_over_the_chosen():
     model = vit(depth=4)
-    reg = dampen.regularize(model, DropKey(linear(0.4, 0.0)), sites=["blocks.1", "blocks.2.*", "blocks.3.attn"])
+    chosen = ["blocks.1", "blocks.2.*", "blocks.3.attn"]
+    reg = dampen.regularize(model, DropKey(linear(0.4, 0.0)), target_modules=chosen)
     assert [layer.site.name for layer in reg.layers] == ["blocks.1", "blocks.2", "blocks.3"]
     assert [c.rate.item() for c in reg.clones] == pytest.approx([0.4, 0.2, 0.0])
 

@@ -150,7 +150,9 @@ def load_corpus(
     return Dataset(
         spec.name,
         spec.task,
-        **splits,
+        train=splits["train"],
+        valid=splits["valid"],
+        test=splits["test"],
         classes=[],
         info=info,
         model_args={"vocab": len(characters), "context": context},

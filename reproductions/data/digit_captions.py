@@ -126,9 +126,17 @@ def load_digit_captions(
         "vocab": len(vocabulary()),
         "max_tokens": length,
     }
-    parts = (pairs(index) for _, index in rows.rows.values())
+    splits = {name: pairs(index) for name, (_, index) in rows.rows.items()}
     return Dataset(
-        ask.spec.name, ask.spec.task, *parts, ["false", "true"], info, model, normalization=change
+        ask.spec.name,
+        ask.spec.task,
+        splits["train"],
+        splits["valid"],
+        splits["test"],
+        ["false", "true"],
+        info,
+        model,
+        normalization=change,
     )
 
 

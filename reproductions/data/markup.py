@@ -1,12 +1,15 @@
-"""XML as elements that know their line, without what makes XML dangerous: no document types, so no
-entities.
-"""
+"""XML as elements that know their line, by defusedxml: no document types, so no entities."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.parsers import expat
+from xml.sax import SAXParseException
+from xml.sax.handler import ContentHandler
+from xml.sax.xmlreader import Locator
+
+from defusedxml.common import DTDForbidden
+from defusedxml.sax import parseString
 
 from dampen.studies.plugins import DamagedData
 
@@ -16,7 +19,7 @@ DEEPEST = 32
 
 @dataclass
 class Element:
-    """One element: its name, the text in it, what is below it, and the line that it begins on."""
+    """One element: its name, the text in it, its children, and the line that it begins on."""
 
     name: str
     line: int
@@ -24,10 +27,20 @@ class Element:
     below: list[Element] = field(default_factory=list)
 
     def all(self, name: str) -> list[Element]:
+        """The children of a name.
+
+        Args:
+            name: the tag.
+        """
         return [element for element in self.below if element.name == name]
 
     def one(self, name: str, path: Path) -> Element:
-        """The only element of this name below, or DamagedData that names file and line."""
+        """The only child of a name, or DamagedData that names file and line.
+
+        Args:
+            name: the tag.
+            path: the file, for errors.
+        """
         found = self.all(name)
         if len(found) != 1:
             problem = f"<{self.name}> has {len(found)} elements <{name}>, expected one"
@@ -37,44 +50,50 @@ class Element:
         return found[0]
 
 
+class _Tree(ContentHandler):
+    """Builds elements while the parser reads; its locator knows the line."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self.outside = path, Element("", 0)
+        self.stack = [self.outside]
+
+    def setDocumentLocator(self, locator: Locator) -> None:
+        self.locator = locator
+
+    def startElement(self, name: str, attrs: object) -> None:
+        line = self.locator.getLineNumber() or 0
+        if len(self.stack) > DEEPEST:
+            raise DamagedData(f"{self.path}, line {line}: elements nest deeper than {DEEPEST}.")
+        element = Element(name, line)
+        self.stack[-1].below.append(element)
+        self.stack.append(element)
+
+    def endElement(self, name: str) -> None:
+        self.stack.pop()
+
+    def characters(self, content: str) -> None:
+        self.stack[-1].text += content
+
+
 def parse_xml(content: bytes, path: Path) -> Element:
-    """The outermost element. A document type, deep nesting or broken markup is DamagedData that
-    names file and line.
+    """The outermost element. What is broken or dangerous is DamagedData that names the file.
+
+    Args:
+        content: the bytes.
+        path: where they come from, for errors.
     """
-    parser = expat.ParserCreate()
-    outside = Element("", 0)
-    stack = [outside]
-
-    def start(name: str, attributes: dict[str, str]) -> None:
-        if len(stack) > DEEPEST:
-            raise DamagedData(
-                f"{path}, line {parser.CurrentLineNumber}: elements nest deeper than {DEEPEST}."
-            )
-        stack.append(Element(name, parser.CurrentLineNumber))
-        stack[-2].below.append(stack[-1])
-
-    def end(name: str) -> None:
-        stack.pop()
-
-    def text(data: str) -> None:
-        stack[-1].text += data
-
-    def doctype(*_: object) -> None:
-        line = parser.CurrentLineNumber
-        raise DamagedData(
-            f"{path}, line {line}: a document type is not read; it can make a small file huge. "
-            "Remove it."
-        )
-
-    parser.StartElementHandler, parser.EndElementHandler = start, end
-    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = text, doctype
-    parser.buffer_text = True
+    tree = _Tree(path)
     try:
-        parser.Parse(content, True)
-    except (expat.ExpatError, ValueError) as error:
-        if isinstance(error, DamagedData):
-            raise
+        parseString(content, tree, forbid_dtd=True)
+    except DTDForbidden as error:
+        raise DamagedData(
+            f"{path}: a document type is not read; it can make a small file huge. Remove it."
+        ) from error
+    except DamagedData:
+        raise
+    except (SAXParseException, ValueError) as error:  # ValueError: an encoding that expat lacks
         raise DamagedData(
             f"{path} ({len(content)} bytes) is not XML: {error}. Fetch the file again."
         ) from error
-    return outside.below[0]
+    return tree.outside.below[0]

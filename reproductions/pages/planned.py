@@ -152,7 +152,7 @@ def language(tables: Tables) -> list[str]:
                 "worse": f"Dropout hurts in a single epoch, as published: {told}.",
                 "better": f"Dropout helps in a single epoch, against the published expectation: {told}.",
                 "equal": f"Dropout changes nothing in a single epoch: {told}.",
-                "not decided": f"Whether dropout hurts in a single epoch is inconclusive: {told}.",
+                "inconclusive": f"Whether dropout hurts in a single epoch is inconclusive: {told}.",
             }[c.verdict]
         )
     last = list(tables)[-1]
@@ -194,7 +194,7 @@ def structures(tables: Tables) -> list[str]:
                 "better": "A ratio that decreases with depth is better than a constant one, as published",
                 "worse": "A ratio that decreases with depth is worse than a constant one, against the paper",
                 "equal": "A ratio that decreases with depth and a constant one are equal within 0.5 points",
-                "not decided": "Whether a ratio that decreases with depth beats a constant one is inconclusive",
+                "inconclusive": "Whether a ratio that decreases with depth beats a constant one is inconclusive",
             },
         ),
         told(
@@ -203,7 +203,7 @@ def structures(tables: Tables) -> list[str]:
                 "better": "An increasing ratio is better than a constant one, against the paper",
                 "worse": "An increasing ratio is worse than a constant one, as published",
                 "equal": "An increasing ratio and a constant one are equal within 0.5 points",
-                "not decided": "Whether an increasing ratio is worse than a constant one is inconclusive",
+                "inconclusive": "Whether an increasing ratio is worse than a constant one is inconclusive",
             },
         ),
         *(
@@ -213,7 +213,7 @@ def structures(tables: Tables) -> list[str]:
                     "better": f"Dropping {what} is better than dropping single keys, against the paper",
                     "worse": f"Dropping {what} is worse than dropping single keys",
                     "equal": f"Dropping {what} and dropping single keys are equal within 0.5 points, as published",
-                    "not decided": f"Whether dropping {what} equals dropping single keys is inconclusive",
+                    "inconclusive": f"Whether dropping {what} equals dropping single keys is inconclusive",
                 },
             )
             for name, what in (("blocks of 2", "blocks"), ("crosses of 1", "crosses"))
@@ -236,7 +236,7 @@ def panel(tables: Tables) -> list[str]:
                 "worse": f"Tuning the weight decay gains {change} over the usual {decay}.",
                 "better": f"The usual weight decay of {decay} is better than the tuned one: {change} for the tuning.",
                 "equal": f"A tuned weight decay and the usual {decay} are equal within the margin: {change}.",
-                "not decided": f"What tuning the weight decay is worth is inconclusive: {change} over {decay}.",
+                "inconclusive": f"What tuning the weight decay is worth is inconclusive: {change} over {decay}.",
             }[c.verdict]
         )
     return [*first, own.winners(table), own.leaders(table)]

@@ -161,7 +161,7 @@ def winners(table: ResultTable) -> str:
     counted = f"of {len(rows)} methods tuned in the same way"
     against = f"the tuned {reference.name}" if table.study.search else f"the {reference.name}"
     told = f"{listed(better)}, {counted}" if better else f"none {counted}"
-    undecided = [c.detectable for _, c in rows if c.verdict == "not decided"]
+    undecided = [c.detectable for _, c in rows if c.verdict == "inconclusive"]
     power = f" The study has 80 % power to detect {max(undecided):.2f}{table.metric.points}" if undecided else ""
     inconclusive = f"{power}; {len(undecided)} methods are inconclusive." if undecided else ""
     return f"Significantly better than {against}: {told} ({n} seeds, Holm).{inconclusive}"

@@ -58,7 +58,7 @@ HEAD = """# Results
 
 Each question has a page with one figure, the limits of its study and its one correction family. Until the next campaign
 no baseline was tuned and nearly every study has one split and one tuning seed: read these as what happened on that
-split, not as what holds in general. A verdict is better, worse, equal within the margin, or not decided.
+split, not as what holds in general. A verdict is better, worse, equal within the margin, or inconclusive.
 """
 
 

@@ -90,7 +90,7 @@ def readme(found: dict[str, Report]) -> str:
         claims = [f"{e.name}: {e.claim}" for e in table.entries if e.claim and not study.show_all]
         same = sum("same direction" in c for c in claims)
         opposite = sum("opposite" in c for c in claims)
-        told = f"{len(claims)} gains: {same} in the same direction, {opposite} in the opposite, the rest not decided"
+        told = f"{len(claims)} gains: {same} in the same direction, {opposite} in the opposite, the rest inconclusive"
         said = f"`{name}`, {study.header['paper']}"
         limits = ", ".join(short for short, _ in design.limits(table, result_of(name)))
         lines.append(

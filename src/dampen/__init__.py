@@ -49,6 +49,10 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'dampen' has no attribute {name!r}")
     public = importlib.import_module("dampen.public")
+    deprecated = importlib.import_module("dampen.deprecated")
+    if name in deprecated.PUBLIC:
+        deprecated.warn_renamed(f"dampen.{name}", f"dampen.{deprecated.PUBLIC[name]}")
+        name = deprecated.PUBLIC[name]
     if not hasattr(public, name):
         raise AttributeError(f"module 'dampen' has no attribute {name!r}")
     return getattr(public, name)

@@ -358,3 +358,13 @@ def _extension_loads(spec: importlib.machinery.ModuleSpec) -> bool:
 
 def _extensions(root: str) -> list[str]:
     return sorted(str(p) for p in Path(root).glob("_C*.so")) + sorted(str(p) for p in Path(root).glob("_C*.pyd"))
+
+
+def keep_sizes(t: torch.Tensor, dims: tuple[int, ...]) -> None:
+    """Declare sizes of a graph's input that never change, although others may.
+
+    Args:
+        t: the input.
+        dims: the dimensions whose size stays.
+    """
+    torch._dynamo.mark_static(t, dims)

@@ -203,14 +203,14 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
             f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}': its convolution "
             f"'{fused}' makes q, k and v, and the way of its channels to {role} could not be followed. "
             "Inside torch.compile run one plain forward first (regularize(..., example=...) does), else leave the "
-            "layer out with sites=."
+            "layer out with target_modules=."
         )
     if role in call.unknown:
         raise RuntimeError(
             f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}': its fused map "
             f"'{fused}' makes q, k and v, but what the attention gets as {role} is not in the columns where {role} "
             "would be with all of q first, then k, then v (they may be interleaved per head), so which columns make "
-            f"{role} cannot be told. Use separate projections, or leave the layer out with sites=."
+            f"{role} cannot be told. Use separate projections, or leave the layer out with target_modules=."
         )
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
@@ -269,7 +269,7 @@ def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
         raise RuntimeError(
             f"{type(call.module).__name__}: its fused projection makes values of {call.value_size} channels and keys "
             f"of {call.head_size}, so which of its rows make what cannot be told. "
-            "Use separate projections, or leave the layer out with sites=."
+            "Use separate projections, or leave the layer out with target_modules=."
         )
     total, queries = whole.weight.shape[0], call.shape[1] * call.head_size if fused == "qkv" else 0
     keys, rest = divmod(total - queries, 2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.calls import Penalties, Penalty, consume, makes_penalties, settle, total
+from dampen.deprecated import HANDLE, OldNames, accepts_old_arguments
 from dampen.hooks.attach import attach, check_model
 from dampen.hooks.carrier import CarrierSite
 from dampen.hooks.context import Layer, ModelSite
@@ -26,18 +27,19 @@ from dampen.schedules import Value, as_schedule, check_progress, per_layer
 from dampen.two_pass.reuse import SharedBlocks
 
 
+@accepts_old_arguments
 def regularize(
     model: nn.Module,
     methods: Regularizer | Iterable[Regularizer],
-    sites: str | Sequence[str] = "*",
+    target_modules: str | Sequence[str] = "*",
     *,
     attention: str = "all",
     projections: Mapping[str, str] | None = None,
     depth: str = "stack",
     strict: bool = True,
     example: Any = None,
-    carry: bool | float = False,
-) -> Regularization:
+    attach_to_loss: bool | float = False,
+) -> Handle:
     """Put regularizers into `model`, in place, one clone per layer. Parameters, state_dict keys and eval mode stay as
     they were. Learned rates (`learn=`) alone are parameters that the model gains: they are in `model.parameters()`, so
     that optimizers and DDP see them, and not in its state_dict; `reg.state_dict()` has them.
@@ -46,8 +48,8 @@ def regularize(
         model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
             computed by its own code; what cannot be told is refused.
         methods: one regularizer or several; each is cloned, the given objects are left alone.
-        sites: pattern(s) of dotted names of layers or attention modules, as in `"blocks.[0-3].*"`; one that begins
-            with "!" leaves out what fits it, as in `"!blocks.0"`.
+        target_modules: pattern(s) of dotted names of layers or attention modules, as in
+            `"blocks.[0-3].*"`; one that begins with "!" leaves out what fits it, as in `"!blocks.0"`.
         attention: "self", "cross" or "all".
         projections: which linear map makes what, where names do not tell: role -> name inside the attention module.
         depth: "stack": an encoder and a decoder (or two towers) each have their own depth from 0 to 1 for schedules;
@@ -57,8 +59,8 @@ def regularize(
             method was (the model was trained outside `reg.loss`). False for those who mean it.
         example: what the model is called with (a tensor, a tuple of arguments, a dict of keywords). One forward then
             tells at once what the first training step would: an attention that cannot be entered, for one.
-        carry: for trainers whose loss cannot be touched: the gradient of the penalties rides on the loss that the
-            model itself returns, whose value stays what it was (`reg.carried` has the penalties). A number instead
+        attach_to_loss: for trainers whose loss cannot be touched: adds the penalty gradients through the loss that the
+            model itself returns, whose value stays what it was (`reg.attached` has the penalties). A number instead
             of True where it returns none: how much of that gradient each backward adds.
 
     >>> import dampen
@@ -72,11 +74,11 @@ def regularize(
     chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
     check_model(model)
     use_native_kernels()
-    layers, clones, prefix = attach(model, chosen, sites, attention, projections, depth)
-    reg = Regularization(model, chosen, layers, clones, prefix, strict)
-    if carry is not False:
+    layers, clones, prefix = attach(model, chosen, target_modules, attention, projections, depth)
+    reg = Handle(model, chosen, layers, clones, prefix, strict)
+    if attach_to_loss is not False:
         try:
-            _carry(reg, carry)
+            _attach_to_loss(reg, attach_to_loss)
         except BaseException:
             reg.remove()
             raise
@@ -90,22 +92,24 @@ def regularize(
     return reg
 
 
-def _carry(reg: Regularization, scale: bool | float) -> None:
+def _attach_to_loss(reg: Handle, scale: bool | float) -> None:
     """Let the model's own output carry the penalties."""
     comparing = next((m for m in reg.methods if m.passes > 1), None)
     if comparing is not None:
         raise ValueError(
-            f"regularize(..., carry={scale!r}): {type(comparing).__name__} compares two passes, and one forward cannot "
-            "carry that. Use an integration (dampen.integrations) or reg.loss for it, and carry penalties only."
+            f"regularize(..., attach_to_loss={scale!r}): {type(comparing).__name__} compares two passes, and "
+            "one forward cannot carry that. Use an integration (dampen.integrations) or reg.loss for it, and "
+            "attach penalties only."
         )
     if scale is not True and not (isinstance(scale, int | float) and scale > 0):
-        raise ValueError(f"carry is True, or the positive number to scale the penalties by, got {scale!r}.")
+        raise ValueError(f"attach_to_loss is True, or the positive number to scale the penalties by, got {scale!r}.")
     swap(reg.model, "carrier", CarrierSite(reg, None if scale is True else float(scale)))
 
 
-class Regularization:
+class Handle(OldNames):
     """What `regularize` returns. Print it to see what sits where, at which rate, and which kernel runs."""
 
+    _old_names = HANDLE
     _penalties_seen = False
 
     def __init__(
@@ -123,12 +127,12 @@ class Regularization:
         for clone in clones:
             if clone.passes > 1 or makes_penalties(clone):
                 self._ledger.watch(clone)  # now, because a compiled forward cannot
-        self.carried: dict[str, Tensor] = {}  # with `carry`, the penalties of the last training forward
+        self.attached: dict[str, Tensor] = {}  # with `attach_to_loss`, the penalties of the last training forward
         self._progress = 0.0
         self.progress(0.0)
 
     @property
-    def asked(self) -> bool:
+    def in_loss(self) -> bool:
         """Whether `reg.loss` is under way."""
         return self._ledger.asked()
 
@@ -262,7 +266,7 @@ class Regularization:
                 "being trained. Reentrant activation checkpointing discards it: use checkpoint(..., "
                 "use_reentrant=False), in transformers gradient_checkpointing_kwargs={'use_reentrant': False}. "
                 "(A part of the model that runs under torch.no_grad() has penalties without gradient too: leave its "
-                "layers out with sites=, or freeze them.)"
+                "layers out with target_modules=, or freeze them.)"
             )
 
     def parameters(self) -> list[nn.Parameter]:
@@ -284,7 +288,7 @@ class Regularization:
         missing = {"progress", "parameters", "methods"} - set(state)
         if missing:
             raise ValueError(
-                f"not a state of a Regularization: {', '.join(sorted(missing))} missing, got {sorted(state)}."
+                f"not a state of a Handle: {', '.join(sorted(missing))} missing, got {sorted(state)}."
             )
         if list(state["methods"]) != [r.name for r in self.methods]:
             raise ValueError(
@@ -330,32 +334,42 @@ class Regularization:
                 total = total + _logits(forward(), logits).softmax(-1)
         return total / samples
 
-    def own(self, rate: Value | None = None, sites: str | Sequence[str] = "*") -> list[OwnRate]:
-        """The dropout that the model brings itself: its places and rates, and with `rate` what they are from now on.
+    def builtin_dropout(self, target_modules: str | Sequence[str] = "*") -> list[OwnRate]:
+        """The dropout that is part of the model: its places and its rates now.
+
+        Args:
+            target_modules: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path", "attention dropout").
+        """
+        self._alive()
+        rates = own_rates(self.model, self._model_site.own_rates)
+        return rates if target_modules == "*" else choose_own(rates, target_modules)
+
+    @accepts_old_arguments
+    def set_builtin_dropout(self, rate: Value, target_modules: str | Sequence[str] = "*") -> list[OwnRate]:
+        """Give the dropout that is part of the model other rates from now on, and return those that were set.
 
         `remove()` gives back what was. A rate is a plain number of the model, so a compiled graph is compiled again
         whenever it changes: schedule regularizers instead where that matters.
 
         Args:
-            rate: a number (0 switches it off), a schedule or one value per layer; None only looks.
-            sites: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path", "attention dropout").
+            rate: a number (0 switches it off), a schedule or one value per layer.
+            target_modules: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path", "attention dropout").
 
         >>> import dampen
         >>> model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1)
         >>> reg = regularize(model, dampen.DropKey(0.1))
-        >>> reg.own(rate=0.3, sites="attention dropout")
+        >>> reg.set_builtin_dropout(0.3, "attention dropout")
         [self_attn.dropout: attention dropout 0.3]
         """
         self._alive()
         rates = own_rates(self.model, self._model_site.own_rates)
-        chosen = choose_own(rates, sites) if rate is not None or sites != "*" else rates
-        if rate is None:
-            return chosen
-        schedule = as_schedule(rate, "reg.own(rate=...)")
+        chosen = choose_own(rates, target_modules)
+        schedule = as_schedule(rate, "reg.set_builtin_dropout(rate=...)")
         if isinstance(schedule, per_layer) and len(schedule.values) != len(self.layers):
             raise ValueError(
-                f"reg.own(rate=...) has {len(schedule.values)} values, but the model has {len(self.layers)} layers. "
-                "Give one value per layer, one number for all, or a schedule such as linear(0.3, 0.0)."
+                f"reg.set_builtin_dropout(rate=...) has {len(schedule.values)} values, but the model has "
+                f"{len(self.layers)} layers. Give one value per layer, one number for all, or a schedule such as "
+                "linear(0.3, 0.0)."
             )
         for r in chosen:
             r.schedule, r.depth = schedule, depth_of(r.place, self.model, self.layers)
@@ -395,7 +409,7 @@ class Regularization:
     def _model_site(self) -> ModelSite:
         return self.model._dampen_model  # type: ignore[return-value]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Regularization:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         """A copy of the model and of its regularizers, independent of this one."""
         new = object.__new__(type(self))
         memo[id(self)] = new

@@ -45,10 +45,10 @@ def leave_out(name: str) -> str:
     be left out.
 
     >>> leave_out("blocks.0")
-    'leave it out: sites="!blocks.0"'
+    'leave it out: target_modules="!blocks.0"'
     """
     if name:
-        return f'leave it out: sites="!{name}"'
+        return f'leave it out: target_modules="!{name}"'
     return "do without the method"
 
 

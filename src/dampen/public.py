@@ -2,7 +2,7 @@
 
 from dampen import methods as _methods
 from dampen import models
-from dampen.handle import Regularization, regularize
+from dampen.handle import Handle, regularize
 from dampen.hooks.detach import remove
 from dampen.hooks.determinism import deterministic
 from dampen.kernels.attend import attention
@@ -12,8 +12,8 @@ from dampen.schedules import constant, cosine, curriculum, early, last, late, li
 
 __all__ = [
     "Call",
+    "Handle",
     "LinearCall",
-    "Regularization",
     "Regularizer",
     "Site",
     "attention",

@@ -2,7 +2,7 @@
 
 Anything that takes a rate or a weight takes a number, one of these schedules (or any callable of
 the same form), or a list with one value per layer. `depth` is 0 in the first layer and 1 in the
-last; `progress` is what `Regularization.progress` was given."""
+last; `progress` is what `Handle.progress` was given."""
 
 import math
 from collections.abc import Callable, Sequence

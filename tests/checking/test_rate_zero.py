@@ -122,7 +122,7 @@ def test_a_schedule_that_leaves_nothing_is_refused(method):
         dampen.regularize(model, [dampen.DropKey(0.1), method] if method.name != "drop_key" else method)
     assert [type(m) for m in model.modules()] == before
     with pytest.raises(ValueError, match="would do nothing"):
-        dampen.regularize(vit(), method, sites="blocks.1")  # the only layer chosen
+        dampen.regularize(vit(), method, target_modules="blocks.1")  # the only layer chosen
     dampen.regularize(vit(), method)
 
 

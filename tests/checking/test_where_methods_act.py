@@ -91,10 +91,10 @@ def test_a_method_acts_where_it_is_listed_and_nowhere_else(name, subject, where)
     sites = "*" if where == "*" else [last, f"{last}.*"]
     if (name, subject) in REFUSED:
         with pytest.raises(UnsupportedModel, match=r"slices of parameters \(.*experts.gate_up_proj"):
-            dampen.regularize(model, method, sites=sites)
+            dampen.regularize(model, method, target_modules=sites)
         return
     plain = copy.deepcopy(model)
-    reg = dampen.regularize(model, method, sites=sites, strict=False)
+    reg = dampen.regularize(model, method, target_modules=sites, strict=False)
     with torch.no_grad():  # away from where it started, for methods that go back there
         moved = {key: value + 0.05 * value.sign() for key, value in model.state_dict().items()}
     model.load_state_dict(moved)

@@ -114,7 +114,7 @@ def test_show(capsys, monkeypatch):
     monkeypatch.setenv("DAMPEN_PLUGINS", "reproductions")
     code, out, _ = run(capsys, "show", "explicit_dropout/table_1")
     assert "86.38 ± 0.44" in out
-    assert "Departures" in out
+    assert "Differences" in out
     code, out, err = run(capsys, "show", "drop_kye")
     assert (code, out) == (2, "")
     assert "did you mean 'drop_key'?" in err
@@ -131,7 +131,7 @@ def test_run_trains_skips_what_is_done_and_selects_on_validation(capsys, tiny, t
     assert first["trials"] == {"finished": 6}  # plain x 2 seeds, drop key x 2 strengths x 2 seeds
     plain, dropped = first["rows"]
     assert plain["verdict"] == "reference"
-    assert (dropped["verdict"], dropped["comparison"]["p"], dropped["n"]) == ("not decided", None, 2)
+    assert (dropped["verdict"], dropped["comparison"]["p"], dropped["n"]) == ("inconclusive", None, 2)
     assert dropped["cost"]["ratio"] > 0
     assert (plain["n"], dropped["n"]) == (2, 2)
     folder = out_dir / "tiny-laptop"
@@ -146,7 +146,7 @@ def test_run_trains_skips_what_is_done_and_selects_on_validation(capsys, tiny, t
     before = {p: p.stat().st_mtime_ns for p in folder.glob("*/final.json")}
     code, out, _ = run(capsys, "run", tiny, "--out", out_dir)
     assert code == 0
-    assert "6 already recorded" in out
+    assert "6 already logged" in out
     assert "50 ± 1" in out
     assert {p: p.stat().st_mtime_ns for p in folder.glob("*/final.json")} == before
 
@@ -175,7 +175,7 @@ def test_dry_run_of_a_tuned_recipe_counts_what_will_run(capsys, tmp_path):
     """11 rows, of which 8 choose from three points with one seed; then each at one point with ten seeds."""
     asked = ["run", "attentiondrop/noise_digits", "--scale", "study", "--out", tmp_path / "runs", "--dry-run"]
     _, out, _ = run(capsys, *asked)
-    assert "24 trials that choose on validation, then 110 would run" in out
+    assert "24 runs for selection on validation, then 110 would run" in out
     _, out, _ = run(capsys, *asked, "--row", "plain", "--row", "DropKey", "--seed", "0", "--json")
     answer = json.loads(out)
     assert (answer["tuning"], answer["chosen"]) == (3, 2)
@@ -222,7 +222,7 @@ def test_compare_says_plain_words(capsys, tmp_path):
     answer = json.loads(out)
     assert answer["trials"] == {"finished": 9}
     assert [r["name"] for r in answer["rows"]] == ["plain", *methods.split(", ")]
-    assert all(r["verdict"] in ("not decided", "equal", "better", "worse") for r in answer["rows"][1:])
+    assert all(r["verdict"] in ("inconclusive", "equal", "better", "worse") for r in answer["rows"][1:])
     assert "finished" in err  # progress goes to standard error
     code, out, _ = run(capsys, "compare", "--data", "digits", "--methods", "drop_kye", "--out", tmp_path)
     assert code == 2
@@ -277,7 +277,7 @@ def test_the_demo_compares_every_family_and_says_what_to_type_next(capsys, tmp_p
             assert family in " ".join(out.split()), family
     assert len(demo.FAMILIES) <= 9  # and the plain row
     assert "reference" in out
-    assert "Too few runs to say" in out
+    assert "Too few runs" in out
     assert all(line in out for line in NEXT)
     assert "A step of this small model takes" in out  # beside the cost
     assert (tmp_path / "demo" / "report.html").exists()

@@ -70,7 +70,7 @@ def test_regularized_model_gives_its_eval_weights_and_stays_as_it_was():
     model = vit()
     plain = attention_weights(model, images())
     classes = [type(m) for m in model.modules()]
-    reg = dampen.regularize(model, dampen.DropKey(0.5), sites="blocks.0*")
+    reg = dampen.regularize(model, dampen.DropKey(0.5), target_modules="blocks.0*")
     rng, printed = torch.get_rng_state(), str(reg)
     found = attention_weights(model.train(), images())
     assert torch.equal(torch.get_rng_state(), rng)

@@ -178,7 +178,7 @@ def test_decoder_blocks_name_their_second_attention():
 def test_partly_regularized_model():
     model = small_vit()
     plain = measure_conditioning(model, images())
-    reg = dampen.regularize(model, dampen.DropKey(0.5), sites="blocks.1*")
+    reg = dampen.regularize(model, dampen.DropKey(0.5), target_modules="blocks.1*")
     before = snapshot(model)
     result = measure_conditioning(model, images())
     assert_unchanged(model, before)

@@ -1,4 +1,4 @@
-"""carry=True: the penalties' gradient on the model's own loss."""
+"""attach_to_loss=True: the penalties' gradient on the model's own loss."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ def gradients(model):
 def test_value_unchanged_to_the_bit_and_gradient_of_the_sum(build):
     inputs = batch((sentences if build is bert else texts)(4))
     plain, model, twin = build().train(), build().train(), build().train()
-    reg = dampen.regularize(model, ExplicitDropout(value=3.0, ffn=1.0), carry=True)
+    reg = dampen.regularize(model, ExplicitDropout(value=3.0, ffn=1.0), attach_to_loss=True)
     other = dampen.regularize(twin, ExplicitDropout(value=3.0, ffn=1.0))
     out = model(**inputs)
     assert torch.equal(out.loss, plain(**inputs).loss)
@@ -32,12 +32,12 @@ def test_value_unchanged_to_the_bit_and_gradient_of_the_sum(build):
     loss, terms = other.loss(lambda: twin(**inputs), lambda out: out.loss)
     loss.backward()
     same(gradients(model), gradients(twin), tolerance=1e-6)
-    same(reg.carried, {n: v.detach() for n, v in terms.items() if n != "task"})
+    same(reg.attached, {n: v.detach() for n, v in terms.items() if n != "task"})
 
 
 def test_what_happens_to_the_loss_happens_to_the_penalties():
     inputs, model, twin = batch(sentences(4)), bert().train(), bert().train()
-    dampen.regularize(model, ExplicitDropout(value=3.0), carry=True)
+    dampen.regularize(model, ExplicitDropout(value=3.0), attach_to_loss=True)
     reg = dampen.regularize(twin, ExplicitDropout(value=3.0))
     (model(**inputs, return_dict=False)[0] * 128 / 4).backward()
     (reg.loss(lambda: twin(**inputs), lambda out: out.loss)[0] * 32).backward()
@@ -51,7 +51,7 @@ def test_in_the_stock_trainer(tmp_path, accumulation, language):
     data = sentences(32) if not language else full_texts(32)
     build = llama if language else bert
     model, twin = build(), build()
-    dampen.regularize(model, ExplicitDropout(value=3.0), carry=True)
+    dampen.regularize(model, ExplicitDropout(value=3.0), attach_to_loss=True)
     stock = make(model, data, arguments(tmp_path, accumulation), None)
     assert type(stock) is Trainer
     stock.train()
@@ -74,17 +74,17 @@ def test_without_a_loss_a_number_says_how_much():
     x, y = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
     model = dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16).train()
     twin = copy.deepcopy(model)
-    reg = dampen.regularize(model, ExplicitDropout(value=3.0), carry=0.25)
+    reg = dampen.regularize(model, ExplicitDropout(value=3.0), attach_to_loss=0.25)
     other = dampen.regularize(twin, ExplicitDropout(value=3.0))
     F.cross_entropy(model(x), y).backward()
     (F.cross_entropy(twin(x), y) + 0.25 * other.penalty()).backward()
     same(gradients(model), gradients(twin), tolerance=1e-6)
-    assert reg.carried["explicit_dropout.value"] > 0
+    assert reg.attached["explicit_dropout.value"] > 0
 
 
 def test_no_loss_and_no_number_is_refused():
     model = bert().train()
-    dampen.regularize(model, ExplicitDropout(value=3.0), carry=True)
+    dampen.regularize(model, ExplicitDropout(value=3.0), attach_to_loss=True)
     inputs = batch(sentences(4))
     inputs.pop("labels")
     with pytest.raises(RuntimeError, match="returned a SequenceClassifierOutput without one. Call it with labels"):
@@ -96,15 +96,15 @@ def test_two_passes_and_wrong_numbers_are_refused_and_nothing_is_changed():
     model = bert()
     cls = type(model)
     with pytest.raises(ValueError, match="compares two passes"):
-        dampen.regularize(model, [DropKey(0.1), RDrop()], carry=True)
+        dampen.regularize(model, [DropKey(0.1), RDrop()], attach_to_loss=True)
     with pytest.raises(ValueError, match="positive number"):
-        dampen.regularize(model, ExplicitDropout(value=1.0), carry=-1.0)
+        dampen.regularize(model, ExplicitDropout(value=1.0), attach_to_loss=-1.0)
     assert type(model) is cls
 
 
 def test_inside_reg_loss_they_are_added_once():
     inputs, model, twin = batch(sentences(4)), bert().train(), bert().train()
-    reg = dampen.regularize(model, ExplicitDropout(value=3.0), carry=True)
+    reg = dampen.regularize(model, ExplicitDropout(value=3.0), attach_to_loss=True)
     other = dampen.regularize(twin, ExplicitDropout(value=3.0))
     for r, m in ((reg, model), (other, twin)):
         r.loss(lambda m=m: m(**inputs), lambda out: out.loss)[0].backward()
@@ -114,7 +114,7 @@ def test_inside_reg_loss_they_are_added_once():
 def test_copies_pickles_and_removal():
     inputs, model = batch(sentences(4)), bert().train()
     cls = type(model)
-    reg = dampen.regularize(model, ExplicitDropout(value=3.0), carry=True)
+    reg = dampen.regularize(model, ExplicitDropout(value=3.0), attach_to_loss=True)
     twin = copy.deepcopy(model)
     revived = pickle.loads(pickle.dumps(model))
     for m in (model, twin, revived):
@@ -130,7 +130,7 @@ def test_checkpointing_and_compile():
     results = []
     for mode in ("plain", "checkpointed", "compiled"):
         model = llama().train()
-        dampen.regularize(model, ExplicitDropout(value=3.0), carry=True)
+        dampen.regularize(model, ExplicitDropout(value=3.0), attach_to_loss=True)
         if mode == "checkpointed":
             model.activation_checkpointing_enable({"use_reentrant": False})
         run = torch.compile(model, backend="aot_eager") if mode == "compiled" else model

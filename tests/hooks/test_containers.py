@@ -189,7 +189,7 @@ def test_in_graphs(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_carried_penalty_leaves_the_container(kind):
     model = net(kind)
-    reg = dampen.regularize(model, dampen.ExplicitDropout(value=1.0), carry=1.0)
+    reg = dampen.regularize(model, dampen.ExplicitDropout(value=1.0), attach_to_loss=1.0)
     out = model(IDS)
     hidden_of(out, kind).sum().backward()
     carried = model.blocks[0].attn.qkv.weight.grad.clone()

@@ -87,9 +87,9 @@ class Maybe(nn.Module):
 
 def test_skipped_attentions_are_named():
     model = Maybe().train()
-    reg = dampen.regularize(model, DropKey(0.1), sites=["layers.0", "layers.1"])
+    reg = dampen.regularize(model, DropKey(0.1), target_modules=["layers.0", "layers.1"])
     assert "skipped" not in repr(reg)
-    assert "(left out)  layers.2.attn: not chosen by sites= or attention=" in repr(reg)
+    assert "(left out)  layers.2.attn: not chosen by target_modules= or attention=" in repr(reg)
     model(torch.randn(2, 5, 8))
     assert "(skipped)  layers.1.attn: not run by the forwards so far, though others were" in repr(reg)
     model(torch.randn(2, 5, 8), all_of_them=True)

@@ -117,7 +117,7 @@ def test_a_wrapper_of_a_linear_map_is_refused_and_nothing_changed():
     model = vit()
     wrapped(model.blocks[1].mlp.fc1)
     kinds = [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=r"'blocks.1.mlp.fc1' \(Linear\) has a forward of its own.*sites="):
+    with pytest.raises(ValueError, match=r"'blocks.1.mlp.fc1' \(Linear\) has a forward of its own.*target_modules="):
         dampen.regularize(model, FeedForwardDropout(0.5))
     assert [type(m) for m in model.modules()] == kinds
     dampen.regularize(model, DropKey(0.5))  # which does not look at it

@@ -169,7 +169,7 @@ def test_branches_of_layers_that_are_no_module_are_seen(name):
     reg = dampen.regularize(model, NoBranch())
     assert torch.equal(model(X), X)
     reg.remove()
-    reg = dampen.regularize(model, NoBranch(), sites="!layers.0*")
+    reg = dampen.regularize(model, NoBranch(), target_modules="!layers.0*")
     out = model(X)
     assert not torch.equal(out, X)
     reg.remove()
@@ -342,7 +342,7 @@ def test_skip_ablation_takes_the_skip_of_attention_and_leaves_the_mixer_its_own(
 
 def test_sites_choose_layers_without_attention_too():
     model = Hybrid()
-    reg = dampen.regularize(model, FeedForwardDropout(0.1), sites="layers.[01]")
+    reg = dampen.regularize(model, FeedForwardDropout(0.1), target_modules="layers.[01]")
     assert [layer.site.name for layer in reg.layers] == ["layers.0", "layers.1"]
     assert changed_linears(model.train(), X) == named(model, "layers.0.mlp", "layers.1.mlp")
 
@@ -467,16 +467,16 @@ def test_feed_forwards_of_several_streams_are_no_experts():
 
 def test_sites_take_exclusions():
     model = Hybrid()
-    reg = dampen.regularize(model, FeedForwardDropout(0.1), sites=["layers.*", "!layers.[13]"])
+    reg = dampen.regularize(model, FeedForwardDropout(0.1), target_modules=["layers.*", "!layers.[13]"])
     assert [layer.site.name for layer in reg.layers] == ["layers.0", "layers.2", "layers.4"]
     reg.remove()
-    reg = dampen.regularize(model, DropKey(0.1), sites="!layers.2")
+    reg = dampen.regularize(model, DropKey(0.1), target_modules="!layers.2")
     assert [layer.site.name for layer in reg.layers if layer.reached] == ["layers.4"]
     reg.remove()
-    reg = dampen.regularize(model, DropKey(0.1), sites=["!layers.2.self_attn"])
+    reg = dampen.regularize(model, DropKey(0.1), target_modules=["!layers.2.self_attn"])
     assert reg.layers[-1].attentions == ["layers.4.self_attn"]
     with pytest.raises(ValueError, match="no attention of Hybrid matches"):
-        dampen.regularize(Hybrid(), DropKey(0.1), sites=["layers.2", "!layers.*"])
+        dampen.regularize(Hybrid(), DropKey(0.1), target_modules=["layers.2", "!layers.*"])
 
 
 class Odd(nn.Module):
@@ -501,10 +501,10 @@ def test_an_error_writes_the_pattern_that_leaves_the_layer_out():
     reg = dampen.regularize(model, DropKey(0.1))
     with pytest.raises(RuntimeError) as error:
         model(X)
-    pattern = re.search(r'sites="(!.*?)"', str(error.value))
+    pattern = re.search(r'target_modules="(!.*?)"', str(error.value))
     assert pattern is not None
     reg.remove()
-    reg = dampen.regularize(model, DropKey(0.1), sites=pattern[1])
+    reg = dampen.regularize(model, DropKey(0.1), target_modules=pattern[1])
     model(X)
     assert list(reg.kernels()) == ["1.self_attn"]
 

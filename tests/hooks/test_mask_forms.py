@@ -15,7 +15,7 @@ import dampen
 from dampen import masks
 from dampen.checking import masked
 from dampen.checking.attached import with_example
-from dampen.checking.contracts import check_forms
+from dampen.checking.masked import check_forms
 from dampen.hooks import eager_scores
 from dampen.kernels import kernel
 from dampen.native import library

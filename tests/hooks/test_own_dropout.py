@@ -118,7 +118,7 @@ def test_records_of_rates_that_nothing_reads_are_not_listed():
 def test_drop_path_on_a_model_that_has_its_own_says_so():
     reg = dampen.regularize(timm_vit(), DropPath(0.1))
     assert "(note)  DropPath acts beside the model's own drop path" in repr(reg)
-    reg.own(rate=0, sites="drop path")
+    reg.set_builtin_dropout(rate=0, target_modules="drop path")
     assert "(note)" not in repr(reg)
     assert "(note)" not in repr(dampen.regularize(timm_vit(), DropKey(0.1)))
 
@@ -134,15 +134,15 @@ def test_own_sets_schedules_and_gives_back():
     model = timm_vit()
     before = rates_of(model)
     reg = dampen.regularize(model, DropKey(0.1))
-    chosen = reg.own(rate=linear(0.4, 0.0), sites="*.attn_drop")
+    chosen = reg.set_builtin_dropout(rate=linear(0.4, 0.0), target_modules="*.attn_drop")
     assert [r.rate for r in chosen] == pytest.approx([0.4, 0.2, 0.0])
-    reg.own(rate=linear(0.0, 0.2, along="progress"), sites=["drop path", "head_drop"])
+    reg.set_builtin_dropout(rate=linear(0.0, 0.2, along="progress"), target_modules=["drop path", "head_drop"])
     assert model.head_drop.p == 0.0
     reg.progress(0.5)
     assert model.head_drop.p == pytest.approx(0.1)
     assert model.blocks[2].drop_path1.drop_prob == pytest.approx(0.1)
     assert model.blocks[2].attn.proj_drop.p == 0.15  # not asked for
-    reg.own(rate=[0.1, 0.2, 0.3], sites="*.proj_drop")
+    reg.set_builtin_dropout(rate=[0.1, 0.2, 0.3], target_modules="*.proj_drop")
     assert model.blocks[1].attn.proj_drop.p == 0.2
     reg.remove()
     assert rates_of(model) == before
@@ -152,7 +152,7 @@ def test_own_of_a_copy_is_given_back_without_a_handle():
     model = timm_vit()
     before = rates_of(model)
     reg = dampen.regularize(model, DropKey(0.1))
-    reg.own(rate=0)
+    reg.set_builtin_dropout(rate=0)
     twin = pickle.loads(pickle.dumps(model))
     dampen.remove(twin)
     assert rates_of(twin) == before
@@ -163,20 +163,20 @@ def test_own_switched_off_is_the_plain_model():
     for make, x in (MODELS["timm_vit"], MODELS["bert"], MODELS["llama"], MODELS["encoder"]):
         model = make().train()
         reg = dampen.regularize(model, DropKey(0.0))
-        reg.own(rate=0)
+        reg.set_builtin_dropout(rate=0)
         assert not random_now(model, x)
 
 
 def test_bad_rates_and_sites():
     reg = dampen.regularize(timm_vit(), DropKey(0.1))
-    with pytest.raises(ValueError, match=r"(?s)no dropout .* matches sites='nowhere'.*blocks.0.attn.attn_drop"):
-        reg.own(rate=0.1, sites="nowhere")
-    with pytest.raises(ValueError, match=r"reg.own\(rate=...\) must be a probability"):
-        reg.own(rate=1.5)
+    with pytest.raises(ValueError, match=r"(?s)no dropout .* target_modules='nowhere'.*blocks.0.attn.attn_drop"):
+        reg.set_builtin_dropout(rate=0.1, target_modules="nowhere")
+    with pytest.raises(ValueError, match=r"reg.set_builtin_dropout\(rate=...\) must be a probability"):
+        reg.set_builtin_dropout(rate=1.5)
     with pytest.raises(ValueError, match="has 2 values, but the model has 3 layers"):
-        reg.own(rate=[0.1, 0.2])
+        reg.set_builtin_dropout(rate=[0.1, 0.2])
     with pytest.raises(ValueError, match=r"must be a probability in \[0, 1\), got 1.5"):
-        reg.own(rate=lambda depth, progress: 1.5)
+        reg.set_builtin_dropout(rate=lambda depth, progress: 1.5)
 
 
 # --- sampled
@@ -218,7 +218,7 @@ def test_mc_mode_of_own_dropout_leaves_deterministic_methods_alone():
     model = llama().eval()
     plain = run(model, IDS)
     reg = dampen.regularize(model, [Doubled(), dampen.HeadDiversity(1.0), DropKey(0.0)])
-    reg.own(rate=1e-7, sites="attention dropout")  # sampled, and drops nothing
+    reg.set_builtin_dropout(rate=1e-7, target_modules="attention dropout")  # sampled, and drops nothing
     with reg.mc_mode():
         torch.testing.assert_close(run(model, IDS), plain)
     assert reg.penalties() == {}

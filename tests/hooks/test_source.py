@@ -109,7 +109,7 @@ def test_code_without_softmax_is_refused_at_once():
         with pytest.raises(ValueError, match=r"LinearKernelAttention at '1.attn' has no softmax"):
             dampen.regularize(model, method)
         assert [type(m) for m in model.modules()] == before
-    dampen.regularize(model, DropKey(0.3), sites="0.*")
+    dampen.regularize(model, DropKey(0.3), target_modules="0.*")
     model(torch.randn(2, 5, 8))
 
 

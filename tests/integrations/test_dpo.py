@@ -95,7 +95,7 @@ def test_dpo_reference_pass_of_an_adapter_is_plain(tmp_path):
     """Policy and reference are one model in training mode there; random methods act in passes with gradient alone."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    reg = dampen.regularize(model, DropKey(0.4), sites="*")
+    reg = dampen.regularize(model, DropKey(0.4), target_modules="*")
     trainer = hf.install(dpo(tmp_path, model, 1, reference=False, disable_dropout=False, max_steps=2), reg)
     seen = []
     for layer in reg.clones:

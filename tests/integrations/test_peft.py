@@ -75,7 +75,7 @@ def test_penalties_are_those_of_the_merged_model(form, detach, dropout, order):
 def test_gradients_equal_those_through_the_merged_weight():
     """Of A and B of one value projection, against autograd through W + s B A."""
     model = adapted(llama())
-    reg = dampen.regularize(model, ExplicitDropout(value=1.0, form="exact"), sites="*layers.0*")
+    reg = dampen.regularize(model, ExplicitDropout(value=1.0, form="exact"), target_modules="*layers.0*")
     lora = model.base_model.model.model.layers[0].self_attn.v_proj
     seen = []
     lora.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
@@ -93,7 +93,7 @@ def test_gradients_equal_those_through_the_merged_weight():
 
 def test_lora_dropout_does_not_enter_the_penalty():
     model = adapted(llama(), lora_dropout=0.5)
-    reg = dampen.regularize(model, ExplicitDropout(value=1.0, form="exact"), sites="*layers.0*")
+    reg = dampen.regularize(model, ExplicitDropout(value=1.0, form="exact"), target_modules="*layers.0*")
     values = [reg.loss(lambda: model(**INPUTS), lambda out: out.loss)[1]["explicit_dropout.value"] for _ in range(2)]
     torch.testing.assert_close(values[0], values[1])  # the first layer's input has no noise in it
 

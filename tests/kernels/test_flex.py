@@ -66,12 +66,12 @@ def test_equals_dense_attention(kv, monkeypatch):
 def test_only_where_asked_and_able(monkeypatch):
     q = torch.empty(1, 8, 4096, 64, device="meta")
     monkeypatch.setattr(flex, "os", type("Fake", (), {"environ": {"DAMPEN_FLEX": "1"}}))
-    assert not flex.fits_flex(q, q, [DropKey(0.1)], asked=True)  # no CUDA here
+    assert not flex.fits_flex(q, q, [DropKey(0.1)], enabled=True)  # no CUDA here
 
     class Cuda:
         shape, device = q.shape, torch.device("cuda")
 
-    assert flex.fits_flex(Cuda, Cuda, [DropKey(0.1)], asked=True)
-    assert not flex.fits_flex(Cuda, Cuda, [DropKey(0.1)], asked=False)
-    assert not flex.fits_flex(Cuda, Cuda, [HardMasking(0.1)], asked=True)
-    assert not flex.fits_flex(Cuda, Cuda, [DropKey(0.1), DropKey(0.2)], asked=True)
+    assert flex.fits_flex(Cuda, Cuda, [DropKey(0.1)], enabled=True)
+    assert not flex.fits_flex(Cuda, Cuda, [DropKey(0.1)], enabled=False)
+    assert not flex.fits_flex(Cuda, Cuda, [HardMasking(0.1)], enabled=True)
+    assert not flex.fits_flex(Cuda, Cuda, [DropKey(0.1), DropKey(0.2)], enabled=True)

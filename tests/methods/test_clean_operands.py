@@ -342,7 +342,7 @@ def test_detached_inputs_read_the_same_and_give_gradients_to_weights_alone(other
 
 def test_the_models_own_dropout_before_a_linear_layer_is_part_of_its_input():
     """What nn.Dropout gives to a layer is what the layer reads, with its zeros: no method of dampen
-    has touched it. `reg.own(rate=0)` switches it off."""
+    has touched it. `reg.set_builtin_dropout(rate=0)` switches it off."""
     model, x = model_and_input()
     model.blocks[0].drop.p = 0.5
     assert check(model, x, [explicit(ffn2=1.0)()], linear("fc2", "paper")) > 0

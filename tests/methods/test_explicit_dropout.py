@@ -64,7 +64,7 @@ def test_a_schedule_or_list_with_zeros_stays_on():
     assert early["explicit_dropout.ffn1"] == 0
     values = []
     for k in range(3):
-        alone = dampen.regularize(other := blocks(3), ExplicitDropout(value=1.0), sites=f"{k}*")
+        alone = dampen.regularize(other := blocks(3), ExplicitDropout(value=1.0), target_modules=f"{k}*")
         other(data())
         values.append(alone.penalty())
     torch.testing.assert_close(early["explicit_dropout.value"], 0.5 * values[1])

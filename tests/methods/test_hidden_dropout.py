@@ -118,7 +118,7 @@ def test_a_rate_of_its_own_for_the_last_layer_as_text_and_for_the_head():
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = tr.RobertaForSequenceClassification(tr.RobertaConfig(vocab_size=20, **sizes))
     reg = regularize(model, HiddenDropout(0.1))
-    reg.own(rate=0.4, sites="classifier.dropout")
+    reg.set_builtin_dropout(rate=0.4, target_modules="classifier.dropout")
     assert model.classifier.dropout.p == 0.4
     assert model.roberta.embeddings.dropout.p == 0.1
     reg.remove()

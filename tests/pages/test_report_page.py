@@ -238,7 +238,7 @@ def test_the_picker_drives_the_charts_and_not_the_differences(browser, report):
     assert page.run(rows) == 5
     page.run("document.querySelector('#t1 [data-picker] input[value=Blur]').click()")
     page.wait(f"{lines} === 2")
-    assert "2 of 6 rows chosen" in page.run("document.querySelector('#t1 .picker .count').textContent")
+    assert "2 of 6 methods chosen" in page.run("document.querySelector('#t1 .picker .count').textContent")
     field = "document.querySelector('#t1 [data-picker] [type=search]')"
     page.run(f"{field}.value = 'drop'; {field}.dispatchEvent(new Event('input'))")
     assert page.run("[...document.querySelectorAll('#t1 .chips label')].filter(l => !l.hidden).length") == 3

@@ -103,10 +103,10 @@ def test_without_a_terminal_there_is_a_line_per_minute(monkeypatch, capsys):
         view("a", Event(kind="outcome", status="finished", message=""))
         event = Event(kind="progress", step=3, steps=10, epoch=1, epochs=2, terms={"task": 0.51}, eta=9.0)
         view("b", event)
-        assert "trials done" not in capsys.readouterr().out
+        assert "runs done" not in capsys.readouterr().out
         now[0] += 31
         view("b", event)
         view("b", event)
     told = capsys.readouterr().out
-    assert told.count("trials done") == 1
-    assert re.search(r"1/3 trials done, about .* left; drop_key seed 0: epoch 1/2 task 0\.51", told)
+    assert told.count("runs done") == 1
+    assert re.search(r"1/3 runs done, about .* left; drop_key seed 0: epoch 1/2 task 0\.51", told)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dampen.checking.subjects import Subject
-from dampen.handle import Regularization, regularize
+from dampen.handle import Handle, regularize
 from dampen.methods.drop_key import DropKey
 from dampen.regularizer import Regularizer
 
@@ -80,7 +80,7 @@ class Attached:
     ) -> None:
         self.subject, self.model, self.inputs = subject, subject.model(), subject.inputs()
         makes = [make] if callable(make) else list(make)
-        self.reg: Regularization = regularize(self.model, with_companion([m() for m in makes]))
+        self.reg: Handle = regularize(self.model, with_companion([m() for m in makes]))
         # contracts compare draw by draw with compiled graphs and plain calls; a doubled batch draws
         # in another order
         self.reg.prefix.doubled.why = "a contract compares two passes draw by draw"

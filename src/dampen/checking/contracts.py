@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dampen._torch import TorchDispatchMode, compile_counter, inductor_draws_as_eager, version_of
+from dampen._torch import (
+    TorchDispatchMode,
+    compile_counter,
+    inductor_draws_as_eager,
+    keep_sizes,
+    version_of,
+)
 from dampen.checking import masked
 from dampen.checking.attached import (
     Attached,
@@ -200,7 +206,7 @@ def compiled_dynamic(
             {"images": trial.inputs["images"].repeat(2 + i, 1, 1, 1)} for i in range(len(lengths))
         ]
         for batch in batches:
-            torch._dynamo.mark_static(batch["images"], (1, 2, 3))
+            keep_sizes(batch["images"], (1, 2, 3))
     counter: Any = compile_counter(backend)
     run = torch.compile(trial.model, fullgraph=True, dynamic=True, backend=counter)
     graphs = None
@@ -315,77 +321,9 @@ def mask_forms(make: Make, subject: Subject) -> None:
         subject: the model to try it on.
     """
     try:
-        check_forms([make])
+        masked.check_forms([make])
     except UnsupportedModel:
         return
-
-
-def check_forms(makes: Sequence[Make], brief: bool = False) -> None:
-    """In float64, where all forms take one path, the draws are the same; in float32 a native kernel
-    may run too. `brief`: three forms of the mask that is both causal and padded.
-
-    Args:
-        makes: one per regularizer.
-        brief: fewer forms of a mask.
-    """
-    scenes = {
-        name: scene
-        for name, scene in masked.scenes().items()
-        if not brief or name == "causal and padded"
-    }
-    for path in masked.PATHS:
-        for scene, (seen, change, kept, padded) in scenes.items():
-            where = f"{path}, {scene}"
-            expected = None
-            for form, mask in masked.forms_of(seen, torch.float64, brief).items():
-                found = _masked_step(makes, path, masked.ids(), mask, kept)
-                expected = found if expected is None else expected
-                same(found[0][kept], expected[0][kept], f"{where}: outputs, {form} and bool", 1e-9)
-                _same_terms(found[1], expected[1], f"{where}: {form} and bool", 1e-9)
-            for form, mask in masked.forms_of(seen, torch.float32, brief).items():
-                before = _masked_step(makes, path, masked.ids(), mask, kept, torch.float32)
-                after = _masked_step(makes, path, change(masked.ids()), mask, kept, torch.float32)
-                same(
-                    after[0][kept],
-                    before[0][kept],
-                    f"{where}: outputs after changing what {form} hides",
-                    1e-6,
-                )
-                if padded:
-                    _same_terms(
-                        after[1], before[1], f"{where}: after changing what {form} hides", 1e-6
-                    )
-
-
-def _masked_step(
-    makes: Sequence[Make],
-    path: str,
-    ids: Tensor,
-    mask: Tensor,
-    valid: Tensor,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    model = masked.build(path, dtype)
-    reg = regularize(model, with_companion([make() for make in makes]), strict=False)
-    torch.manual_seed(2)
-    seen: list[Tensor] = []
-
-    def forward() -> Tensor:
-        seen.append(model(ids, mask))
-        return seen[-1]
-
-    _, terms = reg.loss(forward, lambda out: out.square().mean(), valid=valid)
-    return seen[0].detach(), {
-        name: value.detach() for name, value in terms.items() if name != "task"
-    }
-
-
-def _same_terms(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolerance: float) -> None:
-    require(
-        a.keys() == b.keys(), f"{message}: the terms {sorted(a.keys() ^ b.keys())} exist only once"
-    )
-    for name in a:
-        same(a[name], b[name], f"{message}: the term {name}", tolerance)
 
 
 def remove(make: Make, subject: Subject) -> None:

@@ -4,12 +4,15 @@ mask mean the same."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from dampen.checking.attached import Make, require, same, with_companion
+from dampen.handle import regularize
 
 WIDTH, HEADS, TOKENS, VOCAB = 16, 2, 7, 19
 PATHS = ("sdpa", "eager", "mha")
@@ -161,3 +164,69 @@ def logits(out: Any) -> Tensor:
     """
     found: Tensor = out
     return found
+
+
+def check_forms(makes: Sequence[Make], brief: bool = False) -> None:
+    """In float64, where all forms take one path, the draws are the same; in float32 a native kernel
+    may run too. `brief`: three forms of the mask that is both causal and padded.
+
+    Args:
+        makes: one per regularizer.
+        brief: fewer forms of a mask.
+    """
+    chosen = {
+        name: scene for name, scene in scenes().items() if not brief or name == "causal and padded"
+    }
+    for path in PATHS:
+        for scene, (seen, change, kept, padded) in chosen.items():
+            where = f"{path}, {scene}"
+            expected = None
+            for form, mask in forms_of(seen, torch.float64, brief).items():
+                found = _masked_step(makes, path, ids(), mask, kept)
+                expected = found if expected is None else expected
+                same(found[0][kept], expected[0][kept], f"{where}: outputs, {form} and bool", 1e-9)
+                _same_terms(found[1], expected[1], f"{where}: {form} and bool", 1e-9)
+            for form, mask in forms_of(seen, torch.float32, brief).items():
+                before = _masked_step(makes, path, ids(), mask, kept, torch.float32)
+                after = _masked_step(makes, path, change(ids()), mask, kept, torch.float32)
+                same(
+                    after[0][kept],
+                    before[0][kept],
+                    f"{where}: outputs after changing what {form} hides",
+                    1e-6,
+                )
+                if padded:
+                    _same_terms(
+                        after[1], before[1], f"{where}: after changing what {form} hides", 1e-6
+                    )
+
+
+def _masked_step(
+    makes: Sequence[Make],
+    path: str,
+    ids: Tensor,
+    mask: Tensor,
+    valid: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model = build(path, dtype)
+    reg = regularize(model, with_companion([make() for make in makes]), strict=False)
+    torch.manual_seed(2)
+    seen: list[Tensor] = []
+
+    def forward() -> Tensor:
+        seen.append(model(ids, mask))
+        return seen[-1]
+
+    _, terms = reg.loss(forward, lambda out: out.square().mean(), valid=valid)
+    return seen[0].detach(), {
+        name: value.detach() for name, value in terms.items() if name != "task"
+    }
+
+
+def _same_terms(a: dict[str, Tensor], b: dict[str, Tensor], message: str, tolerance: float) -> None:
+    require(
+        a.keys() == b.keys(), f"{message}: the terms {sorted(a.keys() ^ b.keys())} exist only once"
+    )
+    for name in a:
+        same(a[name], b[name], f"{message}: the term {name}", tolerance)

@@ -15,13 +15,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("dampen.cli.run:demo", "Compare every family of methods on embedded data; a few minutes, offline."),
     "list": ("dampen.cli.catalog:list_", "List the methods or the recipes."),
     "show": ("dampen.cli.catalog:show", "Show a method or a recipe in full."),
-    "run": ("dampen.cli.run:run", "Run a recipe: your own, or a paper's table from a clone; resumes what was cut off."),
+    "run": (
+        "dampen.cli.run:run",
+        "Run a recipe, your own or a paper's; an interrupted run resumes.",
+    ),
     "compare": ("dampen.cli.compare:compare", "Compare methods on your data and model, fairly."),
     "report": ("dampen.cli.report:report", "Write the report of finished runs."),
     "bench": ("dampen.cli.measure:bench", "Measure what each method costs."),
     "diagnose": ("dampen.cli.measure:diagnose", "Measure a trained model: conditioning, calibration, robustness."),
     "data": ("dampen.cli.catalog:app", "List, fetch or check data sets."),
-    "doctor": ("dampen.cli.measure:doctor", "Say what is installed, found and missing."),
+    "doctor": ("dampen.cli.measure:doctor", "Show what is installed, found and missing."),
 }
 """Name -> (module:function or module:Typer, one line of help). A line whose module does not exist is not offered."""
 
@@ -37,7 +40,7 @@ dampen compare --data digits --methods "drop_key(rate=0.3), drop_path" --seeds 5
 
 dampen run my_recipe.toml --dry-run
 
-Exit codes: 0 done, 1 some trials failed, 2 wrong usage or recipe, 3 data missing or damaged, 4 folder in use, 5 a loss
+Exit codes: 0 done, 1 some runs failed, 2 wrong usage or recipe, 3 data missing or damaged, 4 folder in use, 5 a loss
 became NaN, 6 disk full, 130 interrupted (run the same command again to resume)."""
 
 
@@ -53,7 +56,11 @@ def _exists(root: Path, module: str) -> bool:
 
 
 def build(called: str | None) -> typer.Typer:
-    """The command line, in which only the subcommand `called` is the real one; the others have their line of help."""
+    """The command line, in which only the subcommand `called` is the real one; the others have their line of help.
+
+    Args:
+        called: the subcommand that was typed; None without one.
+    """
     app = typer.Typer(
         name="dampen",
         help="Put Transformer regularizers into any model, train, compare, and see which one is worth it.",
@@ -125,7 +132,11 @@ def _placeholder() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
+    """The console script.
+
+    Args:
+        arguments: the command line; None: as typed.
+    """
     arguments = renamed(sys.argv[1:] if arguments is None else arguments)
     _load_plugins()
     called = next((a for a in arguments if not a.startswith("-")), None)

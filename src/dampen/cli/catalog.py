@@ -134,7 +134,7 @@ def _show_recipe(name: str, as_json: bool) -> None:
             escape(row["name"]), escape(methods), *(published_text(row.get("published", {}).get(m)) for m in metrics)
         )
     console.print(table)
-    console.print("Departures from the paper:")
+    console.print("Differences from the paper:")
     for departure in recipe.departures:
         console.print(f"  - {escape(departure)}")
     for scale, own in recipe.scales.items():

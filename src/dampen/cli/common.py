@@ -24,7 +24,7 @@ Out = Annotated[Path, typer.Option("--out", envvar="DAMPEN_RUNS", help="Folder t
 Workers = Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")]
 Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")]
 Loggers = Annotated[
-    list[str] | None, typer.Option("--logger", help="Tell another logger too: wandb, or one of a package. Repeatable.")
+    list[str] | None, typer.Option("--logger", help="Also log to wandb or to a logger of a package. Repeatable.")
 ]
 Weights = Annotated[
     bool, typer.Option("--save-weights/--no-save-weights", help="Save the selected weights of each run.")
@@ -39,7 +39,11 @@ Settings = Annotated[
 
 
 def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a subcommand: help that ends in examples, and errors that end in a message and an exit code."""
+    """Make a function a subcommand: help that ends in examples, and errors that end in a message and an exit code.
+
+    Args:
+        examples: one command per line, for the end of the help.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -77,7 +81,13 @@ def _known(error: Exception) -> tuple[str, int | None]:
 
 
 def fail(message: str, code: int, as_json: bool = False) -> NoReturn:
-    """Say what is wrong and leave."""
+    """Say what is wrong and leave.
+
+    Args:
+        message: what is wrong.
+        code: the exit code.
+        as_json: print JSON for machines.
+    """
     if as_json:
         print(json.dumps({"error": message, "exit_code": code}))
     else:
@@ -86,5 +96,9 @@ def fail(message: str, code: int, as_json: bool = False) -> NoReturn:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
+    """One JSON document on standard output.
+
+    Args:
+        value: plain data.
+    """
     print(json.dumps(value, indent=1, allow_nan=False, default=str))

@@ -55,7 +55,7 @@ dampen compare --data digits --methods drop_key --engine ray --address auto"""
 )
 def compare(
     train: Annotated[
-        str | None, typer.Argument(help="Your own training, FILE.py:FUNCTION; without it the lab trains.")
+        str | None, typer.Argument(help="Training function as FILE.py:FUNCTION (default: the built-in trainer).")
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits.")
@@ -65,7 +65,7 @@ def compare(
         typer.Option(help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits."),
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="Rows, separated by commas; a + b puts both into one model.")
+        str, typer.Option(help="Methods, separated by commas; a + b puts both into one model.")
     ] = "drop_key",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 5,
     metric: Annotated[
@@ -81,12 +81,12 @@ def compare(
     data_dir: DataDir = None,
     allow_incomplete: AllowIncomplete = False,
     accelerator: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    engine: Annotated[str, typer.Option(help="Where trials run: local or ray.")] = "local",
+    engine: Annotated[str, typer.Option(help="Where runs execute: local or ray.")] = "local",
     address: Address = None,
     workers: Workers = None,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Threads of each trial; default: OMP_NUM_THREADS, or the cores shared out."),
+        typer.Option(min=1, help="Threads of each run; default: OMP_NUM_THREADS, or the cores shared out."),
     ] = None,
     until_decided: UntilDecided = False,
     budget: Budget = None,
@@ -99,12 +99,12 @@ def compare(
     logger: Loggers = None,
     weights: Weights = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all, time a few steps, and say what would run.")
+        bool, typer.Option("--dry-run", help="Check all, time a few steps, and show what would run.")
     ] = False,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Train the plain model and each method with the same seeds, data and options; say which is better."""
+    """Train the baseline and each method with the same seeds, data and options, and test which is better."""
     from dampen.cli.running import execute, heed_signals
     from dampen.studies.processes import warm_up
 
@@ -167,7 +167,7 @@ def compare(
     if options.get("engine", "local") == "local":
         Execution(**execution).check_here()  # before anything is written
     check_rows(plan, folder, Execution(**execution))
-    more = "rows that are not decided: the same command with --until-decided adds seeds to them and keeps all records"
+    more = "for inconclusive methods, rerun with --until-decided: it adds seeds and keeps all results"
     steps = [more] if not until_decided and budget is None else []
     if search:
         folder = folder.with_name(f"{folder.name}-search")
@@ -203,12 +203,12 @@ def check_budget(budget: str | None) -> None:
 
 
 BRINGS = {
-    "--data": "your own training brings its own",
-    "--model": "your own training brings its own",
-    "--data-dir": "your own training finds its own data",
-    "--allow-incomplete": "your own training reads its own data",
-    "--folds": "your own training splits its own data; it can take the fold from trial.seed",
-    "--accelerator": "your own training chooses its own device",
+    "--data": "a training function brings its own",
+    "--model": "a training function brings its own",
+    "--data-dir": "a training function finds its own data",
+    "--allow-incomplete": "a training function reads its own data",
+    "--folds": "a training function splits its own data; it can take the fold from trial.seed",
+    "--accelerator": "a training function chooses its own device",
 }
 """Options of the lab's trainer, and why a user's own training has no use for them."""
 
@@ -236,7 +236,7 @@ def _own(
 
     problems = []
     if searching and metric is None:
-        told = "say which validation metric of your function --tune goes by, as in --metric accuracy or nll:min"
+        told = "pass the validation metric of your function that --tune maximizes, as in --metric accuracy or nll:min"
         problems.append(f"--metric: {told}")
     params: dict[str, Any] = {}
     for setting in settings:
@@ -296,9 +296,9 @@ def preview(
         print_json({**body, "identity": identity, "rows": told, "seconds": total})
     else:
         console = Console(highlight=False, soft_wrap=True)
-        counts = f"{len(asked.wanted)} trials, {len(asked.wanted) - len(left)} already recorded"
+        counts = f"{len(asked.wanted)} trials, {len(asked.wanted) - len(left)} already logged"
         if tune:
-            counts = f"{tuning} trials that choose on validation, then {len(asked.wanted)} trials"
+            counts = f"{tuning} runs for selection on validation, then {len(asked.wanted)} trials"
         console.print(f"{plan.header['title']}: {counts}, in {folder}", markup=False)
         for name, value in identity.items():
             console.print(f"  {name}: {value}", markup=False)

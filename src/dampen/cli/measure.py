@@ -24,7 +24,8 @@ dampen bench --long -o bench.json --chart bench.svg"""
 )
 def bench(
     size: Annotated[
-        str, typer.Option(help="tiny, small, mid or long: a model, rows and targets that belong together, one thread.")
+        str,
+        typer.Option(help="tiny, small, mid or long: a model with methods and targets, on one thread."),
     ] = "",
     model: Annotated[
         str | None, typer.Option(help="vit (the default), 'vit(depth=4)', encoder, language, or timm/NAME.")
@@ -34,7 +35,8 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; default: all.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Only these, separated by commas; name(argument=value) is a row of its own.")
+        str | None,
+        typer.Option(help="Only these, separated by commas, as name or name(argument=value)."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; ends before when all intervals are narrow.")] = 25,
     seconds: Annotated[float, typer.Option(min=0, help="Ends after the round in which this time is over.")] = 600.0,
@@ -45,7 +47,7 @@ def bench(
     long: Annotated[
         bool, typer.Option("--long", help="Also attention alone over its length, and steps over the batch.")
     ] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the record here, as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result file here, as JSON.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a chart here: .svg, .png or .html.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -99,8 +101,8 @@ dampen diagnose my_package.models:trained --data digits
 dampen diagnose weights.pt --model "vit(patch_size=2, width=48)" --data digits --json"""
 )
 def diagnose(
-    what: Annotated[str, typer.Argument(help="A run or trial folder, module:function, or a file of weights.")],
-    data: Annotated[str | None, typer.Option(help="The data set, for a model that the lab did not train.")] = None,
+    what: Annotated[str, typer.Argument(help="A study or run folder, module:function, or a file of weights.")],
+    data: Annotated[str | None, typer.Option(help="The data set, for a model that dampen did not train.")] = None,
     model: Annotated[str | None, typer.Option(help="What a file of weights belongs to: vit, 'vit(depth=4)'.")] = None,
     data_dir: DataDir = None,
     allow_incomplete: AllowIncomplete = False,

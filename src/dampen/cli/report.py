@@ -24,32 +24,32 @@ dampen report demo.json bench.json -o report.html"""
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders that dampen run, compare or demo wrote, packed records, or costs (bench)."),
+        typer.Argument(help="Folders that dampen run, compare or demo wrote, packs, or bench results."),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write; default: report.html, or the screen.")
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="html, md, csv, json, latex, or pack (the records in one file); default: by the name."),
+        typer.Option(help="html, md, csv, json, latex, or pack (all results in one file); default: by the name."),
     ] = None,
     split: Annotated[
         bool, typer.Option("--split", help="One table per protocol, where a folder holds several.")
     ] = False,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show the page on 127.0.0.1 and refresh it while trials run.")
+        bool, typer.Option("--serve", help="Show the page on 127.0.0.1 and refresh it while runs finish.")
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --serve; 0 takes a free one.")] = 8765,
     as_json: Json = False,
 ) -> None:
-    """Say which method to use, what it costs and how far to trust it, from finished runs: one page, no network."""
+    """Report which method to use, its cost and how far to trust the result: one page, no network."""
     if serve:
         _serve(runs, port, split)
         return
     from dampen.studies.report import PACK, make_report, write_report
 
     if format == PACK and output is None:
-        raise typer.BadParameter("--format pack writes a file of records: say which, as in -o records.json")
+        raise typer.BadParameter("--format pack needs an output file, as in -o runs.json")
     if output is None and format not in (None, "html"):
         text = make_report(runs, split).render(format)
         text = "\r\n".join(map(printable, text.split("\r\n")))  # the line ends of CSV

@@ -36,18 +36,18 @@ dampen run reproductions/dropkey/schedules_cifar10.toml --scale laptop --data-di
 )
 def run(
     recipe: Annotated[str, typer.Argument(help="A TOML file, or a name from dampen list recipes.")],
-    scale: Annotated[str | None, typer.Option(help="One of the recipe's scales; it says which is its default.")] = None,
-    row: Annotated[list[str] | None, typer.Option(help="Run only this row. Repeatable.")] = None,
+    scale: Annotated[str | None, typer.Option(help="One of the recipe's scales; the recipe names its default.")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="Run only this configuration. Repeatable.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Run only this seed. Repeatable.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
     allow_incomplete: AllowIncomplete = False,
-    devices: Annotated[int | None, typer.Option(min=1, help="Devices per trial.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices per run.")] = None,
     strategy: Annotated[str | None, typer.Option(help="ddp or fsdp, with several devices.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="torch.compile the model.")] = False,
     accelerator: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    engine: Annotated[str, typer.Option(help="Where trials run: local or ray.")] = "local",
+    engine: Annotated[str, typer.Option(help="Where runs execute: local or ray.")] = "local",
     address: Address = None,
     workers: Workers = None,
     search: SearchBy = None,
@@ -55,13 +55,13 @@ def run(
     storage: Storage = None,
     tensorboard: Tensorboard = False,
     logger: Loggers = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Run trials again whose loss became NaN.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat runs whose loss became NaN.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would run.")] = False,
     weights: Weights = True,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Run a recipe: rows x grid x seeds. What is recorded is skipped, what was cut off goes on bit-exactly."""
+    """Run a recipe: rows x grid x seeds. Finished runs are skipped, interrupted ones resume bit-exactly."""
     from dampen.cli.running import execute, heed_signals
     from dampen.studies.processes import warm_up
 
@@ -142,7 +142,7 @@ def _preview(
         f"{plan.name} at scale {plan.scale}: {len(plan.rows)} rows, {points} grid points, seeds {plan.seeds}",
         markup=False,
     )
-    trials_told = f"{first} trials that choose on validation, then {count}" if first else f"{count} trials"
+    trials_told = f"{first} runs for selection on validation, then {count}" if first else f"{count} trials"
     console.print(f"{trials_told} would run in {folder}. Cost: {plan.header['cost']}", markup=False)
     for departure in plan.departures:
         console.print(f"  departure: {departure}", markup=False)
@@ -160,7 +160,7 @@ NEXT = [
 def demo(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 8,
     workers: Workers = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the trials of an earlier demo.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the runs of an earlier demo.")] = False,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:

@@ -38,6 +38,15 @@ def execute(
     """Run the trials, show progress (on standard error with --json), print the table, exit with the run's code.
 
     Where a `page` is asked for, the report of the finished run is written there.
+
+    Args:
+        plan: the comparison.
+        folder: of the study.
+        trials: the runs to execute.
+        as_json: print JSON for machines.
+        execution: how runs are executed.
+        next_steps: commands to suggest.
+        page: where to write the report.
     """
     from dampen.studies.engines.runner import run_comparison
     from dampen.studies.report.terminal import LiveView, console_for, results_table
@@ -47,7 +56,7 @@ def execute(
     console = console_for(stderr=as_json)
     labels = plan.labels(trials)
     done = sum(RunStore(folder / t.id).done for t in trials)
-    told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already recorded" if done else "")
+    told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already logged" if done else "")
     console.print(told, soft_wrap=True)
     heed_signals()
     runs = read_runs(plan, folder)
@@ -69,7 +78,16 @@ def conclude(
     page: Path | None = None,
     said: str = "",
 ) -> NoReturn:
-    """The end of a run: the page, the table, what was learned in words, what to type next, the exit code."""
+    """The end of a run: the page, the table, what was learned in words, what to type next, the exit code.
+
+    Args:
+        console: where to print.
+        run: one run.
+        as_json: print JSON for machines.
+        next_steps: commands to suggest.
+        page: where to write the report.
+        said: a line above the advice.
+    """
     from dampen.studies.report.summary import advise, in_words
     from dampen.studies.report.terminal import results_table
 
@@ -96,7 +114,11 @@ def conclude(
 
 
 def what_went_wrong(run: ComparisonResult) -> list[str]:
-    """Each message once, with the trials that it is about."""
+    """Each message once, with the trials that it is about.
+
+    Args:
+        run: one run.
+    """
     from dampen.studies.report.summary import listed
 
     labels, who = run.plan.labels(run.plan.trials.values()), dict[str, list[str]]()
@@ -123,16 +145,16 @@ def _as_interrupt(number: int, frame: Any) -> None:
 
 UntilDecided = Annotated[
     bool,
-    typer.Option("--until-decided", help="Add seeds to the rows that are still open until every row is decided."),
+    typer.Option("--until-decided", help="Add seeds to inconclusive methods until every comparison is conclusive."),
 ]
 Budget = Annotated[str | None, typer.Option(metavar="TIME", help="The same, for at most this long: 30m, 1h30m, 90s.")]
 Margin = Annotated[
     float | None,
-    typer.Option(min=0, help="The smallest difference that matters, as tables show it; default: the metric's own."),
+    typer.Option(min=0, help="Equivalence margin (smallest effect of interest); default: the metric's."),
 ]
 Tune = Annotated[
     int | None,
-    typer.Option(min=2, metavar="N", help="Tune first: N settings of every row, the baseline too, on 3 tuning seeds."),
+    typer.Option(min=2, metavar="N", help="Tune first: N settings per method and baseline, on 3 tuning seeds."),
 ]
 GOING = (0, 1, 4, 5)
 """Exit codes after which the other rows can go on: all well, some trial failed, was locked, diverged."""
@@ -150,7 +172,18 @@ def race_and_conclude(
     first: int,
     **options: Any,
 ) -> NoReturn:
-    """Race the rows of a plan, print its table and how the race ended, exit with the run's code."""
+    """Race the rows of a plan, print its table and how the race ended, exit with the run's code.
+
+    Args:
+        plan: the comparison.
+        folder: the folder.
+        as_json: print JSON for machines.
+        execution: how runs are executed.
+        next_steps: commands to suggest.
+        margin: the equivalence margin; None: the metric's own.
+        budget: how long at most, as in "30m".
+        first: seeds of the first round.
+    """
     from dampen.studies.engines import Outcome
     from dampen.studies.engines.runner import ComparisonResult, run_comparison
     from dampen.studies.report.summary import listed
@@ -177,10 +210,10 @@ def race_and_conclude(
         return results_table(comparison_table(plan, read_runs(plan, folder)), verdicts=False)
 
     def look(round: int, open_: list[str], verdicts: Mapping[str, Verdict]) -> None:
-        still = f"{len(open_)} of {len(verdicts)} rows open" + (f": {listed(open_)}" if open_ else "")
+        still = f"{len(open_)} of {len(verdicts)} methods inconclusive" + (f": {listed(open_)}" if open_ else "")
         console.print(f"round {round}: {still}", soft_wrap=True, markup=False)
 
-    told = f"{plan.name}: seeds until every row is decided" + (f", for {budget} at most" if budget else "")
+    told = f"{plan.name}: seeds until every comparison is conclusive" + (f", for {budget} at most" if budget else "")
     console.print(f"{told}, in {folder}", soft_wrap=True, markup=False)
     found = race_plan(plan, folder, run, margin=margin, budget=limit, first=first, look=look)
     final = ComparisonResult(plan, folder, outcomes, comparison_table(plan, read_runs(plan, folder)))
@@ -188,7 +221,12 @@ def race_and_conclude(
 
 
 def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
-    """A training of the user's own knows its row by the trial's id, and every round has new trials."""
+    """A training of the user's own knows its row by the trial's id, and every round has new trials.
+
+    Args:
+        execution: how runs are executed.
+        plan: the comparison.
+    """
     function = execution.get("function")
     if function is None:
         return execution
@@ -197,19 +235,26 @@ def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
 
 
 Address = Annotated[
-    str | None, typer.Option(help="With --engine ray: the cluster's address; a local one is started when not said.")
+    str | None, typer.Option(help="With --engine ray: the cluster's address; starts a local cluster if omitted.")
 ]
 SearchBy = Annotated[
-    str | None, typer.Option("--search", metavar="optuna", help="Search each row's settings first, with equal effort.")
+    str | None,
+    typer.Option("--search", metavar="optuna", help="Search settings first, equally for each method."),
 ]
-SearchTrials = Annotated[int, typer.Option("--search-trials", min=1, help="Trials of the search per row.")]
+SearchTrials = Annotated[int, typer.Option("--search-trials", min=1, help="Runs of the search per method.")]
 Storage = Annotated[
     str | None, typer.Option(help="Where the search is kept: an SQLAlchemy URL; default: SQLite in the run's folder.")
 ]
 
 
 def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
-    """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts."""
+    """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts.
+
+    Args:
+        engine: local or ray.
+        workers: processes at once.
+        address: of a Ray cluster.
+    """
     from dampen.studies.engines import check_engine
 
     check_engine(engine)
@@ -219,7 +264,11 @@ def engine_options(engine: str, workers: int | None, address: str | None) -> dic
 
 
 def check_search(search: str | None) -> None:
-    """Refuse what is not known."""
+    """Refuse what is not known.
+
+    Args:
+        search: the kind of search; None: none.
+    """
     if search not in (None, "optuna"):
         raise ConfigError("--search", [f"unknown search {search!r}; known: optuna"])
 
@@ -234,7 +283,17 @@ def tuned(
     rows: Sequence[str],
     **engine: Any,
 ) -> Comparison:
-    """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself."""
+    """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself.
+
+    Args:
+        recipe: what to compare.
+        plan: the comparison.
+        folder: the folder.
+        execution: how runs are executed.
+        scale: one of the recipe's scales.
+        settings: how much to measure.
+        rows: only these configurations.
+    """
     from dampen.cli.running import named, resume_command
     from dampen.studies.engines.runner import run_comparison
     from dampen.studies.report.terminal import LiveView, console_for
@@ -247,7 +306,7 @@ def tuned(
     def run(tuning: Comparison, place: Path) -> int:
         trials = tuning.chosen()
         done = sum(RunStore(place / t.id).done for t in trials)
-        recorded = f", {done} already recorded" if done else ""
+        recorded = f", {done} already logged" if done else ""
         what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
@@ -277,12 +336,24 @@ def searched(
     settings: Sequence[str] = (),
     seeds: Sequence[int] | None = None,
 ) -> Comparison:
-    """Search every row, with a line per trial on standard error, and return the plan of what was found best."""
+    """Search every row, with a line per trial on standard error, and return the plan of what was found best.
+
+    Args:
+        recipe: what to compare.
+        folder: the folder.
+        execution: how runs are executed.
+        trials: runs of the search per method.
+        storage: where the search is kept.
+        workers: processes at once.
+        scale: one of the recipe's scales.
+        settings: how much to measure.
+        seeds: the seeds to use.
+    """
     from dampen.studies.optuna_search import search
     from dampen.studies.trainer.state import Execution
 
     def say(line: str) -> None:
         print(f"search: {line}", file=sys.stderr, flush=True)
 
-    say(f"{trials} trials per row; Ctrl-C stops, the same command goes on")
+    say(f"{trials} runs per method; Ctrl-C stops, the same command resumes")
     return search(recipe, folder, Execution(**execution), trials, storage, workers, scale, settings, seeds, say)

@@ -63,7 +63,7 @@ def per_head(values: Tensor, heads: int, name: str, grouped: bool = False) -> Te
             f"{name}(heads={values.shape[0]}) learns one value per head, but this attention has "
             f"{heads}. Give heads="
             f"{heads}, or regularize the attentions with other numbers of heads separately "
-            "(sites=)."
+            "(target_modules=)."
         )
     return values.float()[:, None, None]
 

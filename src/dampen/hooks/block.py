@@ -70,7 +70,7 @@ def run_block(
         raise RuntimeError(
             f"{type(self).__name__} at '{layer.site.name}' got no tensor that could be found in its arguments "
             f"({', '.join(type(a).__name__ for a in (*args, *kwargs.values())) or 'none'}). "
-            "Give it tensors, or tuples, dicts or dataclasses of them, or leave the block out with sites=."
+            "Give it tensors, or tuples, dicts or dataclasses of them, or leave the block out with target_modules=."
         )
     stages = set() if x is given else {s for r in active for s in r.stages} & set(BLOCK_STAGES)
     if stages:
@@ -134,7 +134,7 @@ def finish_block(self: Any, site: BlockSite, frame: Frame, work: AtWork, x: Tens
         raise RuntimeError(
             f"{type(self).__name__} at '{site.layer.site.name}' returned a {type(out).__name__} in which no tensor was "
             f"found, so {type(acting[0]).__name__} cannot act on it. Return a tensor, or a tuple, a dict or a "
-            "dataclass of them, or leave the block out with sites=."
+            "dataclass of them, or leave the block out with target_modules=."
         )
     new = y
     for r in acting:
@@ -232,7 +232,7 @@ def _convolve(
     if input.ndim != module.weight.ndim:
         raise RuntimeError(
             f"the convolution '{site.role}' at '{site.layer.site.name}' got {tuple(input.shape)}, without samples. "
-            "Give batches, or leave the layer out with sites=."
+            "Give batches, or leave the layer out with target_modules=."
         )
     tokens, weight = input.flatten(2).transpose(1, 2), weight_of(module, "convolution")
 

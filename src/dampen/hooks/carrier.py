@@ -31,10 +31,10 @@ def carrier_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: CarrierSite = self._dampen_carrier
         output = base(self, *args, **kwargs)
-        if not (self.training and torch.is_grad_enabled()) or site.reg.asked:
+        if not (self.training and torch.is_grad_enabled()) or site.reg.in_loss:
             return output
         terms = site.reg.penalties()
-        site.reg.carried = {name: value.detach() for name, value in terms.items()}
+        site.reg.attached = {name: value.detach() for name, value in terms.items()}
         if not terms:
             return output
         shifts = str(getattr(self, "loss_type", "")).startswith("ForCausalLM")
@@ -66,9 +66,10 @@ def carry(output: Any, penalty: Tensor, scale: float | None, share: Tensor | flo
     loss = _loss(output)
     if loss is None:
         raise RuntimeError(
-            f"regularize(..., carry=True) lets the penalties ride on the model's own loss, but it returned a "
+            f"regularize(..., attach_to_loss=True) lets the penalties ride on the model's own loss, but it returned a "
             f"{type(output).__name__} without one. Call it with labels; or say how much of the penalties' gradient "
-            "each backward should add, carry=1.0 (or 1 / accumulation steps); or add reg.penalty() to the loss."
+            "each backward should add, attach_to_loss=1.0 (or 1 / accumulation steps); or add reg.penalty() to "
+            "the loss."
         )
     riding = penalty * share
     return _replace_loss(output, loss, loss + (riding - riding.detach()).to(loss.dtype))  # adds 0, and its gradient
@@ -108,7 +109,7 @@ def _replace_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     first = next((t for t in tensors_in(output) if t.requires_grad), None)
     if first is None:
         raise RuntimeError(
-            f"regularize(..., carry=NUMBER) needs a tensor with gradient in the model's output, got "
+            f"regularize(..., attach_to_loss=NUMBER) needs a tensor with gradient in the model's output, got "
             f"{type(output).__name__}."
         )
     new = change(first)

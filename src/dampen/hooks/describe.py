@@ -9,11 +9,11 @@ from dampen.hooks.own_dropout import describe_own
 from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, needs_matrix
 
 if TYPE_CHECKING:
-    from dampen.handle import Regularization
+    from dampen.handle import Handle
     from dampen.hooks.context import Layer
 
 
-def describe(reg: Regularization) -> str:
+def describe(reg: Handle) -> str:
     """One line per layer, and the reason for each kernel once."""
     if "_dampen_model" not in vars(reg.model):
         return "dampen: removed"
@@ -35,7 +35,7 @@ def describe(reg: Regularization) -> str:
     return "\n".join([*lines, *_coverage(reg), *_library(reg), *_unreached(reg), *_zeros(reg), *_own(reg)])
 
 
-def _coverage(reg: Regularization) -> list[str]:
+def _coverage(reg: Handle) -> list[str]:
     """The methods that do not act in every layer: "FeedForwardDropout: feed-forward in 2 of 8 layers"."""
     lines = []
     for m in {type(m).__name__: m for m in reg.methods}.values():
@@ -47,7 +47,7 @@ def _coverage(reg: Regularization) -> list[str]:
     return lines
 
 
-def _library(reg: Regularization) -> list[str]:
+def _library(reg: Handle) -> list[str]:
     """The back ends of a library that are switched while methods are at work, if any."""
     kept = [vars(m) for m in reg.model.modules()]
     found = next((k["_dampen_backend"] for k in kept if "_dampen_backend" in k), None)
@@ -58,7 +58,7 @@ def _library(reg: Regularization) -> list[str]:
     return lines
 
 
-def _zeros(reg: Regularization) -> list[str]:
+def _zeros(reg: Handle) -> list[str]:
     """The methods that were asked for at 0 and stay there."""
     lines = []
     for name in dict.fromkeys(r.name for r in reg.clones):
@@ -70,20 +70,20 @@ def _zeros(reg: Regularization) -> list[str]:
     return lines
 
 
-def _own(reg: Regularization) -> list[str]:
+def _own(reg: Handle) -> list[str]:
     """The dropout that the model brings itself, and whether a method does the same once more."""
-    rates = reg.own()
+    rates = reg.builtin_dropout()
     lines = describe_own(rates)
     twice = [r for r in rates if r.kind == "drop path" and r.rate > 0]
     if twice and any(m.name == "drop_path" for m in reg.methods):
         lines.append(
             f"  (note)  DropPath acts beside the model's own drop path ({twice[0]}): a branch must survive both. "
-            "reg.own(rate=0, sites='drop path') leaves DropPath alone"
+            "reg.set_builtin_dropout(rate=0, target_modules='drop path') leaves DropPath alone"
         )
     return lines
 
 
-def _unreached(reg: Regularization) -> list[str]:
+def _unreached(reg: Handle) -> list[str]:
     """The attentions in which nothing happens although the model has them: left out, or never run so far."""
     chosen = {name for layer in reg.layers for name in layer.attentions}
     left_out = [name or "(the model itself)" for name in find_attentions(reg.model) if name not in chosen]
@@ -91,7 +91,9 @@ def _unreached(reg: Regularization) -> list[str]:
     ran = {name: kernel for layer in acting for name, kernel in layer.kernels.items()}
     skipped = [name for name, kernel in ran.items() if not kernel] if any(ran.values()) else []
     lines = [f"  (skipped)  {_names(skipped)}: not run by the forwards so far, though others were"] if skipped else []
-    return [*lines, f"  (left out)  {_names(left_out)}: not chosen by sites= or attention="] if left_out else lines
+    if left_out:
+        lines.append(f"  (left out)  {_names(left_out)}: not chosen by target_modules= or attention=")
+    return lines
 
 
 def _names(names: list[str], most: int = 6) -> str:

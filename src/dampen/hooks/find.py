@@ -138,7 +138,7 @@ def find_layers(
     if not chosen:
         candidates = "\n  ".join(f"{n or '(the model itself)'}  [{kind_of(n, m)}]" for n, m in found.items())
         raise ValueError(
-            f"no attention of {type(model).__name__} matches sites={sites!r}, attention={attention!r}. "
+            f"no attention of {type(model).__name__} matches target_modules={sites!r}, attention={attention!r}. "
             f"Candidates:\n  {candidates}"
         )
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}

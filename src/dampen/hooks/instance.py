@@ -62,7 +62,7 @@ def check_own_forward(module: nn.Module, name: str) -> None:
         f"'{name}' ({type(module).__name__}) has a forward of its own, an instance attribute "
         f"(a wrapper: {getattr(found.forward, '__qualname__', type(found.forward).__name__)}), "
         "which a regularizer here would pass over. Write it as a subclass or a forward hook, "
-        "take it off (del module.forward), or leave its layer out with sites=."
+        "take it off (del module.forward), or leave its layer out with target_modules=."
     )
 
 

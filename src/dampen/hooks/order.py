@@ -130,7 +130,7 @@ class Order:
             raise RuntimeError(
                 f"{type(method).__name__} acts on the tokens that enter the first layer and was put into "
                 f"'{before.site.name}', but '{first.site.name}' runs before it. Choose the layers so that the first "
-                "one listed runs first (sites=), or leave the method out."
+                "one listed runs first (target_modules=), or leave the method out."
             )
 
     def __getstate__(self) -> dict[str, object]:

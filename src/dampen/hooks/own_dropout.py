@@ -48,7 +48,8 @@ class OwnRate:
     def at(self, progress: float) -> None:
         """Set what the schedule says. A number that stays is not set again: a compiled graph is guarded by it."""
         if self.schedule is not None:
-            value = check_value(self.schedule(self.depth, progress), f"reg.own(rate=...) at '{self.name}'")
+            what = f"reg.set_builtin_dropout(rate=...) at '{self.name}'"
+            value = check_value(self.schedule(self.depth, progress), what)
             if self.rate != value:
                 setattr(self.module, self.attribute, value)
 
@@ -133,7 +134,7 @@ def choose_own(rates: Sequence[OwnRate], sites: str | Sequence[str]) -> list[Own
     chosen = [r for r in rates if any(fnmatch.fnmatch(text, p) for text in (r.name, r.place, r.kind) for p in patterns)]
     if not chosen:
         there = "\n  ".join(map(str, rates)) or "none: the model has no dropout of its own"
-        raise ValueError(f"no dropout of the model's own matches sites={sites!r}. There are:\n  {there}")
+        raise ValueError(f"no dropout of the model's own matches target_modules={sites!r}. There are:\n  {there}")
     return chosen
 
 

@@ -293,7 +293,8 @@ class ResidualSocket(TorchFunctionMode):
         wants_ffn = expected > len(self.layer.attentions)
         if wants_ffn and not any(label.startswith("ffn") for label in self.covered):
             missing.append("ffn")
-        unmarked = expected - wants_ffn - len(self.layer.attentions)  # attentions that sites= or attention= left out
+        # attentions that target_modules= or attention= left out
+        unmarked = expected - wants_ffn - len(self.layer.attentions)
         if unmarked and sum(label.startswith("attention") for label in self.covered) < len(attended) + unmarked:
             missing.append("attention")
         # a sum of another size than the block's output was inside a sublayer, and its shortcut none

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import nn
 
-from dampen.handle import Regularization
+from dampen.handle import Handle
 
 
-def install(accelerator: Any, reg: Regularization) -> None:
+def install(accelerator: Any, reg: Handle) -> None:
     """Check that `reg` sits inside what was prepared, and let `save_state` and `load_state` carry
     its state.
 
@@ -45,7 +45,7 @@ def install(accelerator: Any, reg: Regularization) -> None:
     accelerator.register_for_checkpointing(reg)
 
 
-def regularize(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Regularization:
+def regularize(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Handle:
     """`dampen.regularize(model, ...)` that refuses a model which `accelerator.prepare` has taken
     already.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from dampen.handle import Regularization
+from dampen.handle import Handle
 from dampen.integrations.watching import OutputWatch, predictions, watching
 from dampen.methods.neftune import NEFTune
 
@@ -29,7 +29,7 @@ STATE = "dampen.pt"
 """The handle's state in a checkpoint's folder."""
 
 
-def install(trainer: Any, reg: Regularization) -> Any:
+def install(trainer: Any, reg: Handle) -> Any:
     """Make a trainer that exists train with `reg`; returns the trainer, which is changed in place.
 
     The model was regularized before the trainer was made, or is `trainer.model` and was regularized
@@ -66,14 +66,14 @@ class Regularized:
         regularization: the handle that `dampen.regularize` returned.
     """
 
-    regularization: Regularization
+    regularization: Handle
 
-    def __init__(self, *args: Any, regularization: Regularization, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, regularization: Handle, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check(self, regularization)
         self.adopt(regularization)
 
-    def adopt(self: Any, reg: Regularization) -> None:
+    def adopt(self: Any, reg: Handle) -> None:
         """Take over a regularization: its schedules follow training from here on.
 
         Args:
@@ -234,14 +234,14 @@ class Progress(TrainerCallback):
         self.trainer.regularization.progress(min(1.0, state.global_step / max(1, state.max_steps)))
 
 
-def check(trainer: Any, reg: Regularization) -> None:
+def check(trainer: Any, reg: Handle) -> None:
     """Raise where a trainer cannot train with a regularization, saying what to do.
 
     Args:
         trainer: a Trainer of transformers, TRL or sentence-transformers.
         reg: the handle that `dampen.regularize` returned.
     """
-    if not isinstance(reg, Regularization):
+    if not isinstance(reg, Handle):
         raise TypeError(f"install takes what dampen.regularize returned, got {type(reg).__name__}.")
     if all(reg.model is not m for m in trainer.model.modules()):
         raise ValueError(
@@ -336,7 +336,7 @@ def backbone_of(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def load_state(reg: Regularization, folder: str) -> None:
+def load_state(reg: Handle, folder: str) -> None:
     """Take the handle's state out of a checkpoint's folder.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from dampen.handle import Regularization
+from dampen.handle import Handle
 from dampen.integrations.watching import predictions, watching
 
 
@@ -31,7 +31,7 @@ class Regularize(Callback):
             by default.
     """
 
-    def __init__(self, reg: Regularization, valid: Any = None) -> None:
+    def __init__(self, reg: Handle, valid: Any = None) -> None:
         self.reg, self.valid = reg, valid
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -109,7 +109,7 @@ class Regularize(Callback):
         self.reg.load_state_dict(state_dict)
 
 
-def check(pl_module: Any, reg: Regularization) -> None:
+def check(pl_module: Any, reg: Handle) -> None:
     """Raise where a LightningModule cannot be trained with a regularization.
 
     Args:
@@ -163,7 +163,7 @@ def require(found: Tensor | None, pl_module: nn.Module) -> Tensor:
     return found
 
 
-def setup(fabric: Any, reg: Regularization, *optimizers: torch.optim.Optimizer) -> Any:
+def setup(fabric: Any, reg: Handle, *optimizers: torch.optim.Optimizer) -> Any:
     """`fabric.setup(reg.model, *optimizers)`, after which `reg.loss(lambda: model(x), ...)` and
     `fabric.backward(loss)` train as in any loop; with `fabric.save(path, {"reg":
     reg.state_dict()})` the handle's state goes along.

@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import nn
 
-from dampen.handle import Regularization
+from dampen.handle import Handle
 from dampen.hooks.adapters import connect_adapters, is_lora
 
 
-def connect(reg: Regularization) -> int:
+def connect(reg: Handle) -> int:
     """Tell the regularized maps of adapters that came after `regularize`; returns how many maps
     have one.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.handle import Regularization
+from dampen.handle import Handle
 
 _NAMES = ("logits", "scores", "sentence_embedding")
 
@@ -32,7 +32,7 @@ class OutputWatch:
 
 @contextlib.contextmanager
 def watching(
-    model: nn.Module, reg: Regularization, backbone: nn.Module | None = None
+    model: nn.Module, reg: Handle, backbone: nn.Module | None = None
 ) -> Iterator[OutputWatch]:
     """Inside, calls of `model` with gradients are remembered, and calls without (the reference pass
     of DPO, a pass for metrics) run as if nothing were regularized.

@@ -59,7 +59,7 @@ class DropHead(Regularizer):
                 f"{type(call.module).__name__} at "
                 f"'{call.site.name if call.site else 'this attention'}' attends with "
                 "one head at a time, and DropHead always leaves one, so it would do nothing there. "
-                "Leave the layer out with sites=, or take DropKey."
+                "Leave the layer out with target_modules=, or take DropKey."
             )
         kept = few_kept(o.shape[:2], self.current("rate"), o.device, guard=True)
         scale = kept.div_(kept.mean(-1, keepdim=True))  # H / sum_h m_h

@@ -44,7 +44,8 @@ class DropPath(Regularizer):
                 "axis. "
                 "Either the model was called without a batch, (B, N, D), or its blocks lay all "
                 "tokens of a batch in "
-                "one row (OPT), where samples cannot be separated: leave those out with sites=."
+                "one row (OPT), where samples cannot be separated: leave those out with "
+                "target_modules=."
             )
         axis = batch_axis(self) if call.batch_axis is None else call.batch_axis
         shape = [1] * b.ndim

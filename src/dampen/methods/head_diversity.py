@@ -62,7 +62,7 @@ def squared_cosine(o: Tensor, valid: Tensor | None = None) -> Tensor:
     if heads < 2:
         raise ValueError(
             "HeadDiversity compares heads, but this attention has only one. Leave it out with "
-            "sites=."
+            "target_modules=."
         )
     with torch.autocast(o.device.type, enabled=False):
         rows = wide(o.transpose(1, 2))  # (B, N, H, D)

@@ -86,8 +86,7 @@ _HOMES = {
     "pairing": "PAPER_SEEDS effect_agreement",
     "store": "RunStore",
     "stats": (
-        "FEWEST_SEEDS=FEWEST LEVEL Summary detectable deviation paired_differences paired_interval "
-        "summarize t_quantile"
+        "FEWEST_SEEDS=FEWEST LEVEL Summary detectable deviation paired_differences paired_interval summarize t_quantile"
     ),
     "table": "Entry ResultTable grid_text",
     "verdict": "Verdict judge judge_pairs sentence words",

@@ -44,7 +44,12 @@ class Finding:
 
 
 def examine(data_dir: str | None = None, runs: Path = Path("runs")) -> list[Finding]:
-    """Everything at once; nothing is changed."""
+    """Everything at once; nothing is changed.
+
+    Args:
+        data_dir: where data sets are looked for.
+        runs: where runs are written.
+    """
     return [
         *_packages(),
         *_devices(),
@@ -111,7 +116,11 @@ def _torchvision() -> Finding:
         return Finding(
             "torchvision", False, f"cannot be imported: {error}", "pip install torchvision, built for your torch"
         )
-    how = "its compiled extension does not load beside this torch; cured, all we need of it works" if cured else "works"
+    how = (
+        "its compiled extension does not load with this torch; with a workaround, all that dampen needs works"
+        if cured
+        else "works"
+    )
     return Finding("torchvision", True, f"{torchvision.__version__}: {how}")
 
 

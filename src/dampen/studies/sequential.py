@@ -113,7 +113,7 @@ def race(
         if seed >= start or not going:
             out.rounds += 1
             same = [row for row in open_ if _same(found[row], found[reference])]
-            open_ = [row for row in open_ if row not in same and out.verdicts[row].verdict == "not decided"]
+            open_ = [row for row in open_ if row not in same and out.verdicts[row].verdict == "inconclusive"]
             look(out.rounds, open_, out.verdicts)
         if not going:
             break
@@ -142,7 +142,7 @@ def _fixed_plan(
     needed = []
     for row, c in verdicts.items():
         d = paired_differences(found.get(row, {}), found.get(reference, {}))
-        if c.verdict == "not decided" or not has_spread(d):
+        if c.verdict == "inconclusive" or not has_spread(d):
             continue
         margin = c.margin or 0.0
         gap = {"equal": margin - abs(c.difference), "no gain": margin + abs(c.difference)}.get(c.verdict, c.difference)

@@ -403,7 +403,7 @@ def _claim(entry: Entry, table: ResultTable) -> str:
         return f"paper {gain:+.2f}, here {'failed' if entry.verdict == 'failed' else 'too few runs'}"
     shown = f"paper {gain:+.2f}, here {ours.difference:+.2f}"
     if entry.verdict not in ("better", "worse"):
-        return f"{shown}: {'equal here' if entry.verdict == 'equal' else 'not decided here'}"
+        return f"{shown}: {'equal here' if entry.verdict == 'equal' else 'inconclusive here'}"
     return f"{shown}: {effect_agreement(ours.low, ours.high, gain)}"
 
 

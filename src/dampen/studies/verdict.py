@@ -1,4 +1,4 @@
-"""Verdicts: better, worse, equal within the margin, or not decided; each with the interval that says the same.
+"""Verdicts: better, worse, equal within the margin, or inconclusive; each with the interval that says the same.
 
 Two kinds of test. A *fixed plan* (the number of seeds was chosen before) is judged by paired t-tests; a plan that was
 looked at while it grew is judged by the e-process of `sequential.py`. Either way p values are corrected over the rows
@@ -39,7 +39,7 @@ from dampen.studies.stats import (
     wilcoxon_p,
 )
 
-Word = Literal["better", "worse", "equal", "not decided", "no gain"]
+Word = Literal["better", "worse", "equal", "inconclusive", "no gain"]
 """`no gain` exists in races only: the row cannot win by the margin any more, and gets no more seeds."""
 Test = Literal["fixed", "sequential"]
 KINDS: dict[Test, str] = {
@@ -78,7 +78,7 @@ class Verdict:
 
     @property
     def decided(self) -> bool:
-        return self.verdict != "not decided"
+        return self.verdict != "inconclusive"
 
 
 def judge(
@@ -136,7 +136,7 @@ def _beaten(judged: dict[str, Verdict], upwards: bool) -> dict[str, Verdict]:
     sure = {name: c.low if upwards else -c.high for name, c in better.items()}
     best = max(sure, key=lambda name: sure[name])
     for name, c in judged.items():
-        if c.verdict == "not decided" and (c.high if upwards else -c.low) < sure[best]:
+        if c.verdict == "inconclusive" and (c.high if upwards else -c.low) < sure[best]:
             judged[name] = replace(c, verdict="no gain", because=f"cannot reach {best} any more", needed=None)
     return judged
 
@@ -165,7 +165,7 @@ def _judged(
     low, high = interval(d, level) if p is not None else (math.nan, math.nan)
     widest = interval(d, LEVEL / rows) if p is not None else (math.nan, math.nan)
     word, because = _word(mean, decided and p is not None, widest, margin, upwards, test)
-    open_ = p is not None and word == "not decided"
+    open_ = p is not None and word == "inconclusive"
     effect_low, effect_high = effect_interval(d) if effects else (math.nan, math.nan)
     return Verdict(
         difference=mean,
@@ -202,7 +202,7 @@ def _word(
         best = widest[1] if upwards else -widest[0]
         if best < margin:
             return "no gain", "cannot win by the margin any more"
-    return "not decided", ""
+    return "inconclusive", ""
 
 
 def _inside(interval: tuple[float, float], margin: float) -> bool:
@@ -236,19 +236,23 @@ def words(c: Verdict, metric: str | Metric) -> str:
 
     >>> c = judge({"a": {"0": 1.0, "1": 4.0, "2": 2.0}, "b": {"0": 0.5, "1": 2.0, "2": 2.5}}, "b", "accuracy")["a"]
     >>> words(c, "accuracy")
-    'not decided, needs about 30 seeds'
+    'inconclusive, needs about 30 seeds'
     """
     metric = describe(metric) if isinstance(metric, str) else metric
     if c.verdict == "equal":
         return f"equal within {c.margin:.{_digits(c.margin)}f}{metric.points}"
     if c.verdict == "no gain":
         return c.because or "no gain of the margin"
-    if c.verdict == "not decided":
+    if c.verdict == "inconclusive":
         if c.p is None:
-            return f"not decided, needs at least {FEWEST} shared seeds"
+            return f"inconclusive, needs at least {FEWEST} shared seeds"
         if c.needed is None and c.sd == 0:
-            return "not decided, the same difference in every seed" if c.difference else "not decided, no seed differs"
-        return f"not decided, needs about {c.needed:,} seeds" if c.needed else "not decided, out of reach of more seeds"
+            return (
+                "inconclusive, the same difference in every seed" if c.difference else "inconclusive, no seed differs"
+            )
+        return (
+            f"inconclusive, needs about {c.needed:,} seeds" if c.needed else "inconclusive, out of reach of more seeds"
+        )
     return f"{c.verdict}, by less than the margin" if c.small else c.verdict
 
 

@@ -96,7 +96,7 @@ def test_what_stands_in_the_padding_does_not_count(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_formula(kind):
     model = build(kind, 3)
-    reg = dampen.regularize(model, ExplicitDropout(ffn=1.0), sites="layers.0.*")
+    reg = dampen.regularize(model, ExplicitDropout(ffn=1.0), target_modules="layers.0.*")
     model(X)
     reg.penalty().backward()
     got = [w.grad for w in model.layers[0].mlp.parameters() if w.grad is not None]
@@ -128,7 +128,7 @@ def test_experts_are_reached_by_dropout(kind, method):
     mixture, given = model.layers[0].mlp, []
     mixture.register_forward_hook(lambda m, args, out: given.append((args[0], out)))
     model(X)
-    dampen.regularize(model, method, sites="layers.0.*")
+    dampen.regularize(model, method, target_modules="layers.0.*")
     model(X)
     (before_in, before), (after_in, after) = given
     torch.testing.assert_close(before_in, after_in)

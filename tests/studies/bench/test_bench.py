@@ -473,11 +473,11 @@ def test_a_record_becomes_a_page_alone_and_beside_runs(record, tmp_path):
     (tmp_path / "bench.json").write_text(json.dumps(record))
     write_report([tmp_path / "bench.json"], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert '<h1 id="b1-title">What each method costs</h1>' in page
+    assert '<h1 id="b1-title">Cost of each method</h1>' in page
     assert "drop_key block" in page
     write_study(tmp_path / "runs")
     report = make_report([tmp_path / "runs", tmp_path / "bench.json"])
-    assert '<h2 id="b1-title">What each method costs</h2>' in report.render()
+    assert '<h2 id="b1-title">Cost of each method</h2>' in report.render()
     assert f"| drop\\_key block | dampen | {record['ratios']['drop_key block']['median']:.3f}x |" in report.render("md")
 
 

@@ -159,7 +159,7 @@ def test_a_row_that_does_nothing_at_all_leaves_after_the_first_round():
 
     done = race(["good", "nothing"], "plain", copying, values, "accuracy")
     assert (done.why, done.seeds["nothing"]) == ("all decided", sequential.first_round(2))
-    assert words(done.verdicts["nothing"], "accuracy") == "not decided, no seed differs"  # and promises nothing
+    assert words(done.verdicts["nothing"], "accuracy") == "inconclusive, no seed differs"  # and promises nothing
 
 
 def test_a_race_says_how_many_seeds_it_took():

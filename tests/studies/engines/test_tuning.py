@@ -445,7 +445,7 @@ def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
         assert not left.value.code
         return capsys.readouterr()
 
-    assert "18 trials that choose on validation, then 6 would run" in run("--dry-run").out
+    assert "18 runs for selection on validation, then 6 would run" in run("--dry-run").out
     said = run()
     assert "baseline: lr" in said.err
     folder = tmp_path / "runs" / "tuned-laptop"

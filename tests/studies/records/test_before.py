@@ -31,7 +31,7 @@ def test_ids_are_what_they_were(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "split"), [("attentiondrop/digits-study", "the same part"), ("finetuning/banking77", None)]
+    ("name", "split"), [("attentiondrop/digits-study", "the same split"), ("finetuning/banking77", None)]
 )
 def test_records_of_format_1_mean_what_they_meant(name, split):
     """No split_seed is the one fixed split, its search is that of one seed, and its trials keep their ids."""

@@ -113,7 +113,7 @@ def test_no_interval_contradicts_its_verdict(rows, test, margin):
     table = {str(i): {s: v + d for (s, v), d in zip(plain.items(), row, strict=True)} for i, row in enumerate(rows)}
     for c in judge({"plain": plain, **table}, "plain", "accuracy", margin=margin, test=test).values():
         if math.isnan(c.low):
-            assert c.verdict == "not decided"
+            assert c.verdict == "inconclusive"
             continue
         assert c.low <= c.high
         if c.verdict == "better":
@@ -156,9 +156,9 @@ def test_verdicts():
         "a little": "better",
         "down": "worse",
         "same": "equal",
-        "noisy": "not decided",
-        "few": "not decided",
-        "other seeds": "not decided",
+        "noisy": "inconclusive",
+        "few": "inconclusive",
+        "other seeds": "inconclusive",
     }
     assert words(found["a little"], "accuracy") == "better, by less than the margin"
     assert words(found["same"], "accuracy") == "equal within 0.5 points"
@@ -166,7 +166,7 @@ def test_verdicts():
     assert "needs at least 3 shared seeds" in words(found["few"], "accuracy")
     assert sentence(found["up"], "accuracy").startswith("better: +10.00 points (")
     assert judge(rows, "plain", "nll", margin=0.5)["up"].verdict == "worse"
-    assert judge(rows, "plain", "accuracy", margin=0.01)["same"].verdict == "not decided"
+    assert judge(rows, "plain", "accuracy", margin=0.01)["same"].verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(("difference", "sd", "level"), [(1.0, 0.7, 0.05), (1.0, 0.7, 0.05 / 11), (0.5, 1.0, 0.01)])
@@ -201,7 +201,7 @@ def test_equal_differences_do_not_pass_for_certainty():
     got = judge({"row": higher, "plain": plain}, "plain", "accuracy")["row"]
     assert got.p == 0.25
     assert "equal" in got.test
-    assert got.verdict == "not decided"
+    assert got.verdict == "inconclusive"
     assert math.isnan(got.low)
     same = judge({"row": plain, "plain": plain}, "plain", "accuracy")["row"]
     assert (same.difference, same.p) == (0.0, 1.0)
@@ -217,7 +217,7 @@ def test_correction_can_take_a_verdict_back_and_its_interval_with_it():
     together = judge({"plain": as_row(y), "row": as_row(x), **noise}, "plain", "bleu")["row"]
     assert together.corrected == pytest.approx(min(1.0, alone.p * 21), rel=1e-6)
     assert together.p == alone.p
-    assert together.verdict == "not decided"
+    assert together.verdict == "inconclusive"
     assert alone.low > 0 > together.low
 
 

@@ -23,15 +23,15 @@ def test_rows_without_a_run_are_shown_as_such(tmp_path):
 def test_one_seed_makes_a_page_without_intervals(tmp_path):
     write_study(tmp_path, seeds=1)
     report = make_report([tmp_path])
-    assert {e.verdict for e in report.tables[0].entries} == {"reference", "not decided"}
-    assert "Too few runs to say" in report.render("html")
+    assert {e.verdict for e in report.tables[0].entries} == {"reference", "inconclusive"}
+    assert "Too few runs" in report.render("html")
 
 
 def test_verdicts_costs_and_the_paper(table):
     by_name = {e.name: e for e in table.entries}
     assert {n: e.verdict for n, e in by_name.items()} == {
         "plain": "reference",
-        "DropKey": "not decided",
+        "DropKey": "inconclusive",
         "DropPath": "better",
         "Explicit v": "better",
         "R-Drop": "better",
@@ -41,7 +41,7 @@ def test_verdicts_costs_and_the_paper(table):
     assert by_name["plain"].cost.ratio == 1.0
     assert by_name["Explicit v"].against["accuracy"].word == "not comparable"
     assert by_name["Explicit v"].claim.endswith("same direction and size")
-    assert by_name["DropKey"].claim.endswith("not decided here")
+    assert by_name["DropKey"].claim.endswith("inconclusive here")
     assert by_name["plain"].summary.mean == pytest.approx(sum(by_name["plain"].values.values()) / 5)
     assert 80 < by_name["plain"].summary.mean < 90  # percent
 
@@ -85,8 +85,8 @@ def test_advice_takes_the_cheapest_of_the_best(table):
     advice = advise(table)
     assert advice.pick == "Explicit v"  # R-Drop is not shown better and costs nearly twice as much
     assert advice.which.headline == "Use Explicit v"
-    assert advice.trust.headline == "Good: 4 of 5 rows decided"
-    assert "would be shown in 80 of 100" in advice.trust.details[0]
+    assert advice.trust.headline == "Good: 4 of 5 comparisons conclusive"
+    assert "80 % power" in advice.trust.details[0]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_advice_takes_the_cheapest_of_the_best(table):
         (
             {"plain": ROWS["plain"], "DropKey": ([{"name": "drop_key"}], 0.003, 1.0, None)},
             4,
-            "Not decided yet",
-            "Weak: 0 of 1 row decided",
+            "Inconclusive",
+            "Weak: 0 of 1 comparison conclusive",
         ),
-        (ROWS, 2, "Too few runs to say", "Little: 2 shared seeds"),
-        ({k: ROWS[k] for k in ("plain", "Blur")}, 4, "Stay with plain", "Well founded: 1 row decided"),
+        (ROWS, 2, "Too few runs", "Little: 2 shared seeds"),
+        ({k: ROWS[k] for k in ("plain", "Blur")}, 4, "Stay with plain", "Well founded: 1 comparison conclusive"),
     ],
 )
 def test_advice_when_nothing_is_better(tmp_path, rows, seeds, headline, trust):
@@ -115,4 +115,4 @@ def test_lower_is_better_for_some_metrics(tmp_path):
     assert table.study.mode == "min"
     assert table.ranked()[0].name == "R-Drop"
     # invented nll are the same for every seed, so that no spread exists: five equal differences are not significant
-    assert table.entry("R-Drop").verdict == "not decided"
+    assert table.entry("R-Drop").verdict == "inconclusive"

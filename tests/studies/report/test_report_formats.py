@@ -36,7 +36,7 @@ def test_csv_can_be_read_back(study, table):
     assert [r["row"] for r in rows] == list(ROWS)
     assert float(rows[0]["mean"]) == pytest.approx(table.entries[0].summary.mean)
     assert rows[0]["difference"] == ""
-    assert rows[1]["verdict"] == "not decided"
+    assert rows[1]["verdict"] == "inconclusive"
     assert int(rows[1]["needed_seeds"]) > 5
     assert float(rows[1]["ece_mean"]) == pytest.approx(3.8)
 
@@ -56,7 +56,7 @@ def test_files_are_written_in_the_format_of_their_name(study, tmp_path):
         write_report([study], tmp_path / name)
         assert (tmp_path / name).stat().st_size > 500
     assert format_of(tmp_path / "x.htm") == "html"
-    with pytest.raises(ConfigError, match="cannot tell the format of 'a.docx'"):
+    with pytest.raises(ConfigError, match="unknown format of 'a.docx'"):
         write_report([study], tmp_path / "a.docx")
     with pytest.raises(ConfigError, match="unknown format 'pdf'"):
         make_report([study]).render("pdf")
@@ -149,7 +149,7 @@ def test_what_was_diagnosed_stands_in_a_table_and_next_to_the_paper(tmp_path):
     assert plain.metrics["corrupted_accuracy"].mean == pytest.approx(60.0)
     assert plain.against["pgd_accuracy"].word in ("reproduced", "not reproduced")
     assert "Measured on the trained models" in report.render("html")
-    assert "| Row | PGD accuracy (%) | corrupted accuracy (%) |" in report.render("md")
+    assert "| Method | PGD accuracy (%) | corrupted accuracy (%) |" in report.render("md")
     assert diagnosed(parse_diagnosis({})) == {}
 
 
@@ -181,7 +181,7 @@ def test_what_a_search_tried_is_shown(tmp_path):
     search = {"metric": "accuracy", "mode": "max", "trials": 4, "rows": {"plain": {"axes": axes, "trials": tried}}}
     write(tmp_path / "search.json", search)
     page = make_report([tmp_path]).render("html")
-    assert "4 per row, scored on validation; 1 hopeless ones were cut short." in page
+    assert "4 per method, scored on validation; 1 unpromising ones were stopped early." in page
     (tmp_path / "search.json").write_text("{")
     assert [s.path for s in make_report([tmp_path]).skipped] == [f"{tmp_path.name}/search.json"]
 
@@ -280,7 +280,7 @@ def test_rows_of_several_models_have_several_references():
     assert len({e.reference for e in table.entries if e.reference}) == 4
     name = "the row without methods of the same model"
     assert table.reference_name == name
-    assert advise(table).which.details[0] == f"No row is shown better than {name}."
+    assert advise(table).which.details[0] == f"No method is significantly better than {name}."
     assert about_test(table).startswith(f"Differences to {name}, seed by seed")
     drawn = json.dumps(forest(table, Palette([e.name for e in table.entries])).panels[0].spec)
     assert f"difference to {name} in accuracy" in drawn

@@ -94,7 +94,7 @@ def test_a_search_of_another_shape_is_skipped_and_the_page_is_made(tmp_path, sea
     write_study(tmp_path, seeds=3)
     (tmp_path / "search.json").write_text(json.dumps(search))
     report = make_report([tmp_path])
-    assert "search.json is not the record of a search" in report.skipped[0].reason
+    assert "search.json is not a search result" in report.skipped[0].reason
     assert "Can I trust it?" in report.render("html")
 
 
@@ -102,5 +102,5 @@ def test_a_bench_of_another_shape_is_skipped(tmp_path):
     keys = ("machine", "ratios", "papers", "alternatives", "memory", "targets", "skipped")
     wrong = {"kind": "dampen bench", **{key: {} for key in keys}, "ratios": {"drop_key": {"median": 1}}}
     (tmp_path / "bench.json").write_text(json.dumps(wrong))
-    with pytest.raises(LabError, match="not a record of costs"):
+    with pytest.raises(LabError, match="not a bench result"):
         make_report([tmp_path / "bench.json"])

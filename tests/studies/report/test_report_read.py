@@ -42,7 +42,7 @@ def test_damaged_and_empty_folders_are_listed_with_the_reason_and_skipped(tmp_pa
     assert "damaged" in reasons[ids[3]]
     assert "final.json has no test" in reasons[ids[4]]
     assert reasons["empty"] == "empty folder"
-    assert "no row of plan.json" in reasons["stranger"]
+    assert "no configuration in plan.json" in reasons["stranger"]
     assert not any(str(tmp_path) in s.reason for s in report.skipped)  # pages are passed on
     (table,) = report.tables
     assert sum(e.summary.n for e in table.entries) == 25
@@ -75,7 +75,7 @@ def test_unfinished_and_diverged_runs_are_counted_and_not_averaged(tmp_path):
     assert (one.summary.n, one.unfinished, one.diverged) == (4, 1, 0)
     assert (two.summary.n, two.unfinished, two.diverged) == (4, 0, 1)
     assert two.comparison.n == 3  # seeds that both have
-    assert "1 run of rows with results diverged and is not in the means." in advise(table).trust.details
+    assert "1 run diverged and is not in the means." in advise(table).trust.details
 
 
 def test_trials_in_a_shared_store_serve_two_plans(tmp_path):
@@ -178,7 +178,7 @@ def test_packed_records_give_the_same_report_as_the_folders(tmp_path):
     ("text", "said"),
     [
         ("{", "damaged"),
-        ("[]", "no file of records"),
+        ("[]", "is not a pack"),
         ('{"kind": "dampen records", "version": 9, "folders": {}}', "version 9"),
         ('{"kind": "dampen records", "version": 1, "folders": {"../x": {}}}', "does not belong"),
         ('{"kind": "dampen records", "version": 1, "folders": {"x": {"run.sh": ""}}}', "run.sh. does not belong"),
@@ -206,7 +206,7 @@ def test_damaged_costs_and_odd_results_are_listed(tmp_path):
     report = make_report([tmp_path / "s", tmp_path / "bench.json"])
     reasons = [s.reason for s in report.skipped]
     assert any("final.json is not what was expected" in r and "primary" in r for r in reasons)
-    assert any("a record of costs without machine, ratios" in r for r in reasons)
+    assert any("a bench result without machine, ratios" in r for r in reasons)
 
 
 def test_new_results_say_their_format_and_older_ones_load(tmp_path, small, quick):

@@ -84,7 +84,7 @@ def test_rows_are_compared_seed_by_seed_and_cost_by_processor_time():
     assert plain.summary.mean == pytest.approx(60.0)  # percent, as papers have it
     assert a.told(table.metric, numbers=True).startswith("better: +10.10 points")
     assert a.cost.ratio == pytest.approx(1.5)
-    assert b.verdict == "not decided"
+    assert b.verdict == "inconclusive"
     assert c.verdict == "failed"
     assert "NaN" in c.told(table.metric)
     assert [e.name for e in table.compared()] == ["a", "b"]  # what failed is no test
@@ -129,9 +129,9 @@ def test_every_metric_is_a_family_of_its_own():
     results |= {f"a0{i}": result(0.8, 0.5) | with_nll(0.8 + 0.1 * i + 0.001 * i, i) for i in range(3)}
     results |= {f"b0{i}": result(0.8, 0.5) | with_nll(1.0 + 0.1 * i + 0.05 * (-1) ** i, i) for i in range(3)}
     a, b = table_of(plan, results).entries[1:]
-    assert a.verdict == "not decided"
+    assert a.verdict == "inconclusive"
     assert a.secondary["nll"].verdict == "better"  # lower is better
-    assert b.secondary["nll"].verdict == "not decided"
+    assert b.secondary["nll"].verdict == "inconclusive"
     assert a.secondary["nll"].margin == pytest.approx(0.011)  # 1 % of the reference's mean
 
 
@@ -201,10 +201,10 @@ def test_progress_names_the_loss_terms_and_what_is_left(terminal):
             if terminal:
                 view.live.refresh()
     shown = text.getvalue()
-    assert "a seed 0 goes on at step 3" in shown
+    assert "a seed 0 resumes at step 3" in shown
     assert "a [warning]" in shown
     if terminal:
-        for part in ("task 0.5", "x.ffn 2", "4 s left", "1/2 trials", "25.00", "about ", "provisional"):
+        for part in ("task 0.5", "x.ffn 2", "4 s left", "1/2 runs", "25.00", "about ", "provisional"):
             assert part in shown, part
     else:
         assert "[1/2] a seed 0: finished" in shown

@@ -54,7 +54,7 @@ def test_own_training_brings_its_own_data(script, capsys):
     with pytest.raises(SystemExit) as end:
         main(["compare", f"{script}:train", "--data", "digits"])
     assert end.value.code == 2
-    assert "your own training brings its own" in capsys.readouterr().err
+    assert "a training function brings its own" in capsys.readouterr().err
 
 
 def test_a_metric_that_is_not_returned_is_told(ask, run):

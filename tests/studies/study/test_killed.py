@@ -64,7 +64,7 @@ def test_a_function_that_always_kills_its_worker_is_a_failed_row_that_says_why(s
     )
     assert dampen.load(study.folder).failures == {"drop_head(rate=0.5) seed 0": why}
     (table,) = make_report([study.folder]).tables
-    assert [e.verdict for e in table.entries] == ["reference", "failed", "not decided"]
+    assert [e.verdict for e in table.entries] == ["reference", "failed", "inconclusive"]
 
 
 def test_a_trial_that_died_too_often_keeps_the_reason_in_its_folder(tmp_path, small):

@@ -94,10 +94,10 @@ def test_options_that_would_be_passed_over_are_refused(odd, capsys):
         capsys, f"{odd}:nan", "--folds", "3", "--allow-incomplete", "--accelerator", "cuda", "--data-dir", "x"
     )
     for words in (
-        "--folds: your own training splits its own data; it can take the fold from trial.seed",
-        "--allow-incomplete: your own training reads its own data",
-        "--accelerator: your own training chooses its own device",
-        "--data-dir: your own training finds its own data",
+        "--folds: a training function splits its own data; it can take the fold from trial.seed",
+        "--allow-incomplete: a training function reads its own data",
+        "--accelerator: a training function chooses its own device",
+        "--data-dir: a training function finds its own data",
     ):
         assert words in said
     assert "only a training function" in told_by(capsys, "--data", "digits", "--ignore-code-change")

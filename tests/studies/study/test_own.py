@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dampen import DropKey, RDrop, Regularization, linear
+from dampen import DropKey, Handle, RDrop, linear
 from dampen.studies.configs import plain_form, read_rows
 from dampen.studies.errors import ConfigError, Diverged, LabError, Stopped
 from dampen.studies.report import make_report
@@ -70,8 +70,8 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
     seen = []
     handle = BaselineHandle(model, Observer(RandomStream(0), Clock(), lambda progress, terms: seen.append(progress)))
-    assert isinstance(handle, Regularization)
-    public = [n for n, v in vars(Regularization).items() if not n.startswith("_") and callable(v)]
+    assert isinstance(handle, Handle)
+    public = [n for n, v in vars(Handle).items() if not n.startswith("_") and callable(v)]
     x = torch.randn(4, 3)
     handle.progress(0.5)
     loss, terms = handle.loss(lambda: model(x), lambda out: out.sum())
@@ -86,11 +86,11 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
         model(x)
     assert handle.mc_average(lambda: model(x), 2).shape == (4, 3)
     assert "baseline" in repr(handle)
-    handle.own(rate=lambda depth, progress: 0.2 + 0.1 * progress)
+    handle.set_builtin_dropout(rate=lambda depth, progress: 0.2 + 0.1 * progress)
     handle.progress(1.0)
     assert model[1].p == pytest.approx(0.3)
     with pytest.raises(ValueError, match="cannot vary with depth"):
-        handle.own(rate=linear(0.3, 0.0))
+        handle.set_builtin_dropout(rate=linear(0.3, 0.0))
     handle.remove()
     assert model[1].p == 0.5
     assert not model._forward_hooks
@@ -98,11 +98,11 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     with pytest.raises(RuntimeError):
         handle.progress(0.1)
     called = {"progress", "loss", "penalties", "penalty", "parameters", "state_dict", "load_state_dict", "disable"}
-    called |= {"mc_mode", "mc_average", "kernels", "remove", "own"}
+    called |= {"mc_mode", "mc_average", "kernels", "remove", "builtin_dropout", "set_builtin_dropout"}
     assert called <= set(vars(BaselineHandle))  # nothing comes from the real handle, which needs its sites
     for name in set(public) - called:  # a method that the handle gains must work, or be left out, here too
         assert inspect.signature(getattr(BaselineHandle, name)), name
-        pytest.fail(f"Regularization.{name} is new: call it on a BaselineHandle in this test")
+        pytest.fail(f"Handle.{name} is new: call it on a BaselineHandle in this test")
 
 
 def test_the_stream_leaves_the_global_generator_alone_and_goes_on_by_itself():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dampen._torch import convolve, is_empty
 from dampen.calls import Penalties
+from dampen.deprecated import accepts_old_arguments
 from dampen.functional.explicit.reductions import (
     Number,
     check_form,
@@ -222,6 +223,7 @@ class ConvolutionPenalties:
         self._ledger.unwatch()
 
 
+@accepts_old_arguments
 def regularize_convolutions(
     model: nn.Module,
     weight: Value = 0.05,
@@ -229,7 +231,7 @@ def regularize_convolutions(
     *,
     form: str = "paper",
     reduction: str = "mean",
-    sites: str | Sequence[str] = "*",
+    target_modules: str | Sequence[str] = "*",
     strict: bool = True,
 ) -> ConvolutionPenalties:
     """Give the convolutions of a model, transposed ones too, the penalty of Explicit Dropout, by
@@ -241,7 +243,8 @@ def regularize_convolutions(
         rate: p of the dropout that the penalty replaces.
         form: paper, exact or inverted.
         reduction: mean, sum, token_mean or author.
-        sites: pattern(s) of dotted names of the convolutions, as in `"stages.[0-1].*"`.
+        target_modules: pattern(s) of dotted names of the convolutions, as in
+            `"stages.[0-1].*"`.
         strict: raise where penalties were left out of the loss (a backward ran while they waited).
 
     >>> import torch
@@ -252,12 +255,12 @@ def regularize_convolutions(
     >>> (out.square().mean() + convolutions.penalty()).backward()
     >>> convolutions.remove()
     """
-    patterns = [sites] if isinstance(sites, str) else list(sites)
+    patterns = [target_modules] if isinstance(target_modules, str) else list(target_modules)
     every = {n: m for n, m in model.named_modules() if isinstance(m, Convolution)}
     found = {n: m for n, m in every.items() if any(fnmatch.fnmatch(n, p) for p in patterns)}
     if not found:
         raise ValueError(
-            f"no convolution of {type(model).__name__} matches sites={sites!r}. "
+            f"no convolution of {type(model).__name__} matches target_modules={target_modules!r}. "
             f"Convolutions found: {', '.join(every) or 'none'}."
         )
     clones: dict[str, _ConvolutionDropout] = {}

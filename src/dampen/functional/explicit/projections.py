@@ -106,7 +106,7 @@ def read_map(
         raise RuntimeError(
             f"{at(call)}: the {role} projection reads a batch of {x.shape[0]} "
             f"but the attention works on {call.shape[0]}, so tokens cannot be separated from "
-            "samples. Leave the layer out with sites=."
+            "samples. Leave the layer out with target_modules=."
         )
     if detach:
         x, y, bias = x.detach(), only_weight(x, linear.weight, y, linear.bias), None
@@ -125,7 +125,8 @@ def read_map(
                 "heads of size "
                 f"{head_size} in order, but the attention reads it in another layout (heads of q, "
                 "k and v "
-                "interleaved). Use separate projections, or leave the layer out with sites=."
+                "interleaved). Use separate projections, or leave the layer out with "
+                "target_modules=."
             )
     return HeadMap(heads, bias, x, linear.weight.unflatten(0, (-1, head_size)))
 
@@ -362,7 +363,7 @@ def check_roles(
             f"them), but '{where}' "
             f"has none of that role (roles of its linear maps: {names}). Set residual=0, or leave "
             "the layer out with "
-            "sites=."
+            "target_modules=."
         )
     for role, (term, what, remedy) in _ASKED_FOR.items():
         if role in wanted and role not in found:

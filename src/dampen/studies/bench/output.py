@@ -14,7 +14,11 @@ CHARTS = (".svg", ".png", ".html", ".json")
 
 def results_table(record: Record) -> Table:
     """Every method beside its target and its paper's formulation. `ours / it` is what ours takes of the formulation's
-    time; in the row of an alternative, what our attention dropout takes of its time."""
+    time; in the row of an alternative, what our attention dropout takes of its time.
+
+    Args:
+        record: what `dampen bench` measured.
+    """
     table = Table(title=f"{record['model']}; {record['what']}", title_justify="left", box=None, pad_edge=False)
     for column in ("", "step", "95 % interval", "target", "memory", "as published", "ours / it"):
         table.add_column(column, justify="left" if not column else "right", overflow="fold")
@@ -37,15 +41,19 @@ def results_table(record: Record) -> Table:
 
 
 def remarks(record: Record) -> list[str]:
-    """What a reader of the table must know."""
+    """What a reader of the table must know.
+
+    Args:
+        record: what `dampen bench` measured.
+    """
     machine = record["machine"]
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     where = f"{machine['cpu']}, {threads}, torch {machine['torch']}, {machine['clock']} time"
-    said = [f"{where}. Memory: what a step allocates at its peak, without weights; as a multiple of the plain step's."]
+    said = [f"{where}. Memory: what a step allocates at its peak, without weights; as a multiple of the baseline's."]
     total = sum(len(record[group]) for group in ("ratios", "papers", "alternatives")) + 1
     if record["noisy"]:
         said.append(
-            f"Too noisy to tell: the intervals of {len(record['noisy'])} of {total} rows are wider than 3 %. "
+            f"Too noisy: {len(record['noisy'])} of {total} intervals are wider than 3 %. "
             "Run on a quieter machine, with more --rounds and --seconds, or with --threads 1 --clock cpu."
         )
     said += [f"Not benched: {name}: {reason}" for name, reason in record["skipped"].items()]
@@ -53,10 +61,14 @@ def remarks(record: Record) -> list[str]:
 
 
 def scaling_table(record: Record) -> Table:
-    """Time and memory of attention alone, by length."""
+    """Time and memory of attention alone, by length.
+
+    Args:
+        record: what `dampen bench` measured.
+    """
     scaling = record["scaling"]
     lengths = sorted({p["n"] for p in scaling["points"]})
-    table = Table(title=f"time, memory against plain: {scaling['what']}", title_justify="left", box=None)
+    table = Table(title=f"time, memory relative to the baseline: {scaling['what']}", title_justify="left", box=None)
     table.add_column("")
     for n in lengths:
         table.add_column(f"n = {n}", justify="right")
@@ -67,7 +79,12 @@ def scaling_table(record: Record) -> Table:
 
 
 def save_chart(record: Record, path: Path) -> None:
-    """Write the chart as SVG, PNG, HTML or JSON, by the name of the file."""
+    """Write the chart as SVG, PNG, HTML or JSON, by the name of the file.
+
+    Args:
+        record: what `dampen bench` measured.
+        path: the file.
+    """
     from dampen.studies.report.charts import bench_chart
 
     path.parent.mkdir(parents=True, exist_ok=True)

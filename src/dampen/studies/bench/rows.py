@@ -89,6 +89,9 @@ _TABLE: dict[str, list[tuple[str, str, float | None]]] = {  # method -> (what is
 def find_variants(methods: str | None = None) -> list[Variant]:
     """The variants of every method, or of those in `methods`; `drop_key(rate=0.3)` there is a variant of its own.
 
+    Args:
+        methods: as on the command line; None: all.
+
     >>> [v.name for v in find_variants("drop_path, token_graying, drop_key(rate=0.3)")]
     ['drop_path', 'token_graying', 'token_graying svd', 'drop_key(rate=0.3)']
     """
@@ -161,7 +164,7 @@ PRESETS = {
         },
     ),
     "small": Preset(
-        "ViT 4 x 96, 65 tokens: the lab's order of size", "vit(width=96, depth=4, heads=4, mlp=192)", 32, _ROWS
+        "ViT 4 x 96, 65 tokens: as in a small study", "vit(width=96, depth=4, heads=4, mlp=192)", 32, _ROWS
     ),
     "mid": Preset(
         "ViT 7 x 384, 65 tokens: the papers' order of size", "vit", 64,
@@ -182,6 +185,10 @@ PRESETS = {
 
 def targets_of(size: str, native: bool) -> dict[str, float]:
     """The targets of a size on the path that runs; none for a size without.
+
+    Args:
+        size: one of `PRESETS`.
+        native: whether native kernels run.
 
     >>> targets_of("tiny", native=True)["hard_masking"]
     1.15

@@ -47,7 +47,11 @@ class Options:
 
     @classmethod
     def preset(cls, size: str, **given: Any) -> Options:
-        """The options of a size, one thread by processor time, but for those that are given."""
+        """The options of a size, one thread by processor time, but for those that are given.
+
+        Args:
+            size: one of `PRESETS`.
+        """
         if size not in PRESETS:
             raise ConfigError("The bench", [f"--size: got {size!r}; use {', '.join(PRESETS)}"])
         usual = PRESETS[size]
@@ -74,7 +78,12 @@ class Options:
 
 
 def bench(options: Options, progress: Progress = lambda what, done, total: None) -> dict[str, Any]:
-    """Measure and return the record: plain data, all of it."""
+    """Measure and return the record: plain data, all of it.
+
+    Args:
+        options: what to measure, and for how long.
+        progress: called with what is done.
+    """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.size and PRESETS[options.size].lengths:
@@ -156,7 +165,12 @@ def _long(options: Options, progress: Progress) -> dict[str, Any]:
 
 
 def plain_step(subject: Subject, fused: bool = True) -> Step:
-    """The model as it is, or with the matrix of scores instead of the fused kernel."""
+    """The model as it is, or with the matrix of scores instead of the fused kernel.
+
+    Args:
+        subject: the model with its batch.
+        fused: use the fused attention kernel.
+    """
     model = subject.copy()
 
     def losses() -> Tensor:
@@ -174,7 +188,12 @@ def plain_step(subject: Subject, fused: bool = True) -> Step:
 
 
 def regularized_step(subject: Subject, variant: Variant) -> Step:
-    """The model with a method in it."""
+    """The model with a method in it.
+
+    Args:
+        subject: the model with its batch.
+        variant: the method as it is measured.
+    """
     import dampen
     from dampen.hooks.find import find_layers
     from dampen.studies.methods_text import build_methods

@@ -40,6 +40,12 @@ def scale_attention(
 
     Methods that act inside attention run in `dampen.attention` alone, against plain SDPA; those that read the linear
     maps around it run in one block, against a plain block.
+
+    Args:
+        variants: the methods to measure.
+        options: what to measure, and for how long.
+        progress: called with what is done.
+        lengths: numbers of tokens.
     """
     from dampen.studies.bench.run import CLOCKS
 
@@ -196,14 +202,21 @@ def _too_much(found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: i
             f"ends before n = {n}: about {running.pop(dearest):.1f} s per call, with {max(0.0, left):.0f} s left"
         )
     for name in set(running) - {against[row] for row in compared()} - set(compared()):
-        reasons[name] = f"ends before n = {n}: no row is left to compare with it"
+        reasons[name] = f"ends before n = {n}: no method is left to compare with it"
     return reasons
 
 
 def scale_batch(
     variants: list[Variant], options: Options, progress: Progress, batches: tuple[int, ...] = BATCHES
 ) -> dict[str, Any]:
-    """The cost of a training step over the size of its batch, each method in its default."""
+    """The cost of a training step over the size of its batch, each method in its default.
+
+    Args:
+        variants: the methods to measure.
+        options: what to measure, and for how long.
+        progress: called with what is done.
+        batches: batch sizes.
+    """
     from dampen.studies.bench.run import FUSED, UNFUSED, Step, plain_step, regularized_step
 
     points: list[Point] = []

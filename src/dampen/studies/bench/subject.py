@@ -44,7 +44,11 @@ class Subject:
         return copy.deepcopy(self.model, shared)
 
     def loss(self, output: Any) -> Tensor:
-        """Mean cross-entropy, whatever comes before the classes."""
+        """Mean cross-entropy, whatever comes before the classes.
+
+        Args:
+            output: what the model returned.
+        """
         logits = getattr(output, "logits", output).float()
         return F.cross_entropy(logits.flatten(0, -2), self.target.flatten())
 
@@ -53,7 +57,11 @@ class Subject:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device, self.dtype)
 
     def step(self, losses: Callable[[], Tensor]) -> Callable[[], None]:
-        """One training step without the optimizer, which is the same for all: forward, backward, gradients dropped."""
+        """One training step without the optimizer, which is the same for all: forward, backward, gradients dropped.
+
+        Args:
+            losses: computes the loss of a step.
+        """
 
         def run() -> None:
             with self.precision():
@@ -71,6 +79,13 @@ def make_subject(
     model: str = "vit", batch: int = 64, dtype: str = "float32", device: str = "cpu", seed: int = 0
 ) -> Subject:
     """Build a model by its name on the command line and draw a synthetic batch that fits it.
+
+    Args:
+        model: a name with arguments, as on the command line.
+        batch: examples per step.
+        dtype: float32, bfloat16 or float16.
+        device: where to run.
+        seed: of the weights and the batch.
 
     >>> subject = make_subject("vit(image_size=8, width=16, depth=2, heads=2, mlp=16)", batch=3)
     >>> subject.label
@@ -106,6 +121,9 @@ def _check_device(device: str) -> None:
 
 def parse_model(text: str) -> dict[str, Any]:
     """`vit`, `vit(width=64)` or `timm/vit_tiny_patch16_224(img_size=64)` as plain data.
+
+    Args:
+        text: the text.
 
     >>> parse_model("timm/vit_tiny_patch16_224(img_size=64)")
     {'name': 'timm/vit_tiny_patch16_224', 'img_size': 64}
@@ -158,6 +176,10 @@ def _image_shape(model: Any, arguments: dict[str, Any]) -> tuple[int, tuple[int,
 def peak_memory(run: Callable[[], Any], device: str = "cpu") -> int:
     """The most bytes that tensors allocated inside `run` occupy at once; what existed before counts nothing.
 
+    Args:
+        run: one run.
+        device: where to run.
+
     >>> peak_memory(lambda: torch.zeros(1000, dtype=torch.uint8)) >= 1000
     True
     """
@@ -203,7 +225,11 @@ Stage = Callable[[Tensor], Tensor]
 
 @contextmanager
 def attention_as(function: Attention) -> Iterator[None]:
-    """Inside, every model that calls F.scaled_dot_product_attention calls `function` instead."""
+    """Inside, every model that calls F.scaled_dot_product_attention calls `function` instead.
+
+    Args:
+        function: what to call instead.
+    """
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = function
     try:
@@ -213,7 +239,12 @@ def attention_as(function: Attention) -> Iterator[None]:
 
 
 def unfused(scores: Stage | None = None, weights: Stage | None = None) -> Attention:
-    """softmax(q k^T / sqrt(D)) v on the matrix of scores, with something done to the scores or to the weights."""
+    """softmax(q k^T / sqrt(D)) v on the matrix of scores, with something done to the scores or to the weights.
+
+    Args:
+        scores: changes the scores.
+        weights: changes the attention weights.
+    """
 
     def attention(
         query: Tensor,

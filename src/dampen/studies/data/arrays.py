@@ -174,7 +174,7 @@ def load_arrays(
     }
     arrays = {split: _tensor(x) for split, (x, _) in given.items()}
     if arrays["train"].dtype != torch.uint8 or request.spec.task != "image":
-        inputs = {split: (x.float(),) for split, x in arrays.items()}
+        inputs: dict[str, tuple[Tensor, ...]] = {n: (x.float(),) for n, x in arrays.items()}
         return array_dataset(request.spec, inputs, labels, classes, facts, cuts)
     parts = {split: (x, labels[split]) for split, x in arrays.items()}
     train = parts.pop("train")
@@ -245,7 +245,9 @@ def array_dataset(
     return Dataset(
         spec.name,
         spec.task,
-        **splits,
+        train=splits["train"],
+        valid=splits["valid"],
+        test=splits["test"],
         classes=classes,
         info=facts,
         model_args=model,

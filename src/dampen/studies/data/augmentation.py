@@ -252,9 +252,9 @@ def augment(
 
 def _build(item: str | Mapping[str, Any], dataset: Dataset) -> Any:
     table = {"name": item} if isinstance(item, str) else dict(item)
-    name = table.pop("name", None)
+    name = str(table.pop("name", None))
     if name not in AUGMENTATIONS:
-        raise ValueError(f"Unknown augmentation {name!r}{nearest(str(name), AUGMENTATIONS)}")
+        raise ValueError(f"Unknown augmentation {name!r}{nearest(name, AUGMENTATIONS)}")
     kind = AUGMENTATIONS[name]
     known = [f.name for f in fields(kind)]
     for key in table:

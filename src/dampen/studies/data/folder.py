@@ -51,12 +51,13 @@ def load_folder(
     if size < 1:
         raise ValueError(f"size is the side of the images in pixels: got {size}.")
     root = find(request.spec, request.data_dir, [], holds)
+    train = _split(root, "train") or root
     folders = {
-        "train": _split(root, "train") or root,
+        "train": train,
         "valid": _split(root, *VALID_NAMES),
         "test": _split(root, "test"),
     }
-    classes = class_folders(folders["train"])
+    classes = class_folders(train)
     hashes: dict[str, str] = {}
     given = {
         split: _read(root, folder, classes, size, channels, hashes)

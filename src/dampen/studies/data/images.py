@@ -142,7 +142,9 @@ def image_dataset(
     return Dataset(
         spec.name,
         spec.task,
-        **splits,
+        train=splits["train"],
+        valid=splits["valid"],
+        test=splits["test"],
         classes=classes,
         info=info | facts,
         model_args={

@@ -267,7 +267,8 @@ def fold_of(data: Dataset, folds: int, seed: int, train_fraction: float = 0.7) -
             f"Folds are for images, texts and arrays with one class each: {data.name} has other "
             "targets."
         )
-    labels = torch.cat([split.labels for split in data.splits.values()])
+    pooled = [s for s in data.splits.values() if isinstance(s, ClassSplit)]
+    labels = torch.cat([split.labels for split in pooled])
     fewest = int(torch.bincount(labels).min())
     if fewest < folds:
         raise ValueError(
@@ -288,7 +289,9 @@ def fold_of(data: Dataset, folds: int, seed: int, train_fraction: float = 0.7) -
     del info["examples"]  # counted anew
     return replace(
         data,
-        **change.splits,
+        train=change.splits["train"],
+        valid=change.splits["valid"],
+        test=change.splits["test"],
         info=info,
         model_args={**data.model_args, **change.model_args},
         normalization=change.normalization,

@@ -274,14 +274,16 @@ def text_reader(read: Read) -> Callable[..., Dataset]:
                 for split, (source, index) in drawn.rows.items()
             }
         )
-        options = {"text": text, "second": second, "label": label}
+        options: dict[str, Any] = {"text": text, "second": second, "label": label}
         options |= {"max_tokens": max_tokens, "vocabulary": vocabulary}
         facts |= {"options": options, "departures": drawn.notes, "drawn": drawn.drawn}
         facts |= {"partial": False, "cut_to_max_tokens": cut, **cuts}
         return Dataset(
             request.spec.name,
             request.spec.task,
-            **splits,
+            train=splits["train"],
+            valid=splits["valid"],
+            test=splits["test"],
             classes=classes,
             info=facts,
             model_args={"classes": len(classes), "max_tokens": max_tokens, **learned},

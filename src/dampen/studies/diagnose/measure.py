@@ -49,7 +49,14 @@ def diagnose(
     only: Sequence[str] = (),
     progress: Callable[[str, int, int], None] = lambda section, done, total: None,
 ) -> dict[str, Any]:
-    """Measure every section (or only those named) and return plain data; the model is left as it was."""
+    """Measure every section (or only those named) and return plain data; the model is left as it was.
+
+    Args:
+        trained: the model with its data.
+        settings: how much to measure.
+        only: names of sections; empty: all.
+        progress: called with what is done.
+    """
     settings = settings or Settings()
     unknown = [name for name in only if name not in SECTIONS]
     if unknown:
@@ -76,14 +83,24 @@ def diagnose(
 
 
 def calibration(t: Trained, s: Settings) -> dict[str, Any]:
-    """Accuracy with interval, NLL, Brier score, ECE over bins of equal width and of equal mass, reliability."""
+    """Accuracy with interval, NLL, Brier score, ECE over bins of equal width and of equal mass, reliability.
+
+    Args:
+        t: the model with its data.
+        s: how much to measure.
+    """
     from dampen.diagnostics import measure_calibration
 
     return asdict(measure_calibration(t.model, t.batches("test", s.examples), bins=s.bins))
 
 
 def robustness(t: Trained, s: Settings) -> list[dict[str, Any]]:
-    """FGSM, and PGD with steps of eps / 4, at each eps."""
+    """FGSM, and PGD with steps of eps / 4, at each eps.
+
+    Args:
+        t: the model with its data.
+        s: how much to measure.
+    """
     from dampen.diagnostics import fgsm, pgd
 
     pixels, data = t.pixels, t.batches("test", s.attack_examples)
@@ -95,14 +112,24 @@ def robustness(t: Trained, s: Settings) -> list[dict[str, Any]]:
 
 
 def corruptions(t: Trained, s: Settings) -> dict[str, Any]:
-    """Noise, blur and lost contrast at five severities."""
+    """Noise, blur and lost contrast at five severities.
+
+    Args:
+        t: the model with its data.
+        s: how much to measure.
+    """
     from dampen.diagnostics import measure_corruptions
 
     return asdict(measure_corruptions(t.model, t.batches("test", s.examples), pixels=t.pixels, seed=s.seed))
 
 
 def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
-    """The spread of mini-batch gradients in training mode, with the regularizers and their penalties, not augmented."""
+    """The spread of mini-batch gradients in training mode, with the regularizers and their penalties, not augmented.
+
+    Args:
+        t: the model with its data.
+        s: how much to measure.
+    """
     from dampen.diagnostics import gradient_variance
 
     order = torch.randperm(len(t.data.train), generator=torch.Generator().manual_seed(s.seed))
@@ -126,7 +153,12 @@ def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
 
 
 def attention(t: Trained, s: Settings) -> dict[str, Any]:
-    """Entropy of the attention weights by head, and how alike the heads are, layer by layer."""
+    """Entropy of the attention weights by head, and how alike the heads are, layer by layer.
+
+    Args:
+        t: the model with its data.
+        s: how much to measure.
+    """
     from dampen.diagnostics import attention_entropy, attention_weights, head_similarity
 
     layers = []
@@ -141,7 +173,12 @@ def attention(t: Trained, s: Settings) -> dict[str, Any]:
 
 
 def conditioning(t: Trained, s: Settings) -> list[dict[str, Any]]:
-    """Condition numbers of the tokens around every residual branch."""
+    """Condition numbers of the tokens around every residual branch.
+
+    Args:
+        t: the model with its data.
+        s: how much to measure.
+    """
     from dampen.diagnostics import measure_conditioning
 
     inputs = _some_inputs(t, s.samples)
@@ -150,14 +187,24 @@ def conditioning(t: Trained, s: Settings) -> list[dict[str, Any]]:
 
 
 def attention_maps(t: Trained, s: Settings) -> dict[str, Any]:
-    """Attention rollout of some test images, as pictures and as numbers; a PNG goes into the trial's folder."""
+    """Attention rollout of some test images, as pictures and as numbers; a PNG goes into the trial's folder.
+
+    Args:
+        t: the model with its data.
+        s: how much to measure.
+    """
     from dampen.studies.diagnose.measure import attention_pictures
 
     return attention_pictures(t, s.maps)
 
 
 def generalization(t: Trained, s: Settings) -> dict[str, Any]:
-    """Accuracy and calibration on training and on test data, and their differences."""
+    """Accuracy and calibration on training and on test data, and their differences.
+
+    Args:
+        t: the model with its data.
+        s: how much to measure.
+    """
     from dampen.diagnostics import generalization_gap
 
     train, test = (t.batches(split, s.examples) for split in ("train", "test"))
@@ -186,7 +233,12 @@ LARGEST = 64
 
 
 def attention_pictures(t: Trained, count: int) -> dict[str, Any]:
-    """Label, image, rollout map and prediction of the first test images of different classes."""
+    """Label, image, rollout map and prediction of the first test images of different classes.
+
+    Args:
+        t: the model with its data.
+        count: how many images.
+    """
     from dampen.diagnostics import attention_weights, overlay, rollout, save_images, token_map
     from dampen.diagnostics.predictions import in_mode, run
     from dampen.functional.grid import grid_of
@@ -220,7 +272,13 @@ def attention_pictures(t: Trained, count: int) -> dict[str, Any]:
 
 
 def head_maps(weights: Mapping[str, Tensor], image: Tensor, size: tuple[int, int]) -> Tensor:
-    """What each head of each layer looks at in the first image: (heads, 3, layers * height, width), a layer per row."""
+    """What each head of each layer looks at in the first image: (heads, 3, layers * height, width), a layer per row.
+
+    Args:
+        weights: attention weights by layer.
+        image: the first image.
+        size: height and width of a map.
+    """
     from dampen.diagnostics import overlay, token_map
 
     rows = []

@@ -38,7 +38,11 @@ FEW = 3
 
 def diagnosis_table(results: Sequence[dict[str, Any]]) -> Table:
     """Accuracy, calibration, robustness, gradients and generalization: a few models side by side with everything, many
-    models in a line each."""
+    models in a line each.
+
+    Args:
+        results: one diagnosis per model.
+    """
     table = Table(box=None, pad_edge=False, title=_settings(results[0]), title_justify="left")
     shown = {title: get for title, get in COLUMNS.items() if any(_cell(get, r) != "-" for r in results)}
     table.add_column("")
@@ -57,7 +61,11 @@ def diagnosis_table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def layers_table(result: dict[str, Any]) -> Table | None:
-    """Attention and conditioning by layer; None where neither was measured."""
+    """Attention and conditioning by layer; None where neither was measured.
+
+    Args:
+        result: a diagnosis.
+    """
     attention = {layer["name"]: layer for layer in result.get("attention", {}).get("layers", [])}
     conditions = {layer["name"]: layer for layer in result.get("conditioning", [])}
     if not attention and not conditions:
@@ -106,7 +114,12 @@ def _number(value: float | None) -> str:
 
 def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """Write the diagnosis where `dampen report` looks for it; sections of this trial that were measured before stay,
-    with the settings they were measured with."""
+    with the settings they were measured with.
+
+    Args:
+        folder: the folder.
+        result: a diagnosis.
+    """
     import torch
 
     from dampen.studies.environment import describe
@@ -127,7 +140,13 @@ def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept(folder: Path, settings: Settings, only: Sequence[str] = ()) -> dict[str, Any] | None:
-    """What was measured before, if it is of this trial, with these settings, and has all that is asked for."""
+    """What was measured before, if it is of this trial, with these settings, and has all that is asked for.
+
+    Args:
+        folder: the folder.
+        settings: how much to measure.
+        only: names of sections; empty: all.
+    """
     found = _read(folder)
     wanted = [name for name in SECTIONS if not only or name in only]
     if found.get("trial") != RunStore(folder).trial().id:

@@ -42,7 +42,13 @@ class Trained:
     picture: Path | None = None
 
     def batches(self, split: str, examples: int, size: int | None = None) -> Batches:
-        """Batches (inputs, labels) of the first `examples` of a split; labels that do not count are -100."""
+        """Batches (inputs, labels) of the first `examples` of a split; labels that do not count are -100.
+
+        Args:
+            split: train, valid or test.
+            examples: how many at most.
+            size: examples per batch.
+        """
         return Batches(getattr(self.data, split), examples, size or 256)
 
     @property
@@ -76,13 +82,21 @@ class Batches:
 
 
 def inputs_of(batch: dict[str, Any]) -> Any:
-    """A lab batch's inputs: the tensor itself where there is only one."""
+    """A lab batch's inputs: the tensor itself where there is only one.
+
+    Args:
+        batch: a batch of a data set.
+    """
     inputs = batch["inputs"]
     return inputs[0] if len(inputs) == 1 else inputs
 
 
 def find_trials(folder: Path) -> list[Path]:
-    """The finished trials in `folder`: itself, or those below it."""
+    """The finished trials in `folder`: itself, or those below it.
+
+    Args:
+        folder: of a study or of one run.
+    """
     if not folder.is_dir():
         raise LabError(f"There is no folder {folder}. Give the folder that dampen run, compare or demo wrote.")
     below = (p.parent for p in folder.rglob("config.json") if p.parent.name != PRETRAIN)
@@ -92,19 +106,24 @@ def find_trials(folder: Path) -> list[Path]:
         if plan.is_file():
             load_plugins(load_comparison(plan.parent).header.get("plugins", ()), plan)
     if not finished:
-        told = f"{len(found)} trials, none of them finished" if found else "no trial"
+        told = f"{len(found)} runs, none of them finished" if found else "no trial"
         raise LabError(f"{folder} holds {told}. Run the command that wrote it again: it resumes, then diagnose.")
     return finished
 
 
 def from_run(folder: Path, data_dir: str | None = None) -> Trained:
-    """The model of a finished trial, with its data, its regularizers, and its weights before training."""
+    """The model of a finished trial, with its data, its regularizers, and its weights before training.
+
+    Args:
+        folder: the folder.
+        data_dir: where data sets are looked for.
+    """
     record = RunStore(folder)
     trial = record.trial()
     state, damage = load_newest(folder, "weights")
     if state is None:
         why = damage[0] if damage else "it holds no weights: it is not finished, or they were not kept"
-        raise LabError(f"{folder} cannot be diagnosed: {why}. Run the trial again to have them.")
+        raise LabError(f"{folder} cannot be diagnosed: {why}. Repeat the run to have them.")
     if brings_task(trial.model["name"]) is not None:
         raise LabError(f"{folder} is a pretraining; diagnose the classifier above it.")
     data = load_data(trial.data, data_dir, seed=trial.seed)
@@ -134,13 +153,20 @@ def from_model(
     """A model that the lab did not train: `package.module:function` that returns it, or a file with its state_dict.
 
     The file is read with `weights_only=True`, and `model` says what the weights belong to, as in `vit(width=48)`.
+
+    Args:
+        place: a function or a file of weights.
+        data: the name of a data set.
+        model: what the weights belong to.
+        data_dir: where data sets are looked for.
+        partial: accept an incomplete copy of the data.
     """
     path = Path(place)
     problems = []
     if not path.is_file() and ":" not in place:
         problems.append(f"{place!r} is neither a folder of runs, nor a file of weights, nor module:function")
     if data is None:
-        problems.append("--data: missing; say on which data set to measure, as in --data digits")
+        problems.append("--data: missing; pass the data set to measure on, as in --data digits")
     if data is None or problems:
         raise ConfigError("dampen diagnose", problems)
     loaded = load_data({"name": data, **({"partial": True} if partial else {})}, data_dir)
@@ -152,7 +178,7 @@ def _from_file(path: Path, model: str | None, data: Any) -> nn.Module:
     from dampen.studies.bench.subject import parse_model
 
     if model is None:
-        problem = f"--model: missing; say what the weights in {path.name} belong to, as in --model 'vit(width=48)'"
+        problem = f"--model: missing; pass the model that {path.name} belongs to, as in --model 'vit(width=48)'"
         raise ConfigError("dampen diagnose", [problem])
     built = make_model(parse_model(model), data.model_args)
     try:

@@ -32,7 +32,12 @@ class Report:
     benches: list[dict[str, Any]] = field(default_factory=list)
 
     def render(self, format: str = "html", live: str = "") -> str:
-        """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content."""
+        """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content.
+
+        Args:
+            format: one of `FORMATS`, or "pack".
+            live: the version of the content, for a page that a server shows.
+        """
         if format not in FORMATS:
             raise ConfigError("--format", [f"unknown format {format!r}; known: {', '.join(FORMATS)}, pack"])
         from dampen.studies.report import formats
@@ -55,6 +60,10 @@ def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
 
     Damaged and empty folders are listed and skipped. Raises ProtocolMismatch where a table would mix protocols (with
     `split` each protocol gets its own table), LabError where nothing is left to show.
+
+    Args:
+        runs: the folders, packs or bench results to read.
+        split: make one table per protocol.
     """
     from dampen.studies.report.read import collect, make_studies
     from dampen.studies.table import make_table
@@ -63,7 +72,7 @@ def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
     studies, skipped = make_studies(found, split)
     if not studies and not found.benches:
         reasons = "".join(f"\n  - {s.path}: {s.reason}" for s in skipped[:20])
-        seen = reasons or "\n  - no plan.json and no trial folder (config.json) anywhere below"
+        seen = reasons or "\n  - no plan.json and no run folder (config.json) anywhere below"
         raise LabError(
             f"Nothing to report in {', '.join(map(str, runs))}:{seen}\n"
             "Run something first, such as: dampen demo, or dampen run RECIPE."
@@ -81,6 +90,13 @@ def write_report(
     """Make a report and write it to `output`, in the format said or the one that the name's ending says.
 
     A pack is compressed where the name ends in .xz, and smaller by far without the `curves` of its trials.
+
+    Args:
+        runs: the folders, packs or bench results to read.
+        output: the file to write.
+        format: one of `FORMATS`, or "pack".
+        split: make one table per protocol.
+        curves: keep the logs of the runs.
     """
     from dampen.studies.files import atomic_file
     from dampen.studies.report.packs import pack, packed_bytes, to_text
@@ -97,10 +113,13 @@ def write_report(
 def format_of(path: Path) -> str:
     """The format that a file's name asks for.
 
+    Args:
+        path: the file.
+
     >>> format_of(Path("table.tex"))
     'latex'
     """
     known = {ending: name for name, ending in FORMATS.items()} | {".htm": "html", ".markdown": "md"}
     if path.suffix.lower() not in known:
-        raise ConfigError("--output", [f"cannot tell the format of {path.name!r}; say --format {'|'.join(FORMATS)}"])
+        raise ConfigError("--output", [f"unknown format of {path.name!r}; pass --format {'|'.join(FORMATS)}"])
     return known[path.suffix.lower()]

@@ -33,7 +33,12 @@ MOST_POINTS = 16
 
 
 def results(table: ResultTable, palette: Palette) -> Figure | None:
-    """Mean, 95 % interval and every single run, row by row."""
+    """Mean, 95 % interval and every single run, row by row.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     import altair as alt
 
     ranked = table.ranked()
@@ -78,12 +83,17 @@ def results(table: ResultTable, palette: Palette) -> Figure | None:
     columns += [Column("high", "95 % high", 2), Column("n", "n", 0)]
     spec = finish(alt.layer(*layers), max(320, 30 * len(names)))
     return Figure(
-        "results", "Spread over seeds", caption + note(len(names), len(ranked)), [Panel("", spec)], columns, records
+        "results", "Results by seed", caption + note(len(names), len(ranked)), [Panel("", spec)], columns, records
     )
 
 
 def cost(table: ResultTable, palette: Palette) -> Figure | None:
-    """What a method gains against what a step costs; the line joins what nothing beats on both."""
+    """What a method gains against what a step costs; the line joins what nothing beats on both.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     import altair as alt
 
     entries = [e for e in table.ranked() if e.cost.ratio]
@@ -123,7 +133,7 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
         layers.append(text.encode(x=x, y=alt.Y("at:Q"), text="text:N", **colored))
     better = "Up" if table.study.mode == "max" else "Down"
     caption = f"{better} and to the left is better; intervals are in the chart of differences and in the numbers. "
-    caption += "The dashed line joins the rows that no other beats on both."
+    caption += "The dashed line joins the methods that no other beats on both."
     note_here = small_model_note(table)
     caption += f" {note_here}" if note_here else ""
     columns = [ROW, Column("ratio", "Cost", 3), Column("fast", "lowest", 3), Column("slow", "highest", 3)]
@@ -173,7 +183,12 @@ MOST_DIFFERENCES = 40
 
 
 def forest(table: ResultTable, palette: Palette) -> Figure | None:
-    """A row per method, best first: difference (point), its corrected interval (line), its verdict in words."""
+    """A row per method, best first: difference (point), its corrected interval (line), its verdict in words.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     import altair as alt
 
     entries = [e for e in table.ranked() if e.comparison and e.comparison.n and not e.same_as]
@@ -202,17 +217,19 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
         x=x, shape=palette.shape(names, legend=False), tooltip=tooltip
     )
     layers.append(points)
-    caption = "Point: mean paired difference; line: its interval, corrected as the verdict is, so that a line across 0 "
-    caption += "is a row that is not decided."
+    caption = (
+        "Point: mean paired difference. Line: its interval, corrected as the verdict is. A line that "
+        "crosses 0 is an inconclusive comparison."
+    )
     if table.margin:
-        caption += (
-            f" Shaded: the margin, {table.margin:g}{table.metric.points}, below which a difference does not matter."
-        )
-    caption += f" Shown are the {len(shown)} best of {len(entries)} rows." if len(shown) < len(entries) else ""
+        caption += f" Shaded: the equivalence margin, {table.margin:g}{table.metric.points}."
+    caption += f" Shown are the {len(shown)} best of {len(entries)} methods." if len(shown) < len(entries) else ""
     columns = [ROW, Column("difference", "Difference", 3), Column("low", "From", 3), Column("high", "To", 3)]
     columns += [Column("verdict", "Verdict"), Column("n", "Shared seeds", 0)]
     spec = finish(alt.layer(*layers), max(120, 30 * len(names)))
-    return Figure("forest", "What was shown", caption, [Panel("", spec)], columns, records, wide=True, fixed=True)
+    return Figure(
+        "forest", "Difference from the baseline", caption, [Panel("", spec)], columns, records, wide=True, fixed=True
+    )
 
 
 def _difference_record(entry: Entry, table: ResultTable) -> dict[str, Any]:
@@ -225,7 +242,12 @@ def _difference_record(entry: Entry, table: ResultTable) -> dict[str, Any]:
 
 
 def curves(table: ResultTable, palette: Palette) -> list[Figure]:
-    """Validation metric and training loss by epoch, mean over seeds with a band of one standard deviation."""
+    """Validation metric and training loss by epoch, mean over seeds with a band of one standard deviation.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     entries = table.selected()
     order = {e.name: i for i, e in enumerate(table.ranked())}
     names = sorted((e.name for e in entries), key=lambda n: order.get(n, 0))
@@ -237,7 +259,7 @@ def curves(table: ResultTable, palette: Palette) -> list[Figure]:
     valid = _curve_records(logs, "valid", metric)
     if len({r["epoch"] for r in valid}) > 1:  # validated once, there is no curve to draw
         title = f"validation {describe(metric).title}"
-        caption = "Mean over seeds; the band is one standard deviation. The rows are those chosen above."
+        caption = "Mean over seeds; the band is one standard deviation. The methods are those chosen above."
         caption += note(len(names), len(entries)) + damaged
         made.append(_curve_figure("curves", "Learning curves", caption, valid, title, names, palette))
     loss = _curve_records(logs, "train", "task")
@@ -294,7 +316,12 @@ def _curve_figure(
 
 
 def searched(table: ResultTable, palette: Palette) -> Figure | None:
-    """Every completed trial of the search; pruned ones have no final value and are only counted."""
+    """Every completed trial of the search; pruned ones have no final value and are only counted.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     import altair as alt
 
     search = table.study.search
@@ -337,8 +364,8 @@ def searched(table: ResultTable, palette: Palette) -> Figure | None:
     if "settings" in search:
         caption = f"Each point is a setting, its mean on validation over {len(search['seeds'])} tuning seeds."
     else:
-        caption = f"Each point is a trial of the search, {search.get('trials', '?')} per row, scored on validation"
-        caption += f"; {pruned} hopeless ones were cut short." if pruned else "."
+        caption = f"Each point is a run of the search, {search.get('trials', '?')} per method, scored on validation"
+        caption += f"; {pruned} unpromising ones were stopped early." if pruned else "."
     columns = [ROW, Column("axis", "Setting"), Column("x", "Value", 6), Column("valid", title, 3)]
     return Figure("search", "Search", caption, panels, columns, records, wide=len(panels) > 2, legend=names)
 
@@ -352,7 +379,11 @@ KINDS = (("ratios", "dampen"), ("papers", "as published"), ("alternatives", "tim
 
 
 def bench_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry per mark: the row it stands in, who made it, its cost with its interval, memory and target."""
+    """One entry per mark: the row it stands in, who made it, its cost with its interval, memory and target.
+
+    Args:
+        record: what `dampen bench` measured.
+    """
     return [
         {"row": entry.get("ours", name), "name": name, "kind": kind, "memory": record["memory"][name]["ratio"]}
         | {key: entry[key] for key in ("median", "low", "high")}
@@ -363,17 +394,25 @@ def bench_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def bench_figures(record: dict[str, Any]) -> list[Figure]:
-    """Every figure for which the record has numbers."""
+    """Every figure for which the record has numbers.
+
+    Args:
+        record: what `dampen bench` measured.
+    """
     return [_steps(record), *([_lengths(record)] if record.get("scaling", {}).get("points") else [])]
 
 
 def bench_chart(record: dict[str, Any]) -> Any:
-    """Costs with their intervals on one axis, the papers' formulations beside ours (an altair chart)."""
+    """Costs with their intervals on one axis, the papers' formulations beside ours (an altair chart).
+
+    Args:
+        record: what `dampen bench` measured.
+    """
     import altair as alt
 
     rows = bench_rows(record)
     kinds = [kind for _, kind in KINDS]
-    x = alt.X("median:Q", title="cost of a training step / best plain step", scale=alt.Scale(type="log", nice=False))
+    x = alt.X("median:Q", title="cost of a training step / best baseline step", scale=alt.Scale(type="log", nice=False))
     y = alt.Y("row:N", title=None, sort=None, axis=alt.Axis(labelLimit=320))
     colors = alt.Scale(domain=kinds, range=list(LIGHT[: len(kinds)]))
     color = alt.Color("kind:N", title=None, scale=colors, legend=alt.Legend(orient="bottom"))
@@ -391,11 +430,11 @@ def bench_chart(record: dict[str, Any]) -> Any:
 def _steps(record: dict[str, Any]) -> Figure:
     rows = bench_rows(record)
     caption = (
-        "Point: median of paired ratios; line: its 95 % interval; 1 is the plain model with the faster of fused and "
-        "unfused attention. Memory: what a step allocates at its peak, as a multiple of the plain step's."
+        "Point: median of paired ratios; line: its 95 % interval; 1 is the baseline with the faster of fused and "
+        "unfused attention. Memory: what a step allocates at its peak, as a multiple of the baseline's."
     )
     if record["noisy"]:
-        caption += f" The intervals of {len(record['noisy'])} rows are wider than 3 %: the machine was not quiet."
+        caption += f" The intervals of {len(record['noisy'])} methods are wider than 3 %: the machine was not quiet."
     columns = [Column("name", "Row"), Column("kind", "By"), Column("median", "Cost", 3), Column("low", "95 % low", 3)]
     columns += [Column("high", "95 % high", 3), Column("target", "Target", 2), Column("memory", "Memory", 2)]
     height = 24 * len({r["row"] for r in rows}) + 40
@@ -411,7 +450,7 @@ def _lengths(record: dict[str, Any]) -> Figure:
     names = list(dict.fromkeys(p["row"] for p in points))
     palette = Palette(names)
     panels = []
-    for key, title in (("median", "time / plain"), ("memory_ratio", "memory / plain")):
+    for key, title in (("median", "time / baseline"), ("memory_ratio", "memory / baseline")):
         x = alt.X("n:Q", title="tokens", scale=alt.Scale(type="log", base=2))
         y = alt.Y(f"{key}:Q", title=title, scale=alt.Scale(type="log", nice=False))
         look = {"color": palette.color(names, lines=True), "strokeDash": palette.dash(names)}

@@ -35,7 +35,7 @@ class Column:
     digits: int | None = None
 
 
-ROW = Column("row", "Row")
+ROW = Column("row", "Method")
 
 
 @dataclass(frozen=True)
@@ -86,26 +86,47 @@ class Palette:
             count += 1
 
     def same(self, name: str, as_name: str) -> None:
-        """Let `name` look like `as_name`: the grid points of a row are one method."""
+        """Let `name` look like `as_name`: the grid points of a row are one method.
+
+        Args:
+            name: the name to use.
+            as_name: the method whose look it takes.
+        """
         self.colors[name], self.shapes[name] = self.colors[as_name], self.shapes[as_name]
         self.dashes[name] = self.dashes[as_name]
 
     def color(self, names: list[str], legend: bool = True, lines: bool = False) -> Color:
-        """The encoding of the field `row` as color."""
+        """The encoding of the field `row` as color.
+
+        Args:
+            names: the names, in order.
+            legend: draw a legend.
+            lines: draw the symbols of the legend as lines.
+        """
         import altair as alt
 
         scale = alt.Scale(domain=names, range=[self.colors[n] for n in names])
         return alt.Color("row:N", scale=scale, legend=_legend(names, lines) if legend else None)
 
     def shape(self, names: list[str], legend: bool = True) -> Shape:
-        """The encoding of the field `row` as shape."""
+        """The encoding of the field `row` as shape.
+
+        Args:
+            names: the names, in order.
+            legend: draw a legend.
+        """
         import altair as alt
 
         scale = alt.Scale(domain=names, range=[self.shapes[n] for n in names])
         return alt.Shape("row:N", scale=scale, legend=_legend(names) if legend else None)
 
     def dash(self, names: list[str], legend: bool = True) -> StrokeDash:
-        """The encoding of the field `row` as dashes."""
+        """The encoding of the field `row` as dashes.
+
+        Args:
+            names: the names, in order.
+            legend: draw a legend.
+        """
         import altair as alt
 
         scale = alt.Scale(domain=names, range=[list(self.dashes[n]) for n in names])
@@ -125,7 +146,13 @@ def _legend(names: list[str], lines: bool = False) -> Legend:
 
 
 def some(names: list[str], keep: Iterable[str] = (), most: int = MOST) -> list[str]:
-    """At most `most` of the names, those in `keep` always among them, in the given order."""
+    """At most `most` of the names, those in `keep` always among them, in the given order.
+
+    Args:
+        names: the names, in order.
+        keep: names that are never left out.
+        most: how many at most.
+    """
     kept = [n for n in names if n in set(keep)]
     chosen = set([*kept, *(n for n in names if n not in set(kept))][: max(most, len(kept))])
     return [n for n in names if n in chosen]
@@ -134,25 +161,43 @@ def some(names: list[str], keep: Iterable[str] = (), most: int = MOST) -> list[s
 def note(shown: int, total: int) -> str:
     """Says when a chart leaves rows out.
 
+    Args:
+        shown: how many are shown.
+        total: how many there are.
+
     >>> note(12, 40)
-    ' Shown are the 12 best of 40 rows; the table has all.'
+    ' Shown are the 12 best of 40 methods; the table has all.'
     """
-    return f" Shown are the {shown} best of {total} rows; the table has all." if shown < total else ""
+    return f" Shown are the {shown} best of {total} methods; the table has all." if shown < total else ""
 
 
 def finish(chart: Any, height: int) -> dict[str, Any]:
-    """The specification of a chart that fills the width of its place."""
+    """The specification of a chart that fills the width of its place.
+
+    Args:
+        chart: an altair chart.
+        height: in pixels.
+    """
     out: dict[str, Any] = chart.properties(width="container", height=height).to_dict()
     return out
 
 
 def known(value: float) -> float | None:
-    """NaN is null in JSON."""
+    """NaN is null in JSON.
+
+    Args:
+        value: the number.
+    """
     return None if math.isnan(value) else value
 
 
 def bounded(interval: tuple[float, float], metric: str) -> tuple[float | None, float | None]:
-    """An interval as charts draw it: nothing where there is none, and no share beyond 0 to 100 %."""
+    """An interval as charts draw it: nothing where there is none, and no share beyond 0 to 100 %.
+
+    Args:
+        interval: its low and high end.
+        metric: what is measured.
+    """
     low, high = interval
     if math.isnan(low):
         return None, None
@@ -160,7 +205,12 @@ def bounded(interval: tuple[float, float], metric: str) -> tuple[float | None, f
 
 
 def tip(field: str, title: str) -> Tooltip:
-    """A line of a tooltip; numbers with three digits."""
+    """A line of a tooltip; numbers with three digits.
+
+    Args:
+        field: the encoding of a field, as in "mean:Q".
+        title: what to call it.
+    """
     import altair as alt
 
     return alt.Tooltip(field, title=title, format=".3f") if field.endswith(":Q") else alt.Tooltip(field, title=title)
@@ -176,7 +226,18 @@ def band_chart(
     points: bool = False,
     legend: bool = True,
 ) -> Any:
-    """Lines with bands, one per row; a click on the legend singles one out. `x` encodes the axis."""
+    """Lines with bands, one per row; a click on the legend singles one out. `x` encodes the axis.
+
+    Args:
+        records: the numbers to draw.
+        x: the encoding of the x axis.
+        x_title: the title of the x axis.
+        y_title: the title of the y axis.
+        names: the names, in order.
+        palette: the color, shape and dash of each method.
+        points: mark each point.
+        legend: draw a legend.
+    """
     import altair as alt
 
     chosen = alt.selection_point(fields=["row"], bind="legend")

@@ -24,7 +24,13 @@ QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
 
 
 def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequence[dict[str, Any]] = ()) -> str:
-    """Tables for a README: answers first, then the rows, then the paper, then what a bench measured."""
+    """Tables for a README: answers first, then the rows, then the paper, then what a bench measured.
+
+    Args:
+        tables: the judged tables.
+        skipped: what could not be read, with the reasons.
+        benches: the results of `dampen bench`.
+    """
     parts = []
     for table in tables:
         advice = advise(table)
@@ -43,14 +49,14 @@ def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequ
         paper = _paper_rows(table)
         if paper:
             parts += ["", f"Next to the paper ({markdown_text(str(table.study.header.get('paper', '')))}):", ""]
-            parts += _md_table(["Row", "Metric", "Paper", "Here", "n", "Verdict", "Gain over the reference"], paper)
+            parts += _md_table(["Method", "Metric", "Paper", "Here", "n", "Verdict", "Gain over the baseline"], paper)
         if table.study.departures:
-            said = "Departures from the paper" if table.study.header.get("paper") else "Keep in mind"
+            said = "Differences from the paper" if table.study.header.get("paper") else "Keep in mind"
             parts += ["", f"{said}:", "", *(f"- {markdown_text(d)}" for d in table.study.departures)]
         parts.append("")
     for record in benches:
         parts += [
-            "## What each method costs",
+            "## Cost of each method",
             "",
             f"{markdown_text(record['model'])}; {markdown_text(record['command'])}",
             "",
@@ -59,7 +65,7 @@ def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequ
             [r["name"], r["kind"], f"{r['median']:.3f}x", f"{r['low']:.3f} to {r['high']:.3f}", f"{r['memory']:.2f}x"]
             for r in bench_rows(record)
         ]
-        parts += [*_md_table(["Row", "By", "Training step", "95 % interval", "Memory"], rows), ""]
+        parts += [*_md_table(["Method", "By", "Training step", "95 % interval", "Memory"], rows), ""]
     if skipped:
         parts += ["## Not in this report", "", *(f"- `{s.path}`: {markdown_text(s.reason)}" for s in skipped), ""]
     return "\n".join(parts)
@@ -73,7 +79,11 @@ def _texts_of_figures(table: ResultTable) -> list[str]:
 
 
 def to_csv(tables: list[ResultTable]) -> str:
-    """One line per row of every table, plain numbers."""
+    """One line per row of every table, plain numbers.
+
+    Args:
+        tables: the judged tables.
+    """
     out = io.StringIO()
     writer = csv.writer(out)
     metrics = list(dict.fromkeys(m for t in tables for e in t.entries for m in e.metrics))
@@ -124,13 +134,22 @@ def to_csv(tables: list[ResultTable]) -> str:
 
 
 def to_json(tables: list[ResultTable], skipped: list[Skipped]) -> str:
-    """Everything, for programs."""
+    """Everything, for programs.
+
+    Args:
+        tables: the judged tables.
+        skipped: what could not be read, with the reasons.
+    """
     content = {"tables": [_plain_table(t) for t in tables], "skipped": [asdict(s) for s in skipped]}
     return json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
 
 
 def to_latex(tables: list[ResultTable]) -> str:
-    """Tables for a paper (booktabs), one per study; rows shown better than the reference in bold."""
+    """Tables for a paper (booktabs), one per study; rows shown better than the reference in bold.
+
+    Args:
+        tables: the judged tables.
+    """
     parts = ["% needs \\usepackage{booktabs}"]
     for table in tables:
         heads, rows = _main_rows(table)
@@ -149,7 +168,7 @@ def to_latex(tables: list[ResultTable]) -> str:
 
 def _main_rows(table: ResultTable) -> tuple[list[str], list[list[str]]]:
     extra = table.other_metrics()
-    heads = ["Row", table.metric.title, "n"]
+    heads = ["Method", table.metric.title, "n"]
     compared = table.main_reference is not None
     if compared:
         heads += ["Verdict", "Difference (corrected interval)", "p (Holm)"]
@@ -222,12 +241,15 @@ def _md_measured(table: ResultTable) -> list[str]:
     rows = []
     for e in (e for e in table.ranked() if any(m.name in e.metrics for m in shown)):
         rows.append([e.name, *(number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m.name)) else "" for m in shown)])
-    heads = ["Row", *(m.title for m in shown)]
+    heads = ["Method", *(m.title for m in shown)]
     return ["", "Measured on the trained models:", "", *_md_table(heads, rows)]
 
 
 def markdown_text(text: str) -> str:
     """Text that stays text in Markdown, also inside a table.
+
+    Args:
+        text: the text.
 
     >>> markdown_text("<b>a|b</b>")
     '&lt;b&gt;a\\\\|b&lt;/b&gt;'

@@ -112,7 +112,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _too_deep(name: str) -> str:
-    return f"{name} is nested deeper than {MOST_LEVELS} levels, which no record is."
+    return f"{name} is nested deeper than {MOST_LEVELS} levels, far more than a result needs."
 
 
 class _Axis(msgspec.Struct):
@@ -150,4 +150,4 @@ def check_search(content: Any, name: str) -> None:
     try:
         msgspec.convert(content, _Search)
     except msgspec.ValidationError as error:
-        raise DamagedRecord(f"{name} is not the record of a search: {error}.") from error
+        raise DamagedRecord(f"{name} is not a search result: {error}.") from error

@@ -28,14 +28,23 @@ KEPT = ("plan.json", "search.json", "config.json", "environment.json", *RESULTS)
 
 
 def folders_below(root: Path) -> Iterator[Path]:
-    """The folder and all below it that may hold records, in a fixed order."""
+    """The folder and all below it that may hold records, in a fixed order.
+
+    Args:
+        root: the folder to start from.
+    """
     for name, folders, _ in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in ASIDE)
         yield Path(name)
 
 
 def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
-    """Every record below `paths` as one JSON document: by folder, by file; the logs only where `curves` are wanted."""
+    """Every record below `paths` as one JSON document: by folder, by file; the logs only where `curves` are wanted.
+
+    Args:
+        paths: the folders.
+        curves: keep the logs of the runs.
+    """
     kept = KEPT if curves else tuple(name for name in KEPT if name != "log.jsonl")
     found: dict[str, dict[str, Any]] = {}
     tops: dict[str, int] = {}  # two folders of the same name stay apart
@@ -52,13 +61,17 @@ def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
             if files:
                 found[PurePosixPath(top, *folder.relative_to(given).parts).as_posix()] = files
     if not found:
-        raise LabError(f"There are no records in {', '.join(map(str, paths))}.")
+        raise LabError(f"There are no result files in {', '.join(map(str, paths))}.")
     sums = {name: checksum(files) for name, files in found.items()}
     return {"kind": KIND, "version": VERSION, "checksums": sums, "folders": found}
 
 
 def to_text(packed: Mapping[str, Any]) -> str:
-    """The document with one folder per line, so that a version control system shows which trials came."""
+    """The document with one folder per line, so that a version control system shows which trials came.
+
+    Args:
+        packed: what `pack` returned.
+    """
     folders = packed["folders"].items()
     lines = [f"{json.dumps(name)}:{json.dumps(files, separators=(',', ':'))}" for name, files in folders]
     head = f'"kind":{json.dumps(packed["kind"])},"version":{packed["version"]}'
@@ -68,12 +81,21 @@ def to_text(packed: Mapping[str, Any]) -> str:
 
 
 def packed_bytes(text: str, path: Path) -> bytes:
-    """The document as its file holds it: compressed where the name ends in .xz."""
+    """The document as its file holds it: compressed where the name ends in .xz.
+
+    Args:
+        text: the text.
+        path: the file.
+    """
     return lzma.compress(text.encode()) if path.suffix == ".xz" else text.encode()
 
 
 def packed_text(path: Path) -> str:
-    """What `packed_bytes` wrote."""
+    """What `packed_bytes` wrote.
+
+    Args:
+        path: the file.
+    """
     try:
         return read_limited(path).decode()
     except UnicodeDecodeError as error:
@@ -81,26 +103,32 @@ def packed_text(path: Path) -> str:
 
 
 def unpack(path: Path, content: Any, folder: Path) -> None:
-    """Write the records of a packed file (its `path`, for messages, and its `content`) below `folder`, as they were."""
+    """Write the records of a packed file (its `path`, for messages, and its `content`) below `folder`, as they were.
+
+    Args:
+        path: the file.
+        content: its parsed content.
+        folder: where to write.
+    """
     if not isinstance(content, dict) or content.get("kind") != KIND or not isinstance(content.get("folders"), dict):
         raise LabError(
-            f"{path} is no file of records; `dampen report RUNS -o FILE --format pack` writes one, "
+            f"{path} is not a pack; `dampen report RUNS -o FILE --format pack` writes one, "
             "and `dampen bench -o FILE` one of costs."
         )
     if content.get("version") != VERSION:
         raise LabError(
-            f"{path} has records of version {content.get('version')!r}, this dampen reads {VERSION}: update it."
+            f"{path} is a pack of version {content.get('version')!r}, this dampen reads {VERSION}: update it."
         )
     _check_sums(path, content)
     for name, files in content["folders"].items():
         place = (folder / name).resolve()
         unknown = sorted(set(files) - set(KEPT)) if isinstance(files, dict) else [name]
         if not place.is_relative_to(folder.resolve()) or unknown:
-            raise LabError(f"{path}: {', '.join(unknown) or name!r} does not belong in a file of records.")
+            raise LabError(f"{path}: {', '.join(unknown) or name!r} does not belong in a pack.")
         place.mkdir(parents=True, exist_ok=True)
         for file, value in files.items():
             if not isinstance(value, str | list if file.endswith(".jsonl") else str | dict | list):
-                raise LabError(f"{path}: {name}/{file} is not what such a file holds ({type(value).__name__}).")
+                raise LabError(f"{path}: {name}/{file} has an unexpected type ({type(value).__name__}).")
             (place / file).write_text(value if isinstance(value, str) else _text(file, value), encoding="utf-8")
 
 

@@ -22,14 +22,14 @@ from dampen.studies.table import ResultTable
 
 HERE = Path(__file__).parent
 METHOD = (
-    "Runs of one seed start from the same weights and see the same batches, so rows are compared seed by seed. A plan "
-    "whose number of seeds was fixed before is judged by the paired t-test (the exact sign-flip test where all "
-    "differences are equal); one that was looked at while it grew by an e-process that is valid at every look. "
-    "p values are corrected for the number of rows by Holm's method, level 0.05, every metric for itself; a row's "
-    "interval is made at the level at which the row was judged, and is its own: the intervals are not simultaneous. "
-    "Equal means that the interval at 0.05 divided by the number of rows lies within the margin. With fewer than 3 "
-    "shared seeds no test is made. The same training under two names is counted once. Grid points are chosen by the "
-    "mean on validation; the test set is evaluated once, at the end. Effects are Hedges' g with intervals from the "
+    "Runs of one seed start from the same weights and see the same batches, so methods are compared with the baseline "
+    "seed by seed. If the number of seeds was fixed in advance, the test is the paired t-test, or the exact sign-flip "
+    "test where all differences are equal. If the study was analyzed while it grew, the test is an e-process, which is "
+    "valid at every interim analysis. p values are Holm-corrected for the number of methods at level 0.05, separately "
+    "for each metric. A method's interval has the level of its test; the intervals are not simultaneous. Equal means "
+    "that the interval at 0.05 divided by the number of methods lies within the equivalence margin. With fewer than 3 "
+    "shared seeds there is no test. Identical trainings under two names count once. Grid points are selected by the "
+    "mean on validation, and the test set is evaluated once, at the end. Effects are Hedges' g with intervals from the "
     "noncentral t distribution."
 )
 
@@ -38,7 +38,14 @@ def make_page(
     tables: list[ResultTable], skipped: list[Skipped], live: str = "", benches: Sequence[dict[str, Any]] = ()
 ) -> str:
     """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server shows, with the
-    version of its content."""
+    version of its content.
+
+    Args:
+        tables: the judged tables.
+        skipped: what could not be read, with the reasons.
+        live: the version of the content, for a page that a server shows.
+        benches: the results of `dampen bench`.
+    """
     palette = Palette([e.row.name for t in tables for e in t.entries], _references(tables))
     for entry in (e for t in tables for e in t.entries):
         palette.same(entry.name, entry.row.name)
@@ -84,7 +91,12 @@ def _references(tables: list[ResultTable]) -> list[str]:
 
 
 def table_figures(table: ResultTable, palette: Palette) -> list[Figure]:
-    """Every figure for which the study has data."""
+    """Every figure for which the study has data.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+    """
     made = [
         cost(table, palette),
         results(table, palette) if not table.study.show_all else None,
@@ -113,7 +125,12 @@ def _figure_data(figure: Figure) -> dict[str, Any]:
 
 
 def content_policy(scripts: list[str], live: bool) -> str:
-    """A policy that lets the page run its own scripts, known by their hashes, and nothing else: no network, no eval."""
+    """A policy that lets the page run its own scripts, known by their hashes, and nothing else: no network, no eval.
+
+    Args:
+        scripts: the scripts of the page.
+        live: the version of the content, for a page that a server shows.
+    """
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     network = "'self'" if live else "'none'"
     return (
@@ -137,7 +154,11 @@ def vega_bundle() -> str:
 
 @cache
 def asset(name: str) -> str:
-    """A file of ours that goes into the page."""
+    """A file of ours that goes into the page.
+
+    Args:
+        name: of a file in assets/.
+    """
     return (HERE / "assets" / name).read_text(encoding="utf-8")
 
 

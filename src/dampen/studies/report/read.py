@@ -48,7 +48,11 @@ class Collection:
 
 def collect(paths: Sequence[Path | str]) -> Collection:
     """Read every plan and trial below `paths`, or in files of records and of costs. A path that does not exist is an
-    error; damaged content is listed."""
+    error; damaged content is listed.
+
+    Args:
+        paths: the folders.
+    """
     found = Collection()
     for root in map(Path, paths):
         if root.is_file():
@@ -86,16 +90,21 @@ def _wrong_with_bench(content: dict[str, Any]) -> str:
     """Why a record of costs cannot be shown; empty where it can."""
     missing = [key for key in BENCH_KEYS if not isinstance(content.get(key), dict)]
     if missing:
-        return f"damaged: a record of costs without {', '.join(missing)}"
+        return f"damaged: a bench result without {', '.join(missing)}"
     try:
         bench_view(content, bench_figures(content), "b", {})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        return f"damaged: not a record of costs ({type(error).__name__}: {error})"
+        return f"damaged: not a bench result ({type(error).__name__}: {error})"
     return ""
 
 
 def label(folder: Path, root: Path) -> str:
-    """How a folder is called in lists: relative to what was given, or by its own name."""
+    """How a folder is called in lists: relative to what was given, or by its own name.
+
+    Args:
+        folder: the folder.
+        root: what was given.
+    """
     relative = folder.relative_to(root)
     return str(relative) if relative.parts else folder.resolve().name
 
@@ -185,6 +194,10 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
     """One study per plan, and one per folder of trials without a plan; what belongs nowhere is listed.
 
     Raises ProtocolMismatch where a folder mixes protocols; `split=True` makes one study per protocol instead.
+
+    Args:
+        found: what was read.
+        split: make one table per protocol.
     """
     studies, skipped, claimed = [], list(found.skipped), set[Path]()
     by_id: dict[str, list[LoggedRun]] = {}
@@ -201,7 +214,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
             study.protocol = check_protocol(study.name, study.runs(), study.grid_keys(), planned=True)
             studies.append(study)
         else:
-            skipped.append(Skipped(folder.name, f"none of its {len(plan.trials)} planned trials has been started"))
+            skipped.append(Skipped(folder.name, f"none of its {len(plan.trials)} planned runs has been started"))
     loose: dict[Path, list[LoggedRun]] = {}
     for run in found.runs.values():
         if run.folder not in claimed:
@@ -221,7 +234,7 @@ def _why_not(run: LoggedRun, plan: Comparison) -> str:
     if codes and function.get("code") not in codes:
         row = f"{methods_as_text(run.config['methods'])}, seed {run.seed}"
         return f"a result of older code of {function.get('name')} ({row}); --ignore-code-change counts it"
-    return "belongs to no row of plan.json; it was run under an earlier plan or other settings"
+    return "belongs to no configuration in plan.json: it was run under an earlier plan or other settings"
 
 
 def _from_plan(
@@ -283,7 +296,12 @@ class ProtocolMismatch(LabError):
 
 
 def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
-    """What must be equal for runs to be compared, flat, as text: data, model, training, size of the splits."""
+    """What must be equal for runs to be compared, flat, as text: data, model, training, size of the splits.
+
+    Args:
+        run: one run.
+        free: further settings that may differ.
+    """
     said = {k: v for k, v in run.config.items() if k not in FREE and v is not None}  # older runs know no pretraining
     flat = _flatten(said)
     if run.final:
@@ -298,7 +316,14 @@ def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
 
 
 def check_protocol(name: str, runs: Sequence[LoggedRun], free: Iterable[str], planned: bool) -> dict[str, str]:
-    """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they may not be mixed."""
+    """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they may not be mixed.
+
+    Args:
+        name: the name to use.
+        runs: the runs of one table.
+        free: further settings that may differ.
+        planned: whether a plan names the rows.
+    """
     flats = [protocol_of(run, free) for run in runs]
     lines = []
     for key in sorted({k for flat in flats for k in flat}):
@@ -312,14 +337,18 @@ def check_protocol(name: str, runs: Sequence[LoggedRun], free: Iterable[str], pl
         raise ProtocolMismatch(
             f"{name} mixes incompatible protocols in one table:\n"
             + "\n".join(lines)
-            + "\nReport them separately: keep each protocol in its own folder, or say --split for one table each."
+            + "\nReport them separately: keep each protocol in its own folder, or pass --split for one table each."
         )
     first = flats[0] if flats else {}
     return {k: v for k, v in first.items() if all(flat.get(k, v) == v for flat in flats)}
 
 
 def protocol_groups(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
-    """The runs, sorted into groups of one protocol each."""
+    """The runs, sorted into groups of one protocol each.
+
+    Args:
+        runs: the runs to sort.
+    """
     groups: dict[str, list[LoggedRun]] = {}
     for run in runs:
         flat = {k: v for k, v in protocol_of(run).items() if not k.startswith(FACTS)}

@@ -27,7 +27,11 @@ RECORDS = ("plan.json", "config.json", "final.json", "log.jsonl", "diagnose.json
 
 
 def fingerprint(runs: Sequence[Path | str]) -> str:
-    """Changes whenever a record below the folders is added or written to."""
+    """Changes whenever a record below the folders is added or written to.
+
+    Args:
+        runs: the folders, packs or bench results to read.
+    """
     digest = sha256()
     for root in runs:
         for folder, folders, files in os.walk(root):
@@ -113,7 +117,13 @@ class _Server(ThreadingHTTPServer):
 
 
 def make_server(runs: Sequence[Path | str], port: int = 0, split: bool = False) -> ThreadingHTTPServer:
-    """A server on the loopback address; port 0 takes a free one. Call `serve_forever` on it."""
+    """A server on the loopback address; port 0 takes a free one. Call `serve_forever` on it.
+
+    Args:
+        runs: the folders, packs or bench results to read.
+        port: 0 takes a free one.
+        split: make one table per protocol.
+    """
     page = LivePage(runs, split)
 
     class Handler(BaseHTTPRequestHandler):
@@ -146,10 +156,14 @@ def make_server(runs: Sequence[Path | str], port: int = 0, split: bool = False) 
     try:
         server = _Server((HOST, port), Handler)
     except OSError as error:
-        raise LabError(f"Port {port} cannot be used: {error}. Say --port with another number, or 0 for any.") from error
+        raise LabError(f"Port {port} cannot be used: {error}. Pass another --port, or 0 for any free one.") from error
     return server
 
 
 def address(server: ThreadingHTTPServer) -> str:
-    """Where to look."""
+    """Where to look.
+
+    Args:
+        server: a server from `make_server`.
+    """
     return f"http://{HOST}:{server.server_address[1]}/"

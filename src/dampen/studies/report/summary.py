@@ -27,7 +27,11 @@ class Advice:
 
 
 def advise(table: ResultTable) -> Advice:
-    """Read the table for someone in a hurry."""
+    """Read the table for someone in a hurry.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     reference = table.main_reference
     better = [
         e
@@ -39,7 +43,11 @@ def advise(table: ResultTable) -> Advice:
 
 
 def in_words(advice: Advice) -> list[str]:
-    """The answers as a few lines of plain text, for a terminal."""
+    """The answers as a few lines of plain text, for a terminal.
+
+    Args:
+        advice: the three answers.
+    """
     parts = (advice.which, advice.cost, advice.trust)
     shown = [f"{part.headline}. {' '.join(part.details[:most])}" for part, most in zip(parts, (9, 2, 2), strict=True)]
     return [line.replace("..", ".") for line in shown]
@@ -82,12 +90,15 @@ def _which(table: ResultTable, reference: Entry | None, better: list[Entry], pic
     if elsewhere:
         return Answer("It depends on the model", [*told_elsewhere, *_others(compared, table)])
     if not any(e.comparison and e.comparison.p is not None for e in compared):
-        told = f"Every comparison has fewer than {FEWEST} shared seeds, so spread and chance cannot be told apart."
-        return Answer("Too few runs to say", [told, "Run more seeds per row; --until-decided adds them."], "caution")
-    if all(e.verdict != "not decided" for e in compared):
-        told = f"No method here beats {name}; {plural(len(compared), 'row')} decided."
-        return Answer(f"Stay with {name}", [told, *_others(compared, table)])
-    return Answer("Not decided yet", [f"No row is shown better than {name}.", *_others(compared, table)])
+        few = f"Every comparison has fewer than {FEWEST} shared seeds, too few for a test."
+        more = "Run more seeds per method; --until-decided adds them."
+        return Answer("Too few runs", [few, more], "caution")
+    if all(e.verdict != "inconclusive" for e in compared):
+        all_ = plural(len(compared), "conclusive comparison")
+        found = f"No method significantly outperforms {name}, in {all_}."
+        return Answer(f"Stay with {name}", [found, *_others(compared, table)])
+    found = f"No method is significantly better than {name}."
+    return Answer("Inconclusive", [found, *_others(compared, table)])
 
 
 def _gain(entry: Entry, table: ResultTable) -> str:
@@ -100,7 +111,7 @@ def _gain(entry: Entry, table: ResultTable) -> str:
 
 def _others(compared: list[Entry], table: ResultTable) -> list[str]:
     """What became of the rows that are not better, a sentence per verdict."""
-    by_word = {w: [e for e in compared if e.verdict == w] for w in ("equal", "worse", "no gain", "not decided")}
+    by_word = {w: [e for e in compared if e.verdict == w] for w in ("equal", "worse", "no gain", "inconclusive")}
     told = []
     if by_word["equal"]:
         margin = f"{table.margin:g}{table.metric.points}"
@@ -109,14 +120,14 @@ def _others(compared: list[Entry], table: ResultTable) -> list[str]:
         told.append(f"Worse: {listed([e.name for e in by_word['worse']])}.")
     if by_word["no gain"]:
         told.append(f"No gain of the margin: {listed([e.name for e in by_word['no gain']])}.")
-    open_ = [e for e in by_word["not decided"] if e.comparison and e.comparison.p is not None]
+    open_ = [e for e in by_word["inconclusive"] if e.comparison and e.comparison.p is not None]
     if open_:
         nearest = min(open_, key=lambda e: (e.comparison.needed if e.comparison else None) or math.inf)
         needs = nearest.comparison.needed if nearest.comparison else None
-        who = "it" if len(open_) == 1 else f"the nearest, {nearest.name},"
-        next_ = f"; {who} needs about {needs:,} seeds" if needs else ""
-        told.append(f"Not decided: {listed([e.name for e in open_])}{next_}.")
-    few = [e.name for e in by_word["not decided"] if not e.comparison or e.comparison.p is None]
+        told.append(f"Inconclusive: {listed([e.name for e in open_])}.")
+        if needs:
+            told.append(f"Closest to significance: {nearest.name} (about {needs:,} seeds needed).")
+    few = [e.name for e in by_word["inconclusive"] if not e.comparison or e.comparison.p is None]
     failed = [e.name for e in table.entries if e.verdict == "failed"]
     told += [f"Too few runs to judge: {listed(few)}."] if few else []
     return told + ([f"Failed: {listed(failed)}."] if failed else [])
@@ -126,10 +137,10 @@ def _best_without_reference(table: ResultTable) -> Answer:
     """Nothing to test against: what validation prefers, with its test result."""
     entries = [e for e in table.selected() if e.valid is not None]
     if not entries:
-        return Answer("No finished run yet", ["Nothing can be said before runs finish."], "caution")
+        return Answer("No finished run yet", ["Results appear when the first runs finish."], "caution")
     best = max(entries, key=lambda e: (e.valid or 0.0) if table.study.mode == "max" else -(e.valid or 0.0))
     told = f"Best on validation; test {table.metric.label} {best.summary.mean:.2f}"
-    return Answer(best.name, [f"{told} over {plural(best.summary.n, 'run')}.", "There is no row to test against."])
+    return Answer(best.name, [f"{told} over {plural(best.summary.n, 'run')}.", "There is no baseline to test against."])
 
 
 SMALL_STEP = 0.03
@@ -143,7 +154,7 @@ def _cost(table: ResultTable, pick: Entry | None) -> Answer:
         if seconds:
             told = [
                 f"Training took {min(seconds):.3g} to {max(seconds):.3g} s per run.",
-                "No row to take a ratio against.",
+                "There is no baseline for a cost ratio.",
             ]
             return Answer(f"{sum(seconds) / len(seconds):.3g} s per run", told)
         return Answer("Cost not known", ["No two runs of one seed on the same machine give a ratio of step times."])
@@ -162,7 +173,11 @@ def _cost(table: ResultTable, pick: Entry | None) -> Answer:
 
 
 def small_model_note(table: ResultTable) -> str:
-    """Why ratios of a small model are no guide to a large one; empty where steps are long enough."""
+    """Why ratios of a small model are no guide to a large one; empty where steps are long enough.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     reference = table.main_reference
     step = reference.cost.step_seconds if reference else None
     if not step or step > SMALL_STEP:
@@ -183,16 +198,25 @@ class Answer:
 
 
 def shared_seeds(entry: Entry) -> int:
-    """How many seeds the row shares with its reference."""
+    """How many seeds the row shares with its reference.
+
+    Args:
+        entry: the results of one configuration.
+    """
     return entry.comparison.n if entry.comparison else 0
 
 
 def trust(table: ResultTable) -> Answer:
     """What the table could have shown, and every reason against it. Failed rows say so themselves and count here only
-    where runs are missing from means."""
+    where runs are missing from means.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     compared = table.compared()
     tested = [e for e in compared if e.comparison and e.comparison.p is not None]
-    decided = [e for e in tested if e.verdict != "not decided"]
+    decided = [e for e in tested if e.verdict != "inconclusive"]
+    total = plural(len(compared), "comparison")
     against = _reservations(table)
     basis = _basis(table, tested)
     if not tested:
@@ -200,21 +224,24 @@ def trust(table: ResultTable) -> Answer:
         what = f"Little: {plural(count, 'shared seed')}" if compared else "Nothing to test against"
         return Answer(what, [*basis, *against, *noise(table)], "caution")
     if len(decided) == len(compared):
-        headline, tone = (
-            f"Well founded: {'all ' if len(compared) > 1 else ''}{plural(len(compared), 'row')} decided",
-            "good",
-        )
+        headline, tone = f"Well founded: {total} conclusive", "good"
+        if len(compared) > 1:
+            headline = f"Well founded: all {total} conclusive"
     elif len(decided) >= len(compared) / 2:
-        headline, tone = f"Good: {len(decided)} of {plural(len(compared), 'row')} decided", "good"
+        headline, tone = f"Good: {len(decided)} of {total} conclusive", "good"
     else:
-        headline, tone = f"Weak: {len(decided)} of {plural(len(compared), 'row')} decided", "caution"
+        headline, tone = f"Weak: {len(decided)} of {total} conclusive", "caution"
     if against:
         headline, tone = f"{headline}, with reservations", "plain" if tone == "good" else tone
     return Answer(headline, [*_power(table, tested), *basis, *against, *noise(table)], tone)
 
 
 def smallest_difference(table: ResultTable) -> float:
-    """The difference that the middle row of this table shows with power 0.8; NaN where nothing was tested."""
+    """The difference that the middle row of this table shows with power 0.8; NaN where nothing was tested.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     found = [e.comparison.detectable for e in table.compared() if e.comparison and e.comparison.n >= FEWEST]
     return statistics.median(found) if found else math.nan
 
@@ -223,16 +250,17 @@ def _power(table: ResultTable, tested: list[Entry]) -> list[str]:
     smallest, metric = smallest_difference(table), table.metric
     fewest, most = min(map(shared_seeds, tested)), max(map(shared_seeds, tested))
     seeds = plural(most, "seed") if fewest == most else f"{fewest} to {most} seeds"
-    told = f"With {seeds} and this spread, a true difference of about {smallest:.{metric.digits}f}{metric.points} "
-    told += f"would be shown in {100 * POWER:.0f} of 100 such tables"
-    told += f"; what matters is the margin, {table.margin:g}{metric.points}." if table.margin else "."
-    return [told]
+    difference = f"{smallest:.{metric.digits}f}{metric.points}"
+    power = f"With {seeds} this study has {100 * POWER:.0f} % power to detect a difference of {difference}."
+    if not table.margin:
+        return [power]
+    return [f"{power} The equivalence margin is {table.margin:g}{metric.points}."]
 
 
 def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
     test = KINDS["sequential" if table.study.test == "sequential" else "fixed"]
     told = (
-        [f"{test[0].upper()}{test[1:]}; corrected for {plural(len(table.compared()), 'row')} by Holm."]
+        [f"{test[0].upper()}{test[1:]}, corrected for {plural(len(table.compared()), 'comparison')} by Holm."]
         if tested
         else []
     )
@@ -240,17 +268,21 @@ def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
 
 
 def tuned(table: ResultTable) -> str:
-    """Whether each row had its settings searched, in a sentence."""
+    """Whether each row had its settings searched, in a sentence.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     search = table.study.search
     if search:
         seeds = f" on tuning seeds {listed([str(s) for s in search['seeds']])}" if search.get("seeds") else ""
         if search.get("storage") == "tuning":
             return _tuned_equally(table, seeds)
-        return f"Settings were tuned: {search.get('trials', '?')} trials for every row{seeds}, scored on validation."
+        return f"Settings were tuned: {search.get('trials', '?')} runs for every method{seeds}, scored on validation."
     most = max((len(row.cells) for row in table.study.rows), default=1)
     if most > 1 and not table.study.show_all:
-        return f"Each row is shown at the best of its grid points (up to {most}) on validation."
-    return "No setting was tuned in this run: a row stands for the one setting it names."
+        return f"Each method is shown at the grid point selected on validation, of up to {most}."
+    return "Hyperparameters were not tuned: each method was run at the setting listed."
 
 
 def _tuned_equally(table: ResultTable, seeds: str) -> str:
@@ -263,35 +295,47 @@ def _tuned_equally(table: ResultTable, seeds: str) -> str:
     fixed = [name for name in names if name not in rows]
     several = plural(search["settings"], "setting")
     if second := search.get("strength_settings"):
-        several += f" ({second} of them of the strength alone, or of a row without one close to its best)"
-    told = [f"Settings were tuned: {several} of every row, the reference too, chosen by the mean of validation{seeds}."]
-    told += [f"{plural(further, 'row')} chose at the end of a range, which was then extended once."] * bool(further)
+        several += f" ({second} of them of the strength alone, or of a method without one close to its best)"
+    told = [
+        f"Settings were tuned: {several} of every method, the baseline too, selected by the mean on validation{seeds}."
+    ]
+    told += [
+        f"{plural(further, 'method')} had the best setting at the end of a range, which was then extended once."
+    ] * bool(further)
     told += [f"Still at the end of a range: {listed(edge)}."] * bool(edge)
     told += [f"Best settings tie on validation, the middle one was taken: {listed(tied)}."] * bool(tied)
     told += [f"Nothing to tune: {listed(fixed)}."] * bool(fixed)
     if "test" in _redrawn(table.study.runs()):
         told.append(
-            "The test set is drawn anew for each seed, so that it holds examples on which settings were chosen, "
-            "the same for every row."
+            "The test set is drawn anew for each seed, so it holds examples on which settings were selected, "
+            "the same for every method."
         )
     return " ".join(told)
 
 
 def what_was_tested(table: ResultTable) -> str:
-    """Which weights were tested, and what chose them, in a sentence."""
+    """Which weights were tested, and what chose them, in a sentence.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     configs = [run.config for run in table.study.runs()]
     if not configs:
         return ""
     if any(config.get("function") for config in configs):
-        return "Your function measured the test metrics itself: the part they come from must have chosen nothing."
+        return "Your function measured the test metrics itself. Make sure that split was not used for model selection."
     kept = {config.get("train", {}).get("select", "best") for config in configs}
     if kept == {"last"}:
-        return "Every run was tested after its last epoch; the test set was used once."
-    return "The epoch to test was chosen on validation; the test set was used once."
+        return "Every run was tested once, after its last epoch."
+    return "The tested epoch was selected on validation. The test set was used once."
 
 
 def noise(table: ResultTable) -> list[str]:
-    """What seeds vary and what they do not, and so what the intervals cover."""
+    """What seeds vary and what they do not, and so what the intervals cover.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     runs = table.study.runs()
     varied = _varied([run.config for run in runs], _redrawn(runs))
     return [varied + (_test_set(table) if varied.endswith(SAME_TEST) else "") + "."] if varied else []
@@ -318,12 +362,12 @@ def _varied(configs: list[dict[str, Any]], redrawn: list[str]) -> str:
     if not configs:
         return ""
     if any(config.get("function") for config in configs):
-        return "Seeds vary what your function draws; whether that includes the parts of the data, only it knows"
+        return "Seeds vary what your function draws, which may include the splits of the data"
     data = configs[0].get("data", {})
     if data.get("folds"):
         return (
             f"Seeds vary initial weights, order of batches and the {data['folds']} folds: every example is tested once "
-            "per seed, so that intervals cover the draw of the parts too"
+            "per seed, so intervals cover the draw of the splits too"
         )
     if redrawn == ["valid"]:
         return (
@@ -338,7 +382,7 @@ def _varied(configs: list[dict[str, Any]], redrawn: list[str]) -> str:
     if data.get("split_seed") == "seed":
         return f"Seeds vary initial weights and order of batches; training and validation are given, and {SAME_TEST}"
     return (
-        "Seeds vary initial weights and order of batches; every run trains on the same part (data.split_seed=seed "
+        "Seeds vary initial weights and order of batches; every run trains on the same split (data.split_seed=seed "
         f"would draw it anew for each seed), and {SAME_TEST}"
     )
 
@@ -354,7 +398,7 @@ def _test_set(table: ResultTable) -> str:
     error = metric.scale * math.sqrt(max(0.0, share * (1 - share)) / count)
     return (
         f": its {count:,} examples alone leave a standard error of {error:.2f}{metric.points} on any {metric.label}, "
-        "which no number of seeds removes (rows share it, so differences suffer less)"
+        "which no number of seeds removes (all methods share it, so differences suffer less)"
     )
 
 
@@ -364,7 +408,7 @@ def _reservations(table: ResultTable) -> list[str]:
     diverged = sum(e.diverged for e in some)
     if diverged:
         verb = "is" if diverged == 1 else "are"
-        against.append(f"{plural(diverged, 'run')} of rows with results diverged and {verb} not in the means.")
+        against.append(f"{plural(diverged, 'run')} diverged and {verb} not in the means.")
     unfinished = sum(e.unfinished for e in table.entries if e.verdict != "failed")
     if unfinished:
         against.append(f"{unfinished} of {study.planned()} planned runs not finished.")
@@ -393,6 +437,10 @@ def _mixed(runs: list[LoggedRun]) -> list[str]:
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 
+    Args:
+        count: how many.
+        noun: in the singular.
+
     >>> plural(1, "seed"), plural(1200, "run")
     ('1 seed', '1,200 runs')
     """
@@ -400,12 +448,21 @@ def plural(count: int, noun: str) -> str:
 
 
 def counted(entry: Entry, table: ResultTable) -> str:
-    """Values of a row and how many were planned; the folds of a round of cross-validation make one value."""
+    """Values of a row and how many were planned; the folds of a round of cross-validation make one value.
+
+    Args:
+        entry: the results of one configuration.
+        table: the runs of a study, judged.
+    """
     return f"{entry.summary.n}/{entry.cell.planned // (table.study.header.get('folds') or 1)}"
 
 
 def listed(names: list[str], most: int = 4) -> str:
     """Names in a sentence, not too many of them.
+
+    Args:
+        names: the names, in order.
+        most: how many at most.
 
     >>> listed(["a", "b", "c"])
     'a, b and c'
@@ -419,6 +476,10 @@ def listed(names: list[str], most: int = 4) -> str:
 
 def shortened(name: str, most: int = 24) -> str:
     """A name that fits beside a point.
+
+    Args:
+        name: the whole name.
+        most: how many at most.
 
     >>> shortened("feed_forward_dropout (feed-forward)")
     'feed_forward_dropout (f…'

@@ -36,6 +36,10 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     """The table: ours with spread and number, cost, the published figure, the verdict.
 
     Without verdicts, while runs are still coming in, a line per row with the difference so far, called provisional.
+
+    Args:
+        found: what was read.
+        verdicts: show verdicts; without them the differences are provisional.
     """
     study, metric, entries = found.study, found.metric, found.entries
     published = any(e.published for e in entries)
@@ -43,7 +47,7 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     compared = any(e.reference for e in entries)
     table = Table(title=escape(study.title), title_justify="left")
     whole = max((len(e.row.name) for e in entries), default=0) <= UNBROKEN
-    table.add_column("row", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts)
+    table.add_column("method", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts)
     if grid:
         table.add_column("grid", overflow="fold")
     table.add_column(f"test {metric.title}", justify="right")
@@ -80,7 +84,12 @@ STYLES = {"better": "green", "worse": "red", "failed": "red", "reference": "bold
 
 
 def mean_sd(entry: Entry, metric: Metric) -> str:
-    """Mean, and standard deviation where there is one."""
+    """Mean, and standard deviation where there is one.
+
+    Args:
+        entry: the results of one configuration.
+        metric: what is measured.
+    """
     if not entry.summary.n:
         return "-"
     sd = "" if math.isnan(entry.summary.sd) else f" ± {entry.summary.sd:.{metric.digits}f}"
@@ -96,7 +105,11 @@ def _difference(entry: Entry, metric: Metric, interval: bool) -> str:
 
 
 def published_text(value: Any) -> str:
-    """A published figure: a mean, or [mean, sd]."""
+    """A published figure: a mean, or [mean, sd].
+
+    Args:
+        value: a mean, or [mean, sd]; None where there is none.
+    """
     if value is None:
         return "-"
     return " ± ".join(f"{v:g}" for v in value) if isinstance(value, list) else f"{value:g}"
@@ -107,7 +120,11 @@ EVERY = 60.0
 
 
 def console_for(stderr: bool = False) -> Console:
-    """Where tables and progress go. A file or a pipe has no width of its own, and 80 letters break every name."""
+    """Where tables and progress go. A file or a pipe has no width of its own, and 80 letters break every name.
+
+    Args:
+        stderr: print to standard error.
+    """
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 120
@@ -130,7 +147,7 @@ class LiveView:
         self.overall = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total} trials"),
+            TextColumn("{task.completed:.0f}/{task.total} runs"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[eta]}"),
             console=console,
@@ -172,7 +189,7 @@ class LiveView:
                 self.each.remove_task(self.tasks.pop(trial))
             self.tasks[trial] = self.each.add_task(escape(self.labels[trial]), total=event.steps, told="")
             if event.resumed:
-                self._say(f"  {self.labels[trial]} goes on at step {steps_of(event)}")
+                self._say(f"  {self.labels[trial]} resumes at step {steps_of(event)}")
         elif kind == "progress" and trial in self.tasks:
             phase = f"{event.phase}, " if event.phase else ""
             left = f"{event.eta:.0f} s left" if event.eta is not None else ""
@@ -191,7 +208,7 @@ class LiveView:
             self._minute()
 
     def _minute(self) -> None:
-        """Without a terminal, a line per minute: trials done, what the running ones are at, time left."""
+        """Without a terminal, a line per minute: runs done, what the running ones are at, time left."""
         with self.lock:
             if self.console.is_terminal or time.monotonic() - self.said_at < EVERY:
                 return
@@ -229,7 +246,12 @@ class Pace:
         self.at_start = self.done
 
     def take(self, trial: str, event: Event) -> None:
-        """Note one event of one trial."""
+        """Note one event of one trial.
+
+        Args:
+            trial: the id of the run.
+            event: what a worker reported.
+        """
         if event.kind == "start":
             self.latest.setdefault(trial, "started")
         elif event.kind == "progress" and trial in self.latest:
@@ -261,26 +283,41 @@ class Pace:
         """All of it in one line."""
         running = "; ".join(f"{self.labels[trial]}: {told}" for trial, told in self.latest.items())
         left = f", {self.left() or 'time left not known yet'}" if self.done < self.total else ""
-        return f"{self.done}/{self.total} trials done{left}" + (f"; {running}" if running else "")
+        return f"{self.done}/{self.total} runs done{left}" + (f"; {running}" if running else "")
 
 
 def place_of(event: Event) -> str:
-    """Where in its training a trial is."""
+    """Where in its training a trial is.
+
+    Args:
+        event: what a worker reported.
+    """
     return f"epoch {event.epoch:g}/{event.epochs}" if event.epochs and event.epoch else f"step {steps_of(event)}"
 
 
 def steps_of(event: Event) -> int:
-    """Steps taken; one's own training counts percent in `step`."""
+    """Steps taken; one's own training counts percent in `step`.
+
+    Args:
+        event: what a worker reported.
+    """
     return event.step if event.count is None else event.count
 
 
 def losses_of(event: Event) -> str:
-    """The terms of the loss."""
+    """The terms of the loss.
+
+    Args:
+        event: what a worker reported.
+    """
     return "  ".join(f"{name} {value:.3g}" for name, value in event.terms.items() if value is not None)
 
 
 def spoken(seconds: float) -> str:
     """A time as people say it.
+
+    Args:
+        seconds: a duration.
 
     >>> spoken(42.4), spoken(200), spoken(8000)
     ('42 s', '3 min 20 s', '2 h 13 min')

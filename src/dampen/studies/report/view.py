@@ -21,7 +21,7 @@ PAGED = 300
 """With more rows than these the page shows a part at a time and makes the rest only when it is asked for."""
 
 QUESTIONS = ("Which method should I use here?", "What does it cost?", "Can I trust it?")
-CHIPS = {"better": "up", "worse": "down", "equal": "same", "no gain": "same", "not decided": "few", "failed": "down"}
+CHIPS = {"better": "up", "worse": "down", "equal": "same", "no gain": "same", "inconclusive": "few", "failed": "down"}
 PAPER_CHIPS = {"reproduced": "yes", "not reproduced": "no"}
 
 
@@ -42,7 +42,16 @@ def study_view(
     dark: dict[str, str],
     lead: Figure | None = None,
 ) -> dict[str, Any]:
-    """Everything the template needs for one study; `lead` is the figure that stands before the table."""
+    """Everything the template needs for one study; `lead` is the figure that stands before the table.
+
+    Args:
+        table: the runs of a study, judged.
+        palette: the color, shape and dash of each method.
+        figures: what is drawn below the table.
+        key: a prefix for the ids of the figures.
+        dark: the color of each light color on a dark ground.
+        lead: the figure before the table.
+    """
     study, advice = table.study, advise(table)
     extra = [m for m in table.other_metrics() if not describe(m).diagnosed]
     most = 12 if study.show_all else SHOWN
@@ -84,14 +93,21 @@ def study_view(
 
 
 def bench_view(record: dict[str, Any], figures: list[Figure], key: str, dark: dict[str, str]) -> dict[str, Any]:
-    """Everything the template needs for what `dampen bench` measured."""
+    """Everything the template needs for what `dampen bench` measured.
+
+    Args:
+        record: what `dampen bench` measured.
+        figures: what is drawn below the table.
+        key: a prefix for the ids of the figures.
+        dark: the color of each light color on a dark ground.
+    """
     machine = record["machine"]
     where = f"{machine['cpu']}, {machine['threads']} thread(s), {machine['clock']} time, torch {machine['torch']}"
     targets = record["targets"].values()
     met = f"{sum(t['met'] for t in targets)} of {len(targets)} targets met" if targets else ""
     return {
         "key": key,
-        "title": "What each method costs",
+        "title": "Cost of each method",
         "facts": [fact for fact in (record["model"], where, machine["date"], met) if fact],
         "figures": [figure_view(f, f"{key}-{f.key}", Palette([]), dark) for f in figures],
         "command": record["command"],
@@ -100,7 +116,11 @@ def bench_view(record: dict[str, Any], figures: list[Figure], key: str, dark: di
 
 
 def facts(study: StudyRuns) -> list[str]:
-    """Data, model and budget in a few words."""
+    """Data, model and budget in a few words.
+
+    Args:
+        study: the runs of one table.
+    """
     p = study.protocol
     found = [p["data.name"]] if "data.name" in p else []
     counts = [f"{int(p[f'examples.{k}']):,} {k}" for k in ("train", "valid", "test") if f"examples.{k}" in p]
@@ -118,7 +138,14 @@ def _mark(name: str, palette: Palette) -> str:
 
 
 def picker_view(table: ResultTable, pick: str | None, palette: Palette, dark: dict[str, str]) -> list[dict[str, Any]]:
-    """The rows that the charts can draw, with their colors and marks."""
+    """The rows that the charts can draw, with their colors and marks.
+
+    Args:
+        table: the runs of a study, judged.
+        pick: the recommended method.
+        palette: the color, shape and dash of each method.
+        dark: the color of each light color on a dark ground.
+    """
     from dampen.studies.report.view import chosen_rows
 
     found = chosen_rows(table, pick)
@@ -135,14 +162,18 @@ MARKERS = {"circle": "●", "square": "■", "triangle-up": "▲", "diamond": "�
 
 
 def race_text(study: StudyRuns) -> str:
-    """How the seeds came about, where they were added in rounds."""
+    """How the seeds came about, where they were added in rounds.
+
+    Args:
+        study: the runs of one table.
+    """
     race = study.header.get("race")
     if not race:
         return ""
     told = (
-        f"Seeds were added in rounds to the rows that were still open: {race['runs']:,} runs in {race['rounds']} rounds"
+        f"Seeds were added in rounds to the inconclusive comparisons: {race['runs']:,} runs in {race['rounds']} rounds"
     )
-    told += f", until {'every row was decided' if race['why'] == 'all decided' else race['why']}"
+    told += f", until {'every comparison was conclusive' if race['why'] == 'all decided' else race['why']}"
     if race.get("fixed"):
         told += (
             f". A plan fixed before, with power 0.8 for the same differences, would have taken {race['fixed']:,} runs"
@@ -169,21 +200,25 @@ def missing_plugins(study: StudyRuns) -> str:
 
 
 def about_test(table: ResultTable) -> str:
-    """How differences were judged, in two sentences."""
+    """How differences were judged, in two sentences.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     test: Test = "sequential" if table.study.test == "sequential" else "fixed"
     margin = f", margin {table.margin:g}{table.metric.points}" if table.margin else ""
     told = (
-        f"Differences to {table.reference_name}, seed by seed: {KINDS[test]}, corrected over the rows by Holm{margin}. "
+        f"Differences to {table.reference_name}, seed by seed: {KINDS[test]}, Holm-corrected over the methods{margin}. "
     )
-    return told + "Each interval is made at the level at which its row was judged, so it never contradicts the verdict."
+    return told + "Each interval has the level of its test, so it always agrees with the verdict."
 
 
 def _columns(table: ResultTable, extra: list[str]) -> list[Head]:
     """What decides comes first, so that a phone shows it beside the name."""
-    heads = [Head("Row")]
+    heads = [Head("Method")]
     if table.main_reference:
-        heads.append(Head("Verdict", "verdict", "against the reference; the same as the interval says"))
-    heads.append(Head("Cost", "num", "time of a training step against the reference, or seconds"))
+        heads.append(Head("Verdict", "verdict", "against the baseline, in agreement with the interval"))
+    heads.append(Head("Cost", "num", "time of a training step relative to the baseline, or seconds"))
     heads.append(Head(table.metric.title, "num", "mean ± standard deviation over seeds"))
     if table.main_reference:
         heads.append(Head("Difference", "num", "mean paired difference with its corrected interval"))
@@ -191,7 +226,7 @@ def _columns(table: ResultTable, extra: list[str]) -> list[Head]:
     if table.main_reference:
         heads.append(Head("p", "num", "two-sided, after Holm's correction"))
         heads.append(Head("Effect", "num", "Hedges' g of the paired differences with its exact 95 % interval"))
-    return heads + [Head(describe(m).title, "num", "mean; the mark is its own verdict") for m in extra]
+    return heads + [Head(describe(m).title, "num", "mean, marked with the verdict on this metric") for m in extra]
 
 
 def _row(
@@ -275,6 +310,9 @@ def _signed(c: Verdict, metric: Metric) -> str:
 def p_text(p: float) -> str:
     """A p value as people write it.
 
+    Args:
+        p: a p value.
+
     >>> p_text(0.00004), p_text(0.0312)
     ('<0.001', '0.031')
     """
@@ -295,7 +333,13 @@ def _cost_cell(entry: Entry) -> dict[str, Any]:
 
 
 def number(mean: float, sd: float, metric: Metric) -> dict[str, Any]:
-    """Mean ± standard deviation in the digits of the metric."""
+    """Mean ± standard deviation in the digits of the metric.
+
+    Args:
+        mean: the mean.
+        sd: the standard deviation; NaN without one.
+        metric: its digits are used.
+    """
     if math.isnan(mean):
         return _cell("", "", "num")
     digits = metric.digits
@@ -318,7 +362,14 @@ def _sortable(value: float | None) -> Any:
 
 
 def figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str]) -> dict[str, Any]:
-    """What the template needs for one figure."""
+    """What the template needs for one figure.
+
+    Args:
+        figure: a chart with its numbers.
+        id: the id of the figure in the page.
+        palette: the color, shape and dash of each method.
+        dark: the color of each light color on a dark ground.
+    """
     groups: dict[str, list[dict[str, str]]] = {}
     for image in figure.images:
         groups.setdefault(image["group"], []).append({"width": "", "height": "", **image})
@@ -343,7 +394,7 @@ def _measured(table: ResultTable, palette: Palette, dark: dict[str, str]) -> dic
         rows.append(
             {"cells": cells, "color": light, "dark": dark.get(light, light), "mark": _mark(entry.name, palette)}
         )
-    return {"columns": [Head("Row"), *(Head(m.title, "num") for m in shown)], "rows": rows}
+    return {"columns": [Head("Method"), *(Head(m.title, "num") for m in shown)], "rows": rows}
 
 
 def _paper(table: ResultTable) -> list[dict[str, Any]]:
@@ -377,10 +428,14 @@ def _machines(runs: list[LoggedRun]) -> list[list[tuple[str, str]]]:
 
 
 def runs_view(table: ResultTable) -> dict[str, Any]:
-    """Every run of a study as a plain table."""
+    """Every run of a study as a plain table.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     study = table.study
     grid = [k for k in study.grid_keys() if len({str(c.grid.get(k)) for r in study.rows for c in r.cells}) > 1]
-    heads = [("Row", None), *((k, None) for k in grid), ("Seed", 0), ("Status", None)]
+    heads = [("Method", None), *((k, None) for k in grid), ("Seed", 0), ("Status", None)]
     heads += [(f"Test {describe(study.metric).title}", 3), ("Epochs", 0), ("ms per step", 2), ("Seconds", 1)]
     heads += [("Machine", None), ("Folder", None)]
     records = []
@@ -411,7 +466,12 @@ def runs_view(table: ResultTable) -> dict[str, Any]:
 
 
 def gain_text(entry: Entry, metric: Metric) -> str:
-    """The difference to the reference in words, for formats without drawings."""
+    """The difference to the reference in words, for formats without drawings.
+
+    Args:
+        entry: the results of one configuration.
+        metric: what is measured.
+    """
     c = entry.comparison
     return "" if c is None or math.isnan(c.difference) else _signed(c, metric)
 
@@ -421,7 +481,12 @@ MOST_PAIRED = 400
 
 
 def chosen_rows(table: ResultTable, pick: str | None) -> dict[str, Any]:
-    """The rows that charts can draw, best first, and those that they draw at first: the reference and the best."""
+    """The rows that charts can draw, best first, and those that they draw at first: the reference and the best.
+
+    Args:
+        table: the runs of a study, judged.
+        pick: the recommended method.
+    """
     ranked = [e.name for e in table.ranked()]
     reference = table.main_reference
     first = [n for n in dict.fromkeys([reference.name if reference else None, pick, *ranked]) if n]
@@ -432,7 +497,11 @@ def chosen_rows(table: ResultTable, pick: str | None) -> dict[str, Any]:
 
 
 def pairs_view(table: ResultTable) -> dict[str, Any]:
-    """Every metric of every row by seed, and what the row is, so that two can be compared in the page."""
+    """Every metric of every row by seed, and what the row is, so that two can be compared in the page.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     metrics = [describe(m) for m in (table.study.metric, *table.other_metrics())]
     rows = {}
     for entry in table.ranked()[:MOST_PAIRED]:
@@ -450,9 +519,13 @@ def _by_seed(seed: str) -> tuple[int, str]:
 
 
 def rows_view(table: ResultTable) -> dict[str, Any]:
-    """All rows of a large table as plain records, which the page shows a part at a time."""
+    """All rows of a large table as plain records, which the page shows a part at a time.
+
+    Args:
+        table: the runs of a study, judged.
+    """
     others = table.other_metrics()
-    heads = [("Row", None), ("Verdict", None), ("Cost", 2), (table.metric.title, table.metric.digits), ("SD", 3)]
+    heads = [("Method", None), ("Verdict", None), ("Cost", 2), (table.metric.title, table.metric.digits), ("SD", 3)]
     heads += [("Difference", 3), ("From", 3), ("To", 3), ("n", 0), ("p", 3)]
     heads += [(describe(m).title, describe(m).digits) for m in others]
     records = []

@@ -164,14 +164,12 @@ def places(sites: str) -> dict[str, Any]:
     choose the attention.
 
     >>> places("*"), places("cross:*")
-    ({'sites': '*'}, {'sites': '*', 'attention': 'cross'})
+    ({'target_modules': '*'}, {'target_modules': '*', 'attention': 'cross'})
     """
     kind, colon, pattern = sites.partition(":")
-    return (
-        {"sites": pattern, "attention": kind}
-        if colon and kind in ("self", "cross", "all")
-        else {"sites": sites}
-    )
+    if colon and kind in ("self", "cross", "all"):
+        return {"target_modules": pattern, "attention": kind}
+    return {"target_modules": sites}
 
 
 def make_augment(chosen: Any, data: Any) -> Any:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.handle import Regularization
+from dampen.deprecated import accepts_old_arguments
+from dampen.handle import Handle
 from dampen.hooks.own_dropout import OwnRate, choose_own, find_own
 from dampen.hooks.sampling import sampling_own
 from dampen.schedules import as_schedule, check_progress, per_layer
@@ -148,7 +149,7 @@ class Observer:
         self.stream, self.clock, self.step = stream, clock, step
 
 
-class InstrumentedRegularization(Regularization):
+class InstrumentedHandle(Handle):
     """The handle of a configuration with methods: its base class, reporting to the trial."""
 
     observer: Observer
@@ -180,21 +181,21 @@ class InstrumentedRegularization(Regularization):
         _unhook(self)
 
 
-def instrument(handle: Regularization, observer: Observer) -> InstrumentedRegularization:
+def instrument(handle: Handle, observer: Observer) -> InstrumentedHandle:
     """Make a handle report to its trial.
 
     Args:
         handle: of the configuration's methods.
         observer: receives steps and loss terms.
     """
-    handle.__class__ = InstrumentedRegularization
-    assert isinstance(handle, InstrumentedRegularization)  # by the line above
+    handle.__class__ = InstrumentedHandle
+    assert isinstance(handle, InstrumentedHandle)  # by the line above
     handle.observer, handle.hooks = observer, observer.stream.attach(handle.model)
     return handle
 
 
-class BaselineHandle(Regularization):
-    """The handle of the baseline: the same methods as `Regularization`, and the model is left as it
+class BaselineHandle(Handle):
+    """The handle of the baseline: the same methods as `Handle`, and the model is left as it
     is.
 
     Nothing is inherited but the type: there is no site in the model that the real one's methods
@@ -272,24 +273,33 @@ class BaselineHandle(Regularization):
         with self.mc_mode():
             return torch.stack([probabilities() for _ in range(samples)]).mean(0)
 
-    def own(self, rate: Any = None, sites: str | Sequence[str] = "*") -> list[OwnRate]:
-        """As in `Regularization`; this model has no layers that dampen knows, so a schedule may not
-        vary with depth.
-        """
+    def builtin_dropout(self, target_modules: str | Sequence[str] = "*") -> list[OwnRate]:
         self._alive()
         known = {(id(r.module), r.attribute): r for r in self._rates}
         rates = [known.get((id(r.module), r.attribute), r) for r in find_own(self.model)]
-        chosen = choose_own(rates, sites) if rate is not None or sites != "*" else rates
-        if rate is None:
-            return chosen
-        schedule = as_schedule(rate, "reg.own(rate=...)")
+        return rates if target_modules == "*" else choose_own(rates, target_modules)
+
+    @accepts_old_arguments
+    def set_builtin_dropout(
+        self, rate: Any, target_modules: str | Sequence[str] = "*"
+    ) -> list[OwnRate]:
+        """As in `Handle`; this model has no layers that dampen knows, so a schedule may not vary
+        with depth.
+
+        Args:
+            rate: a number, or a schedule over training.
+            target_modules: pattern(s) of names or kinds.
+        """
+        rates = self.builtin_dropout()
+        chosen = choose_own(rates, target_modules)
+        schedule = as_schedule(rate, "reg.set_builtin_dropout(rate=...)")
         if isinstance(schedule, per_layer) or any(
             schedule(0.0, t / 8) != schedule(1.0, t / 8) for t in range(9)
         ):
             raise ValueError(
-                "reg.own(rate=...) on the baseline takes a number or a schedule over training: "
-                "without regularizers "
-                "the layers of the model are not looked for, so that a rate cannot vary with depth."
+                "reg.set_builtin_dropout(rate=...) on the baseline takes a number or a schedule "
+                "over training: without regularizers the layers of the model are not looked for, "
+                "so that a rate cannot vary with depth."
             )
         for r in chosen:
             r.schedule = schedule

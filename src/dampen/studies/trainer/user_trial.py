@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.handle import Regularization, regularize
+from dampen.deprecated import accepts_old_arguments
+from dampen.handle import Handle, regularize
 from dampen.native import library
 from dampen.studies import environment
 from dampen.studies.errors import LabError, OwnCodeError, Stopped
@@ -102,19 +103,25 @@ class Trial:
         """Whether a stop was requested: the next `log` or `checkpoint` raises `dampen.Stopped`."""
         return bool(self._stop())
 
+    @accepts_old_arguments
     def regularize(
-        self, model: nn.Module, sites: str | Sequence[str] = "*", **options: Any
-    ) -> Regularization:
-        """Put the row's methods into `model`: the handle of `dampen.regularize`, with the same
-        arguments.
+        self, model: nn.Module, target_modules: str | Sequence[str] = "*", **options: Any
+    ) -> Handle:
+        """Put the configuration's methods into `model`: the handle of `dampen.regularize`, with the
+        same arguments.
 
         On the baseline the handle has the same methods and does nothing.
+
+        Args:
+            model: any model with softmax attention.
+            target_modules: pattern(s) of dotted names of layers or attention modules.
+            options: the other keywords of `dampen.regularize`.
         """
         observer = Observer(self._stream, self._clock, self._step)
-        handle: Regularization
+        handle: Handle
         if self._spec.methods:
             methods = row_methods(self._spec, self._function, self.row)
-            handle = instrument(regularize(model, methods, sites, **options), observer)
+            handle = instrument(regularize(model, methods, target_modules, **options), observer)
         else:
             handle = BaselineHandle(model, observer)
         self._handles.append(handle)

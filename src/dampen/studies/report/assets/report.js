@@ -110,7 +110,7 @@
     forth.addEventListener("click", () => { start += page; draw(); });
     const tools = make("div", { className: "tools" });
     if (rows.length > 20) {
-      const filter = make("input", { type: "search", placeholder: "Filter", ariaLabel: "Filter the rows" });
+      const filter = make("input", { type: "search", placeholder: "Filter", ariaLabel: "Filter the results" });
       filter.addEventListener("input", () => {
         const text = filter.value.toLowerCase();
         view = rows.filter((r) => r.some((v) => String(v ?? "").toLowerCase().includes(text)));
@@ -144,7 +144,7 @@
     lazyTable(details, runs.columns, runs.records, `${details.dataset.runs}-runs`);
   }));
 
-  // Two rows side by side: every metric over the seeds that both have, or in one of them.
+  // Compare two methods: every metric over the seeds that both have, or in one of them.
   document.querySelectorAll("details.pair").forEach((details) => once(details, () => {
     const { metrics, names, rows } = data.pairs[details.dataset.pair];
     const choice = (label, at) => {
@@ -152,7 +152,7 @@
       select.selectedIndex = at;
       return select;
     };
-    const one = choice("First row", 0), two = choice("Second row", Math.min(1, names.length - 1));
+    const one = choice("First method", 0), two = choice("Second method", Math.min(1, names.length - 1));
     const seed = make("select", { ariaLabel: "Seed" });
     const body = make("tbody"), what = make("p", { className: "quiet" });
     const head = make("tr", {}, ...["Metric", "First", "Second", "Difference", "SD of differences", "Shared seeds"].map((t, i) => make("th", { scope: "col", textContent: t, className: i ? "num" : "" })));
@@ -175,7 +175,7 @@
       what.textContent = `First: ${a.what}${a.cost ? `, ${a.cost.toFixed(2)}x` : ""}. Second: ${b.what}${b.cost ? `, ${b.cost.toFixed(2)}x` : ""}. Differences are first minus second, seed by seed, and not tested here.`;
     };
     [one, two, seed].forEach((select) => select.addEventListener("change", fill));
-    details.append(make("div", { className: "tools" }, one, two, seed), make("div", { className: "lazy", tabIndex: 0, role: "region", ariaLabel: "Two rows side by side" }, make("table", { className: "grid" }, make("thead", {}, head), body)), what);
+    details.append(make("div", { className: "tools" }, one, two, seed), make("div", { className: "lazy", tabIndex: 0, role: "region", ariaLabel: "Compare two methods" }, make("table", { className: "grid" }, make("thead", {}, head), body)), what);
     fill();
   }));
 
@@ -238,7 +238,7 @@
   document.querySelectorAll("[data-picker]").forEach((picker) => {
     const key = picker.dataset.picker, boxes = [...picker.querySelectorAll("[type=checkbox]")];
     const count = picker.querySelector(".count");
-    const tell = () => { count.textContent = `${chosen[key].size} of ${boxes.length} rows chosen`; };
+    const tell = () => { count.textContent = `${chosen[key].size} of ${boxes.length} methods chosen`; };
     const apply = () => {
       chosen[key] = new Set(boxes.filter((b) => b.checked).map((b) => b.value));
       tell();
