@@ -150,7 +150,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     conditioning: list[Section] = []  # one per layer and branch
     attention_maps: Section = {}
     generalization: Section = {}
-    consistency: Section = {}  # measured until 0.2; its files are read for good
+    consistency: Section = {}
     skipped: dict[str, str] = {}
     seconds: dict[str, float] = {}
     environment: dict[str, Any] = {}
@@ -166,7 +166,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
 
 SECTIONS = (
     "calibration", "robustness", "corruptions", "gradient_variance", "attention", "conditioning", "attention_maps",
-    "generalization",
+    "generalization", "consistency",
 )  # fmt: skip
 
 
