@@ -188,7 +188,7 @@ def test_names_are_checked_before_anything_runs(pretrained):
 def test_an_autoencoder_can_be_compared_by_its_own_metric():
     recipe = comparison("digits", "mae(patch_size=2, depth=1)", "token_graying(kind='dct', eps=0.9)", 1)
     assert recipe.metric == "reconstruction"
-    assert len(make_comparison(recipe).trials) == 2
+    assert len(make_comparison(recipe).runs) == 2
 
 
 def test_only_images_can_lose_their_labels():

@@ -145,8 +145,8 @@ def test_a_damaged_plan_is_rebuilt_from_its_trials(copy, content):
     before = Comparison.load(copy)
     (copy / "plan.json").write_text(content)
     plan = load_comparison(copy)
-    recorded = {i for i in before.trials if (copy / i / "config.json").exists()}
-    assert set(plan.trials) == recorded
+    recorded = {i for i in before.runs if (copy / i / "config.json").exists()}
+    assert set(plan.runs) == recorded
     assert "made again from the trials" in plan.departures[0]
     report = make_report([copy])
     assert any("plan.json" in s.path for s in collect([copy]).skipped)
@@ -156,7 +156,7 @@ def test_a_damaged_plan_is_rebuilt_from_its_trials(copy, content):
 
 def test_a_plan_without_trials_cannot_be_rebuilt(tmp_path):
     (tmp_path / "plan.json").write_text("{")
-    assert not rebuild_plan(tmp_path).trials
+    assert not rebuild_plan(tmp_path).runs
     with pytest.raises(LabError, match="no trial lies beside it"):
         load_comparison(tmp_path)
 

@@ -33,7 +33,7 @@ class _Worker:
     dead: bool = False
 
     def send(self, message: Any) -> None:
-        """Say something, unless nobody listens any more; `_listen` notices that."""
+        """Say something, unless nobody listens any more; `_drain` notices that."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(message)
 
@@ -64,7 +64,7 @@ class LocalEngine:
         execution = execution if execution.threads else replace(execution, threads=asked_threads() or threads)
         waiting, outcomes, tries = deque(jobs), {j.trial.id: Outcome("waiting") for j in jobs}, dict[str, int]()
         workers = [_start(execution) for _ in range(min(count, len(jobs)))]
-        stopping = False
+        stopping = fatal = False
         try:
             while any(w.job for w in workers) or (waiting and not stopping):
                 try:
@@ -72,13 +72,14 @@ class LocalEngine:
                         if worker.job is None and waiting and not stopping:
                             worker.job = waiting.popleft()
                             worker.send(worker.job)
-                    for pipe in wait([w.pipe for w in workers], timeout=0.5):
-                        _listen(next(w for w in workers if w.pipe is pipe), outcomes, report)
+                    of_pipe = {worker.pipe: worker for worker in workers}
+                    for pipe in wait(list(of_pipe), timeout=0.5):
+                        fatal = _drain(of_pipe[pipe], outcomes, report) or fatal
                     for i, worker in enumerate(workers):
                         if worker.dead:
                             workers[i] = _start(execution)
-                            self._after_death(worker, waiting, outcomes, tries, report)
-                    if not stopping and any(o.status in FATAL for o in outcomes.values()):
+                            fatal = self._after_death(worker, waiting, outcomes, tries, report) or fatal
+                    if fatal and not stopping:
                         raise KeyboardInterrupt
                 except KeyboardInterrupt:
                     if stopping:
@@ -99,10 +100,11 @@ class LocalEngine:
         outcomes: dict[str, Outcome],
         tries: dict[str, int],
         report: Report,
-    ) -> None:
+    ) -> bool:
+        """Try the run of a dead worker again, or give it up; whether that would stop all others."""
         job, code = worker.job, worker.process.exitcode
         if job is None:
-            return
+            return False
         killed = code is not None and code < 0
         how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with code {code}"
         tries[job.trial.id] = tries.get(job.trial.id, 0) + 1
@@ -110,30 +112,41 @@ class LocalEngine:
         if outcome is None:
             waiting.appendleft(job)
             report(job.trial.id, Event(kind="warning", message=message))
-        else:
-            outcomes[job.trial.id] = outcome
-            report(job.trial.id, Event(kind="outcome", status=outcome.status, message=outcome.message))
+            return False
+        outcomes[job.trial.id] = outcome
+        report(job.trial.id, Event(kind="outcome", status=outcome.status, message=outcome.message))
+        return outcome.status in FATAL
 
 
 def _start(execution: Execution) -> _Worker:
     return _Worker(*start(_work, execution))
 
 
-def _listen(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> None:
-    """Pass on what a worker says, and notice when it has died."""
+def _drain(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> bool:
+    """Forward all pending events of a worker; whether one of its runs ended in a way that would stop all others.
+
+    Args:
+        worker: the process to read from. Marked as dead when its pipe is closed; its run is then tried again.
+        outcomes: updated in place as runs end.
+        report: receives each event in the order in which the worker sent it.
+    """
+    fatal = False
     while not worker.dead and worker.pipe.poll():
+        # A killed worker leaves a half-written message behind, so EOF and unpickling errors mean the same here.
         try:
             kind, value = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(10)
             worker.dead = True
-            return
+            break
         if worker.job is not None and kind == "event":
             report(worker.job.trial.id, parse_event(value))
         elif worker.job is not None:
             outcomes[worker.job.trial.id] = value
+            fatal = fatal or value.status in FATAL
             report(worker.job.trial.id, Event(kind="outcome", status=value.status, message=value.message))
             worker.job = None
+    return fatal
 
 
 def _finish(worker: _Worker) -> None:
