@@ -363,4 +363,4 @@ def keep_sizes(t: torch.Tensor, dims: tuple[int, ...]) -> None:
         t: the input.
         dims: the dimensions whose size stays.
     """
-    torch._dynamo.mark_static(t, dims)
+    torch._dynamo.mark_static(t, list(dims))
