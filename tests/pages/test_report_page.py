@@ -83,7 +83,7 @@ def test_sorting_by_mouse_and_by_keyboard(page):
     page.click(f"{head}:nth-child(1) button")
     assert names(page) == sorted(at_first, key=str.lower)
     assert page.run(f"document.querySelector('{head}').getAttribute('aria-sort')") == "ascending"
-    assert "Sorted by Row, ascending" in page.run("document.getElementById('announce').textContent")
+    assert "Sorted by Method, ascending" in page.run("document.getElementById('announce').textContent")
     page.run(f"document.querySelector('{head}:nth-child(4) button').focus()")
     page.press("Enter", 13)
     assert names(page) == at_first
@@ -161,7 +161,7 @@ def test_numbers_can_be_saved(page, tmp_path):
     deadline = time.monotonic() + 30
     while not (files := list(tmp_path.glob("*.csv"))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert files[0].read_text().startswith("Row,Mean,SD")
+    assert files[0].read_text().startswith("Method,Mean,SD")
 
 
 def test_readable_on_a_phone(browser, report):
@@ -223,7 +223,7 @@ def test_a_phone_shows_name_verdict_and_cost_without_scrolling(browser, report):
     rows = "[...document.querySelectorAll('#t1 table[data-most] tbody tr')]"
     assert max(page.run(f"{rows}.map(r => r.cells[2].getBoundingClientRect().right)")) <= 390
     titles = page.run("[...document.querySelectorAll('#t1 table[data-most] thead th')].map(h => h.textContent.trim())")
-    assert titles[:3] == ["Row", "Verdict", "Cost"]
+    assert titles[:3] == ["Method", "Verdict", "Cost"]
     page.close()
 
 

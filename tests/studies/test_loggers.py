@@ -1,6 +1,8 @@
 """Loggers are told what is recorded; the record stays the truth."""
 
+import json
 import re
+import struct
 import sys
 from dataclasses import replace
 
@@ -33,13 +35,33 @@ def test_weights_and_biases_offline(tmp_path, small, quick, monkeypatch):
 
 
 def _scalars(file):
-    """The history of an offline run, by name: its file is a log of records, here read by their text."""
+    """The history of an offline run, by name."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     found = {}
-    for key, value in re.findall(
-        rb"((?:valid|train)/[a-z_]+).{1,4}?(\d+\.\d+(?:e-\d+)?)", file.read_bytes(), re.DOTALL
-    ):
-        found.setdefault(key.decode(), []).append(float(value))
+    for data in _records(file.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            found.setdefault(name, []).append(json.loads(item.value_json))
     return found
+
+
+def _records(content, header=7, block=32768):
+    """The records of a log in LevelDB's format: a record that crosses a block comes in pieces."""
+    position, pieces = header, []
+    while position + header <= len(content):
+        left = block - position % block
+        if left < header:  # the end of a block that is too short for another piece
+            position += left
+            continue
+        length, kind = struct.unpack("<HB", content[position + 4 : position + header])
+        pieces.append(content[position + header : position + header + length])
+        position += header + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            yield b"".join(pieces)
+            pieces = []
 
 
 def test_tensorboard_of_ones_own_training(ask, run):  # noqa: F811
