@@ -78,6 +78,18 @@ def walked(run: Callable[[], object]) -> dict[str, int]:
     return walk.figures()
 
 
+def steps() -> dict[str, dict[str, int]]:
+    """A step by torch's kernels, and one by the native kernels where they are built."""
+    from dampen.native import available
+    from dampen.native.library import torch_only
+
+    with torch_only("this walk is by torch's kernels"):
+        found = {"step": step()}
+    if available():
+        found["step, native kernels"] = step()
+    return found
+
+
 def step() -> dict[str, int]:
     """One training step of two methods on timm's vit_tiny."""
     import dampen  # first: it prepares the import of torchvision, which timm needs
@@ -202,7 +214,7 @@ def _code_lines(text: str) -> int:
 
 def measure() -> dict[str, Any]:
     return {
-        "step": step(),
+        **steps(),
         "compare": compare(),
         "sizes": {name: size(files) for name, files in places().items()},
     }
@@ -215,7 +227,7 @@ def grown(found: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
     ['step, calls: 120, recorded 100']
     """
     problems = []
-    for part in ("step", "compare"):
+    for part in ("step", "step, native kernels", "compare"):
         problems += [
             f"{part}, {name}: {value}, recorded {recorded[part][name]}"
             for name, value in found.get(part, {}).items()

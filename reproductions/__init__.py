@@ -9,6 +9,8 @@ from pathlib import Path
 from dampen.studies import plugins
 
 HERE = Path(__file__).resolve().parent
+SHARED = ("data", "models", "metrics", "pages")
+"""Folders without recipes: their TOML files configure tools and pages."""
 
 plugins.register(
     __name__,
@@ -52,5 +54,9 @@ plugins.register(
         "variance": "reproductions.figures.gradient_variance:gradient_variance",
         "attention": "reproductions.figures.attention_maps:attention_maps",
     },
-    recipes={path.relative_to(HERE).with_suffix("").as_posix(): path for path in sorted(HERE.glob("*/*.toml"))},
+    recipes={
+        path.relative_to(HERE).with_suffix("").as_posix(): path
+        for path in sorted(HERE.glob("*/*.toml"))
+        if path.parent.name not in SHARED
+    },
 )

@@ -46,6 +46,21 @@ def test_after_import_dampen_timm_and_transformers_import_without_another_call(f
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("declared", ["nms", "nms qnms"])
+def test_operators_of_torchvision_that_somebody_else_has_declared(declared):
+    """Another library may work around the same wheel: what is there is not declared again."""
+    code = (
+        "import torch; theirs = torch.library.Library('torchvision', 'FRAGMENT')\n"
+        f"for name in {declared!r}.split():\n"
+        "    theirs.define(f'{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n"
+        "import dampen, torchvision\n"
+        "torchvision.ops.nms\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_passes_without_the_private_name(monkeypatch):
     """torch 2.6 has no `_top_saved_tensors_default_hooks`: less is shared between the passes, and all is right."""
     losses = []

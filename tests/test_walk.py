@@ -1,6 +1,7 @@
 """The counting of calls and lines in benchmarks/walk.py, on code whose figures are known."""
 
 import ast
+import json
 import sys
 
 from benchmarks import walk
@@ -60,3 +61,12 @@ def test_growth_beyond_ten_percent_is_a_problem():
 def test_every_place_of_the_house_has_files():
     assert all(walk.places().values())
     assert all(isinstance(ast.parse(p.read_text()), ast.Module) for p in walk.places()["benchmarks"])
+
+
+def test_a_training_step_walks_no_further_than_recorded():
+    """The two targets of a step are met, and no figure has grown by more than 10 % since the record."""
+    recorded = json.loads(walk.RESULT.read_text())
+    for part in ("step", "step, native kernels"):
+        assert recorded[part]["calls"] <= 1700
+    found = walk.steps()
+    assert walk.grown(found, {**recorded, "sizes": {}}) == []

@@ -73,7 +73,7 @@ def test_assets_lie_in_the_wheel(installed):
 def test_the_wheel_holds_the_package_alone(installed):
     """No file of the papers' experiments, the benchmarks or the tests, and nothing that needs one."""
     at_top = {p.name for p in installed.iterdir() if not p.name.endswith(".dist-info")}
-    assert at_top == {"dampen", "_dampen_watch.py"}
+    assert at_top == {"dampen"}
     assert not list((installed / "dampen").rglob("*.toml"))
     code = """
 import sys

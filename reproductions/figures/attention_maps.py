@@ -41,7 +41,7 @@ def maps_of(entries: list[Entry], most_examples: int = 4) -> Figure | None:
     seen: set[str] = set()
     examples: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for entry in entries:
-        run = next((r for _, r in sorted(entry.cell.finished().items()) if r.measured.attention_maps), None)
+        run = next((r for _, r in sorted(entry.setting.finished().items()) if r.measured.attention_maps), None)
         for i, example in enumerate(run.measured.attention_maps.get("examples", []) if run else []):
             examples.setdefault(f"image {i + 1}: {example['label']}", []).append((entry.name, example))
     for title, found in list(examples.items())[:most_examples]:

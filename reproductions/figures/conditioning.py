@@ -122,7 +122,7 @@ def conditioning_over_training(table: ResultTable, palette: Palette) -> Figure |
 def over_training(entry: Entry) -> list[dict[str, Any]]:
     """One point per seed, step, layer and place."""
     points = []
-    for seed, run in entry.cell.finished().items():
+    for seed, run in entry.setting.finished().items():
         for found in (m for line in run.lines() for m in line.measured("conditioning")):
             for i, layer in enumerate(found["layers"]):
                 for stage in STAGES.keys() & layer.keys():

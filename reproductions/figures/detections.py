@@ -33,7 +33,7 @@ def detections(table: ResultTable, palette: Palette) -> Figure | None:
     colors: dict[str, str] = {}
     groups: dict[int, list[dict[str, str]]] = {}
     for entry in table.entries[:MOST_ROWS]:
-        run = next((r for _, r in sorted(entry.cell.finished().items()) if r.final and r.final.detections), None)
+        run = next((r for _, r in sorted(entry.setting.finished().items()) if r.final and r.final.detections), None)
         for i, seen in enumerate(run.final.detections if run and run.final else []):
             size = picture_size(seen.image)
             if size is None:

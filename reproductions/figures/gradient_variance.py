@@ -38,7 +38,7 @@ def gradient_variance(table: ResultTable, palette: Palette) -> Figure | None:
 def measured(entry: Entry) -> list[dict[str, Any]]:
     """One record per step that every finished run measured or some did."""
     by_step: dict[float, list[float]] = {}
-    for run in entry.cell.finished().values():
+    for run in entry.setting.finished().values():
         for found in (m for line in run.lines() for m in line.measured("variance")):
             step, trace = found.get("step"), found.get("trace")
             if step is not None and trace is not None:

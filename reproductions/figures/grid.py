@@ -8,13 +8,13 @@ from typing import Any
 from dampen.studies import ResultTable, summarize
 from dampen.studies.plugins import (
     ROW,
-    Cell,
     Column,
     Figure,
     Palette,
     Panel,
+    Setting,
     axis_name,
-    chosen_cell,
+    chosen_setting,
     finish,
     known,
     markdown_text,
@@ -39,17 +39,17 @@ class Matrix:
 
 def matrix(table: ResultTable) -> Matrix | None:
     """The results over the first two axes of the grid; None where there are fewer, or no results."""
-    cells = [cell for row in table.study.rows for cell in row.cells]
+    cells = [cell for row in table.study.configs for cell in row.settings]
     axes = [k for k in table.study.grid_keys() if len({_text(c.grid[k]) for c in cells if k in c.grid}) > 1]
     if len(axes) < 2:
         return None
     y_key, x_key = axes[0], axes[1]
     records: list[dict[str, Any]] = []
-    for row in table.study.rows:
-        if not all(k in c.grid for c in row.cells for k in (x_key, y_key)):
+    for row in table.study.configs:
+        if not all(k in c.grid for c in row.settings for k in (x_key, y_key)):
             continue
-        chosen = chosen_cell(row)
-        for cell in row.cells:
+        chosen = chosen_setting(row)
+        for cell in row.settings:
             values = [table.metric.scale * v for v in _test_values(cell, table.study.metric)]
             if values:
                 s = summarize(values)
@@ -133,12 +133,12 @@ def _heat_map(found: Matrix, name: str, domain: tuple[float, float], digits: str
     return finish(alt.layer(cells, text, frame), 46 * len(found.down))
 
 
-def _test_values(cell: Cell, metric: str) -> list[float]:
-    found = [run.final.test.get(metric) for run in cell.finished().values() if run.final]
+def _test_values(setting: Setting, metric: str) -> list[float]:
+    found = [run.final.test.get(metric) for run in setting.finished().values() if run.final]
     return [v for v in found if v is not None]
 
 
-def _order(cells: list[Cell], key: str) -> list[str]:
+def _order(cells: list[Setting], key: str) -> list[str]:
     """The values of an axis: numbers by size, then words as they come."""
     values = {_text(c.grid[key]): c.grid[key] for c in cells if key in c.grid}
     numbers = [t for t, v in values.items() if isinstance(v, int | float)]

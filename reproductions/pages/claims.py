@@ -71,7 +71,7 @@ def read(path: Path) -> tuple[Values, str]:
     if not table.study.show_all:
         return {e.name: e.by_seed for e in table.entries}, told
     curves = read_curves(path, path.name)  # every row at the value that validation chose on a tuning seed
-    return {row: curves.entry(row).by_seed for row in dict.fromkeys(e.row.name for e in table.entries)}, told
+    return {row: curves.entry(row).by_seed for row in dict.fromkeys(e.config.name for e in table.entries)}, told
 
 
 def compare(claim: Claim, values: Values, family: int) -> Found:

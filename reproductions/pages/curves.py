@@ -38,7 +38,7 @@ class Curves:
 
     @property
     def rows(self) -> list[str]:
-        return list(dict.fromkeys(e.row.name for e in self.table.entries))
+        return list(dict.fromkeys(e.config.name for e in self.table.entries))
 
     @property
     def seeds(self) -> int:
@@ -47,8 +47,8 @@ class Curves:
 
     def entry(self, row: str) -> Entry:
         """The row at its chosen value."""
-        entries = [e for e in self.table.entries if e.row.name == row]
-        return next((e for e in entries if self.chosen.get(row) in e.cell.grid.values()), entries[0])
+        entries = [e for e in self.table.entries if e.config.name == row]
+        return next((e for e in entries if self.chosen.get(row) in e.setting.grid.values()), entries[0])
 
 
 def read(path: Path, name: str) -> Curves:

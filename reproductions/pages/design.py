@@ -34,7 +34,7 @@ class Choice:
 
 def plain(entries: Sequence[Entry]) -> Entry | None:
     """The baseline; a study of several models has none of that name."""
-    return next((e for e in entries if e.row.name == PLAIN), None)
+    return next((e for e in entries if e.config.name == PLAIN), None)
 
 
 def losses(entries: Sequence[Entry]) -> tuple[float, float] | None:
@@ -43,7 +43,7 @@ def losses(entries: Sequence[Entry]) -> tuple[float, float] | None:
     None where they are not recorded, or differ by more than the examples: smoothed labels, wrong ones.
     """
     reference = plain(entries)
-    runs = [run for run in reference.cell.finished().values() if run.final] if reference else []
+    runs = [run for run in reference.setting.finished().values() if run.final] if reference else []
     if any(run.config["train"].get("label_smoothing") or run.config["data"].get("noise") for run in runs):
         return None
     finals = [run.final for run in runs]
@@ -84,7 +84,7 @@ def tuning_seeds(table: ResultTable, path: Path) -> int | None:
     """How many tuning seeds chose the settings; 0 where nothing was tuned, None where the table's own seeds chose."""
     if (search := search_of(path)) is not None:
         return len(search["seeds"])
-    grid = not table.study.show_all and any(len(row.cells) > 1 for row in table.study.rows)
+    grid = not table.study.show_all and any(len(row.settings) > 1 for row in table.study.configs)
     return None if grid else 0
 
 
@@ -111,7 +111,7 @@ def confounded(table: ResultTable) -> list[str]:
 
 
 def _methods(entry: Entry) -> list[dict[str, Any]]:
-    run = next(iter(entry.cell.runs.values()), None)
+    run = next(iter(entry.setting.logged.values()), None)
     return run.config["methods"] if run else []
 
 
@@ -124,7 +124,7 @@ def still_falling(entries: Sequence[Entry]) -> bool:
     """Whether the baseline's training loss still fell when training ended, where the record keeps the losses."""
     reference = plain(entries)
     ends = []
-    for run in reference.cell.finished().values() if reference else ():
+    for run in reference.setting.finished().values() if reference else ():
         curve = [line.train["task"] for line in run.lines() if line.train.get("task") is not None]
         if len(curve) >= 20 and run.final and run.final.selected_epoch == run.final.epochs:
             fifth = len(curve) // 5

@@ -138,7 +138,7 @@ def picture() -> str:
 
 
 def _first(entry: Entry) -> list:
-    run = next(run for _, run in sorted(entry.cell.finished().items()))
+    run = next(run for _, run in sorted(entry.setting.finished().items()))
     return run.final.detections if run.final else []
 
 

@@ -70,7 +70,7 @@ def by_nll() -> str:
     chosen = {row: _lowest_nll(curves, row) for row in (IMPLICIT, *forms(curves))}
     found = judge({row: e.by_seed["nll"] for row, e in chosen.items()}, IMPLICIT, "nll")
     paper, exact = found["paper form"], found["exact"]
-    value = {row: next(iter(e.cell.grid.values())) for row, e in chosen.items()}
+    value = {row: next(iter(e.setting.grid.values())) for row, e in chosen.items()}
     means = {row: f"{chosen[row].metrics['nll'].mean:.3f}" for row in chosen}
     return stated(
         f"chosen by validation NLL instead of accuracy, the paper form (lambda {value['paper form']:g}, NLL "
@@ -80,12 +80,12 @@ def by_nll() -> str:
         f"p {max(paper.corrected or 0, exact.corrected or 0):.3f} over the six forms, {paper.n} seeds on one split. "
         "A finding to be confirmed: these seeds chose the values too, and the rate lies at the end of its range",
         paper.verdict == exact.verdict == "better",
-        value[IMPLICIT] == max(next(iter(e.cell.grid.values())) for e in _entries(curves, IMPLICIT)),
+        value[IMPLICIT] == max(next(iter(e.setting.grid.values())) for e in _entries(curves, IMPLICIT)),
     )
 
 
 def _entries(curves: Curves, row: str) -> list[Entry]:
-    return [e for e in curves.table.entries if e.row.name == row]
+    return [e for e in curves.table.entries if e.config.name == row]
 
 
 def _lowest_nll(curves: Curves, row: str) -> Entry:
@@ -95,7 +95,7 @@ def _lowest_nll(curves: Curves, row: str) -> Entry:
 
 
 def _valid_nll(entry: Entry) -> float:
-    return statistics.fmean(r.final.valid["nll"] or 0.0 for r in entry.cell.finished().values() if r.final)
+    return statistics.fmean(r.final.valid["nll"] or 0.0 for r in entry.setting.finished().values() if r.final)
 
 
 def section(curves: Curves, found: dict[str, Family]) -> str:
@@ -119,14 +119,17 @@ def answer(curves: Curves, metric: str, found: Family) -> str:
         standing.setdefault(found[curves.name, IMPLICIT, row].verdict, []).append(row)
     told = "; ".join(f"**{word}**: {' · '.join(rows)}" for word, rows in standing.items())
     means = [
-        (e.metrics[metric].mean, e) for e in curves.table.entries if e.row.name in forms(curves) and metric in e.metrics
+        (e.metrics[metric].mean, e)
+        for e in curves.table.entries
+        if e.config.name in forms(curves) and metric in e.metrics
     ]
     mean, best = (max if described.better == "max" else min)(means, key=lambda pair: pair[0])
+    best_lambda = next(iter(best.setting.grid.values()))
     dropout = curves.entry(IMPLICIT).metrics[metric].mean
     title = described.title[:1].upper() + described.title[1:]
     return (
         f"- {title}, against implicit dropout, each at the value that validation chose: {told}. The best point of all "
-        f"curves is {mean:.{described.digits}f} ({best.row.name}, lambda {next(iter(best.cell.grid.values())):g}); "
+        f"curves is {mean:.{described.digits}f} ({best.config.name}, lambda {best_lambda:g}); "
         f"implicit dropout has {dropout:.{described.digits}f}."
     )
 
@@ -136,8 +139,8 @@ def picture(curves: Curves) -> str:
     import altair as alt
     import vl_convert
 
-    drawn = [point for e in curves.table.entries if e.row.name.startswith(FORMS) for point in _points(e)]
-    dropped = [point for e in curves.table.entries if e.row.name.startswith(IMPLICIT) for point in _rates(e)]
+    drawn = [point for e in curves.table.entries if e.config.name.startswith(FORMS) for point in _points(e)]
+    dropped = [point for e in curves.table.entries if e.config.name.startswith(IMPLICIT) for point in _rates(e)]
     lines = [line for row in (PLAIN, IMPLICIT) for line in _lines(curves.entry(row), row)]
     rows = []
     for metric in METRICS:
@@ -172,14 +175,18 @@ def picture(curves: Curves) -> str:
 
 
 def _points(entry: Entry) -> list[dict[str, Any]]:
-    form, _, detached = entry.row.name.partition(", ")
-    at = {"lambda": next(iter(entry.cell.grid.values())), "form": form, "gradient": detached or "through activations"}
+    form, _, detached = entry.config.name.partition(", ")
+    at = {
+        "lambda": next(iter(entry.setting.grid.values())),
+        "form": form,
+        "gradient": detached or "through activations",
+    }
     return points(entry, **at)
 
 
 def _rates(entry: Entry) -> list[dict[str, Any]]:
-    places = "feed-forward" if entry.row.name != IMPLICIT else "attention and feed-forward"
-    return points(entry, rate=next(iter(entry.cell.grid.values())), places=places)
+    places = "feed-forward" if entry.config.name != IMPLICIT else "attention and feed-forward"
+    return points(entry, rate=next(iter(entry.setting.grid.values())), places=places)
 
 
 def _lines(entry: Entry, row: str) -> list[dict[str, Any]]:

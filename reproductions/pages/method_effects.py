@@ -33,7 +33,7 @@ def effects() -> dict[str, list[Effect]]:
         except LabError:  # not a pack of runs: the small records of other benchmarks lie beside them
             continue
         for entry in entries:
-            names = {m["name"] for m in entry.row.methods}
+            names = {m["name"] for m in entry.config.methods}
             if entry.comparison is None or len(names) != 1 or entry.comparison.n < 2:
                 continue
             told = f"{table.metric.label}: {sentence(entry.comparison, table.metric)}"

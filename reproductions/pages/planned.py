@@ -336,9 +336,9 @@ def ratio_picture(tables: Tables) -> Any:
 def coefficient_picture(tables: Tables) -> Any:
     (table,) = tables.values()
     points = [
-        interval_points(list(entry.values.values()), x=next(iter(entry.cell.grid.values())), row=entry.row.name)
+        interval_points(list(entry.values.values()), x=next(iter(entry.setting.grid.values())), row=entry.config.name)
         for entry in table.entries
-        if entry.cell.grid and entry.values
+        if entry.setting.grid and entry.values
     ]
     return lines(points, "coefficient (or rate)", "test accuracy (%)", log=True)
 

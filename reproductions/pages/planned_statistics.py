@@ -93,19 +93,19 @@ class Share:
 
 def shares(table: ResultTable) -> dict[str, Share]:
     """The share of runs that train, by configuration. A run that diverged has not trained."""
-    return {entry.name: share(entry) for entry in table.entries if entry.cell.runs}
+    return {entry.name: share(entry) for entry in table.entries if entry.setting.logged}
 
 
 def share(entry: Entry) -> Share:
     good = [value for value in entry.values.values() if math.isfinite(value) and value > TRAINED]
-    n = sum(run.status in ("finished", "diverged") for run in entry.cell.runs.values())
+    n = sum(run.status in ("finished", "diverged") for run in entry.setting.logged.values())
     low, high = exact_interval(len(good), n)
     return Share(len(good), n, low, high, summarize(good))
 
 
 def all_runs(entry: Entry) -> dict[str, float]:
     """Accuracy by seed, where a run that diverged counts as guessing."""
-    diverged = [seed for seed, run in entry.cell.runs.items() if run.status == "diverged"]
+    diverged = [seed for seed, run in entry.setting.logged.items() if run.status == "diverged"]
     return dict.fromkeys(diverged, GUESSING) | entry.values
 
 
@@ -179,10 +179,10 @@ def leaders(table: ResultTable) -> str:
 def best_points(table: ResultTable) -> list[tuple[str, float, float]]:
     """Of each curve over a coefficient: its name, the value with the highest mean, and that mean."""
     found: dict[str, tuple[str, float, float]] = {}
-    for e in (e for e in table.entries if e.cell.grid and e.summary.n):
-        point = (e.row.name, float(next(iter(e.cell.grid.values()))), e.summary.mean)
-        if e.row.name not in found or point[2] > found[e.row.name][2]:
-            found[e.row.name] = point
+    for e in (e for e in table.entries if e.setting.grid and e.summary.n):
+        point = (e.config.name, float(next(iter(e.setting.grid.values()))), e.summary.mean)
+        if e.config.name not in found or point[2] > found[e.config.name][2]:
+            found[e.config.name] = point
     return list(found.values())
 
 

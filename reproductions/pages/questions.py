@@ -113,7 +113,7 @@ def attack_picture(table: ResultTable) -> str:
     drawn = []
     for entry in table.entries:
         found: dict[float, list[float]] = {}
-        for run in entry.cell.finished().values():
+        for run in entry.setting.finished().values():
             for attack in (a for a in run.measured.robustness if a["attack"] == "pgd"):
                 found.setdefault(round(255 * attack["eps"], 3), []).append(100 * attack["accuracy"])
                 found.setdefault(0.0, []).append(100 * attack["clean_accuracy"])

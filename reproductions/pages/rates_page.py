@@ -57,8 +57,8 @@ def picture(curves: Curves) -> str:
     import altair as alt
     import vl_convert
 
-    entries = [e for e in curves.table.entries if e.cell.grid]
-    drawn = [p for e in entries for p in points(e, rate=next(iter(e.cell.grid.values())), row=e.row.name)]
+    entries = [e for e in curves.table.entries if e.setting.grid]
+    drawn = [p for e in entries for p in points(e, rate=next(iter(e.setting.grid.values())), row=e.config.name)]
     plain = points(curves.entry(PLAIN), row=PLAIN)
     color = alt.Color("row:N", title=None, legend=alt.Legend(symbolOpacity=1, symbolType="stroke", symbolStrokeWidth=2))
     panels = []

@@ -130,7 +130,7 @@ def cases() -> list[Case]:
     tables = {record: read(RECORDS / record) for record in STUDIES if (RECORDS / record).is_file()}
     ends = {record: found for record, (_, entries) in tables.items() if (found := losses(entries)) is not None}
     found = [
-        Case(*STUDIES[record], record, *ends[record], tables[record][0], [(e.row.name, c) for e, c in rows])
+        Case(*STUDIES[record], record, *ends[record], tables[record][0], [(e.config.name, c) for e, c in rows])
         for record, rows in judged(ends).items()
     ]
     return sorted(found, key=lambda c: c.train / c.test)

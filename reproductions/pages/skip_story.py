@@ -44,8 +44,8 @@ def collect(runs: Path) -> None:
         rows: Rows = {}
         machine: dict[str, Any] = {}
         data: dict[str, Any] = {}
-        for row in plan.rows:
-            for seed, trial in row.points[0].trials.items():
+        for row in plan.configs:
+            for seed, trial in row.settings[0].ids.items():
                 record = RunStore(folder / trial)
                 final = record.final()
                 if final is None:
@@ -59,13 +59,13 @@ def collect(runs: Path) -> None:
             "machine": {
                 key: machine[key] for key in ("torch", "threads", "cpu", "machine", "packages") if key in machine
             },
-            "published": {row.name: row.published for row in plan.rows if row.published},
+            "published": {row.name: row.published for row in plan.configs if row.published},
             "rows": rows,
         }
         RECORDS.mkdir(parents=True, exist_ok=True)
         path = RECORDS / f"{plan.name.rsplit('/', 1)[-1]}.json"
         path.write_text(json.dumps(content, indent=None, separators=(",", ":")) + "\n")
-        print(f"{path.relative_to(ROOT)}: {sum(map(len, rows.values()))} of {len(plan.trials)} trials")
+        print(f"{path.relative_to(ROOT)}: {sum(map(len, rows.values()))} of {len(plan.runs)} trials")
 
 
 def _trial(seed: int, final: dict[str, Any], lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def depth_table(table: ResultTable) -> list[str]:
     lines = ["| row | against the same depth with its skips | runs that fail |", "|---|---|---|"]
     for entry in (e for e in table.entries if e.comparison):
         told = sentence(entry.comparison, table.metric) if entry.comparison else ""
-        lines.append(f"| {entry.name} | {told} | {claims.failed(table, entry.name)} of {entry.cell.planned} |")
+        lines.append(f"| {entry.name} | {told} | {claims.failed(table, entry.name)} of {entry.setting.planned} |")
     return lines
 
 

@@ -103,7 +103,7 @@ def attack_table(table: ResultTable) -> list[str]:
     """PGD accuracy by the size of the attack, where the runs were diagnosed: mean ± sd over seeds."""
     rows: dict[str, dict[float, list[float]]] = {}
     for entry in table.entries:
-        for run in entry.cell.finished().values():
+        for run in entry.setting.finished().values():
             for attack in run.measured.robustness:
                 if attack["attack"] == "pgd":
                     found = rows.setdefault(entry.name, {}).setdefault(255 * attack["eps"], [])

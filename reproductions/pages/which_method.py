@@ -195,9 +195,11 @@ def advice(situation: Situation, found: Sequence[tuple[Entry, Verdict]]) -> str:
     path = RECORDS / situation.record
     where = f"{situation.size} | {situation.task} | {situation.start}"
     table, entries = read(path)
-    better = [f"**{e.row.name}**{_setting(e)}: {sentence(c, table.metric)}" for e, c in found if c.verdict == "better"]
+    better = [
+        f"**{e.config.name}**{_setting(e)}: {sentence(c, table.metric)}" for e, c in found if c.verdict == "better"
+    ]
     n = max((c.n for _, c in found), default=0)
-    worse = [e.row.name for e, c in found if c.verdict == "worse"]
+    worse = [e.config.name for e, c in found if c.verdict == "worse"]
     told = "<br>".join(better[:MOST]) or "no method is significantly better"
     told += f"; significantly worse: {', '.join(worse)}" if worse and not better else ""
     told += f"<br>and {len(better) - MOST} more" if len(better) > MOST else ""
@@ -207,7 +209,7 @@ def advice(situation: Situation, found: Sequence[tuple[Entry, Verdict]]) -> str:
 
 
 def _setting(entry: Entry) -> str:
-    return f" ({grid_text(entry.cell.grid)})" if entry.cell.grid else ""
+    return f" ({grid_text(entry.setting.grid)})" if entry.setting.grid else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -77,21 +77,13 @@ def convolve(
 
 
 def norms_of_all(these: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The Euclidean norm of each of many tensors: `torch._foreach_norm`, torch 1.10 and newer; else
-    one by one."""
-    together = getattr(torch, "_foreach_norm", None)
-    if together is not None:
-        return list(together(these))
-    return [torch.linalg.vector_norm(t) for t in these]
+    """The Euclidean norm of each of many tensors: `torch._foreach_norm`."""
+    return list(torch._foreach_norm(these))
 
 
 def scale_all(these: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
-    """Each of many tensors times its number: `torch._foreach_mul`, torch 1.10 and newer; else one
-    by one."""
-    together = getattr(torch, "_foreach_mul", None)
-    if together is not None:
-        return list(together(these, numbers))
-    return [t * n for t, n in zip(these, numbers, strict=True)]
+    """Each of many tensors times its number: `torch._foreach_mul`."""
+    return list(torch._foreach_mul(these, numbers))
 
 
 def compile_counter(backend: str) -> Callable[..., Any]:
@@ -337,9 +329,13 @@ def cure_torchvision() -> bool:
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None or _extension_loads(spec):
         return False
+    # somebody else may have declared them: another library with the same workaround
+    missing = [name for name in ("nms", "qnms") if not hasattr(torch.ops.torchvision, name)]
+    if not missing:
+        return False
     _library = torch.library.Library("torchvision", "FRAGMENT")
-    _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    for name in missing:
+        _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return True
 
 

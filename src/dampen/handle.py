@@ -287,9 +287,7 @@ class Handle(OldNames):
         """Take back what `state_dict` gave."""
         missing = {"progress", "parameters", "methods"} - set(state)
         if missing:
-            raise ValueError(
-                f"not a state of a Handle: {', '.join(sorted(missing))} missing, got {sorted(state)}."
-            )
+            raise ValueError(f"not a state of a Handle: {', '.join(sorted(missing))} missing, got {sorted(state)}.")
         if list(state["methods"]) != [r.name for r in self.methods]:
             raise ValueError(
                 f"the state is of the methods {list(state['methods'])}, but this model carries "

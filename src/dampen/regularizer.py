@@ -68,7 +68,7 @@ class Regularizer(nn.Module):
     A minimal method, complete with schedule, printing, conformance and command line:
 
     >>> class DropQuery(Regularizer):
-    ...     '''Hide random keys from all queries.'''
+    ...     '''Drop what random queries read: their outputs in a head are 0.'''
     ...     def __init__(self, rate=0.1):
     ...         super().__init__()
     ...         self.scheduled("rate", rate)

@@ -16,7 +16,7 @@ import torch
 import dampen
 from dampen.cli import COMMANDS, RENAMED, available, main
 from dampen.cli.run import NEXT
-from tests.studies.study.test_parts import write_images
+from tests.studies.user_files import write_images
 
 TINY = """
 title = "Tiny"
@@ -289,7 +289,9 @@ def test_what_the_demo_says_to_type_next_can_be_typed(capsys, tmp_path, monkeypa
     write_images(tmp_path / "FOLDER_OF_IMAGES")
     (tmp_path / "train.py").write_text("def train(trial):\n    return {'accuracy': 1.0}\n")
     seen = []
-    monkeypatch.setattr("dampen.cli.compare.preview", lambda asked, *_: seen.append([r.name for r in asked.plan.rows]))
+    monkeypatch.setattr(
+        "dampen.cli.compare.preview", lambda asked, *_: seen.append([r.name for r in asked.plan.configs])
+    )
     for line in NEXT:
         arguments = shlex.split(line, comments=True)[1:]
         code, out, err = run(capsys, *arguments, *(["--dry-run"] if arguments[0] == "compare" else []))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dampen.cli import main
-from tests.studies.study.test_parts import write_bert
+from tests.studies.user_files import write_bert
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -18,9 +18,9 @@ def test_the_example_is_planned_as_it_says(tmp_path):
     text, _ = examples()
     (tmp_path / "my.toml").write_text(text)
     plan = make_comparison(load_recipe(str(tmp_path / "my.toml")))
-    assert len(plan.trials) == 8  # (plain + DropKey x 2 rates + not pretrained) x 2 seeds
-    assert sorted(t.pretrain is None for t in plan.trials.values()) == [False] * 6 + [True] * 2
-    first = next(t for t in plan.trials.values() if t.methods).pretraining()
+    assert len(plan.runs) == 8  # (plain + DropKey x 2 rates + not pretrained) x 2 seeds
+    assert sorted(t.pretrain is None for t in plan.runs.values()) == [False] * 6 + [True] * 2
+    first = next(t for t in plan.runs.values() if t.methods).pretraining()
     assert first.model["name"] == "mae"
     assert first.methods[0]["name"] == "drop_key"
     assert first.train.epochs == 5
@@ -32,5 +32,5 @@ def test_the_example_of_a_search_tunes_every_row_with_the_same_number_of_setting
     (tmp_path / "my.toml").write_text(text.replace("[base]", f"[base]\n{head}"))
     recipe = load_recipe(str(tmp_path / "my.toml"))
     tuning = tuning_plan(recipe, None, [], [])
-    assert {len(row.points) for row in tuning.rows} == {12}
-    assert len(tuning.trials) == len(tuning.rows) * 12 * 3
+    assert {len(row.settings) for row in tuning.configs} == {12}
+    assert len(tuning.runs) == len(tuning.configs) * 12 * 3

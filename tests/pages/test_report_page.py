@@ -443,7 +443,7 @@ def test_the_live_page_refreshes_itself(browser, tmp_path):
 
     rows = {k: ROWS[k] for k in ("plain", "DropPath")}
     plan = write_study(tmp_path, rows, seeds=3)
-    last = tmp_path / list(plan.trials)[-1] / "final.json"
+    last = tmp_path / list(plan.runs)[-1] / "final.json"
     content = last.read_text()
     last.unlink()
     server = make_server([tmp_path])

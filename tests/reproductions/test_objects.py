@@ -205,7 +205,7 @@ def test_the_detr_of_transformers_is_trained_as_well(tmp_path, folder, quick, ti
     settings = ["train.epochs=1", "train.batch_size=4", "data.size=[32, 32]"]
     asked = request_parts(f"hf/{tiny_detr}", str(folder), "drop_key(rate=0.2)", 1, settings=settings)
     execution = quick.__class__(**{**quick.__dict__, "parts": asked.parts})
-    for name, spec in asked.plan.trials.items():
+    for name, spec in asked.plan.runs.items():
         result = run_trial(spec, tmp_path / name, execution)
         assert result["status"] == "finished"
         assert 0 <= result["test"]["ap50"] <= 1

@@ -20,7 +20,7 @@ from dampen.studies.trainer.pretraining import load_pretrained, prepared_by
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from reproductions.models.mae import MaskedAutoencoder
-from tests.studies.trainer.test_resume import interrupt_at, log_without_times, same
+from tests.studies.interrupted import interrupt_at, log_without_times, same
 
 GRAY = {"name": "token_graying", "kind": "dct", "eps": 0.8}
 DECODER = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 16, "hide": 0.5}
@@ -188,7 +188,7 @@ def test_names_are_checked_before_anything_runs(pretrained):
 def test_an_autoencoder_can_be_compared_by_its_own_metric():
     recipe = comparison("digits", "mae(patch_size=2, depth=1)", "token_graying(kind='dct', eps=0.9)", 1)
     assert recipe.metric == "reconstruction"
-    assert len(make_comparison(recipe).trials) == 2
+    assert len(make_comparison(recipe).runs) == 2
 
 
 def test_only_images_can_lose_their_labels():

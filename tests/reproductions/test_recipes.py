@@ -65,7 +65,8 @@ def test_figures_of_the_grid():
     table = papers("explicit_dropout")["table_5"]
     plan = make_comparison(load_recipe("explicit_dropout/table_5"))
     rows = {
-        r.name: {(p.grid["lambda"], p.grid["train.lr"]): p.published["accuracy"] for p in r.points} for r in plan.rows
+        r.name: {(p.grid["lambda"], p.grid["train.lr"]): p.published["accuracy"] for p in r.settings}
+        for r in plan.configs
     }
     for term in ("k", "q", "v", "av"):
         for weight, cells in table.get(term, {}).items():
@@ -117,12 +118,12 @@ def test_every_recipe_plans_at_every_scale(name, tmp_path):
                 make_comparison(recipe, scale)
             continue
         plan = make_comparison(recipe, scale)
-        assert sum(r.baseline for r in plan.rows) == (0 if plan.header["report"] == "all" else 1)
-        assert all(len(p.trials) == len(plan.seeds) for r in plan.rows for p in r.points)
+        assert sum(r.baseline for r in plan.configs) == (0 if plan.header["report"] == "all" else 1)
+        assert all(len(p.ids) == len(plan.seeds) for r in plan.configs for p in r.settings)
         plan.save(tmp_path)
         assert Comparison.load(tmp_path) == plan
     laptop = make_comparison(recipe, "laptop")
-    assert len(laptop.trials) <= 68
+    assert len(laptop.runs) <= 68
 
 
 @BEYOND
@@ -130,7 +131,7 @@ def test_every_study_has_rows_without_a_method_to_compare_with():
     for name in NAMES:
         recipe = load_recipe(name)
         if "study" in recipe.scales:
-            plain = [row.name for row in make_comparison(recipe, "study").rows if not row.methods]
+            plain = [row.name for row in make_comparison(recipe, "study").configs if not row.methods]
             several_models = name.startswith("always_skip_attention/")
             assert plain[0] == "plain" or (several_models and len(plain) > 1), name
 
@@ -165,13 +166,13 @@ def test_the_paper_scale_on_cifar_is_the_most_probable_one_and_says_so(table):
     plan = make_comparison(recipe, "paper")
     assert any("most probable training, not the paper's" in told for told in plan.departures)
     model = {"patch_size": 4, "width": 384, "depth": 7, "heads": 12, "mlp": 384}
-    for trial in plan.trials.values():
+    for trial in plan.runs.values():
         assert model.items() <= trial.model.items()
         assert trial.model.get("pool", "cls") == "cls"
         train = trial.train
         assert (train.optimizer, train.batch_size, train.weight_decay) == ("adam", 128, 5e-5)
         assert (train.schedule, train.warmup, train.final_lr, train.epochs) == ("cosine", 5.0, 0.01, 200)
-    assert 1e-3 in {trial.train.lr for trial in plan.trials.values()}
+    assert 1e-3 in {trial.train.lr for trial in plan.runs.values()}
 
 
 SHAPES = {  # what the data decides, without the data
@@ -206,8 +207,8 @@ def _squares(output):
 def test_the_methods_of_every_row_fit_the_model_of_its_laptop_scale(name):
     plan = make_comparison(load_recipe(name), "laptop")
     torch.manual_seed(0)
-    for row in plan.rows:
-        trial = plan.trials[row.points[0].trials[str(plan.seeds[0])]]
+    for row in plan.configs:
+        trial = plan.runs[row.settings[0].ids[str(plan.seeds[0])]]
         arguments, inputs = SHAPES[trial.data["name"]]
         model = make_model(trial.model, arguments)
         if trial.methods:
@@ -240,10 +241,10 @@ def test_hidden_key_by_name_is_its_parts_written_out():
 
 def test_a_row_that_does_not_use_a_grid_value_has_one_point():
     plan = make_comparison(load_recipe("explicit_dropout/table_1"), "laptop")
-    points = {r.name: len(r.points) for r in plan.rows}
+    points = {r.name: len(r.settings) for r in plan.configs}
     assert points["none + implicit ffn"] == 1
     assert points["explicit v + explicit ffn"] == 2
-    values = {t.methods[0]["value"] for t in plan.trials.values() if t.methods and "value" in t.methods[0]}
+    values = {t.methods[0]["value"] for t in plan.runs.values() if t.methods and "value" in t.methods[0]}
     assert values == {0.0005, 0.001}
 
 

@@ -68,12 +68,12 @@ def write_study(folder, rows=None, *, name="synthetic", diagnose=False, noise=0.
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder)
-    for row in plan.rows:
-        for point in row.points:
-            for seed, trial in point.trials.items():
+    for row in plan.configs:
+        for point in row.settings:
+            for seed, trial in point.ids.items():
                 _, gain, cost, _ = rows[row.name]
                 gain -= _distance(point.grid)
-                write_trial(folder / trial, plan.trials[trial], gain, cost, int(seed), noise, epochs)
+                write_trial(folder / trial, plan.runs[trial], gain, cost, int(seed), noise, epochs)
                 if diagnose:
                     write(folder / trial / "diagnose.json", measurements(row.name, gain, int(seed)))
     return plan
@@ -228,9 +228,10 @@ def edit(path, **changes):
 
 def big_study(rows, seeds=3):
     """A study of many rows in memory, without folders: every number is invented."""
+    from dampen.studies.comparison import Config, Setting
     from dampen.studies.result import Result
     from dampen.studies.store import LoggedRun
-    from dampen.studies.table import Cell, StudyRow, StudyRuns
+    from dampen.studies.table import LoggedComparison
 
     draw, made = random.Random(0), []
     base = [draw.gauss(0.85, 0.01) for _ in range(seeds)]
@@ -252,5 +253,6 @@ def big_study(rows, seeds=3):
             )
             config = {"id": final.id, "model": {"name": "vit"}, "methods": methods, "seed": s}
             runs[str(s)] = LoggedRun(Path("synthetic"), final.id, config, final, [MACHINE])
-        made.append(StudyRow(name, methods, [Cell({}, runs, seeds)], baseline=not i))
-    return StudyRuns("big", "Synthetic table of many rows", "accuracy", "max", made)
+        ids = {seed: run.id for seed, run in runs.items()}
+        made.append(Config(name, methods, [Setting({}, ids, logged=runs)], baseline=not i))
+    return LoggedComparison("big", "Synthetic table of many rows", "accuracy", "max", made)

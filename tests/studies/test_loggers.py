@@ -47,7 +47,7 @@ def test_tensorboard_of_ones_own_training(ask, run):  # noqa: F811
 
     asked = ask(seeds=1)
     run(asked, tensorboard=True)
-    trial = asked.plan.rows[1].points[0].trials["0"]
+    trial = asked.plan.configs[1].settings[0].ids["0"]
     board = EventAccumulator(str(asked.folder / trial / "tensorboard"))
     board.Reload()
     lines = RunStore(asked.folder / trial).lines()

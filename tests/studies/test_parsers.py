@@ -102,8 +102,8 @@ def test_recipes(content):
 
 def test_the_good_recipe_is_good():
     plan = planned(GOOD)
-    assert [row.name for row in plan.rows] == ["plain", "key"]
-    assert len(plan.trials) == 8
+    assert [row.name for row in plan.configs] == ["plain", "key"]
+    assert len(plan.runs) == 8
 
 
 @pytest.mark.parametrize(

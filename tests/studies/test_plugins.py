@@ -149,7 +149,7 @@ def test_a_plugin_is_no_part_of_a_runs_identity(tmp_path):
     (tmp_path / "with.toml").write_text(text.replace('["stripes"]', '["reproductions"]'))
     (tmp_path / "without.toml").write_text(text.replace('plugins = ["stripes"]', ""))
     plans = [make_comparison(load_recipe(str(tmp_path / f"{name}.toml"))) for name in ("with", "without")]
-    assert plans[0].trials.keys() == plans[1].trials.keys()
+    assert plans[0].runs.keys() == plans[1].runs.keys()
     assert ["plugins" in plan.header for plan in plans] == [True, False]
 
 

@@ -61,16 +61,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_query_and_key_are_trained_once(ran: Any) -> None:
     plan, folder, result, began, told = ran
-    assert len(plan.trials) == 6
+    assert len(plan.runs) == 6
     assert len(began) == 4
     assert result.exit_code == 0
-    assert {t["trial"] for t in told} == set(plan.trials), "the bar counts every trial"
-    k = plan.rows[2].points[0].trials
+    assert {t["trial"] for t in told} == set(plan.runs), "the bar counts every trial"
+    k = plan.configs[2].settings[0].ids
     assert not {*k.values()} & {*began}
     for seed, trial in k.items():
         final = RunStore(folder / trial).final()
         assert final is not None
-        assert final["same_as"] == plan.rows[1].points[0].trials[seed]
+        assert final["same_as"] == plan.configs[1].settings[0].ids[seed]
         assert final["id"] == trial
         assert RunStore(folder / trial).lines()
         assert list((folder / trial).glob("weights-*.safetensors"))
@@ -140,8 +140,8 @@ def test_canonical_arguments_compute_the_same(options: dict[str, Any]) -> None:
 def half(ran: Any, tmp_path: Path) -> tuple[Comparison, RunStore, RunStore]:
     """A study of which the first of two twins is recorded: the plan, its record and that of the other."""
     plan = plan_of(("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5}), seeds=1)
-    q, k = (RunStore(tmp_path / plan.rows[i].points[0].trials["0"]) for i in (1, 2))
-    shutil.copytree(ran[1] / ran[0].rows[1].points[0].trials["0"], q.folder)
+    q, k = (RunStore(tmp_path / plan.configs[i].settings[0].ids["0"]) for i in (1, 2))
+    shutil.copytree(ran[1] / ran[0].configs[1].settings[0].ids["0"], q.folder)
     assert q.final() is not None
     return plan, q, k
 

@@ -93,9 +93,9 @@ def test_what_is_refused_and_that_old_ids_stay(small, quick):
 def test_table_and_figure_have_it(tmp_path):
     """Invented numbers: the second row's variance is 0.8 of the reference's, seed by seed."""
     plan = write_study(tmp_path)
-    for i, row in enumerate(plan.rows):
-        for point in row.points:
-            for seed, trial in point.trials.items():
+    for i, row in enumerate(plan.configs):
+        for point in row.settings:
+            for seed, trial in point.ids.items():
                 record = RunStore(tmp_path / trial)
                 if (final := record.final()) is None or final["status"] != "finished":
                     continue
@@ -111,6 +111,6 @@ def test_table_and_figure_have_it(tmp_path):
     for entry in others:
         assert list(entry.by_seed["variance_ratio"].values()) == pytest.approx([0.8] * len(entry.values))
         assert entry.secondary["training_variance"].difference < 0
-    figure = gradient_variance(table, Palette([row.name for row in plan.rows]))
+    figure = gradient_variance(table, Palette([row.name for row in plan.configs]))
     assert {r["row"] for r in figure.records} >= {e.name for e in others}
     assert "Gradient variance over training" in report.render("html")

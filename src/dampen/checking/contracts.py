@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -186,7 +186,12 @@ def compiled(make: Make, subject: Subject, backend: str = "eager") -> None:
     torch.compiler.reset()
 
 
-def compiled_dynamic(make: Make, subject: Subject, backend: str = "eager") -> None:
+def compiled_dynamic(
+    make: Make,
+    subject: Subject,
+    backend: str = "eager",
+    lengths: Sequence[int] = (10, 18, 27, 37),
+) -> None:
     """7, with open sizes: torch.compile(fullgraph=True, dynamic=True) makes one graph for four
     batches of different sizes, with the loss and the gradients of plain calls. On sequences of four
     lengths, in an encoder of its own, whatever the subject; a method that refuses it is given four
@@ -194,10 +199,12 @@ def compiled_dynamic(make: Make, subject: Subject, backend: str = "eager") -> No
     torch.compiler.reset()
     try:
         trial = Attached(make, shallow(make, ENCODER))
-        batches = [_sequences(n, 2 + i) for i, n in enumerate((10, 18, 27, 37))]
+        batches = [_sequences(n, 2 + i) for i, n in enumerate(lengths)]
     except UnsupportedModel:
         trial = Attached(make, SHALLOW)
-        batches = [{"images": trial.inputs["images"].repeat(n, 1, 1, 1)} for n in (2, 3, 4, 5)]
+        batches = [
+            {"images": trial.inputs["images"].repeat(2 + i, 1, 1, 1)} for i in range(len(lengths))
+        ]
         for batch in batches:
             keep_sizes(batch["images"], (1, 2, 3))
     counter: Any = compile_counter(backend)

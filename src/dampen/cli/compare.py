@@ -260,7 +260,7 @@ def _named(asked: ComparisonRequest, plan: Any) -> Any:
 
     if asked.function is None:
         return None
-    names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
+    names = plan.config_of_run()
     return replace(asked.function, rows=names)
 
 
@@ -280,7 +280,7 @@ def preview(
     left = [t.id for t in asked.wanted if not (folder / t.id / "final.json").exists()]
     at_once = workers or max(1, min(usable_cores(), len(left) or 1))
     known = {p.row: p.seconds for p in probes}
-    rows = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
+    rows = plan.config_of_run()
     each = [known[rows[i]] for i in left]
     total = sum(s for s in each if s is not None) / at_once if all(s is not None for s in each) else None
     identity = identities(asked)

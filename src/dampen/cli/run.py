@@ -129,8 +129,8 @@ def _preview(
 ) -> None:
     from dampen.studies.tuning import as_large, count_runs
 
-    points = sum(len(r.points) for r in plan.rows)
-    trials = {i: t.to_dict() for i, t in plan.trials.items()}
+    points = sum(len(r.settings) for r in plan.configs)
+    trials = {i: t.to_dict() for i, t in plan.runs.items()}
     table = plan if tuning is None else as_large(plan, tuning)
     first, count = count_runs(tuning), len(table.chosen(rows, seeds))
     if as_json:
@@ -139,7 +139,7 @@ def _preview(
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"{plan.name} at scale {plan.scale}: {len(plan.rows)} rows, {points} grid points, seeds {plan.seeds}",
+        f"{plan.name} at scale {plan.scale}: {len(plan.configs)} rows, {points} grid points, seeds {plan.seeds}",
         markup=False,
     )
     trials_told = f"{first} runs for selection on validation, then {count}" if first else f"{count} trials"

@@ -121,7 +121,7 @@ def what_went_wrong(run: ComparisonResult) -> list[str]:
     """
     from dampen.studies.report.summary import listed
 
-    labels, who = run.plan.labels(run.plan.trials.values()), dict[str, list[str]]()
+    labels, who = run.plan.labels(run.plan.runs.values()), dict[str, list[str]]()
     for message in run.messages():
         who[message] = [labels.get(i, i) for i, o in run.outcomes.items() if o.message == message]
     return [f"{listed(names)}: {message}" if names else message for message, names in who.items()]
@@ -230,7 +230,7 @@ def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
     function = execution.get("function")
     if function is None:
         return execution
-    names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
+    names = plan.config_of_run()
     return {**execution, "function": replace(function, rows=names)}
 
 

@@ -138,9 +138,7 @@ def group_sublayers(
     return grouped, made
 
 
-def refine_scopes(
-    model: nn.Module, scopes: Mapping[str, str], attentions: Attentions
-) -> dict[str, str]:
+def refine_scopes(model: nn.Module, scopes: Mapping[str, str], attentions: Attentions) -> dict[str, str]:
     """Scopes that are layers: one that holds other layers (CrossViT), or attentions of several blocks without linear
     maps (MobileNetV4, iFormer), is a stage, and the layer is the block in it that adds its residual."""
     refined = dict(scopes)

@@ -61,7 +61,11 @@ def catalog() -> dict[str, CatalogEntry]:
 
 
 def find_entry(name: str) -> CatalogEntry:
-    """One method, by registry or class name."""
+    """One method, by registry or class name.
+
+    Args:
+        name: a registry name, a class name, or `file.py:Class`.
+    """
     known = catalog()
     by_class = {e.cls: e for e in known.values()}
     found = known.get(name) or by_class.get(name)

@@ -190,7 +190,7 @@ def run(
     """Run what is missing of a study's plan; raise where nothing came out of it."""
     plan, folder = study.plan, study.folder
     if study.function is not None:
-        names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
+        names = plan.config_of_run()
         study.function = replace(study.function, rows=names, objects={**study.function.objects, **objects})
         save_function(study.function, folder)
     else:
@@ -283,11 +283,16 @@ def check_rows(plan: Comparison, folder: Path, execution: Execution) -> None:
 
     Rows that have a result already are not asked again; a training of the user's own, and pretraining, are not ours
     to cut short.
+
+    Args:
+        plan: the comparison.
+        folder: of its runs; configurations with a result are not checked again.
+        execution: with the user's model and data, where there are any.
     """
     problems, state = [], torch.get_rng_state()
-    for row in plan.rows:
-        trial = plan.trials[next(iter(row.points[0].trials.values()))]
-        done = any((folder / i / "final.json").exists() for p in row.points for i in p.trials.values())
+    for row in plan.configs:
+        trial = plan.first_run(row)
+        done = any((folder / i / "final.json").exists() for p in row.settings for i in p.ids.values())
         if trial.function is None and trial.pretrain is None and brings_task(trial.model["name"]) is None and not done:
             problem = _problem(trial, execution)
             problems += [f"row {row.name!r} cannot run on {trial.model['name']}: {problem}"] if problem else []
@@ -344,8 +349,13 @@ class RowProbe:
 
 
 def probe(plan: Comparison, execution: Execution) -> list[RowProbe]:
-    """Run a few steps of the first trial of each row, in a folder that is thrown away."""
-    return [_probe(row.name, plan.trials[next(iter(row.points[0].trials.values()))], execution) for row in plan.rows]
+    """Run a few steps of the first trial of each row, in a folder that is thrown away.
+
+    Args:
+        plan: the comparison.
+        execution: how runs are executed.
+    """
+    return [_probe(row.name, plan.first_run(row), execution) for row in plan.configs]
 
 
 def _probe(row: str, trial: Run, execution: Execution) -> RowProbe:

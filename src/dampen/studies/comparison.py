@@ -9,7 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from dampen.studies.search_space import (
     first_stage,
     mentions,
 )
-from dampen.studies.store import RunStore
+from dampen.studies.store import LoggedRun, RunStore
 
 MOST = 100_000
 """Trials of one row: more is a slip of the keyboard."""
@@ -41,23 +41,52 @@ HEADER = ("title", "paper", "table", "metric", "report", "command")
 
 @dataclass
 class Setting:
-    """One choice of grid values; `trials` maps each seed to the trial's id."""
+    """One choice of grid values of a configuration, with the id of the run of each seed."""
 
     grid: dict[str, Any]
-    trials: dict[str, str]
+    ids: dict[str, str]  # by seed
     published: dict[str, Any] = field(default_factory=dict)
+    logged: dict[str, LoggedRun] = field(default_factory=dict)  # by seed, where results were read
+    model: dict[str, Any] = field(default_factory=dict)  # the section of its runs, likewise
+
+    @property
+    def planned(self) -> int:
+        return len(self.ids)
+
+    def finished(self) -> dict[str, LoggedRun]:
+        """The runs with a result, by seed."""
+        return {seed: run for seed, run in self.logged.items() if run.status == "finished"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plan.json has it, in the words of 0.2, so that every version reads it."""
+        return {"grid": self.grid, "trials": self.ids, "published": self.published}
 
 
 @dataclass
 class Config:
-    """One row of the table."""
+    """A method with its settings, as one line of the table."""
 
     name: str
     methods: list[dict[str, Any]]
-    points: list[Setting]
+    settings: list[Setting]
     published: dict[str, Any] = field(default_factory=dict)
     baseline: bool = False
     note: str = ""
+
+    def ids(self) -> list[str]:
+        """The ids of its runs, over all settings and seeds."""
+        return [id for setting in self.settings for id in setting.ids.values()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plan.json has it, in the words of 0.2, so that every version reads it."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
+        return plain | {"points": [setting.to_dict() for setting in self.settings]}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Config:
+        """Read what `to_dict` wrote."""
+        settings = [Setting(s["grid"], s["trials"], s.get("published", {})) for s in plain["points"]]
+        return cls(**{k: v for k, v in plain.items() if k != "points"}, settings=settings)
 
 
 @dataclass
@@ -69,8 +98,8 @@ class Comparison:
     header: dict[str, Any]
     departures: list[str]
     seeds: list[int]
-    rows: list[Config]
-    trials: dict[str, Run]
+    configs: list[Config]
+    runs: dict[str, Run]
 
     def save(self, folder: Path) -> None:
         """Write plan.json; a comparison that grew since says so in its title."""
@@ -78,40 +107,70 @@ class Comparison:
             count = len({seed // self.folds for seed in self.seeds})
             told = f", {count} seed{'s' * (count != 1)}"
             self.header["title"] = re.sub(r", \d+ seeds?\b", told, self.header["title"])
-        plain = asdict(self) | {"trials": {i: t.to_dict() for i, t in self.trials.items()}}
+        plain = {k: v for k, v in vars(self).items() if k not in ("configs", "runs")}
+        plain["rows"] = [config.to_dict() for config in self.configs]
+        plain["trials"] = {id: run.to_dict() for id, run in self.runs.items()}
         write_json(folder / "plan.json", plain)
 
     @classmethod
     def load(cls, folder: Path) -> Comparison:
         """Read plan.json."""
         content = read_json(folder / "plan.json", "Run the command that wrote it again: it is made anew, trials stay.")
-        rows = [Config(**{**r, "points": [Setting(**p) for p in r["points"]]}) for r in content["rows"]]
-        trials = {i: Run.from_stored(t, f"trial {i} in {folder / 'plan.json'}") for i, t in content["trials"].items()}
-        return cls(**{**content, "rows": rows, "trials": trials})
+        configs = [Config.from_dict(row) for row in content.pop("rows")]
+        stored = content.pop("trials").items()
+        runs = {id: Run.from_stored(run, f"trial {id} in {folder / 'plan.json'}") for id, run in stored}
+        return cls(**content, configs=configs, runs=runs)
+
+    def config_of_run(self) -> dict[str, str]:
+        """The name of the configuration of each run, by the run's id."""
+        return {id: config.name for config in self.configs for id in config.ids()}
+
+    def first_run(self, config: Config) -> Run:
+        """The run of the first setting and seed of a configuration."""
+        return self.runs[next(iter(config.settings[0].ids.values()))]
+
+    def run_of(self, setting: Setting, seed: int) -> Run:
+        """The run of a setting with a seed; made after its others and added to the comparison where it is not there.
+
+        Args:
+            setting: one of this comparison's.
+            seed: of the run.
+        """
+        if str(seed) not in setting.ids:
+            run = replace(self.runs[next(iter(setting.ids.values()))], seed=seed)
+            self.runs[run.id] = run
+            setting.ids[str(seed)] = run.id
+            self.seeds = sorted({*self.seeds, seed})
+        return self.runs[setting.ids[str(seed)]]
 
     def joined(self, earlier: Comparison, recorded: Container[str]) -> Comparison:
-        """This plan, with the rows and seeds that an earlier one under the same conditions has recorded: they stay."""
-        own = {row.name: copy.deepcopy(row) for row in self.rows}
-        trials = dict(self.trials)
-        for row in earlier.rows:
-            kept = [replace(p, trials={s: i for s, i in p.trials.items() if i in recorded}) for p in row.points]
-            if not any(point.trials for point in kept):
+        """This plan, with the rows and seeds that an earlier one under the same conditions has recorded: they stay.
+
+        Args:
+            earlier: a comparison under the same conditions.
+            recorded: the ids of runs that have a result.
+        """
+        own = {row.name: copy.deepcopy(row) for row in self.configs}
+        trials = dict(self.runs)
+        for row in earlier.configs:
+            kept = [replace(p, ids={s: i for s, i in p.ids.items() if i in recorded}) for p in row.settings]
+            if not any(point.ids for point in kept):
                 continue
-            trials |= {i: earlier.trials[i] for point in kept for i in point.trials.values()}
-            here = own.setdefault(row.name, replace(row, points=[]))
+            trials |= {i: earlier.runs[i] for point in kept for i in point.ids.values()}
+            here = own.setdefault(row.name, replace(row, settings=[]))
             for point in kept:
-                same = next((p for p in here.points if p.grid == point.grid), None)
+                same = next((p for p in here.settings if p.grid == point.grid), None)
                 if same is None:
-                    here.points.append(point)
+                    here.settings.append(point)
                 else:
-                    same.trials = point.trials | same.trials
-        seeds = sorted({*self.seeds, *(int(s) for row in own.values() for p in row.points for s in p.trials)})
+                    same.ids = point.ids | same.ids
+        seeds = sorted({*self.seeds, *(int(s) for row in own.values() for p in row.settings for s in p.ids)})
         commands = dict.fromkeys(filter(None, [*earlier.header["command"].split(" && "), self.header["command"]]))
         header = {**self.header, "command": " && ".join(commands)}
-        looked = all(i in recorded for i in earlier.trials) and bool({*self.seeds} - {*earlier.seeds})
+        looked = all(i in recorded for i in earlier.runs) and bool({*self.seeds} - {*earlier.seeds})
         if looked or earlier.header.get("test") == "sequential":  # looked at, then extended: see `stats.py`
             header["test"] = "sequential"
-        return replace(self, rows=list(own.values()), trials=trials, seeds=seeds, header=header)
+        return replace(self, configs=list(own.values()), runs=trials, seeds=seeds, header=header)
 
     @property
     def folds(self) -> int:
@@ -119,12 +178,16 @@ class Comparison:
         return self.header.get("folds") or 1
 
     def labels(self, trials: Iterable[Run]) -> dict[str, str]:
-        """Row, grid point and seed of each trial, for people."""
+        """Row, grid point and seed of each trial, for people.
+
+        Args:
+            trials: the runs to name.
+        """
         wanted, named = {t.id for t in trials}, dict[str, str]()
-        for row in self.rows:
-            for point in row.points:
+        for row in self.configs:
+            for point in row.settings:
                 grid = "".join(f" {k.split('.')[-1]}={_short(v)}" for k, v in point.grid.items())
-                for seed, trial in point.trials.items():
+                for seed, trial in point.ids.items():
                     whole, fold = divmod(int(seed), self.folds)
                     told = f"seed {whole} fold {fold}" if self.folds > 1 else f"seed {seed}"
                     if trial in wanted:
@@ -132,18 +195,23 @@ class Comparison:
         return named
 
     def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
-        """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows fill up evenly."""
-        names = {r.name for r in self.rows}
+        """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows fill up evenly.
+
+        Args:
+            rows: names of configurations; default: all.
+            seeds: default: all.
+        """
+        names = {r.name for r in self.configs}
         problems = [f"--row: there is no row {r!r}{nearest(r, names)}" for r in rows if r not in names]
         if problems:
             raise ConfigError(self.name, problems)
         wanted: dict[str, Run] = {}
         for seed in self.seeds:
-            for row in self.rows:
+            for row in self.configs:
                 if (not rows or row.name in rows) and (not seeds or seed in seeds):
-                    for point in row.points:
-                        if str(seed) in point.trials:  # after a race rows differ in their seeds
-                            wanted[point.trials[str(seed)]] = self.trials[point.trials[str(seed)]]
+                    for point in row.settings:
+                        if str(seed) in point.ids:  # after a race rows differ in their seeds
+                            wanted[point.ids[str(seed)]] = self.runs[point.ids[str(seed)]]
         return list(wanted.values())
 
 
@@ -160,6 +228,14 @@ def make_comparison(
     `settings` are strings such as `train.lr=0.01`, as on the command line. Without `check_names` the names of data
     sets, models and methods are taken on trust (torch is then not imported). `points` are the settings of each row, in
     place of the grid; a recipe with a search has one for each row until it has chosen, the first that it tries.
+
+    Args:
+        recipe: what to compare.
+        scale: one of the recipe's; default: the one it names.
+        settings: changes such as `train.lr=0.01`, as on the command line.
+        seeds: in place of the recipe's.
+        check_names: look up data sets, models and methods; without it torch is not imported.
+        points: the settings of each configuration in place of the grid, for a search.
     """
     at = recipe.at(scale)
     over, problems = read_settings(settings)
@@ -179,7 +255,7 @@ def make_comparison(
         made, wrong = _points(config, choices, seeds, row, plan, path, check_names)
         problems += found + wrong
         methods = config.get("methods", [])
-        plan.rows.append(
+        plan.configs.append(
             Config(
                 row["name"], methods, made, row.get("published", {}), row.get("baseline", False), row.get("note", "")
             )
@@ -272,15 +348,14 @@ def _points(
         for key, value in chosen.items():
             if "." in key:
                 problems += [f"{path}grid.{problem}" for problem in _put(filled, key, value)]
-        ids = {}
-        for seed in seeds:
-            trial, found = Run.parse({**filled, "seed": seed}, path)
-            if trial is not None and names and seed == seeds[0]:
-                found = check_trial(trial, path)
-            problems += found
-            if trial is not None:
-                plan.trials[trial.id] = trial
-                ids[str(seed)] = trial.id
+        first, found = Run.parse({**filled, "seed": seeds[0]}, path)
+        if first is not None and names:
+            found = check_trial(first, path)
+        problems += found
+        # The seeds of a setting differ in nothing else, so one of them is read and checked.
+        runs = [replace(first, seed=seed) for seed in seeds] if first is not None else []
+        plan.runs |= {run.id: run for run in runs}
+        ids = {str(run.seed): run.id for run in runs}
         published: dict[str, Any] = next(
             (p["published"] for p in row.get("published_grid", []) if _matches(p["grid"], chosen)), {}
         )
@@ -359,12 +434,16 @@ def _apply_setting(setting: str, over: dict[str, Any]) -> list[str]:
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """The plan of a folder; where plan.json is damaged, what its trials say of it."""
+    """The plan of a folder; where plan.json is damaged, what its trials say of it.
+
+    Args:
+        folder: that holds plan.json.
+    """
     try:
         return Comparison.load(folder)
     except (LabError, KeyError, TypeError, AttributeError) as error:
         plan = rebuild_plan(folder)
-        if not plan.trials:
+        if not plan.runs:
             raise LabError(f"{folder / 'plan.json'} is damaged ({error}), and no trial lies beside it.") from error
         return plan
 
@@ -374,6 +453,9 @@ def rebuild_plan(folder: Path) -> Comparison:
 
     Names of rows, published numbers and the command stood in plan.json alone; the command that made it brings them
     back, and finds every trial where it was.
+
+    Args:
+        folder: that holds the folders of runs.
     """
     found = [_stored_run(path.parent) for path in sorted(folder.glob("*/config.json"))]
     trials = {run.id: run for run in found if run is not None}
@@ -384,11 +466,11 @@ def rebuild_plan(folder: Path) -> Comparison:
         other = json.dumps({k: v for k, v in trial.canonical().items() if k not in ("seed", "methods")}, sort_keys=True)
         row = rows.setdefault(name, Config(name, list(trial.methods), [], baseline=not trial.methods))
         if (name, other) not in points:
-            points[name, other] = Setting({}, {}, {})
-            row.points.append(points[name, other])
-        points[name, other].trials[str(trial.seed)] = id
+            points[name, other] = Setting({}, {})
+            row.settings.append(points[name, other])
+        points[name, other].ids[str(trial.seed)] = id
     for row in rows.values():
-        for i, point in enumerate(row.points if len(row.points) > 1 else []):
+        for i, point in enumerate(row.settings if len(row.settings) > 1 else []):
             point.grid["point"] = i
     finals = (_primary(folder / id) for id in trials)
     header: dict[str, Any] = dict.fromkeys(HEADER, "")

@@ -19,14 +19,23 @@ CHECKSUM = "checksum"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is there whole, or as it was."""
+    """Write JSON so that the file is there whole, or as it was.
+
+    Args:
+        path: of the file.
+        value: plain data without NaN or infinity.
+    """
     with atomic_file(path) as file:
         file.write(json.dumps(value, indent=1, allow_nan=False, sort_keys=False).encode() + b"\n")
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file that becomes `path` when the block ends well, and vanishes when it does not."""
+    """A temporary file that becomes `path` when the block ends well, and vanishes when it does not.
+
+    Args:
+        path: of the file; its folder is made where it is missing.
+    """
     with clear_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -53,7 +62,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_json(path: Path, remedy: str = "Delete its folder to run the trial again.") -> Any:
-    """Read JSON, or say which file is damaged and what to do."""
+    """Read JSON, or say which file is damaged and what to do.
+
+    Args:
+        path: of the file.
+        remedy: what to do about a damaged file, for the error message.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -86,7 +100,13 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def unsealed(value: Any, what: str, remedy: str) -> Any:
     """What `sealed` was given; raises DamagedRecord where it was changed since. What has no checksum is taken as it is:
-    records were written without before."""
+    records were written without before.
+
+    Args:
+        value: what was read.
+        what: names it in the error message.
+        remedy: what to do, for the error message.
+    """
     if not isinstance(value, dict) or CHECKSUM not in value:
         return value
     content = {k: v for k, v in value.items() if k != CHECKSUM}
@@ -129,7 +149,11 @@ FRESH_NS = 2_000_000_000
 
 
 def fingerprint(path: Path | str) -> str:
-    """The hash of a file, or of the names and contents of all files below a folder; hidden files do not count."""
+    """The hash of a file, or of the names and contents of all files below a folder; hidden files do not count.
+
+    Args:
+        path: a file or a folder.
+    """
     path = Path(path).resolve()
     known, fresh = cached(CACHE), dict[str, Any]()
     lines = []

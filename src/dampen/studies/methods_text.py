@@ -58,6 +58,9 @@ def compose(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
 def build_methods(specs: Sequence[Mapping[str, Any]]) -> list[Regularizer]:
     """One regularizer per spec.
 
+    Args:
+        specs: methods as plain data.
+
     >>> build_methods([{"name": "drop_key", "rate": {"linear": [0.3, 0.0]}}])[0].name
     'drop_key'
     """
@@ -140,6 +143,10 @@ def _value(value: Any) -> Any:
 
 def parse_rows(text: str, what: str = "--methods") -> dict[str, list[dict[str, Any]]]:
     """The rows written on a command line: comma between rows, plus between the methods of one row.
+
+    Args:
+        text: comma between configurations, plus between the methods of one.
+        what: names the text in error messages.
 
     >>> for row, methods in parse_rows("drop_key, drop_path(rate=0.1) + drop_head(rate=linear(0.2, 0))").items():
     ...     print(row, methods, sep=": ")

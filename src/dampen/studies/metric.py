@@ -109,7 +109,11 @@ METRICS: dict[str, Metric] = {
 
 
 def describe(name: str) -> Metric:
-    """The metric of this name. `base@0.5` is a variant of `base`; an unknown one has no unit and no direction."""
+    """The metric of this name. `base@0.5` is a variant of `base`; an unknown one has no unit and no direction.
+
+    Args:
+        name: of a metric, with or without a variant such as `@0.5`.
+    """
     if name in METRICS:
         return METRICS[name]
     base, at, variant = name.partition("@")

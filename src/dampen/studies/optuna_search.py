@@ -70,6 +70,18 @@ def search(
     """Search every row and return the plan of the best: each row at the point that validation prefers, on all seeds.
 
     Ctrl-C stops after a checkpoint and raises Interrupted; the same call goes on.
+
+    Args:
+        recipe: what to search.
+        folder: for the runs and the record of the search.
+        execution: how runs are executed.
+        trials: proposals for each configuration.
+        storage: an SQLAlchemy URL that several machines share; default: a file in the folder.
+        workers: processes; default: one per core.
+        scale: of the recipe.
+        settings: changes as on the command line.
+        seeds: of the table; default: the recipe's.
+        report: receives a line for each proposal that ended.
     """
     if trials < 1:
         raise ValueError(f"trials must be 1 or more, got {trials}.")
@@ -212,7 +224,7 @@ def run_one(what: Search, row: str, study: Any, trial: Any, stop: Callable[[], b
     states = optuna.trial.TrialState
     chosen = {axis.key: axis.suggest(trial) for axis in what.axes[row]}
     plan = plan_at(what.recipe, what.scale, what.settings, row, chosen, [what.seed])
-    ((id, content),) = plan.trials.items()
+    ((id, content),) = plan.runs.items()
     trial.set_user_attr("id", id)
     folder, pruned = what.folder / SEARCH_FOLDER / id, False
 
@@ -276,9 +288,9 @@ def _best_plan(what: Search, seeds: Sequence[int]) -> Comparison:
         if whole is None:
             whole = plan
         else:
-            whole.rows += plan.rows
-            whole.trials |= plan.trials
-        for trial in plan.trials:
+            whole.configs += plan.configs
+            whole.runs |= plan.runs
+        for trial in plan.runs:
             found = what.folder / SEARCH_FOLDER / trial
             if (found / "final.json").exists() and not (what.folder / trial).exists():
                 shutil.copytree(found, what.folder / trial)

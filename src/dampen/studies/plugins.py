@@ -36,6 +36,7 @@ import dampen.extensions as extensions
 from dampen.studies.errors import ConfigError
 
 if TYPE_CHECKING:
+    from dampen.studies.comparison import Setting as Setting
     from dampen.studies.data.arrays import ArraySplit as ArraySplit
     from dampen.studies.data.dataset import TEST_SEED as TEST_SEED
     from dampen.studies.data.dataset import Batch as Batch
@@ -89,9 +90,8 @@ if TYPE_CHECKING:
     from dampen.studies.report.figures import tip as tip
     from dampen.studies.report.formats import markdown_text as markdown_text
     from dampen.studies.result import Detected as Detected
-    from dampen.studies.table import Cell as Cell
     from dampen.studies.table import axis_name as axis_name
-    from dampen.studies.table import chosen_cell as chosen_cell
+    from dampen.studies.table import chosen_setting as chosen_setting
     from dampen.studies.text import BEGIN as BEGIN
     from dampen.studies.text import END as END
     from dampen.studies.text import PAD as PAD
@@ -148,7 +148,8 @@ _HOMES = {
     "metrics": ("Metrics", "Task", "require_batches"),
     "metric": ("Metric",),
     "result": ("Detected",),
-    "table": ("Cell", "axis_name", "chosen_cell"),
+    "comparison": ("Setting",),
+    "table": ("axis_name", "chosen_setting"),
     "report.diagnosis": ("diagnosed", "measured"),
     "report.figures": (
         *("ROW", "Column", "Figure", "Palette", "Panel", "band_chart", "finish", "known", "note"),

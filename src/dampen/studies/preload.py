@@ -1,16 +1,10 @@
 """Imported once by the server that workers are forked from; see processes.py. It imports what a run needs."""
 
 import importlib
-import sys
 
 import torch
 
-for name in ("lightning.fabric.strategies", "torchmetrics.classification", "sklearn.datasets", "dampen.public"):
-    importlib.import_module(name)
-for name in ("data", "metrics", "trainer.train"):
-    importlib.import_module(f"dampen.studies.{name}")
-if "_dampen_watch" in sys.modules:
-    sys.modules["_dampen_watch"].end()
+from dampen.studies.processes import end_with_parent
 
 
 def warm() -> None:
@@ -32,4 +26,9 @@ def warm() -> None:
         make_fabric(TrainOptions(), "auto")
 
 
-warm()
+with end_with_parent():
+    for name in ("lightning.fabric.strategies", "torchmetrics.classification", "sklearn.datasets", "dampen.public"):
+        importlib.import_module(name)
+    for name in ("data", "metrics", "trainer.train"):
+        importlib.import_module(f"dampen.studies.{name}")
+    warm()

@@ -9,9 +9,13 @@ import os
 import platform
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+SERVER_OF = "DAMPEN_SERVER_OF"
+"""The environment variable that tells the server which process it belongs to."""
 
 
 def context() -> Any:
@@ -23,10 +27,40 @@ def context() -> Any:
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
-    os.environ["DAMPEN_SERVER_OF"] = str(os.getpid())  # whom the server is to go with, even if we are gone at once
+    os.environ[SERVER_OF] = str(os.getpid())  # set now: we may be gone before the server looks for its parent
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["_dampen_watch", "dampen.studies.preload"])
+    server.set_forkserver_preload(["dampen.studies.preload"])
     return server
+
+
+@contextmanager
+def end_with_parent() -> Iterator[None]:
+    """End this process, the server that workers are forked from, when its parent is gone while the block runs.
+
+    The server looks for its parent only between requests. Importing torch takes seconds, in which it would outlive a
+    command that has failed and hold its output open (`dampen ... | tee log` would wait). So a thread watches, and has
+    ended before anything is forked. In any other process the block runs as it is: doctests import every module.
+    """
+    if not any("multiprocessing.forkserver" in word for word in sys.orig_argv):
+        yield
+        return
+    parent, done = int(os.environ.get(SERVER_OF, os.getppid())), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            if os.getppid() != parent:
+                os._exit(0)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    # Sent to the whole group, these are meant for the command; the server goes with it, and without a word.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _polite(signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def start(target: Any, *arguments: Any) -> tuple[Any, Any]:
@@ -81,7 +115,7 @@ def without_main() -> Iterator[None]:
 def _begin(environment: dict[str, str], target: Any, pipe: Any, *arguments: Any) -> None:
     os.environ.update(environment)  # the server's is as old as the server
     keep_freed_memory()
-    _polite(signal.SIG_DFL)  # the server ignores them, see _dampen_watch.py
+    _polite(signal.SIG_DFL)  # the server ignores them, see `end_with_parent`
     signal.signal(signal.SIGINT, signal.default_int_handler)
     target(pipe, *arguments)
 

@@ -112,6 +112,10 @@ class Recipe:
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Tables are merged key by key; a model or data set with another name replaces the old one wholly.
 
+    Args:
+        base: a table.
+        over: what goes before it.
+
     >>> merge({"model": {"name": "vit", "depth": 7}, "train": {"lr": 1}}, {"model": {"depth": 2}, "train": {"lr": 3}})
     {'model': {'name': 'vit', 'depth': 2}, 'train': {'lr': 3}}
     >>> merge({"model": {"name": "vit", "depth": 7}}, {"model": {"name": "encoder"}})
@@ -136,7 +140,11 @@ def list_recipes() -> dict[str, Path]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe by the path of a TOML file, or by a name that a plug-in gave it; all problems are told at once."""
+    """A recipe by the path of a TOML file, or by a name that a plug-in gave it; all problems are told at once.
+
+    Args:
+        name: a path, or the name that a plug-in gave it.
+    """
     known = list_recipes()
     path = known.get(name.removesuffix(".toml"), Path(name))
     if not path.is_file():

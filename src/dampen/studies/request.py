@@ -49,7 +49,11 @@ class ComparisonRequest:
 
 
 def seeds_of(seeds: int | Sequence[int]) -> list[int]:
-    """`8` means seeds 0 to 7; a list is taken as it is."""
+    """`8` means seeds 0 to 7; a list is taken as it is.
+
+    Args:
+        seeds: how many, or which.
+    """
     if isinstance(seeds, int) and not isinstance(seeds, bool):
         if seeds < 1:
             raise ConfigError("The comparison", [f"seeds: must be 1 or more, got {seeds}"])
@@ -62,6 +66,9 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
 
 def metric_of(metric: str | Sequence[str] | None) -> tuple[str, str] | None:
     """`"accuracy"`, `"rmse:min"` or `("rmse", "min")`; the direction follows from the name where it is not said.
+
+    Args:
+        metric: as the user gave it, or None.
 
     >>> metric_of("f1"), metric_of("score:min")
     (('f1', 'max'), ('score', 'min'))
@@ -150,7 +157,7 @@ def planned(recipe: Recipe, settings: Sequence[str] = ()) -> Comparison:
 
 def sent(function: Function, plan: Comparison, rows: Rows, metric: tuple[str, str] | None) -> Function:
     """The function with what its trials need: names of rows, regularizers without a plain form, the metric."""
-    names = {i: row.name for row in plan.rows for point in row.points for i in point.trials.values()}
+    names = plan.config_of_run()
     return replace(function, rows=names, objects={**function.objects, **rows.objects}, metric=metric)
 
 
@@ -170,9 +177,7 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
     if not (folder / "plan.json").exists():
         return section["code"], ""
     earlier = load_comparison(folder)
-    done = {
-        t.function["code"] for i, t in earlier.trials.items() if t.function and (folder / i / "final.json").exists()
-    }
+    done = {t.function["code"] for i, t in earlier.runs.items() if t.function and (folder / i / "final.json").exists()}
     if not done or section["code"] in done:
         return section["code"], ""
     if same_code:
@@ -186,7 +191,7 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
 
 
 def _count(plan: Comparison, folder: Path) -> str:
-    n = sum((folder / i / "final.json").exists() for i in plan.trials)
+    n = sum((folder / i / "final.json").exists() for i in plan.runs)
     return f"{n} trial{'s' * (n != 1)}"
 
 
@@ -195,11 +200,11 @@ def with_recorded(plan: Comparison, folder: Path) -> Comparison:
     if not (folder / "plan.json").exists():
         return plan
     earlier = load_comparison(folder)
-    code = {t.function["code"] for t in plan.trials.values() if t.function}
-    formats = {t.format for t in plan.trials.values()}
+    code = {t.function["code"] for t in plan.runs.values() if t.function}
+    formats = {t.format for t in plan.runs.values()}
     recorded = {
         i
-        for i, t in earlier.trials.items()
+        for i, t in earlier.runs.items()
         if RunStore(folder / i).done and (t.format in formats if t.function is None else t.function["code"] in code)
     }
     return plan.joined(earlier, recorded) if recorded else plan
@@ -256,7 +261,7 @@ def request_parts(
     recipe = replace(recipe, rows=[_with_params(r, rows, base) for r in recipe.rows])
     asked = planned(recipe, settings)
     asked.header |= {"folds": folds} if folds is not None else {}
-    place = _place(asked.name, asked.trials, folder, out, resume)
+    place = _place(asked.name, asked.runs, folder, out, resume)
     plan = with_recorded(asked, place)
     remark = builtin_dropout_warning(builtin_dropout(parts.model if parts else None, asked.chosen()[0].model), name)
     plan.departures = list(dict.fromkeys([*plan.departures, *([remark] if remark else [])]))

@@ -140,7 +140,12 @@ class Run:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], what: str = "The trial") -> Run:
-        """Read plain data; raise ConfigError with every problem."""
+        """Read plain data; raise ConfigError with every problem.
+
+        Args:
+            mapping: plain data, as a recipe or a record has it.
+            what: what it is, for the error message.
+        """
         trial, problems = cls.parse(mapping)
         if trial is None or problems:
             raise ConfigError(what, problems)
@@ -148,12 +153,22 @@ class Run:
 
     @classmethod
     def from_stored(cls, mapping: Mapping[str, Any], what: str = "The trial") -> Run:
-        """Read the trial of a plan or a record, which may be older than the format that is written today."""
+        """Read the trial of a plan or a record, which may be older than the format that is written today.
+
+        Args:
+            mapping: plain data, as a plan or a record has it.
+            what: what it is, for the error message.
+        """
         return cls.from_dict({"format": 1, **mapping}, what)
 
     @classmethod
     def parse(cls, mapping: Mapping[str, Any], path: str = "") -> tuple[Run | None, list[str]]:
-        """The trial, if it could be read, and all problems of its shape; names are for `validate.check_trial`."""
+        """The trial, if it could be read, and all problems of its shape; names are for `validate.check_trial`.
+
+        Args:
+            mapping: plain data.
+            path: where it stands, as a prefix of each problem.
+        """
         if mapping.get("function") is not None:
             return _parse_function(mapping, path)
         known = [f.name for f in fields(cls)]

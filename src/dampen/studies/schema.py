@@ -21,6 +21,11 @@ LARGEST = 2**63
 def check_plain(value: Any, path: str, depth: int = 0) -> list[str]:
     """Every place that is not plain data: dates, infinite numbers, huge ones, what is nested too deeply.
 
+    Args:
+        value: what should be plain data.
+        path: where it stands, as a prefix of each problem.
+        depth: of the tables around it.
+
     >>> check_plain({"lr": 0.1, "betas": [0.9, float("inf")]}, "train")
     ['train.betas[1]: expected a finite number, got inf']
     """
@@ -55,6 +60,11 @@ def unknown_keys(mapping: Mapping[str, Any], known: Iterable[str], path: str) ->
 def check_fields(cls: Any, mapping: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[str]]:
     """The values for the dataclass `cls`, with numbers in the declared type, and all that is wrong with them.
 
+    Args:
+        cls: a dataclass.
+        mapping: values by field.
+        path: prefix of each problem.
+
     >>> from dataclasses import dataclass
     >>> @dataclass
     ... class Options:
@@ -85,7 +95,12 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """`value` in the type `hint`, or TypeError in words. Only an int given for a float is converted."""
+    """`value` in the type `hint`, or TypeError in words. Only an int given for a float is converted.
+
+    Args:
+        value: what was given.
+        hint: the declared type.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         for option in arguments:

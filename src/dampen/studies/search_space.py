@@ -155,7 +155,13 @@ class Axis:
 
 
 def read_axis(key: str, given: Any, path: str) -> tuple[Axis, list[str]]:
-    """An axis as a recipe writes it, and what is wrong with it."""
+    """An axis as a recipe writes it, and what is wrong with it.
+
+    Args:
+        key: the name of the axis.
+        given: a range or a list, as a recipe has it.
+        path: where it stands, for the messages.
+    """
     where = f"{path}.{key}"
     if isinstance(given, list):
         if len(given) < 2 or any(v in given[:i] for i, v in enumerate(given)):
@@ -226,6 +232,10 @@ def _filled(value: Any, variable: str, name: str = "") -> list[str]:
 
 def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[AxisValues]]:
     """`count` settings for every row: centered Latin hypercube, its columns spread over each other, the same for all.
+
+    Args:
+        axes: of each configuration.
+        count: settings for each.
 
     >>> found = design({"one": [Axis("lr", 1, 2)], "two": [Axis("lr", 1, 2), Axis("rate", 0, 1)]}, 4)
     >>> [s["lr"] for s in found["one"]] == [s["lr"] for s in found["two"]], sorted(s["rate"] for s in found["two"])
@@ -353,7 +363,13 @@ class Selection:
 
 
 def select(tried: Sequence[Tried], axes: Sequence[Axis], mode: str) -> Selection | None:
-    """The choice among settings; None where no run of any gave a number."""
+    """The choice among settings; None where no run of any gave a number.
+
+    Args:
+        tried: settings with their validation values.
+        axes: that were searched.
+        mode: 'max' or 'min'.
+    """
     most = max((len(t.numbers) for t in tried), default=0)
     if not most:
         return None

@@ -166,9 +166,20 @@ def race_plan(
     look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
 ) -> Race:
     """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and says whether to go
-    on. The plan grows by the seeds that were asked for, and says that its test is the sequential one."""
-    several = [row.name for row in plan.rows if len(row.points) != 1]
-    reference = next((row.name for row in plan.rows if row.baseline), None)
+    on. The plan grows by the seeds that were asked for, and says that its test is the sequential one.
+
+    Args:
+        plan: the comparison.
+        folder: of its runs.
+        run: trains runs, which are then recorded; False stops.
+        margin: the smallest difference of interest; default: the metric's.
+        budget: seconds.
+        first: seeds of the first round; never fewer than can decide anything.
+        most: seeds after which an inconclusive configuration stays so.
+        look: called after every round.
+    """
+    several = [row.name for row in plan.configs if len(row.settings) != 1]
+    reference = next((row.name for row in plan.configs if row.baseline), None)
     problems = [f"{name} has several settings; choose one, or tune them first (--tune 10)" for name in several]
     problems += ["there is no row to compare with"] if reference is None else []
     if problems or reference is None:
@@ -176,16 +187,19 @@ def race_plan(
     folds = plan.header.get("folds") or 1  # a seed of the race is then a round of them, averaged
     plan.header |= {"test": "sequential"} | ({} if margin is None else {"margin": margin})
 
+    settings = {config.name: config.settings[0] for config in plan.configs}
+
     def table() -> Any:
         return comparison_table(plan, read_runs(plan, folder))
 
     def train(pairs: list[Pair]) -> bool:
-        return run([seeded(plan, row, folds * seed + fold) for row, seed in pairs for fold in range(folds)])
+        wanted = [(settings[name], folds * seed + fold) for name, seed in pairs for fold in range(folds)]
+        return run([plan.run_of(setting, seed) for setting, seed in wanted])
 
     def values() -> dict[str, dict[str, float]]:
         return {entry.name: entry.paired(entry.values) for entry in table().entries}
 
-    rows = [row.name for row in plan.rows if row.name != reference]
+    rows = [row.name for row in plan.configs if row.name != reference]
     found = race(
         rows,
         reference,
@@ -204,20 +218,11 @@ def race_plan(
     return found
 
 
-def seeded(plan: Comparison, row: str, seed: int) -> Run:
-    """The trial of a row with this seed; made after its others and put into the plan where it is not there yet."""
-    (point,) = next(r for r in plan.rows if r.name == row).points
-    if str(seed) not in point.trials:
-        template = plan.trials[next(iter(point.trials.values()))]
-        trial = Run.from_dict({**template.to_dict(), "seed": seed})
-        plan.trials[trial.id] = trial
-        point.trials[str(seed)] = trial.id
-        plan.seeds = sorted({*plan.seeds, seed})
-    return plan.trials[point.trials[str(seed)]]
-
-
 def seconds(text: str | float) -> float:
     """A time in seconds.
+
+    Args:
+        text: such as 30m, 1h30m or 90s, or a number of seconds.
 
     >>> seconds("30m"), seconds("1h30m"), seconds("90"), seconds(2.5)
     (1800.0, 5400.0, 90.0, 2.5)

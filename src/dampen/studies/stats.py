@@ -37,6 +37,9 @@ class Summary:
 def summarize(values: Sequence[float]) -> Summary:
     """Mean and sample standard deviation.
 
+    Args:
+        values: one per seed.
+
     >>> summarize([1.0, 2.0, 3.0])
     Summary(mean=2.0, sd=1.0, n=3)
     """
@@ -57,6 +60,10 @@ def deviation(values: Sequence[float]) -> float:
 
 def paired_differences(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[float]:
     """Ours minus theirs over the seeds that both have, in the order of the seeds' numbers (looks come in that order).
+
+    Args:
+        ours: values by seed.
+        theirs: values of the reference by seed.
 
     >>> paired_differences({"10": 3.0, "2": 1.0, "7": 9.0}, {"2": 0.5, "10": 1.0})
     [0.5, 2.0]
@@ -83,6 +90,9 @@ def paired_p(differences: Sequence[float]) -> float:
 
     Where all differences are equal the t-test has no spread to go by; then the exact sign-flip test speaks, whose p is
     at least 2 / 2^n.
+
+    Args:
+        differences: paired, one per shared seed.
     """
     from scipy.special import stdtr
 
@@ -94,6 +104,10 @@ def paired_p(differences: Sequence[float]) -> float:
 
 def paired_interval(differences: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
     """The mean differences that the test of `paired_p` does not reject at this level; NaN where it rejects none.
+
+    Args:
+        differences: paired, one per shared seed.
+        level: the chance that such an interval misses the true difference.
 
     >>> [round(v, 3) for v in paired_interval([1.0, 2.0, 3.0])]
     [-0.484, 4.484]
@@ -109,7 +123,11 @@ def paired_interval(differences: Sequence[float], level: float = LEVEL) -> tuple
 
 
 def wilcoxon_p(differences: Sequence[float]) -> float | None:
-    """Two-sided p of Wilcoxon's signed-rank test; None below six nonzero differences, where it cannot reach 0.05."""
+    """Two-sided p of Wilcoxon's signed-rank test; None below six nonzero differences, where it cannot reach 0.05.
+
+    Args:
+        differences: paired, one per shared seed.
+    """
     nonzero = [d for d in differences if d != 0]
     if len(nonzero) < 6:
         return None
@@ -143,6 +161,9 @@ def hedges_g(differences: Sequence[float]) -> float:
     """The mean difference in units of the differences' standard deviation, corrected for small n; NaN without spread.
 
     `g = mean / sd * (1 - 3 / (4 (n - 1) - 1))` (Hedges 1981).
+
+    Args:
+        differences: paired, one per shared seed.
     """
     if not has_spread(differences) or len(differences) < FEWEST:
         return math.nan
@@ -155,6 +176,10 @@ def effect_interval(differences: Sequence[float], level: float = LEVEL) -> tuple
     `t = sqrt(n) mean / sd` has a noncentral t distribution with noncentrality `sqrt(n) delta`: the ends are the deltas
     at which the observed t is the upper and the lower `level / 2` quantile. (A bootstrap of three differences claims
     95 % and covers 62 %.)
+
+    Args:
+        differences: paired, one per shared seed.
+        level: the chance that such an interval misses the true effect.
     """
     if not has_spread(differences) or len(differences) < FEWEST:
         return math.nan, math.nan
@@ -186,6 +211,9 @@ def _small_sample(n: int) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """p values corrected for their number by Holm's step-down method.
 
+    Args:
+        p_values: of all tests of the family, in any order.
+
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]
     """
@@ -203,6 +231,10 @@ def holm_levels(p_values: Sequence[float], level: float = LEVEL) -> tuple[list[f
     With p sorted and k* the first rank (from 0) with `p > level / (m - k)`, a row before k* gets `level / (m - k)`, k*
     and all after it `level / (m - k*)`: an interval at that level leaves 0 out exactly where the row is decided. The
     intervals are each row's own; they are not simultaneous.
+
+    Args:
+        p_values: of all tests of the family, in any order.
+        level: of the family.
 
     >>> holm_levels([0.001, 0.5, 0.02])
     ([0.016666666666666666, 0.05, 0.025], [True, False, True])
@@ -279,6 +311,9 @@ def sequential_p(differences: Sequence[float]) -> float:
     Looks at which all differences are equal say nothing: coarse metrics make such, and the formula would take them for
     certainty.
 
+    Args:
+        differences: paired, in the order in which the seeds were run.
+
     >>> round(sequential_p([1.0, 1.2, 0.9, 1.1, 1.3]), 4)
     0.0338
     >>> sequential_p([1.0, 1.0, 1.0])
@@ -298,6 +333,10 @@ def sequential_interval(differences: Sequence[float], level: float = LEVEL) -> t
 
     At look n these are `mean +- t_n sd / sqrt(n)` with `t_n^2 = nu (r - 1) / (1 - r / (1 + n g))` and
     `r = (sqrt(1 + n g) / level)^(2 / (nu + 1))`; where r reaches 1 + n g nothing can be rejected yet.
+
+    Args:
+        differences: paired, in the order in which the seeds were run.
+        level: the chance that the interval ever misses the true difference.
     """
     low, high = -math.inf, math.inf
     last = (math.nan, math.nan)

@@ -40,6 +40,9 @@ def locked(folder: Path) -> Iterator[None]:
 
     The lock file stays when the lock is let go: removing it would let two processes hold locks on two files of one
     name. Who holds it stands in a file beside, because Windows lets nobody read a locked file.
+
+    Args:
+        folder: of a run.
     """
     from filelock import FileLock, Timeout
 
@@ -77,7 +80,12 @@ class RunStore:
         self.folder = Path(folder)
 
     def start(self, trial: Run, environment: Mapping[str, Any]) -> None:
-        """Note what runs and where; refuse a folder that belongs to another trial."""
+        """Note what runs and where; refuse a folder that belongs to another trial.
+
+        Args:
+            trial: the run that the folder is for.
+            environment: where it runs, as `environment.describe` says.
+        """
         path = self.folder / "config.json"
         try:
             known = self.trial().id if path.exists() else None
@@ -130,7 +138,11 @@ class RunStore:
         return result
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the result: from now on the trial is done. Its log is on the disk before."""
+        """Write the result: from now on the trial is done. Its log is on the disk before.
+
+        Args:
+            result: plain data, as `result.Result` describes it.
+        """
         self._sync_log()
         write_json(self.folder / "final.json", sealed(result))
 
@@ -144,6 +156,9 @@ class RunStore:
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line. A process that is killed loses nothing; what a power cut takes stands in the checkpoint, or
         happens again. So nobody waits for the disk here: 60 epochs of a tiny model would wait longer than they train.
+
+        Args:
+            line: plain data, as `result.LogLine` describes it.
         """
         path = self.folder / "log.jsonl"
         with clear_disk_errors(path), path.open("ab") as file:
@@ -261,7 +276,12 @@ class LoggedRun:
 
 
 def read_run(folder: Path, trial: Run) -> LoggedRun | None:
-    """A planned trial from its folder; None while it has neither a result nor an error."""
+    """A planned trial from its folder; None while it has neither a result nor an error.
+
+    Args:
+        folder: of the run.
+        trial: the run as it was requested.
+    """
     record = RunStore(folder)
     final = record.final()
     error = read_error(folder) if final is None else ""

@@ -80,7 +80,7 @@ class Study:
         return {
             f"{row.name} seed {seed}": run.reason
             for row in self.rows
-            for seed, run in row.cell.runs.items()
+            for seed, run in row.setting.logged.items()
             if run.status == "failed"
         }
 
@@ -100,15 +100,19 @@ class Study:
         import pandas as pd
 
         results, lines = read_results(self.plan, self.folder), []
-        for row in self.plan.rows:
-            for point in row.points:
-                for seed, trial in point.trials.items():
+        for row in self.plan.configs:
+            for point in row.settings:
+                for seed, trial in point.ids.items():
                     if trial in results:
                         lines.append(_line(row.name, point.grid, int(seed), results[trial]))
         return pd.DataFrame(lines)
 
     def report(self, path: Path | str = "report.html") -> Path:
-        """Write the report; the ending of the name says in which format."""
+        """Write the report; the ending of the name says in which format.
+
+        Args:
+            path: its ending says the format: html, md, csv, json or tex.
+        """
         from dampen.studies.report import write_report
 
         write_report([self.folder], path)
@@ -119,19 +123,25 @@ class Study:
 
         Returns this study, which then has them. A study that was looked at and then extended is judged by the
         sequential test, which allows that.
+
+        Args:
+            seeds: how many more, or which.
+            methods: further configurations, as for `dampen.compare`.
+            settings: how to run them, in place of how the study was run: workers, threads, engine,
+                ....
         """
         from dampen.studies.compare import run
 
         load_plugins(self.plan.header.get("plugins", ()), self.folder)
-        if self.function is None and any(t.function for t in self.plan.trials.values()):
+        if self.function is None and any(t.function for t in self.plan.runs.values()):
             self.function = load_function(self.folder)
         if self.parts is None and self.function is None:
             self.parts, place = load_parts(self.folder, self.plan)
             self.settings.setdefault("data_dir", place)
         objects: dict[str, bytes] = {}
         if methods is not None:
-            baseline = next((row.name for row in self.plan.rows if row.baseline), PLAIN)
-            known = {row.name for row in self.plan.rows}
+            baseline = next((row.name for row in self.plan.configs if row.baseline), PLAIN)
+            known = {row.name for row in self.plan.configs}
             found = read_rows(methods)
             objects = found.objects
             if self.function is None:
@@ -160,7 +170,11 @@ class Study:
 
 
 def load(folder: Path | str) -> Study:
-    """Open a study from its folder."""
+    """Open a study from its folder.
+
+    Args:
+        folder: that `dampen.compare` or the command wrote.
+    """
     folder = Path(folder)
     if not (folder / "plan.json").is_file():
         raise LabError(f"{folder} holds no study: there is no plan.json. Give the folder that dampen compare wrote.")
@@ -175,18 +189,18 @@ def _line(row: str, grid: Mapping[str, Any], seed: int, result: Mapping[str, Any
 
 def _add_row(plan: Comparison, like: str, name: str, methods: list[dict[str, Any]], params: dict[str, Any]) -> None:
     """One more row: the reference's trials with other methods and parameters."""
-    (model,) = (row for row in plan.rows if row.name == like)
+    (model,) = (row for row in plan.configs if row.name == like)
     points = []
-    for point in model.points:
+    for point in model.settings:
         trials = {}
-        for seed, id in point.trials.items():
-            plain = merge(plan.trials[id].to_dict(), {"methods": methods})
+        for seed, id in point.ids.items():
+            plain = merge(plan.runs[id].to_dict(), {"methods": methods})
             plain = merge(plain, _params(plain, name, params)) if params else plain
             trial = Run.from_dict(plain)
-            plan.trials[trial.id] = trial
+            plan.runs[trial.id] = trial
             trials[seed] = trial.id
         points.append(Setting(dict(point.grid), trials))
-    plan.rows.append(Config(name, methods, points))
+    plan.configs.append(Config(name, methods, points))
 
 
 def _params(trial: dict[str, Any], row: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -205,14 +219,10 @@ def _add_seeds(plan: Comparison, seeds: int | Sequence[int]) -> None:
     rounds = range(first, first + seeds) if isinstance(seeds, int) else seeds
     more = [folds * n + fold for n in rounds for fold in range(folds)]
     plan.seeds += [seed for seed in more if seed not in plan.seeds]
-    for row in plan.rows:
-        for point in row.points:
-            template = plan.trials[next(iter(point.trials.values()))]
+    for config in plan.configs:
+        for setting in config.settings:
             for seed in plan.seeds:
-                if str(seed) not in point.trials:
-                    trial = Run.from_dict({**template.to_dict(), "seed": seed})
-                    plan.trials[trial.id] = trial
-                    point.trials[str(seed)] = trial.id
+                plan.run_of(setting, seed)
 
 
 # --------------------
@@ -246,7 +256,7 @@ def save_parts(parts: Parts, folder: Path, data_dir: str | None = None) -> None:
 
 def load_parts(folder: Path, plan: Comparison) -> tuple[Parts, str | None]:
     """Read them back, with the folder of official sets; raise where they are no longer what the study was run on."""
-    sections = [section for trial in plan.trials.values() for section in (trial.data, trial.model)]
+    sections = [section for trial in plan.runs.values() for section in (trial.data, trial.model)]
     if not (folder / PARTS).exists():
         if any("fingerprint" in section or "code" in section for section in sections):
             raise LabError(f"{folder} does not say where its data and model are. Call dampen.compare again.")
@@ -254,7 +264,7 @@ def load_parts(folder: Path, plan: Comparison) -> tuple[Parts, str | None]:
     kept = read_json(folder / PARTS)
     data_dir = kept.pop("data_dir", None)
     parts = Parts(kept["data"], _maybe(kept["read"]), kept["model"], _maybe(kept["build"]))
-    for trial in plan.trials.values():
+    for trial in plan.runs.values():
         _check_place(parts.data, trial.data.get("fingerprint"), "data")
         _check_place(parts.model, trial.model.get("fingerprint"), "model")
     return parts, data_dir

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ class Entry:
     """A row as every format shows it. Values are in the unit of the table (percent where papers use it)."""
 
     name: str
-    row: StudyRow
-    cell: Cell
+    config: Config
+    setting: Setting
     values: dict[str, float]  # of the table's metric, by seed
     summary: Summary
     metrics: dict[str, Summary]  # every test metric
@@ -96,9 +96,9 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for programs."""
-        plain: dict[str, Any] = {"name": self.name, "methods": self.row.methods, "grid": self.cell.grid}
+        plain: dict[str, Any] = {"name": self.name, "methods": self.config.methods, "grid": self.setting.grid}
         plain["values"] = self.values
-        plain |= {**asdict(self.summary), "planned": self.cell.planned, "baseline": self.row.baseline}
+        plain |= {**asdict(self.summary), "planned": self.setting.planned, "baseline": self.config.baseline}
         plain |= {"metrics": {m: asdict(s) for m, s in self.metrics.items()}, "valid": self.valid}
         plain |= {"reference": self.reference, "same_as": self.same_as, "verdict": self.verdict}
         plain |= {"unpaired": self.unpaired, "no_number": self.no_number}
@@ -113,7 +113,7 @@ class Entry:
 class ResultTable:
     """All entries of a study, in the order of the plan."""
 
-    study: StudyRuns
+    study: LoggedComparison
     entries: list[Entry]
 
     def __post_init__(self) -> None:
@@ -152,8 +152,8 @@ class ResultTable:
         """The grid point of each row that validation chooses: every entry, unless the plan shows all grid points."""
         if not self.study.show_all:
             return [e for e in self.entries if e.summary.n]
-        chosen = [chosen_cell(row) for row in self.study.rows]
-        return [e for e in self.entries if e.summary.n and any(e.cell is c for c in chosen)]
+        chosen = [chosen_setting(row) for row in self.study.configs]
+        return [e for e in self.entries if e.summary.n and any(e.setting is c for c in chosen)]
 
     def ranked(self) -> list[Entry]:
         """Entries with results, best mean first."""
@@ -171,37 +171,57 @@ class ResultTable:
 
 
 def comparison_table(plan: Comparison, runs: Mapping[str, LoggedRun]) -> ResultTable:
-    """The table of a plan, from those of its trials that are recorded."""
-    return make_table(runs_of_plan(plan, runs.get))
+    """The table of a plan, from those of its trials that are recorded.
+
+    Args:
+        plan: the comparison.
+        runs: its logged runs, by id.
+    """
+    return make_table(logged_comparison(plan, runs.get))
 
 
 def read_runs(plan: Comparison, folder: Path, known: Mapping[str, LoggedRun] | None = None) -> dict[str, LoggedRun]:
-    """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones not read again."""
+    """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones not read again.
+
+    Args:
+        plan: the comparison.
+        folder: that holds a folder for each run.
+        known: runs that were read before, by id; they are not read again.
+    """
     known = known or {}
     found = {}
-    for i, trial in plan.trials.items():
+    for i, trial in plan.runs.items():
         with suppress(DamagedRecord):  # a run names it among what failed
             found[i] = known.get(i) or read_run(folder / i, trial)
     return {i: run for i, run in found.items() if run is not None}
 
 
 def read_results(plan: Comparison, folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of the plan's trials that are done, by id, as they were written; damaged ones are none."""
+    """The results of the plan's trials that are done, by id, as they were written; damaged ones are none.
+
+    Args:
+        plan: the comparison.
+        folder: that holds a folder for each run.
+    """
     found = {}
-    for i in plan.trials:
+    for i in plan.runs:
         with suppress(DamagedRecord):
             found[i] = RunStore(folder / i).final()
     return {i: r for i, r in found.items() if r is not None}
 
 
-def make_table(study: StudyRuns) -> ResultTable:
-    """Summaries, comparisons and verdicts of every row (or of every grid point, where the plan shows them all)."""
+def make_table(study: LoggedComparison) -> ResultTable:
+    """Summaries, comparisons and verdicts of every row (or of every grid point, where the plan shows them all).
+
+    Args:
+        study: a comparison with its logged runs.
+    """
     entries = []
-    for row in study.rows:
-        cells = row.cells if study.show_all else [chosen_cell(row)]
-        for cell in cells:
-            name = f"{row.name} · {grid_text(cell.grid)}" if study.show_all and cell.grid else row.name
-            entries.append(_entry(study, name, row, cell))
+    for row in study.configs:
+        settings = row.settings if study.show_all else [chosen_setting(row)]
+        for setting in settings:
+            name = f"{row.name} · {grid_text(setting.grid)}" if study.show_all and setting.grid else row.name
+            entries.append(_entry(study, name, row, setting))
     table = ResultTable(study, entries)
     _set_references(table)
     _judge(table)
@@ -211,6 +231,9 @@ def make_table(study: StudyRuns) -> ResultTable:
 
 def grid_text(grid: Mapping[str, Any]) -> str:
     """A grid point in words.
+
+    Args:
+        grid: values by the dotted names of their axes.
 
     >>> grid_text({"lambda": 0.001, "train.lr": 0.0005})
     'lambda 0.001, lr 0.0005'
@@ -225,22 +248,22 @@ def axis_name(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
 
-def chosen_cell(row: StudyRow) -> Cell:
+def chosen_setting(row: Config) -> Setting:
     """The grid point with the best mean on validation among those with the most runs; the test has no say."""
     scores = []
-    for cell in row.cells:
-        done = [r.final for r in cell.finished().values() if r.final]
+    for setting in row.settings:
+        done = [r.final for r in setting.finished().values() if r.final]
         found = [f.validated for f in done if f.validated is not None]
         mean = statistics.fmean(found) if found else 0.0
         scores.append((len(done), mean if not done or done[0].selection[1] == "max" else -mean))
-    return row.cells[max(range(len(scores)), key=lambda i: scores[i])]
+    return row.settings[max(range(len(scores)), key=lambda i: scores[i])]
 
 
 def best_setting(row: Config, results: Mapping[str, dict[str, Any]]) -> Setting:
     """The same choice for a planned row, from results by trial id."""
     scores = []
-    for point in row.points:
-        done = [results[i] for i in point.trials.values() if i in results and results[i]["status"] == "finished"]
+    for point in row.settings:
+        done = [results[i] for i in point.ids.values() if i in results and results[i]["status"] == "finished"]
         if done:
             name, mode = done[0]["selection"]
             known = [r["valid"][name] for r in done if r["valid"].get(name) is not None]
@@ -248,12 +271,12 @@ def best_setting(row: Config, results: Mapping[str, dict[str, Any]]) -> Setting:
             scores.append((len(done), mean if mode == "max" else -mean))
         else:
             scores.append((0, 0.0))
-    return row.points[max(range(len(scores)), key=lambda i: scores[i])]
+    return row.settings[max(range(len(scores)), key=lambda i: scores[i])]
 
 
-def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
-    finals = {seed: run.final for seed, run in cell.finished().items() if run.final}
-    found = {s: {**f.test, **in_training(f), **diagnosed(cell.runs[s].measured)} for s, f in finals.items()}
+def _entry(study: LoggedComparison, name: str, row: Config, setting: Setting) -> Entry:
+    finals = {seed: run.final for seed, run in setting.finished().items() if run.final}
+    found = {s: {**f.test, **in_training(f), **diagnosed(setting.logged[s].measured)} for s, f in finals.items()}
     keys = list(dict.fromkeys(k for values in found.values() for k in values))
     by_seed = {
         k: {s: describe(k).scale * value for s, v in found.items() if (value := v.get(k)) is not None} for k in keys
@@ -262,8 +285,8 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
         by_seed = {k: averaged_folds(v, study.header["folds"]) for k, v in by_seed.items()}
     values = by_seed.get(study.metric, {})
     validated = [f.validated for f in finals.values() if f.validated is not None]
-    statuses = [run.status for run in cell.runs.values()]
-    without = [f"seed {s}: {run.reason}" for s, run in cell.runs.items() if run.status in ("diverged", "failed")]
+    statuses = [run.status for run in setting.logged.values()]
+    without = [f"seed {s}: {run.reason}" for s, run in setting.logged.items() if run.status in ("diverged", "failed")]
     for seed, values_of in found.items():
         if finals[seed].task == "own" and study.metric not in values_of:
             without.append(f"seed {seed}: it returned no {study.metric}, only {', '.join(values_of)}")
@@ -271,8 +294,8 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
     without += [f"seed {s}: no number, {study.metric} is undefined or infinite" for s in no_number]
     return Entry(
         name=name,
-        row=row,
-        cell=cell,
+        config=row,
+        setting=setting,
         values=values,
         summary=summarize(list(values.values())),
         metrics={k: summarize(list(v.values())) for k, v in by_seed.items()},
@@ -280,10 +303,10 @@ def _entry(study: StudyRuns, name: str, row: StudyRow, cell: Cell) -> Entry:
         valid=statistics.fmean(validated) if validated else None,
         cost=cost_of(list(finals.values())),
         diverged=statuses.count("diverged"),
-        unfinished=cell.planned - statuses.count("finished") - statuses.count("diverged"),
+        unfinished=setting.planned - statuses.count("finished") - statuses.count("diverged"),
         problems=without,
         no_number=no_number,
-        published=published_figures(cell.published or row.published),
+        published=published_figures(setting.published or row.published),
     )
 
 
@@ -297,7 +320,7 @@ def _variance_ratio(entry: Entry, reference: Entry) -> None:
 
 def _set_references(table: ResultTable) -> None:
     """Each row's reference is that of its model; rows of another model are not compared with each other."""
-    if table.study.show_all and not any(row.baseline for row in table.study.rows):
+    if table.study.show_all and not any(row.baseline for row in table.study.configs):
         return  # a grid has no row to test against
     for entries in _groups(table.entries):
         reference = _reference(entries)
@@ -305,9 +328,9 @@ def _set_references(table: ResultTable) -> None:
         for entry in entries:
             if entry is not reference:
                 entry.reference = reference.name
-                entry.cost = cost_against(entry.cost, entry.cell.finished(), reference.cell.finished())
+                entry.cost = cost_against(entry.cost, entry.setting.finished(), reference.setting.finished())
                 entry.unpaired = unpaired(
-                    entry.cell.finished(), reference.cell.finished(), table.study.header.get("folds") or 1
+                    entry.setting.finished(), reference.setting.finished(), table.study.header.get("folds") or 1
                 )
                 _variance_ratio(entry, reference)
         if not table.study.show_all:
@@ -319,7 +342,7 @@ def _find_twins(entries: list[Entry]) -> None:
     result (Monte Carlo at test gives others)."""
     first: dict[tuple[str, str], list[tuple[Entry, dict[str, str]]]] = {}
     for entry in entries:
-        finals = {s: r.final for s, r in entry.cell.finished().items() if r.final}
+        finals = {s: r.final for s, r in entry.setting.finished().items() if r.final}
         if not entry.summary.n or not all(f.last_weights for f in finals.values()):
             continue
         marks = {s: f"{f.last_weights} {sorted(f.test.items())}" for s, f in finals.items()}
@@ -336,7 +359,7 @@ def _groups(entries: list[Entry]) -> list[list[Entry]]:
     settings: dict[str, list[Entry]] = {}
     for entry in entries:
         settings.setdefault(str(sorted(_model_of(entry).items())), []).append(entry)
-    whole = {key: s for key, s in settings.items() if len({bool(e.row.methods) for e in s}) == 2}
+    whole = {key: s for key, s in settings.items() if len({bool(e.config.methods) for e in s}) == 2}
     whole = whole if len(whole) > 1 else {}
     names: dict[str, list[Entry]] = {}
     for entry in (e for key, s in settings.items() if key not in whole for e in s):
@@ -345,14 +368,14 @@ def _groups(entries: list[Entry]) -> list[list[Entry]]:
 
 
 def _model_of(entry: Entry) -> Mapping[str, Any]:
-    config = next((r.config for r in entry.cell.runs.values()), {"model": entry.cell.model})
+    config = next((r.config for r in entry.setting.logged.values()), {"model": entry.setting.model})
     found: Mapping[str, Any] = config.get("model", {})
     return found
 
 
 def _reference(entries: list[Entry]) -> Entry:
     """The row that says so; else the one without methods; else the first."""
-    flagged = [e for e in entries if e.row.baseline] or [e for e in entries if not e.row.methods] or entries
+    flagged = [e for e in entries if e.config.baseline] or [e for e in entries if not e.config.methods] or entries
     return next((e for e in flagged if e.summary.n), flagged[0])
 
 
@@ -407,46 +430,15 @@ def _claim(entry: Entry, table: ResultTable) -> str:
     return f"{shown}: {effect_agreement(ours.low, ours.high, gain)}"
 
 
-# --------------------
-# Runs that belong into one table, by row, grid point and seed: what a table is made of.
-
-
 @dataclass
-class Cell:
-    """One grid point of a row: its values, and the run of each seed."""
-
-    grid: dict[str, Any]
-    runs: dict[str, LoggedRun]
-    planned: int
-    published: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-
-    def finished(self) -> dict[str, LoggedRun]:
-        """The runs with a result, by seed."""
-        return {s: r for s, r in self.runs.items() if r.status == "finished"}
-
-
-@dataclass
-class StudyRow:
-    """One row of the table with all its grid points."""
-
-    name: str
-    methods: list[dict[str, Any]]
-    cells: list[Cell]
-    published: dict[str, Any] = field(default_factory=dict)
-    baseline: bool = False
-    note: str = ""
-
-
-@dataclass
-class StudyRuns:
-    """A table to be: rows of runs under one protocol."""
+class LoggedComparison:
+    """What a table is made of: configurations with their logged runs, under one protocol."""
 
     name: str
     title: str
     metric: str
     mode: str
-    rows: list[StudyRow]
+    configs: list[Config]
     header: dict[str, Any] = field(default_factory=dict)
     departures: list[str] = field(default_factory=list)
     protocol: dict[str, Any] = field(default_factory=dict)
@@ -466,14 +458,16 @@ class StudyRuns:
 
     def runs(self) -> list[LoggedRun]:
         """Every run of the study."""
-        return [run for row in self.rows for cell in row.cells for run in cell.runs.values()]
+        return [run for config in self.configs for setting in config.settings for run in setting.logged.values()]
 
     def grid_keys(self) -> list[str]:
         """The names of the grid's axes, in the order of the plan."""
-        return list(dict.fromkeys(key for row in self.rows for cell in row.cells for key in cell.grid))
+        return list(
+            dict.fromkeys(key for config in self.configs for setting in config.settings for key in setting.grid)
+        )
 
     def planned(self) -> int:
-        return sum(cell.planned for row in self.rows for cell in row.cells)
+        return sum(setting.planned for config in self.configs for setting in config.settings)
 
     def judge_by(self, wanted: str | None) -> None:
         """Set the metric of the table and its direction, from what was asked for and what the runs recorded."""
@@ -483,24 +477,29 @@ class StudyRuns:
         self.mode = direction(self.metric, known.get(self.metric))
 
 
-def runs_of_plan(plan: Comparison, find: Callable[[str], LoggedRun | None]) -> StudyRuns:
-    """The rows of a plan with the runs that `find` knows by their trials' ids."""
+def logged_comparison(plan: Comparison, find: Callable[[str], LoggedRun | None]) -> LoggedComparison:
+    """A comparison with the runs that are logged.
 
-    def cells(row: Config) -> list[Cell]:
-        made = []
-        for point in row.points:
-            runs = {seed: run for seed, id in point.trials.items() if (run := find(id))}
-            first = next(iter(point.trials.values()), "")
-            model = plan.trials[first].model if first in plan.trials else {}
-            made.append(Cell(point.grid, runs, len(point.trials), point.published, model))
-        return made
+    Args:
+        plan: the comparison.
+        find: a logged run by its id, or None where there is none yet.
+    """
 
-    rows = [StudyRow(r.name, r.methods, cells(r), r.published, r.baseline, r.note) for r in plan.rows]
-    header = {**plan.header, "scale": plan.scale}
-    study = StudyRuns(
-        plan.name, plan.header.get("title") or plan.name, "", "max", rows, header, departures=plan.departures
+    def with_runs(setting: Setting) -> Setting:
+        logged = {seed: run for seed, id in setting.ids.items() if (run := find(id))}
+        first = plan.runs.get(next(iter(setting.ids.values()), ""))
+        return replace(setting, logged=logged, model=first.model if first is not None else {})
+
+    study = LoggedComparison(
+        name=plan.name,
+        title=plan.header.get("title") or plan.name,
+        metric="",
+        mode="max",
+        configs=[replace(config, settings=[*map(with_runs, config.settings)]) for config in plan.configs],
+        header={**plan.header, "scale": plan.scale},
+        departures=plan.departures,
+        show_all=plan.header.get("report") == "all",
+        search=dict(plan.header.get("search") or {}),
     )
-    study.search = dict(plan.header.get("search") or {})
-    study.show_all = plan.header.get("report") == "all"
     study.judge_by(plan.header.get("metric"))
     return study

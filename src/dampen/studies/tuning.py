@@ -118,6 +118,11 @@ def tuned_recipe(recipe: Recipe, count: int, settings: Sequence[str] = ()) -> Re
 
     Where these two vary beside strengths, a third of the settings belongs to the strengths alone: drawn together, the
     learning rate and the weight decay decide which setting is best, and the strength beside them is left to chance.
+
+    Args:
+        recipe: of a comparison.
+        count: settings to try for each configuration.
+        settings: changes as on the command line.
     """
     over, problems = read_settings(settings)
     if problems:
@@ -173,9 +178,9 @@ def plan_at(
     own = {k: v for k, v in recipe.scales[name].items() if k not in ("grid", "search")}
     point = replace(recipe, grid={k: [v] for k, v in chosen.items()}, search={}, scales={name: own}, scale=name)
     plan = make_comparison(point, name, settings, seeds, check_names=False)
-    plan.rows = [r for r in plan.rows if r.name == row]
-    wanted = {trial for p in plan.rows[0].points for trial in p.trials.values()}
-    plan.trials = {i: t for i, t in plan.trials.items() if i in wanted}
+    plan.configs = [r for r in plan.configs if r.name == row]
+    wanted = {trial for p in plan.configs[0].settings for trial in p.ids.values()}
+    plan.runs = {i: t for i, t in plan.runs.items() if i in wanted}
     return plan
 
 
@@ -203,19 +208,19 @@ class Tuning:
 
     def of(self, rows: Sequence[str], after: Mapping[str, int] | None = None, stage: str = "") -> Comparison:
         """The plan of these rows alone, or of all; of the settings after the first so many of each row, where given."""
-        kept = [row for row in self.plan.rows if not rows or row.name in rows]
+        kept = [row for row in self.plan.configs if not rows or row.name in rows]
         if after is not None:
-            kept = [replace(row, points=row.points[after[row.name] :]) for row in kept]
-            kept = [row for row in kept if row.points]
-        used = {i for row in kept for point in row.points for i in point.trials.values()}
+            kept = [replace(row, settings=row.settings[after[row.name] :]) for row in kept]
+            kept = [row for row in kept if row.settings]
+        used = {i for row in kept for point in row.settings for i in point.ids.values()}
         header = self.plan.header | ({STAGE: stage} if stage else {})
-        plan = Comparison(**{**self.plan.__dict__, "rows": kept, "header": header})
-        plan.trials = {i: t for i, t in self.plan.trials.items() if i in used}
+        plan = Comparison(**{**self.plan.__dict__, "configs": kept, "header": header})
+        plan.runs = {i: t for i, t in self.plan.runs.items() if i in used}
         return plan
 
     def counts(self) -> dict[str, int]:
         """How many settings each row has so far."""
-        return {row.name: len(row.points) for row in self.plan.rows}
+        return {row.name: len(row.settings) for row in self.plan.configs}
 
     def add(
         self, recipe: Recipe, scale: str | None, settings: Sequence[str], more: Mapping[str, list[AxisValues]]
@@ -223,13 +228,19 @@ class Tuning:
         """Append settings to rows."""
         at = recipe.at(scale)
         points: dict[str, list[AxisValues]] = {row["name"]: [] for row in at["rows"]}
-        points |= {row.name: [p.grid for p in row.points] + more.get(row.name, []) for row in self.plan.rows}
+        points |= {row.name: [p.grid for p in row.settings] + more.get(row.name, []) for row in self.plan.configs}
         self.plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=points)
         self.plan = self.of(list(self.axes))
 
 
 def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> Tuning | None:
-    """What there is to choose, on the tuning seeds; None where nothing is."""
+    """What there is to choose, on the tuning seeds; None where nothing is.
+
+    Args:
+        recipe: with a search, or with a grid and tuning seeds.
+        scale: of the recipe.
+        settings: changes as on the command line.
+    """
     at = recipe.at(scale)
     if at["search"]:
         axes, tried = design_of(recipe, scale, settings)
@@ -239,12 +250,12 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
     elif at.get("tuning_seeds"):
         plan, count = make_comparison(recipe, scale, settings, at["tuning_seeds"]), 0
         more = 0
-        axes = {row.name: _grid_axes(row) for row in plan.rows if len(row.points) > 1}
+        axes = {row.name: _grid_axes(row) for row in plan.configs if len(row.settings) > 1}
     else:
         return None
     tuning = Tuning(plan, {row: own for row, own in axes.items() if own}, count, more)
     tuning.plan = tuning.of(list(tuning.axes) or [""])
-    return tuning if tuning.plan.rows else None
+    return tuning if tuning.plan.configs else None
 
 
 def tuning_plan(recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]) -> Comparison | None:
@@ -252,35 +263,35 @@ def tuning_plan(recipe: Recipe, scale: str | None, settings: Sequence[str], rows
     says how many follow in a second stage; extended ranges come on top of that."""
     tuning = make_tuning(recipe, scale, settings)
     plan = tuning.of(rows) if tuning is not None else None
-    if tuning is None or plan is None or not plan.rows:
+    if tuning is None or plan is None or not plan.configs:
         return None
-    plan.header[LATER] = len(plan.rows) * tuning.strength_settings * len(plan.seeds)
+    plan.header[LATER] = len(plan.configs) * tuning.strength_settings * len(plan.seeds)
     return plan
 
 
 def count_runs(plan: Comparison | None) -> int:
     """How many trials choose, those of a second stage included."""
-    return len(plan.trials) + plan.header[LATER] if plan is not None else 0
+    return len(plan.runs) + plan.header[LATER] if plan is not None else 0
 
 
 def _grid_axes(row: Config) -> list[Axis]:
-    return [axis_of(key, [p.grid[key] for p in row.points]) for key in row.points[0].grid]
+    return [axis_of(key, [p.grid[key] for p in row.settings]) for key in row.settings[0].grid]
 
 
 def as_large(plan: Comparison, tuning: Comparison) -> Comparison:
     """The plan with as many trials as it will have once its points are chosen, whichever they are."""
-    return _at(plan, {row.name: row.points[0].grid for row in tuning.rows})
+    return _at(plan, {row.name: row.settings[0].grid for row in tuning.configs})
 
 
 def _at(plan: Comparison, chosen: Mapping[str, AxisValues]) -> Comparison:
     """The plan with these rows at these grid points; a table that reports all keeps them all."""
     if plan.header["report"] == "all":
         return plan
-    for row in plan.rows:
+    for row in plan.configs:
         if row.name in chosen:
-            row.points = [p for p in row.points if p.grid == chosen[row.name]]
-    used = {i for r in plan.rows for p in r.points for i in p.trials.values()}
-    plan.trials = {i: t for i, t in plan.trials.items() if i in used}
+            row.settings = [p for p in row.settings if p.grid == chosen[row.name]]
+    used = {i for r in plan.configs for p in r.settings for i in p.ids.values()}
+    plan.runs = {i: t for i, t in plan.runs.items() if i in used}
     return plan
 
 
@@ -297,6 +308,15 @@ def tune(
     nothing could be chosen.
 
     With `rows` only these are run; the others keep what is recorded of them.
+
+    Args:
+        recipe: with a search, or with a grid and tuning seeds.
+        plan: the comparison to train once settings are chosen.
+        folder: of its runs; tuning runs go to a folder inside.
+        scale: of the recipe.
+        settings: changes as on the command line.
+        rows: tune these configurations alone; default: all.
+        run: trains the runs of a comparison in a folder and returns an exit code.
     """
     tuning = make_tuning(recipe, scale, settings)
     if tuning is None:
@@ -313,7 +333,7 @@ def tune(
             continue
         tuning.add(recipe, scale, settings, more)
         added = tuning.of(rows, tuning.inside, stage)
-        code = run(added, place) if added.rows else 0
+        code = run(added, place) if added.configs else 0
         if code not in GOING:
             return plan, code
     tuning.plan.save(place)
@@ -328,7 +348,7 @@ def tune(
     plan.header["search"] = record | {"rows": brief}
     if not tuning.settings:
         return _at(plan, points), 0
-    waiting = {row.name: [p.grid for p in row.points] for row in plan.rows}
+    waiting = {row.name: [p.grid for p in row.settings] for row in plan.configs}
     made = make_comparison(recipe, scale, settings, plan.seeds, points=waiting | {k: [v] for k, v in points.items()})
     made.header |= plan.header
     return made, 0
@@ -336,8 +356,8 @@ def tune(
 
 def _check_chosen(tuning: Comparison, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path) -> None:
     """A row of which nothing can be chosen stops the run, unless all its runs diverged: then that is its result."""
-    for row in tuning.rows:
-        ended = [id in results for point in row.points for id in point.trials.values()]
+    for row in tuning.configs:
+        ended = [id in results for point in row.settings for id in point.ids.values()]
         if row.name not in chosen and not all(ended):
             raise LabError(
                 f"No setting of {row.name!r} can be chosen: no tuning run of it came to an end. Its errors are in "
@@ -354,7 +374,11 @@ def own_metric(function: Function | None) -> tuple[str, str]:
 
 
 def chosen_in_words(folder: Path) -> list[str]:
-    """What was chosen for each row, a line each, from the record of a folder; nothing where nothing was tuned."""
+    """What was chosen for each row, a line each, from the record of a folder; nothing where nothing was tuned.
+
+    Args:
+        folder: of the comparison.
+    """
     if not (folder / "search.json").exists():
         return []
     record = read_json(folder / "search.json")
@@ -409,7 +433,8 @@ def _end(upwards: bool) -> str:
 def _selections(tuning: Tuning, results: Mapping[str, Any]) -> dict[str, Selection | None]:
     mode = _metric(results)[1]
     return {
-        row.name: select(_tried(row, results, len(row.points)), tuning.axes[row.name], mode) for row in tuning.plan.rows
+        row.name: select(_tried(row, results, len(row.settings)), tuning.axes[row.name], mode)
+        for row in tuning.plan.configs
     }
 
 
@@ -419,13 +444,13 @@ def _metric(results: Mapping[str, Any]) -> tuple[str, str]:
 
 def _tried(row: Config, results: Mapping[str, Any], inside: int) -> list[Tried]:
     """The settings of a row; those after the first `inside` came with an extension."""
-    return [_one(p, results, i >= inside) for i, p in enumerate(row.points)]
+    return [_one(p, results, i >= inside) for i, p in enumerate(row.settings)]
 
 
 def _one(point: Setting, results: Mapping[str, Any], extension: bool) -> Tried:
     values: dict[str, float | None] = {}
     states = {}
-    for seed, id in point.trials.items():
+    for seed, id in point.ids.items():
         found = results.get(id)
         done = found is not None and found["status"] == "finished"
         states[seed] = "complete" if done else found["status"] if found is not None else "failed"
@@ -436,12 +461,12 @@ def _one(point: Setting, results: Mapping[str, Any], extension: bool) -> Tried:
                 "Give it to trial.log(valid={...}), or return it under 'valid'."
             )
         values[seed] = found["valid"][name] if found is not None and done else None
-    return Tried(point.grid, values, point.trials, states, extension)
+    return Tried(point.grid, values, point.ids, states, extension)
 
 
 def _head(tuning: Tuning, results: Mapping[str, Any]) -> dict[str, Any]:
     metric, mode = _metric(results)
-    count = tuning.settings or max(len(row.points) for row in tuning.plan.rows)
+    count = tuning.settings or max(len(row.settings) for row in tuning.plan.configs)
     kind = {"storage": "tuning" if tuning.settings else "grid", "settings": count}
     kind |= {STRENGTH_SETTINGS: tuning.strength_settings} if tuning.strength_settings else {}
     seeds = tuning.plan.seeds
@@ -450,7 +475,7 @@ def _head(tuning: Tuning, results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _told(tuning: Tuning, chosen: Mapping[str, Selection], results: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that was tried and what was chosen, for the record."""
-    rows = {row.name: _row(row, tuning, chosen.get(row.name), results) for row in tuning.plan.rows}
+    rows = {row.name: _row(row, tuning, chosen.get(row.name), results) for row in tuning.plan.configs}
     return _head(tuning, results) | {"rows": rows}
 
 

@@ -31,7 +31,11 @@ class Code:
 
 
 def code_of(function: Callable[..., Any]) -> Code:
-    """The code of a function, a method, a `functools.partial` or an object with `__call__`."""
+    """The code of a function, a method, a `functools.partial` or an object with `__call__`.
+
+    Args:
+        function: the user's training function, or what else they call.
+    """
     inner, bound = _unwrapped(function)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     file = _file(inner)

@@ -90,7 +90,16 @@ def judge(
     margin: float | None = None,
     test: Test = "fixed",
 ) -> dict[str, Verdict]:
-    """Every row (a value per seed) against the reference row. `better` ('max' or 'min') overrides the metric's own."""
+    """Every row (a value per seed) against the reference row. `better` ('max' or 'min') overrides the metric's own.
+
+    Args:
+        rows: a value per seed for each configuration, in the unit of tables.
+        reference: the configuration that the others are compared with.
+        metric: the metric, or its name.
+        better: 'max' or 'min'; default: the metric's own direction.
+        margin: the smallest difference of interest; default: the metric's.
+        test: 'fixed' for a number of seeds chosen before, 'sequential' for one that grew.
+    """
     if reference not in rows:
         raise ValueError(f"there is no row {reference!r} to compare with; rows: {', '.join(rows)}")
     pairs = {name: (row, rows[reference]) for name, row in rows.items() if name != reference}
@@ -108,6 +117,13 @@ def judge_pairs(
     """Rows with their references, as one family: p values are corrected over all of them.
 
     A row with too few shared seeds counts in the number of tests, so that verdicts do not change when it fills up.
+
+    Args:
+        pairs: for each configuration its values and those of its reference, by seed.
+        metric: the metric, or its name.
+        better: 'max' or 'min'; default: the metric's own direction.
+        margin: the smallest difference of interest; default: the metric's.
+        test: 'fixed' for a number of seeds chosen before, 'sequential' for one that grew.
     """
     metric = describe(metric) if isinstance(metric, str) else metric
     upwards = (better or metric.better or "max") == "max"
@@ -234,6 +250,10 @@ def _named(d: Sequence[float], test: Test) -> str:
 def words(c: Verdict, metric: str | Metric) -> str:
     """The verdict in a few words, without numbers of its own but the margin's and the seeds'.
 
+    Args:
+        c: a verdict.
+        metric: the metric, or its name.
+
     >>> c = judge({"a": {"0": 1.0, "1": 4.0, "2": 2.0}, "b": {"0": 0.5, "1": 2.0, "2": 2.5}}, "b", "accuracy")["a"]
     >>> words(c, "accuracy")
     'inconclusive, needs about 30 seeds'
@@ -261,7 +281,12 @@ def _digits(margin: float | None) -> int:
 
 
 def sentence(c: Verdict, metric: str | Metric) -> str:
-    """Verdict, difference and interval."""
+    """Verdict, difference and interval.
+
+    Args:
+        c: a verdict.
+        metric: the metric, or its name.
+    """
     metric = describe(metric) if isinstance(metric, str) else metric
     if math.isnan(c.difference):
         return words(c, metric)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dampen import DropKey, regularize
+from dampen.studies.checks import check_data
 from dampen.studies.data import load
-from dampen.studies.trainer.data import places
+from dampen.studies.trainer.data import load_data, places
 from reproductions.data.digit_captions import captions_of, encode, grammar, vocabulary
 from reproductions.models.caption import CaptionMatcher
 
@@ -73,3 +74,10 @@ def test_padding_changes_nothing_and_long_captions_are_told():
     torch.testing.assert_close(matcher(images, caption), matcher(images, padded))
     with pytest.raises(ValueError, match="max_tokens=9"):
         matcher(images, torch.ones(2, 9, dtype=torch.int64))
+
+
+def test_no_folds_where_one_image_would_be_in_two_parts():
+    (problem,) = check_data({"name": "digit_captions", "folds": 3}, "data.")
+    assert "each image makes two pairs" in problem
+    with pytest.raises(ValueError, match="digit_captions cannot be cross-validated: each image makes two pairs"):
+        load_data({"name": "digit_captions", "folds": 3}, None, None, 0)

@@ -22,7 +22,7 @@ from reproductions.data.archives import parse_json
 from reproductions.data.waves import read_audio
 from tests.reproductions.data import writers
 from tests.reproductions.data.readers import READERS, files, read
-from tests.studies.trainer.test_resume import interrupt_at
+from tests.studies.interrupted import interrupt_at
 
 REFUSED = (DamagedData, IncompleteData, MissingData)
 

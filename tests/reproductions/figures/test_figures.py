@@ -19,9 +19,9 @@ from tests.studies.synthetic_runs import write_study
 
 def add_conditions(folder, plan):
     """Write invented condition numbers into the logs: ln kappa is 10 layer + seed + step / 100."""
-    for row in plan.rows:
-        for point in row.points:
-            for seed, trial in point.trials.items():
+    for row in plan.configs:
+        for point in row.settings:
+            for seed, trial in point.ids.items():
                 lines = RunStore(folder / trial).lines()
                 for line in lines[:2]:
                     layers = [
@@ -37,13 +37,13 @@ def add_conditions(folder, plan):
 
 def test_figure_is_there_only_where_it_was_measured(tmp_path):
     plan = write_study(tmp_path)
-    palette = Palette([row.name for row in plan.rows])
+    palette = Palette([row.name for row in plan.configs])
     assert conditioning_over_training(make_report([tmp_path]).tables[0], palette) is None
     add_conditions(tmp_path, plan)
     report = make_report([tmp_path])
     figure = conditioning_over_training(report.tables[0], palette)
     assert [panel.title for panel in figure.panels] == ["attention output, without the skip"]
-    seeds = [int(s) for s in plan.rows[0].points[0].trials]
+    seeds = [int(s) for s in plan.configs[0].settings[0].ids]
     first = next(r for r in figure.records if r["layer"] == 1 and r["step"] == 40)
     assert first["mean"] == pytest.approx(statistics.fmean(seeds) + 0.4)
     assert first["n"] == len(seeds)

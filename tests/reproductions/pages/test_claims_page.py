@@ -160,10 +160,10 @@ def test_the_nll_finding_is_chosen_on_validation():
     """An own search over the record for the lambda with the lowest validation NLL."""
     curves = next(c for c in lambda_page.studies() if c.name == "lambda_cifar10")
     best = {}
-    for entry in (e for e in curves.table.entries if e.row.name in ("paper form", "exact", "implicit dropout")):
-        values = [run.final.valid["nll"] for run in entry.cell.runs.values()]
+    for entry in (e for e in curves.table.entries if e.config.name in ("paper form", "exact", "implicit dropout")):
+        values = [run.final.valid["nll"] for run in entry.setting.logged.values()]
         score = sum(values) / len(values), entry.metrics["nll"].mean
-        best[entry.row.name] = min(best.get(entry.row.name, score), score)
+        best[entry.config.name] = min(best.get(entry.config.name, score), score)
     told = lambda_page.by_nll()
     assert all(f"{test:.3f}" in told for _, test in best.values())
     assert f"{best['paper form'][1] - best['implicit dropout'][1]:.2f}" in told

@@ -32,10 +32,10 @@ def ran(records, experiment, value, metric="accuracy", seeds=6, noise=0.01, deca
         rows = {"baseline": {"axes": [], "tried": 8, "trials": [], "chosen": {"train.weight_decay": decay}}}
         plan.header["search"] = {"storage": "tuning", "settings": 8, "seeds": [1000], "metric": metric, "rows": rows}
     plan.save(folder)
-    for row in plan.rows:
-        for point in row.points:
-            for seed, id in point.trials.items():
-                write_trial(folder / id, plan.trials[id], 0.0, 1.0, int(seed), epochs=2)
+    for row in plan.configs:
+        for point in row.settings:
+            for seed, id in point.ids.items():
+                write_trial(folder / id, plan.runs[id], 0.0, 1.0, int(seed), epochs=2)
                 found = value(row.name, point.grid, int(seed))
                 if found is None:
                     final = {"status": "diverged", "test": {}}
@@ -271,7 +271,7 @@ def test_coefficients_are_described_and_not_judged(tmp_path):
     found = {name: at for name, at, _ in own.best_points(table)}
     assert found["explicit query"] == 8.0
     assert found["Arora value"] == 0.01
-    assert set(found) == {e.row.name for e in table.entries if e.row.name != "baseline"}
+    assert set(found) == {e.config.name for e in table.entries if e.config.name != "baseline"}
     assert "have no verdicts" in page(tmp_path, "coefficients")
     assert planned.svg(planned.coefficient_picture(tables(tmp_path, "coefficients"))).startswith("<svg")
 

@@ -92,7 +92,7 @@ def test_the_regime_is_that_of_plain_training(tmp_path):
     assert regimes.losses(memorized) == pytest.approx((0.1, 2.0))
     assert "it overfits" in regimes.regime(memorized)
     assert "it does not overfit" in regimes.regime(underfitted)
-    assert regimes.losses([e for e in memorized if e.row.methods]) is None  # no plain row
+    assert regimes.losses([e for e in memorized if e.config.methods]) is None  # no plain row
 
 
 @pytest.mark.parametrize("config", [{"train": {"label_smoothing": 0.1}}, {"data": {"noise": 0.3}}], ids=str)

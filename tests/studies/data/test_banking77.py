@@ -25,8 +25,8 @@ def test_minilm_learns_banking77_from_five_examples_per_class_with_three_methods
     train = ["train.epochs=3", "train.batch_size=32", "train.lr=0.0005", "train.validate_every=3", "train.select=last"]
     rows = "drop_key(rate=0.1), drop_head(rate=0.1), r_drop + drop_key(rate=0.1)"
     asked = request_parts(f"hf/{model}", BANKING, rows, 1, settings=[*few, *train])
-    assert len(asked.plan.trials) == 4
-    for trial in asked.plan.trials.values():
+    assert len(asked.plan.runs) == 4
+    for trial in asked.plan.runs.values():
         options = Execution(threads=1, accelerator="cpu", parts=asked.parts, keep_weights=False)
         result = run_trial(trial, tmp_path / trial.id, options)
         assert result["data"]["examples"] == {"train": 385, "valid": 77, "test": 154}

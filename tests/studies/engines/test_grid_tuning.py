@@ -45,10 +45,10 @@ def test_rows_are_trained_at_the_point_that_validation_prefers_on_the_tuning_see
     assert list(tried["rows"]) == ["dropkey"]  # plain has nothing to choose
     trials = {t["values"]["rate"]: t["valid"] for t in tried["rows"]["dropkey"]["trials"]}
     plan = Comparison.load(folder)
-    (point,) = next(r for r in plan.rows if r.name == "dropkey").points
+    (point,) = next(r for r in plan.configs if r.name == "dropkey").settings
     assert trials[point.grid["rate"]] == max(trials.values())
-    assert set(point.trials) == {"0", "1"}
-    assert all((folder / i / "final.json").exists() for i in plan.trials)
+    assert set(point.ids) == {"0", "1"}
+    assert all((folder / i / "final.json").exists() for i in plan.runs)
     assert {p.name for p in (folder / "search").iterdir() if p.is_dir()} == {
         id for t in tried["rows"]["dropkey"]["trials"] for id in t["ids"].values()
     }

@@ -75,9 +75,9 @@ def test_defaults_are_searched_and_schedules_are_left_alone():
 def test_a_plan_at_chosen_values():
     opened, _ = make_searchable(recipe())
     plan = plan_at(opened, None, [], "drop_key", {"train.lr": 0.02, "drop_key_rate": 0.5}, [0, 1])
-    assert [r.name for r in plan.rows] == ["drop_key"]
-    assert len(plan.trials) == 2
-    trial = next(iter(plan.trials.values()))
+    assert [r.name for r in plan.configs] == ["drop_key"]
+    assert len(plan.runs) == 2
+    trial = next(iter(plan.runs.values()))
     assert trial.train.lr == 0.02
     assert trial.methods == ({"name": "drop_key", "rate": 0.5},)
 
@@ -152,16 +152,16 @@ def test_a_real_search_gives_each_row_its_best_point_on_all_seeds(tmp_path, quic
     url = f"sqlite:///{tmp_path / 'team.db'}"
     plan = search(recipe(epochs=1), tmp_path / "run", quick, trials=2, storage=url, workers=1, report=lines.append)
     assert len(lines) == 4
-    assert [r.name for r in plan.rows] == ["plain", "drop_key"]
+    assert [r.name for r in plan.configs] == ["plain", "drop_key"]
     record = json.loads((tmp_path / "run" / "search.json").read_text())
-    for row in plan.rows:
-        (point,) = row.points
-        assert set(point.trials) == {"0", "1"}
+    for row in plan.configs:
+        (point,) = row.settings
+        assert set(point.ids) == {"0", "1"}
         tried = record["rows"][row.name]["trials"]
         assert len(tried) == 2
         best = max((t for t in tried if t["state"] == "complete"), key=lambda t: t["valid"])
         assert point.grid == best["values"]
-        assert best["id"] not in point.trials.values()  # tuned on a seed that the table does not use
+        assert best["id"] not in point.ids.values()  # tuned on a seed that the table does not use
         assert RunStore(tmp_path / "run" / "search" / best["id"]).final()["valid"]["accuracy"] == best["valid"]
     told = tuned(comparison_table(plan, {}))
     assert told.startswith("Settings were tuned: 2 trials for every row on tuning seeds ")
@@ -176,11 +176,11 @@ def test_the_report_leaves_the_search_aside(tmp_path, quick):
     from tests.studies.synthetic_runs import write_study
 
     plan = write_study(tmp_path)
-    first = next(iter(plan.trials))
+    first = next(iter(plan.runs))
     (tmp_path / "search").mkdir()
     (tmp_path / first).rename(tmp_path / "search" / first)
     report = make_report([tmp_path])
-    assert sum(e.summary.n for e in report.tables[0].entries) == len(plan.trials) - 1
+    assert sum(e.summary.n for e in report.tables[0].entries) == len(plan.runs) - 1
     assert not report.skipped
 
 

@@ -113,11 +113,18 @@ def _imports_torch(pid: int) -> bool:
         return False
 
 
-def test_who_imports_the_helpers_watch_still_hears_ctrl_c():
+def test_who_imports_the_preload_of_the_server_still_hears_ctrl_c():
     """Doctests import every module of the source tree: only the server itself may ignore signals."""
-    code = "import signal, _dampen_watch; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    code = "import signal, dampen.studies.preload; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     hears = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - ignored under `nohup make test &`
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, preexec_fn=hears
     )
     assert done.stdout.strip() == "True"
+
+
+def test_the_processes_module_does_not_import_torch():
+    """The server watches its parent before anything heavy is imported."""
+    code = "import sys, dampen.studies.processes; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

@@ -99,7 +99,7 @@ def test_a_value_said_on_the_command_line_is_not_searched():
     axes, _ = design_of(recipe(), None, ["train.lr=0.004"])
     assert [a.key for a in axes["baseline"]] == ["train.weight_decay"]
     plan = tuning_plan(recipe(), None, ["train.lr=0.004"], [])
-    assert {t.train.lr for t in plan.trials.values()} == {0.004}
+    assert {t.train.lr for t in plan.runs.values()} == {0.004}
 
 
 def test_rows_can_leave_an_axis_out():
@@ -139,8 +139,8 @@ def test_a_search_that_cannot_be_meant_is_refused(changes, told):
 def test_a_scale_may_name_fewer_tuning_seeds_and_another_number_of_settings():
     scales = '[scales.laptop]\ntuning_seeds = [7]\nsearch = { settings = 3 }\n[scales.paper]\n[[rows]]\nname = "b'
     found = recipe(('[[rows]]\nname = "b', scales))
-    assert len(tuning_plan(found, "laptop", [], []).trials) == 3 * 3
-    assert len(tuning_plan(found, "paper", [], []).trials) == 3 * 4 * 3
+    assert len(tuning_plan(found, "laptop", [], []).runs) == 3 * 3
+    assert len(tuning_plan(found, "paper", [], []).runs) == 3 * 4 * 3
 
 
 ONE_LIST = [
@@ -246,7 +246,7 @@ class Answers:
         from dampen.studies.store import RunStore
 
         self.runs.append(plan)
-        for id, trial in plan.trials.items():
+        for id, trial in plan.runs.items():
             record = RunStore(place / id)
             if record.done:
                 continue
@@ -272,17 +272,17 @@ def test_a_choice_at_the_end_of_a_range_extends_it_once_for_every_row_alike(tmp_
     plan, code = tune(found, make_comparison(found), tmp_path, None, [], [], answers)
     assert code == 0
     assert len(answers.runs) == 2
-    assert [len(p.trials) for p in answers.runs] == [3 * 8 * 3, 3 * 2 * 3]
+    assert [len(p.runs) for p in answers.runs] == [3 * 8 * 3, 3 * 2 * 3]
     for row in ("baseline", "dropkey", "R-Drop"):
         told = settings_of(tmp_path, row)
         assert told["extended"] == [{"axis": "train.lr", "end": "upper", "to": 0.01778}]
         assert told["edges"] == [{"axis": "train.lr", "end": "upper", "value": 0.01778, "extended": True}]
         assert told["chosen"]["train.lr"] == 0.01778
         assert [t["extension"] for t in told["trials"]] == [False] * 8 + [True] * 2
-        (point,) = next(r for r in plan.rows if r.name == row).points
+        (point,) = next(r for r in plan.configs if r.name == row).settings
         assert point.grid == told["chosen"]
-        assert set(point.trials) == {"0", "1", "2"}
-    assert not {t.seed for t in plan.trials.values()} & {10_000, 10_001, 10_002}
+        assert set(point.ids) == {"0", "1", "2"}
+    assert not {t.seed for t in plan.runs.values()} & {10_000, 10_001, 10_002}
 
 
 def test_each_value_by_tuning_seed_is_recorded(tmp_path):
@@ -311,7 +311,7 @@ def test_the_same_command_again_trains_nothing_and_chooses_the_same(tmp_path):
 
 def test_a_row_whose_runs_all_failed_stops_and_one_that_diverged_does_not(tmp_path):
     def fails(plan, place):
-        plan = Comparison(**{**plan.__dict__, "trials": {i: t for i, t in plan.trials.items() if not t.methods}})
+        plan = Comparison(**{**plan.__dict__, "runs": {i: t for i, t in plan.runs.items() if not t.methods}})
         return Answers(lambda t: 0.5)(plan, place) or 1
 
     with pytest.raises(LabError, match="No setting of 'dropkey' can be chosen: no tuning run of it came to an end"):
@@ -320,7 +320,7 @@ def test_a_row_whose_runs_all_failed_stops_and_one_that_diverged_does_not(tmp_pa
     plan, code = tune(recipe(), make_comparison(recipe()), tmp_path / "diverged", None, [], [], answers)
     assert code == 0
     assert settings_of(tmp_path / "diverged", "dropkey")["chosen"] is None
-    assert len(plan.rows) == 3
+    assert len(plan.configs) == 3
 
 
 def test_seeds_of_the_tuning_are_refused_as_seeds_of_the_table(tmp_path):
@@ -332,7 +332,7 @@ def test_seeds_of_the_tuning_are_refused_as_seeds_of_the_table(tmp_path):
 def test_one_row_can_be_tuned_alone_and_the_others_later(tmp_path):
     answers = Answers(lambda t: t.train.lr)
     tune(recipe(), make_comparison(recipe()), tmp_path, None, [], ["dropkey"], answers)
-    assert {r.name for p in answers.runs for r in p.rows} == {"dropkey"}
+    assert {r.name for p in answers.runs for r in p.configs} == {"dropkey"}
     alone = settings_of(tmp_path, "dropkey")
     assert settings_of(tmp_path, "baseline")["chosen"] is None
     tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)
@@ -359,7 +359,7 @@ def test_two_stages_spend_the_same_budget_on_every_row(tmp_path):
     found = recipe(*TWO_STAGES)
     assert count_runs(tuning_plan(found, None, [], [])) == 3 * (6 + 3) * 3
     tune(found, make_comparison(found), tmp_path, None, [], [], answers)
-    assert [len(p.trials) for p in answers.runs][:2] == [3 * 6 * 3, 3 * 3 * 3]
+    assert [len(p.runs) for p in answers.runs][:2] == [3 * 6 * 3, 3 * 3 * 3]
     told = {row: settings_of(tmp_path, row) for row in ("baseline", "dropkey", "R-Drop")}
     values = {row: [t["values"] for t in own["trials"]] for row, own in told.items()}
     common = {row: [(s["train.lr"], s["train.weight_decay"]) for s in own] for row, own in values.items()}
@@ -431,7 +431,7 @@ def test_a_comparison_is_tuned_with_its_reference_over_rate_learning_rate_and_de
     assert {len(own) for own in settings.values()} == {4}  # and one of the strength alone, at the best of these
     assert {s["drop_key_rate"] for s in settings["drop_key(rate=0.2)"]} == {0.2}  # what the user wrote
     plan = tuning_plan(found, None, [], [])
-    assert len(plan.trials) == 3 * 4 * 3
+    assert len(plan.runs) == 3 * 4 * 3
     assert count_runs(plan) == 3 * 5 * 3
 
 
@@ -451,8 +451,8 @@ def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
     folder = tmp_path / "runs" / "tuned-laptop"
     record, plan = json.loads((folder / "search.json").read_text()), Comparison.load(folder)
     assert list(record["rows"]) == ["baseline", "dropkey", "R-Drop"]
-    for row in plan.rows:
-        (point,) = row.points
+    for row in plan.configs:
+        (point,) = row.settings
         assert point.grid == record["rows"][row.name]["chosen"]
         best = [t for t in record["rows"][row.name]["trials"] if t["values"] == point.grid]
         assert max(t["valid"] for t in record["rows"][row.name]["trials"]) == pytest.approx(best[0]["valid"])
@@ -472,5 +472,5 @@ def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
     assert "Settings were tuned: 2 settings of every row, the reference too" in tuned(table)
     for entry in table.entries:
         assert set(entry.values) == {"0", "1"}
-        assert {r.config["data"]["split_seed"] for r in entry.cell.runs.values()} == {"seed"}
-        assert {s: r.final.data["seed"] for s, r in entry.cell.runs.items()} == {"0": 0, "1": 1}
+        assert {r.config["data"]["split_seed"] for r in entry.setting.logged.values()} == {"seed"}
+        assert {s: r.final.data["seed"] for s, r in entry.setting.logged.items()} == {"0": 0, "1": 1}

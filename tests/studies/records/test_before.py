@@ -36,7 +36,7 @@ def test_ids_are_what_they_were(name):
 def test_records_of_format_1_mean_what_they_meant(name, split):
     """No split_seed is the one fixed split, its search is that of one seed, and its trials keep their ids."""
     (table,) = make_report([result_file(f"{name}.json.xz")]).tables
-    runs = [run for entry in table.entries for run in entry.cell.runs.values()]
+    runs = [run for entry in table.entries for run in entry.setting.logged.values()]
     assert runs
     for run in runs:
         trial = Run.from_stored({k: v for k, v in run.config.items() if k != "id"})
@@ -55,8 +55,8 @@ def test_a_plan_of_format_1_loads_and_plans_no_other_trials(tmp_path):
 
     path = result_file("attentiondrop/digits-study.json.xz")
     (plan,) = collect([path]).plans.values()
-    assert all(id == trial.id for id, trial in plan.trials.items())
-    assert {t.format for t in plan.trials.values()} == {1}
+    assert all(id == trial.id for id, trial in plan.runs.items())
+    assert {t.format for t in plan.runs.values()} == {1}
     plan.save(tmp_path)
     assert Comparison.load(tmp_path) == plan
 
@@ -65,7 +65,7 @@ def test_a_pack_is_read_whole():
     path = result_file("attentiondrop/cifar10.json")
     folders = read_json(path)["folders"].values()
     report = make_report([path])
-    runs = [run for entry in report.tables[0].entries for run in entry.cell.finished().values()]
+    runs = [run for entry in report.tables[0].entries for run in entry.setting.finished().values()]
     assert len(runs) == sum("final.json" in files for files in folders) > 0
     assert all(run.measured for run in runs)  # each was diagnosed
     assert not report.skipped

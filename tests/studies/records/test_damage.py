@@ -17,8 +17,8 @@ from dampen.studies.store import RunStore
 from dampen.studies.table import read_results
 from dampen.studies.trainer.checkpoint import load_state, save_state, saved_states
 from dampen.studies.trainer.train import run_trial
+from tests.studies.interrupted import interrupt_at, log_without_times, same
 from tests.studies.synthetic_runs import write_study
-from tests.studies.trainer.test_resume import interrupt_at, log_without_times, same
 
 
 def cut_at(trial, folder, execution, step):
@@ -145,8 +145,8 @@ def test_a_damaged_plan_is_rebuilt_from_its_trials(copy, content):
     before = Comparison.load(copy)
     (copy / "plan.json").write_text(content)
     plan = load_comparison(copy)
-    recorded = {i for i in before.trials if (copy / i / "config.json").exists()}
-    assert set(plan.trials) == recorded
+    recorded = {i for i in before.runs if (copy / i / "config.json").exists()}
+    assert set(plan.runs) == recorded
     assert "made again from the trials" in plan.departures[0]
     report = make_report([copy])
     assert any("plan.json" in s.path for s in collect([copy]).skipped)
@@ -156,7 +156,7 @@ def test_a_damaged_plan_is_rebuilt_from_its_trials(copy, content):
 
 def test_a_plan_without_trials_cannot_be_rebuilt(tmp_path):
     (tmp_path / "plan.json").write_text("{")
-    assert not rebuild_plan(tmp_path).trials
+    assert not rebuild_plan(tmp_path).runs
     with pytest.raises(LabError, match="no trial lies beside it"):
         load_comparison(tmp_path)
 

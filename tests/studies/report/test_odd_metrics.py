@@ -15,7 +15,7 @@ from tests.studies.synthetic_runs import write_study
 def test_reports_of_metrics_that_are_no_numbers(tmp_path, value, key, how_many):
     """JSON written by others may hold NaN and Infinity; ours holds null."""
     plan = write_study(tmp_path / "one")
-    for trial in list(plan.trials)[:how_many]:
+    for trial in list(plan.runs)[:how_many]:
         path = tmp_path / "one" / trial / "final.json"
         final = json.loads(path.read_text())
         final.pop("checksum", None)

@@ -12,7 +12,7 @@ from tests.studies.synthetic_runs import ROWS, edit, write, write_study
 
 def test_rows_without_a_run_are_shown_as_such(tmp_path):
     plan = write_study(tmp_path)
-    for trial in plan.rows[1].points[0].trials.values():
+    for trial in plan.configs[1].settings[0].ids.values():
         shutil.rmtree(tmp_path / trial)
     report = make_report([tmp_path])
     assert report.tables[0].entries[1].verdict == "no run yet"
@@ -56,22 +56,22 @@ def test_without_departures_the_paper_is_judged(tmp_path):
 
 def test_the_grid_point_is_chosen_on_validation(tmp_path):
     plan = write_study(tmp_path, grid={"lambda": [0.05, 0.1]})
-    row = next(r for r in plan.rows if r.name == "Explicit v")
-    first, second = row.points
-    for seed in first.trials:
+    row = next(r for r in plan.configs if r.name == "Explicit v")
+    first, second = row.settings
+    for seed in first.ids:
         for point, valid, test in ((first, 0.9, 0.1), (second, 0.8, 0.99)):
-            path = tmp_path / point.trials[seed] / "final.json"
+            path = tmp_path / point.ids[seed] / "final.json"
             content = json.loads(path.read_text())
             content["valid"]["accuracy"], content["test"]["accuracy"] = valid, test
             write(path, content)
     (table,) = make_report([tmp_path]).tables
-    assert table.entry("Explicit v").cell.grid == {"lambda": 0.05}
+    assert table.entry("Explicit v").setting.grid == {"lambda": 0.05}
     assert table.entry("Explicit v").summary.mean == pytest.approx(10.0)
 
 
 def test_costs_of_different_machines_are_not_compared(tmp_path):
     plan = write_study(tmp_path)
-    for trial in plan.rows[1].points[0].trials.values():
+    for trial in plan.configs[1].settings[0].ids.values():
         path = tmp_path / trial / "environment.json"
         session = json.loads(path.read_text())["sessions"][0]
         write(path, {"sessions": [session | {"threads": 8}]})

@@ -142,7 +142,7 @@ def test_what_was_diagnosed_stands_in_a_table_and_next_to_the_paper(tmp_path):
     write(tmp_path / "plan.json", content)
     report = make_report([tmp_path])
     plain = report.tables[0].entries[0]
-    first = json.loads((tmp_path / next(iter(plan.trials)) / "diagnose.json").read_text())
+    first = json.loads((tmp_path / next(iter(plan.runs)) / "diagnose.json").read_text())
     strongest = max(first["robustness"], key=lambda a: a["eps"])
     assert diagnosed(parse_diagnosis(first))["pgd_accuracy"] == strongest["accuracy"]
     assert plain.metrics["pgd_accuracy"].n == 5
@@ -218,7 +218,7 @@ def test_the_live_page_follows_the_records_and_speaks_to_this_machine_only(tmp_p
         page = get("/")[1]
         assert f'data-live="{after}"' in page
         assert "connect-src 'self'" in html.unescape(page)
-        trial = tmp_path / next(iter(plan.trials))
+        trial = tmp_path / next(iter(plan.runs))
         with (trial / "log.jsonl").open("a") as log:
             log.write("\n")
         assert get("/version")[1] != after

@@ -15,7 +15,7 @@ from tests.studies.synthetic_runs import edit, loose, write, write_study, write_
 
 def test_damaged_and_empty_folders_are_listed_with_the_reason_and_skipped(tmp_path):
     plan = write_study(tmp_path / "s")
-    ids = list(plan.trials)
+    ids = list(plan.runs)
     folders = [tmp_path / "s" / i for i in ids]
     text = (folders[0] / "final.json").read_text()
     (folders[0] / "final.json").write_text(text[: len(text) // 2])
@@ -67,7 +67,7 @@ def test_nothing_to_report_says_what_was_found_and_what_to_do(tmp_path):
 
 def test_unfinished_and_diverged_runs_are_counted_and_not_averaged(tmp_path):
     plan = write_study(tmp_path)
-    plain, dropkey = (tmp_path / plan.rows[i].points[0].trials[seed] for i, seed in ((0, "0"), (1, "1")))
+    plain, dropkey = (tmp_path / plan.configs[i].settings[0].ids[seed] for i, seed in ((0, "0"), (1, "1")))
     (plain / "final.json").unlink()
     edit(dropkey / "final.json", status="diverged", reason="Training stopped at step 3.", test={}, valid={})
     (table,) = make_report([tmp_path]).tables
@@ -89,7 +89,7 @@ def test_trials_in_a_shared_store_serve_two_plans(tmp_path):
 
 def test_a_damaged_log_costs_its_curve_and_nothing_else(tmp_path):
     plan = write_study(tmp_path)
-    trial = tmp_path / next(iter(plan.trials))
+    trial = tmp_path / next(iter(plan.runs))
     (trial / "log.jsonl").write_text('{"epoch": 1, "step"\n')
     report = make_report([tmp_path])
     assert report.tables[0].entries[0].summary.n == 5
@@ -116,12 +116,12 @@ def test_learning_rates_and_seeds_may_differ(tmp_path):
     loose(tmp_path, lr=5e-3)
     (table,) = make_report([tmp_path]).tables
     assert len(table.entries) == 1
-    assert sorted(c.grid["train.lr"] for c in table.entries[0].row.cells) == [0.001, 0.005]
+    assert sorted(c.grid["train.lr"] for c in table.entries[0].config.settings) == [0.001, 0.005]
 
 
 def test_a_plan_that_mixes_data_is_refused(tmp_path):
     plan = write_study(tmp_path)
-    other = tmp_path / next(iter(plan.rows[1].points[0].trials.values()))
+    other = tmp_path / next(iter(plan.configs[1].settings[0].ids.values()))
     edit(other / "config.json", data={"name": "cifar100", "limit": 3000})
     with pytest.raises(ProtocolMismatch, match=r"data\.name: cifar10 in 29 runs, cifar100 in 1 run\n"):
         make_report([tmp_path])
@@ -129,7 +129,7 @@ def test_a_plan_that_mixes_data_is_refused(tmp_path):
 
 def test_splits_of_another_size_are_another_protocol(tmp_path):
     plan = write_study(tmp_path)
-    other = tmp_path / next(iter(plan.rows[1].points[0].trials.values()))
+    other = tmp_path / next(iter(plan.configs[1].settings[0].ids.values()))
     edit(other / "final.json", data={"examples": {"train": 50, "valid": 900, "test": 1000}})
     with pytest.raises(ProtocolMismatch, match=r"examples\.train: 2100 in 29 runs, 50 in 1 run"):
         make_report([tmp_path])
@@ -137,8 +137,8 @@ def test_splits_of_another_size_are_another_protocol(tmp_path):
 
 def test_rows_with_another_model_are_compared_among_themselves(tmp_path):
     plan = write_study(tmp_path)
-    for row in plan.rows[3:]:
-        for trial in row.points[0].trials.values():
+    for row in plan.configs[3:]:
+        for trial in row.settings[0].ids.values():
             edit(tmp_path / trial / "config.json", model={"name": "convmixer"})
     (table,) = make_report([tmp_path]).tables
     assert [e.reference for e in table.entries] == [None, "plain", "plain", None, "Explicit v", "Explicit v"]
@@ -146,13 +146,13 @@ def test_rows_with_another_model_are_compared_among_themselves(tmp_path):
 
 def test_rows_of_a_plan_may_differ_in_their_pretraining_and_older_runs_know_none(tmp_path):
     plan = write_study(tmp_path)
-    first, second, *_ = plan.rows
-    for trial in first.points[0].trials.values():
+    first, second, *_ = plan.configs
+    for trial in first.settings[0].ids.values():
         edit(tmp_path / trial / "config.json", pretrain={"train": {"epochs": 4}})
-    one = next(iter(second.points[0].trials.values()))
+    one = next(iter(second.settings[0].ids.values()))
     edit(tmp_path / one / "config.json", pretrain=None)  # as a newer version writes it, beside runs of an older one
     (table,) = make_report([tmp_path]).tables
-    assert len(table.entries) == len(plan.rows)
+    assert len(table.entries) == len(plan.configs)
     (tmp_path / "plan.json").unlink()
     with pytest.raises(ProtocolMismatch, match=r"pretrain\.train\.epochs: not set in 25 runs, 4 in 5 runs"):
         make_report([tmp_path])
@@ -160,9 +160,9 @@ def test_rows_of_a_plan_may_differ_in_their_pretraining_and_older_runs_know_none
 
 def test_packed_records_give_the_same_report_as_the_folders(tmp_path):
     plan = write_study(tmp_path / "s")
-    (tmp_path / "s" / next(iter(plan.trials)) / "weights-1.pt").write_bytes(b"large")
-    write(tmp_path / "s" / list(plan.trials)[1] / "diagnose.json", {"version": 1})
-    damaged = tmp_path / "s" / list(plan.trials)[2] / "final.json"
+    (tmp_path / "s" / next(iter(plan.runs)) / "weights-1.pt").write_bytes(b"large")
+    write(tmp_path / "s" / list(plan.runs)[1] / "diagnose.json", {"version": 1})
+    damaged = tmp_path / "s" / list(plan.runs)[2] / "final.json"
     damaged.write_text(damaged.read_text()[:20])
     packed = tmp_path / "s.json"
     write_report([tmp_path / "s"], packed, "pack")
@@ -201,7 +201,7 @@ def test_two_folders_of_one_name_stay_apart(tmp_path):
 
 def test_damaged_costs_and_odd_results_are_listed(tmp_path):
     plan = write_study(tmp_path / "s")
-    edit(tmp_path / "s" / next(iter(plan.trials)) / "final.json", primary=4)
+    edit(tmp_path / "s" / next(iter(plan.runs)) / "final.json", primary=4)
     (tmp_path / "bench.json").write_text('{"kind": "dampen bench"}')
     report = make_report([tmp_path / "s", tmp_path / "bench.json"])
     reasons = [s.reason for s in report.skipped]

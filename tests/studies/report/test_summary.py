@@ -92,7 +92,7 @@ def test_rows_are_compared_seed_by_seed_and_cost_by_processor_time():
 
 def test_a_model_in_several_depths_is_compared_within_each():
     names = ("2", "2 dropped", "8", "8 dropped")
-    rows = [Config(n, [{"name": "drop_key"}] * n.endswith("dropped"), row(n, {}).points) for n in names]
+    rows = [Config(n, [{"name": "drop_key"}] * n.endswith("dropped"), row(n, {}).settings) for n in names]
     runs = {}
     for n in names:
         model = {"name": "vit", "depth": int(n.split()[0])}
@@ -147,7 +147,7 @@ def test_costs_with_different_threads_are_not_compared():
 def test_every_point_is_a_row_where_the_recipe_reports_all():
     plan = plan_of(row("a", {"lr": 1}, {"lr": 2}), report="all")
     rows = table_of(plan, {"a00": result(0.5, 0.5)}).entries
-    assert [(r.cell.grid["lr"], r.summary.n) for r in rows] == [(1, 1), (2, 0)]
+    assert [(r.setting.grid["lr"], r.summary.n) for r in rows] == [(1, 1), (2, 0)]
 
 
 def show(table, width=100):

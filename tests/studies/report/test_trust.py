@@ -17,7 +17,7 @@ def of(tmp_path):
         plan = write_study(tmp_path, seeds=4)
         plan.header |= header or {}
         plan.save(tmp_path)
-        for trial in plan.trials:
+        for trial in plan.runs:
             path = tmp_path / trial / "config.json"
             content = json.loads(path.read_text())
             for section, values in config.items():

@@ -80,9 +80,9 @@ def run():
         )
         asked.plan.save(asked.folder)
         found = {}
-        for row in asked.plan.rows:
-            for seed, trial in row.points[0].trials.items():
-                found[row.name, int(seed)] = run_trial(asked.plan.trials[trial], asked.folder / trial, options)
+        for row in asked.plan.configs:
+            for seed, trial in row.settings[0].ids.items():
+                found[row.name, int(seed)] = run_trial(asked.plan.runs[trial], asked.folder / trial, options)
         return found
 
     return runs

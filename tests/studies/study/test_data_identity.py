@@ -16,7 +16,7 @@ from dampen.studies.trainer.data import load_data
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from tests.reproductions.data.writers import cifar10_binary, cifar10_parts
-from tests.studies.study.test_parts import write_csv
+from tests.studies.user_files import write_csv
 
 
 def test_a_changed_official_set_is_refused_when_a_trial_resumes(tmp_path, small, quick, monkeypatch):
@@ -67,9 +67,9 @@ def test_a_changed_official_set_is_refused_when_a_trial_is_looked_up(tmp_path, q
 def test_own_data_that_changes_between_two_trials_of_one_process_is_read_again(tmp_path):
     path = write_csv(tmp_path / "t.csv")
     before = request_parts(None, path, "drop_key", 1)
-    old = load_data(next(iter(before.plan.trials.values())).data, None, before.parts)
+    old = load_data(next(iter(before.plan.runs.values())).data, None, before.parts)
     path.write_text(path.read_text().replace("good", "fine"))
     after = request_parts(None, path, "drop_key", 1)
-    assert set(before.plan.trials).isdisjoint(after.plan.trials)
-    new = load_data(next(iter(after.plan.trials.values())).data, None, after.parts)
+    assert set(before.plan.runs).isdisjoint(after.plan.runs)
+    new = load_data(next(iter(after.plan.runs.values())).data, None, after.parts)
     assert old.info["sha256"] != new.info["sha256"]

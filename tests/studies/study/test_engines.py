@@ -17,7 +17,7 @@ def test_the_same_study_on_ray_has_the_same_results(script, tmp_path):
     here = dampen.compare(f"{script}:train", folder=tmp_path / "local", workers=1, **options)
     there = dampen.compare(f"{script}:train", folder=tmp_path / "ray", engine="ray", workers=2, **options)
     assert {r.name: r.values for r in here.rows} == {r.name: r.values for r in there.rows}
-    assert set(here.plan.trials) == set(there.plan.trials)
+    assert set(here.plan.runs) == set(there.plan.runs)
 
 
 @pytest.mark.slow

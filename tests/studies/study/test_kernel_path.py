@@ -31,8 +31,8 @@ def native(tmp_path, monkeypatch):
 
 
 def trial_of(asked, row):
-    (planned,) = (r for r in asked.plan.rows if r.name == row)
-    return asked.plan.trials[planned.points[0].trials["0"]]
+    (planned,) = (r for r in asked.plan.configs if r.name == row)
+    return asked.plan.runs[planned.settings[0].ids["0"]]
 
 
 def begin(asked, row):
@@ -82,7 +82,7 @@ def test_rows_are_paired_within_one_path_and_old_records_as_before(native, ask, 
     native(False)
     asked = ask("drop_key(rate=0.2), drop_head(rate=0.2)", seeds=3, reference="drop_key(rate=0.2)")
     run(asked)
-    first = next(iter(asked.plan.rows[1].points[0].trials.values()))
+    first = next(iter(asked.plan.configs[1].settings[0].ids.values()))
     path = asked.folder / first / "final.json"
     result = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
 

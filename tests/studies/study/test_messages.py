@@ -101,13 +101,13 @@ def test_what_people_do_without_us_stands_beside_the_methods(tmp_path):
         "vit(depth=1, width=16, mlp=16)", "digits", f"{rows}, drop_head + params(weight_decay=0.5)", 1, settings=few
     )
     results = {}
-    for row in asked.plan.rows:
-        trial = asked.plan.trials[row.points[0].trials["0"]]
+    for row in asked.plan.configs:
+        trial = asked.plan.runs[row.settings[0].ids["0"]]
         results[row.name] = run_trial(trial, tmp_path / trial.id, Execution(threads=1, accelerator="cpu"))
     names = list(results)
     assert names == ["plain", *(row.strip() for row in rows.split(", ")), "drop_head + params(weight_decay=0.5)"]
     ends = {name: result["last_weights"] for name, result in results.items()}
     assert len(set(ends.values())) == len(ends)  # every row trained something else
     assert results["params(patience=1)"]["epochs"] < results["plain"]["epochs"] == 6
-    decay = asked.plan.trials[asked.plan.rows[-1].points[0].trials["0"]]
+    decay = asked.plan.runs[asked.plan.configs[-1].settings[0].ids["0"]]
     assert (decay.train.weight_decay, [m["name"] for m in decay.methods]) == (0.5, ["drop_head"])

@@ -19,7 +19,7 @@ from dampen.studies.request import request_parts
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.user_function import function_in_file
 from reproductions.metrics.translation import corpus_scores
-from tests.studies.study.test_parts import write_csv
+from tests.studies.user_files import write_csv
 
 
 @pytest.fixture

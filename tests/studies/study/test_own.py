@@ -32,8 +32,8 @@ def as_if_new(script):
 
 def written(asked, row, seed=0):
     """What the script saved in a trial's folder."""
-    (planned,) = (r for r in asked.plan.rows if r.name == row)
-    return torch.load(asked.folder / planned.points[0].trials[str(seed)] / "seen.pt", weights_only=True)
+    (planned,) = (r for r in asked.plan.configs if r.name == row)
+    return torch.load(asked.folder / planned.settings[0].ids[str(seed)] / "seen.pt", weights_only=True)
 
 
 def test_the_same_seed_gives_every_row_the_same_start_and_the_same_order_of_batches(ask, run):
@@ -59,7 +59,7 @@ def test_records_are_those_of_any_trial_with_costs_from_the_steps(ask, run):
     assert final["steps"] == 12
     assert 0 < final["step_cpu_seconds"] < 1
     assert final["parameters"] > 1000
-    trial = asked.plan.rows[1].points[0].trials["0"]
+    trial = asked.plan.configs[1].settings[0].ids["0"]
     lines = RunStore(asked.folder / trial).lines()
     assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
     assert set(lines[0]) == {"epoch", "step", "train", "valid", "seconds"}
@@ -142,15 +142,15 @@ def test_activation_checkpointing_inside_the_stream_has_the_same_gradients():
 
 
 def test_comments_and_layout_do_not_make_another_trial_and_code_does(script, ask):
-    before = ask().plan.trials
+    before = ask().plan.runs
     script.write_text(
         "# a remark\n" + script.read_text().replace("def train(trial):", "def train( trial ):\n    'So.'")
     )
-    assert set(ask().plan.trials) == set(before)
+    assert set(ask().plan.runs) == set(before)
     script.write_text(script.read_text() + "\nif __name__ == '__main__':\n    study = dampen.compare(train, seeds=9)\n")
-    assert set(ask().plan.trials) == set(before)
+    assert set(ask().plan.runs) == set(before)
     script.write_text(script.read_text().replace("batch_size=16", "batch_size=12"))
-    assert not set(ask().plan.trials) & set(before)
+    assert not set(ask().plan.runs) & set(before)
 
 
 def test_a_script_that_starts_a_comparison_when_it_is_imported_is_told_about_the_guard(script, ask):
@@ -179,10 +179,10 @@ def test_changed_code_makes_new_trials_and_says_so_unless_told_it_is_the_same(sc
     run(first)
     script.write_text(script.read_text().replace('"nll": loss.item()', '"nll": 2 * loss.item()'))
     changed = ask(seeds=1)
-    assert not set(changed.plan.trials) & set(first.plan.trials)
+    assert not set(changed.plan.runs) & set(first.plan.runs)
     assert "has changed since 2 trials were recorded" in changed.remark
     same = ask(seeds=1, same_code=True)
-    assert set(same.plan.trials) == set(first.plan.trials)
+    assert set(same.plan.runs) == set(first.plan.runs)
     assert "count all the same" in same.remark
     run(changed)
     listed = [skipped.reason for skipped in make_report([changed.folder]).skipped]
@@ -218,9 +218,9 @@ def test_what_is_no_result_is_refused(script, ask, run, body, message):
     script.write_text(script.read_text() + f"\n\ndef odd(trial):\n    {body}\n")
     asked = ask(name="odd", seeds=1)
     with pytest.raises((LabError, TypeError), match=message):
-        for row in asked.plan.rows:
-            (trial,) = row.points[0].trials.values()
-            run_trial(asked.plan.trials[trial], asked.folder / trial, Execution(threads=1, function=asked.function))
+        for row in asked.plan.configs:
+            (trial,) = row.settings[0].ids.values()
+            run_trial(asked.plan.runs[trial], asked.folder / trial, Execution(threads=1, function=asked.function))
 
 
 def test_a_loss_that_becomes_nan_is_a_diverged_trial(script, ask, run):
@@ -234,8 +234,8 @@ def test_a_killed_trial_goes_on_bit_exactly_from_its_checkpoint(script, ask, run
     expected = run(whole)
     cut = ask("drop_key(rate=0.3)", seeds=1, folder=tmp_path / "cut")
     cut.plan.save(cut.folder)
-    for row in cut.plan.rows:
-        trial = row.points[0].trials["0"]
+    for row in cut.plan.configs:
+        trial = row.settings[0].ids["0"]
         calls = []
         options = Execution(threads=1, function=cut.function)
 
@@ -244,8 +244,8 @@ def test_a_killed_trial_goes_on_bit_exactly_from_its_checkpoint(script, ask, run
             return len(calls) >= 4  # two calls an epoch: in the middle of training
 
         with pytest.raises(Stopped):
-            run_trial(cut.plan.trials[trial], cut.folder / trial, options, stop=stop)
-        result = run_trial(cut.plan.trials[trial], cut.folder / trial, options)
+            run_trial(cut.plan.runs[trial], cut.folder / trial, options, stop=stop)
+        result = run_trial(cut.plan.runs[trial], cut.folder / trial, options)
         assert result["resumed"] == 1
         assert result["test"] == expected[row.name, 0]["test"]
         ours, theirs = written(cut, row.name), written(whole, row.name)
@@ -337,7 +337,7 @@ def test_words_of_ones_own_in_the_log_are_no_fields_of_events(tmp_path, script):
     logged = f"trial.log(epoch=1, valid={{'accuracy': 0.5}}, {words})"
     script.write_text(f"def train(trial):\n    {logged}\n    return {{'accuracy': 0.5}}\n")
     asked = request_own(as_if_new(script), "drop_key", 1, folder=tmp_path / "runs")
-    (trial,) = (t for t in asked.plan.trials.values() if not t.methods)
+    (trial,) = (t for t in asked.plan.runs.values() if not t.methods)
     sent = []
     options = Execution(threads=1, progress_seconds=0.0, function=asked.function)
     run_trial(trial, asked.folder / trial.id, options, sent.append)

@@ -2,13 +2,13 @@
 
 import csv
 import json
-import random
 import shutil
 
 import numpy as np
 import pytest
 import torch
 
+import reproductions  # noqa: F401 - two more general readers
 from dampen.cli import main
 from dampen.studies.data.dataset import DamagedData, MissingData
 from dampen.studies.data.sets import recognize
@@ -19,6 +19,7 @@ from dampen.studies.trainer.data import load_data
 from dampen.studies.trainer.models import make_model
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
+from tests.studies.user_files import write_bert, write_csv, write_images
 
 BUILD = """
 import torch, dampen
@@ -39,29 +40,6 @@ def wrong():
 """
 
 
-def write_csv(path, rows=120, seed=0, header=("text", "label"), delimiter=","):
-    draw = random.Random(seed)
-    with path.open("w", newline="") as file:
-        out = csv.writer(file, delimiter=delimiter)
-        out.writerow(header)
-        for i in range(rows):
-            words = ("good", "great", "fine") if i % 2 else ("bad", "poor", "awful")
-            text = " ".join(draw.choices(words, k=3) + draw.choices("abcdefgh", k=4))
-            out.writerow([text, "pos" if i % 2 else "neg"])
-    return path
-
-
-def write_images(folder, seed=0, per_class=12):
-    from PIL import Image
-
-    draw = np.random.default_rng(seed)
-    for name in ("cats", "dogs"):
-        (folder / name).mkdir(parents=True)
-        for i in range(per_class):
-            Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(folder / name / f"{i}.png")
-    return folder
-
-
 @pytest.fixture
 def build(tmp_path):
     path = tmp_path / "build.py"
@@ -71,7 +49,7 @@ def build(tmp_path):
 
 def first_result(asked, folder, data_dir=None):
     """Train the first trial."""
-    trial = next(iter(asked.plan.trials.values()))
+    trial = next(iter(asked.plan.runs.values()))
     options = Execution(threads=1, accelerator="cpu", parts=asked.parts, keep_weights=False, data_dir=data_dir)
     return run_trial(trial, folder / trial.id, options)
 
@@ -82,7 +60,7 @@ FINE_TUNE = ["train.epochs=8", "train.batch_size=16", "train.lr=0.003"]
 
 def test_a_csv_is_tokenized_by_bpe_of_its_training_part(tmp_path):
     asked = request_parts(None, write_csv(tmp_path / "reviews.csv"), "drop_key", 1, settings=["train.epochs=4"])
-    assert next(iter(asked.plan.trials.values())).model["name"] == "text"
+    assert next(iter(asked.plan.runs.values())).model["name"] == "text"
     result = first_result(asked, tmp_path)
     assert set(result["test"]) == {"accuracy", "nll", "ece", "brier", "macro_f1", "mcc"}
     assert result["test"]["accuracy"] > 0.9  # the words give the class away
@@ -151,13 +129,13 @@ def test_every_kind_of_own_data_is_recognized_and_other_content_is_another_trial
 
     one, two = write(tmp_path / "one", 1), write(tmp_path / "two", 2)
     first, second = (request_parts(None, path, "drop_key", 1, settings=SHORT) for path in (one, two))
-    assert not set(first.plan.trials) & set(second.plan.trials)
+    assert not set(first.plan.runs) & set(second.plan.runs)
     assert first.folder != second.folder
     moved = tmp_path / "elsewhere" / one.name
     moved.parent.mkdir()
     (shutil.copytree if one.is_dir() else shutil.copy)(one, moved)
-    assert set(request_parts(None, moved, "drop_key", 1, settings=SHORT).plan.trials) == set(first.plan.trials)
-    trial = next(iter(first.plan.trials.values()))
+    assert set(request_parts(None, moved, "drop_key", 1, settings=SHORT).plan.runs) == set(first.plan.runs)
+    trial = next(iter(first.plan.runs.values()))
     data = load_data(trial.data, None, first.parts, trial.seed)
     assert len(data.classes) in (2, 3)
     model = make_model(trial.model, data.model_args, first.parts)
@@ -184,9 +162,9 @@ def test_two_folders_of_the_general_readers_never_mix(tmp_path, name):
                 for language in ("en", "de"):
                     (folder / f"{part}.{language}").write_text(f"{words}\n" * 30)
     asked = [request_parts(None, name, "drop_key", 1, data_dir=str(tmp_path / place)) for place in ("one", "two")]
-    assert not set(asked[0].plan.trials) & set(asked[1].plan.trials)
+    assert not set(asked[0].plan.runs) & set(asked[1].plan.runs)
     assert asked[0].folder != asked[1].folder
-    trial = next(iter(asked[0].plan.trials.values()))
+    trial = next(iter(asked[0].plan.runs.values()))
     load_data(trial.data, str(tmp_path / "one"))
     with pytest.raises(DamagedData, match="has changed"):
         load_data(trial.data, str(tmp_path / "two"))
@@ -249,49 +227,24 @@ def tiny_bert(tmp_path_factory):
     return write_bert(tmp_path_factory.mktemp("hub") / "tiny-bert")
 
 
-def write_bert(folder):
-    """A tiny BERT with its tokenizer, saved as Hugging Face does, with random weights."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    tokenizer.train_from_iterator(
-        ["good great fine bad poor awful a b c d e f g h"] * 9,
-        trainers.WordPieceTrainer(vocab_size=80, special_tokens=special, show_progress=False),
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names).save_pretrained(folder)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(tokenizer.get_vocab()), max_position_embeddings=64, **sizes)).save_pretrained(
-        folder
-    )
-    return folder
-
-
 def test_a_model_folder_is_fine_tuned_with_its_own_tokenizer(tmp_path, tiny_bert):
     from transformers import AutoModel
 
     data = write_csv(tmp_path / "reviews.csv")
     rows = "drop_key(rate=0.1), drop_head, r_drop + drop_key(rate=0.1)"
     asked = request_parts(f"hf/{tiny_bert}", data, rows, 1, settings=FINE_TUNE)
-    trial = next(iter(asked.plan.trials.values()))
+    trial = next(iter(asked.plan.runs.values()))
     assert trial.data["tokenizer"] == "model"
     loaded = load_data(trial.data, None, asked.parts, 0)
     model = make_model(trial.model, loaded.model_args, asked.parts)
     saved = AutoModel.from_pretrained(tiny_bert).embeddings.word_embeddings.weight
     assert torch.equal(model.model.bert.embeddings.word_embeddings.weight, saved)
-    for one in asked.plan.trials.values():
+    for one in asked.plan.runs.values():
         options = Execution(threads=1, accelerator="cpu", parts=asked.parts, keep_weights=False)
         assert run_trial(one, tmp_path / one.id, options)["test"]["accuracy"] > 0.6
     (tiny_bert / "config.json").touch()  # the time is another, the content the same
     again = request_parts(f"hf/{tiny_bert}", data, rows, 1, settings=FINE_TUNE)
-    assert set(again.plan.trials) == set(asked.plan.trials)
+    assert set(again.plan.runs) == set(asked.plan.runs)
 
 
 def test_a_model_that_drops_by_itself_is_told_of(tmp_path, tiny_bert):
@@ -304,7 +257,7 @@ def test_a_model_that_drops_by_itself_is_told_of(tmp_path, tiny_bert):
     off = asked.remark.partition("write ")[2].replace("--set ", "").split()
     without = request_parts(f"hf/{tiny_bert}", data, "drop_key", 1, settings=[*FINE_TUNE, *off])
     assert (without.remark, without.plan.departures) == ("", [])
-    trial = next(iter(without.plan.trials.values()))
+    trial = next(iter(without.plan.runs.values()))
     model = make_model(trial.model, load_data(trial.data, None, without.parts, 0).model_args, without.parts)
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
 
@@ -340,7 +293,7 @@ def test_tables_that_cannot_be_used_say_why(tmp_path, content, words):
     path.write_text(content)
     asked = request_parts(None, path, "drop_key", 1)
     with pytest.raises(DamagedData, match=words):
-        load_data(next(iter(asked.plan.trials.values())).data, None, asked.parts, 0)
+        load_data(next(iter(asked.plan.runs.values())).data, None, asked.parts, 0)
 
 
 def test_what_is_not_recognized_says_what_would_be(tmp_path):
@@ -363,7 +316,7 @@ def test_pairs_of_texts_and_named_columns(tmp_path):
         out.writerow(["premise", "hypothesis", "gold"])
         out.writerows([[f"a {i}", f"b {i}", i % 3] for i in range(60)])
     asked = request_parts(None, path, "drop_key", 1, settings=["data.label=gold"])
-    data = load_data(next(iter(asked.plan.trials.values())).data, None, asked.parts, 0)
+    data = load_data(next(iter(asked.plan.runs.values())).data, None, asked.parts, 0)
     ids, padding = data.train.batch([0, 1])["inputs"]
     assert ids.shape == padding.shape
     assert (ids[0] == 2).sum() == 2  # an end after each text

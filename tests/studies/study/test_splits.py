@@ -11,7 +11,7 @@ from dampen.studies.checks import check_data
 from dampen.studies.request import request_parts
 from dampen.studies.run import Run
 from dampen.studies.trainer.data import load_data
-from tests.studies.study.test_parts import write_csv
+from tests.studies.user_files import write_csv
 
 
 def rows_of(split):
@@ -73,7 +73,7 @@ def test_every_example_is_tested_once_in_a_round_of_folds(kind, tmp_path):
         data, parts = {"name": "digits", "folds": 4}, None
     else:
         asked = request_parts(None, write_csv(tmp_path / "t.csv"), "drop_key", 1, folds=4)
-        trial = next(iter(asked.plan.trials.values()))
+        trial = next(iter(asked.plan.runs.values()))
         data, parts = trial.data, asked.parts
     folds = [load_data(data, None, parts, seed) for seed in range(8)]
     total = sum(len(getattr(folds[0], part)) for part in ("train", "valid", "test"))
@@ -109,7 +109,7 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
     x, y = draw.normal(3, 5, (60, 4, 2)).astype("float32"), np.arange(60) % 3
     np.savez(tmp_path / "a.npz", x=x, y=y)
     asked = request_parts(None, tmp_path / "a.npz", "drop_key", 1, folds=3)
-    data, parts = next(iter(asked.plan.trials.values())).data, asked.parts
+    data, parts = next(iter(asked.plan.runs.values())).data, asked.parts
     for seed in (0, 1):
         fold = load_data(data, None, parts, seed)
         inputs = fold.train.inputs[0]
@@ -123,7 +123,7 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
     lines = "".join(f"{text},{'abc'[i % 3]}\n" for i, text in enumerate(words))
     (tmp_path / "t.csv").write_text("text,label\n" + lines)
     asked = request_parts(None, tmp_path / "t.csv", "drop_key", 1, folds=3)
-    data, parts = next(iter(asked.plan.trials.values())).data, asked.parts
+    data, parts = next(iter(asked.plan.runs.values())).data, asked.parts
     one, two = (load_data(data, None, parts, seed) for seed in (0, 1))
     assert not torch.equal(one.train.ids[:5], two.train.ids[:5])
     for fold in (one, two):
@@ -139,13 +139,6 @@ def test_trials_with_folds_are_not_those_of_before_the_normalization_changed():
     assert trial.id != "0d29b28628013bef"
     assert Run.from_dict(trial.to_dict()).id == trial.id
     assert Run.from_stored({**parts, "data": {"name": "digits", "folds": None}}).id == "ac67dd9d0a396449"
-
-
-def test_no_folds_where_one_image_would_be_in_two_parts():
-    (problem,) = check_data({"name": "digit_captions", "folds": 3}, "data.")
-    assert "each image makes two pairs" in problem
-    with pytest.raises(ValueError, match="digit_captions cannot be cross-validated: each image makes two pairs"):
-        load_data({"name": "digit_captions", "folds": 3}, None, None, 0)
 
 
 @pytest.mark.slow

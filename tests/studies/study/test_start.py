@@ -8,7 +8,7 @@ import dampen
 from dampen.cli import main
 from dampen.studies.errors import ConfigError
 from dampen.studies.recipe import load_recipe, parse_recipe
-from tests.studies.study.test_parts import write_csv
+from tests.studies.user_files import write_csv
 
 
 def test_a_row_that_cannot_run_on_the_model_is_refused_before_anything_starts(tmp_path, capsys):

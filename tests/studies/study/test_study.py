@@ -13,7 +13,7 @@ from dampen import DropKey
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.report import make_report
 from tests.studies.study.conftest import SCRIPT
-from tests.studies.study.test_parts import write_csv
+from tests.studies.user_files import write_csv
 
 
 class Halved(DropKey):
@@ -124,7 +124,7 @@ def test_a_study_of_the_labs_trainer_on_own_data_opens_again_and_goes_on(tmp_pat
     again.add(seeds=1, methods={"decay": {"params": {"weight_decay": 0.3}}}, workers=1, progress=False)
     assert {row.name: row.summary.n for row in again.rows} == {"plain": 2, "drop_key": 2, "decay": 2}
     assert "2 seeds" in again.plan.header["title"]
-    decay = again.plan.trials[again.plan.rows[2].points[0].trials["0"]]
+    decay = again.plan.runs[again.plan.configs[2].settings[0].ids["0"]]
     assert decay.train.weight_decay == 0.3
     with pytest.raises(ConfigError, match="unknown parameter 'weight_decoy'.*weight_decay"):
         again.add(methods={"typo": {"params": {"weight_decoy": 0.3}}})

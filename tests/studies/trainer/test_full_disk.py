@@ -17,7 +17,7 @@ from dampen.studies.errors import DiskFull
 from dampen.studies.request import comparison
 from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
-from tests.studies.trainer.test_resume import same
+from tests.studies.interrupted import same
 
 SETTINGS = ["data.limit=300", "train.epochs=2", "model.width=16", "model.depth=1", "model.heads=2", "model.mlp=16"]
 

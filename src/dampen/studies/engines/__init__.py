@@ -68,7 +68,12 @@ def check_engine(name: str) -> None:
 
 
 def make_engine(name: str, **options: Any) -> Engine:
-    """An engine by name."""
+    """An engine by name.
+
+    Args:
+        name: 'local', 'ray', or a plug-in's.
+        options: arguments of the engine.
+    """
     check_engine(name)
     offered = from_plugins("dampen.engines")
     if name in offered:
@@ -80,7 +85,14 @@ def make_engine(name: str, **options: Any) -> Engine:
 def run_job(
     job: Job, execution: Execution, report: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
 ) -> Outcome:
-    """Run one job in this process and turn whatever happens into an outcome; engines call it in their workers."""
+    """Run one job in this process and turn whatever happens into an outcome; engines call it in their workers.
+
+    Args:
+        job: the run and its folder.
+        execution: threads, devices, data, plug-ins.
+        report: receives events as plain data.
+        stop: asked after every step; True stops after a checkpoint.
+    """
     from dampen.studies.data.dataset import DamagedData, IncompleteData, MissingData
     from dampen.studies.trainer.train import run_trial
 

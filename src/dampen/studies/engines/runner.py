@@ -6,7 +6,7 @@ import inspect
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,18 @@ def run_comparison(
     retry: bool = False,
     **engine_options: Any,
 ) -> ComparisonResult:
-    """Run the trials of a plan in `folder`, one subfolder each."""
+    """Run the trials of a plan in `folder`, one subfolder each.
+
+    Args:
+        plan: the comparison.
+        folder: where each run has its own folder.
+        trials: the runs to do, of those of the comparison.
+        execution: threads, devices, data, plug-ins.
+        report: receives each event with the id of its run.
+        engine: 'local', 'ray', or the name of a plug-in's.
+        retry: run diverged runs again.
+        engine_options: arguments of the engine, such as `workers`.
+    """
     if engine == "local":
         execution.check_here()
     outcomes: dict[str, Outcome] = {}
@@ -99,7 +110,7 @@ def run_comparison(
         else:
             outcomes[trial.id] = Outcome(final["status"], final, final.get("reason", ""))
             recorded.append((trial, final))
-    jobs, twins = trained_once(jobs, plan.trials.values(), folder, retry)
+    jobs, twins = trained_once(jobs, plan.runs.values(), folder, retry)
     recorded += [(trial, final) for trial, final in finals_of(twins, folder) if trial.id not in outcomes]
     check_recorded(recorded, execution.data_dir, folder)
     plan.save(folder)
@@ -133,6 +144,9 @@ def training_of(trial: Run) -> str:
     A pretraining has a folder of its own and a user's function sees the name of its row, so such trials agree with
     none but themselves.
 
+    Args:
+        trial: a run.
+
     >>> parts = {"data": {"name": "digits"}, "model": {"name": "vit"}}
     >>> make = lambda **terms: Run.from_dict({**parts, "methods": [{"name": "explicit_dropout", **terms}]})
     >>> training_of(make(query=0.1)) == training_of(make(key=0.1)), make(query=0.1).id == make(key=0.1).id
@@ -160,7 +174,7 @@ def _method(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_once(
-    jobs: Sequence[Job], planned: Iterable[Run], folder: Path, retry: bool = False
+    jobs: Sequence[Job], planned: Collection[Run], folder: Path, retry: bool = False
 ) -> tuple[list[Job], list[tuple[Job, Run]]]:
     """The jobs to train, and those that take over the result of another trial of the plan, each with that trial.
 
@@ -168,12 +182,13 @@ def trained_once(
     which draw from another stream; nor, with `retry`, what diverged.
     """
     asked = {job.trial.id for job in jobs}
+    trainings = {run.id: training_of(run) for run in planned}
     groups: dict[str, list[Run]] = {}
-    for trial in planned:
-        groups.setdefault(training_of(trial), []).append(trial)
+    for run in planned:
+        groups.setdefault(trainings[run.id], []).append(run)
     own, twins = [], []
     for job in jobs:
-        group = groups.get(training_of(job.trial), [])
+        group = groups.get(trainings.get(job.trial.id, ""), [])
         alike = [t for t in group if _usable(folder / t.id, retry) or (t.id in asked and _on_this_path(folder / t.id))]
         first = min(alike, default=job.trial, key=lambda t: (not _done(folder / t.id), not (folder / t.id).exists()))
         if first.id == job.trial.id or not _on_this_path(job.folder):
@@ -187,6 +202,11 @@ def take_over(job: Job, first: Run, outcomes: Mapping[str, Outcome]) -> Outcome:
     """Write the record of a trial from that of the one that was trained; what became of it where that has none.
 
     What cannot be read or written is an outcome like any other: the other trials still have their table.
+
+    Args:
+        job: the run that is not trained.
+        first: the run with the same training.
+        outcomes: how runs ended, by id.
     """
     try:
         return _take_over(job, first, outcomes)

@@ -254,7 +254,7 @@ def curves(table: ResultTable, palette: Palette) -> list[Figure]:
     reference = table.main_reference
     names = some(names, [reference.name] if reference else [])
     logs, damaged = _logs([e for e in entries if e.name in names])
-    metric = next((f.final.selection[0] for e in entries for f in e.cell.finished().values() if f.final), "accuracy")
+    metric = next((f.final.selection[0] for e in entries for f in e.setting.finished().values() if f.final), "accuracy")
     made = []
     valid = _curve_records(logs, "valid", metric)
     if len({r["epoch"] for r in valid}) > 1:  # validated once, there is no curve to draw
@@ -273,7 +273,7 @@ def curves(table: ResultTable, palette: Palette) -> list[Figure]:
 
 def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[LogLine]]], str]:
     """The logs of each row, and a remark if some cannot be read."""
-    runs = {e.name: list(e.cell.finished().values()) for e in entries}
+    runs = {e.name: list(e.setting.finished().values()) for e in entries}
     damaged = [run.folder.name for found in runs.values() for run in found if run.log_damaged]
     remark = f" Damaged and left out: the log of {listed(damaged)}." if damaged else ""
     return {name: [run.lines() for run in found] for name, found in runs.items()}, remark
@@ -339,7 +339,7 @@ def searched(table: ResultTable, palette: Palette) -> Figure | None:
     if not axes:
         return None
     reference = table.main_reference
-    names = some(list(dict.fromkeys(r["row"] for r in records)), [reference.row.name] if reference else [])
+    names = some(list(dict.fromkeys(r["row"] for r in records)), [reference.config.name] if reference else [])
     title = f"validation {describe(metric).title}"
     panels = []
     for axis in axes:

@@ -40,7 +40,7 @@ def diagnosed(table: ResultTable) -> tuple[list[Entry], str]:
     Args:
         table: the runs of a study.
     """
-    found = [e for e in table.ranked() if any(r.measured for r in e.cell.finished().values())]
+    found = [e for e in table.ranked() if any(r.measured for r in e.setting.finished().values())]
     reference = table.main_reference
     names = some([e.name for e in found], [reference.name] if reference else [], PANELS)
     shown = [e for e in found if e.name in names]
@@ -54,7 +54,7 @@ def measured(entry: Entry, section: str) -> list[Any]:
         entry: the configuration.
         section: a key of diagnose.json.
     """
-    runs = entry.cell.finished().values()
+    runs = entry.setting.finished().values()
     return [found for run in runs if (found := run.measured.section(section))]
 
 

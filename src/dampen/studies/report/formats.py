@@ -121,7 +121,7 @@ def to_csv(tables: list[ResultTable]) -> str:
             against = e.against.get(table.study.metric)
             compared = [c.difference, c.low, c.high, c.p, c.corrected, c.effect] if c else [None] * 6
             needed = c.needed if c else None
-            line: list[Any] = [table.study.name, e.name, grid_text(e.cell.grid), table.study.metric]
+            line: list[Any] = [table.study.name, e.name, grid_text(e.setting.grid), table.study.metric]
             line += [e.summary.mean, e.summary.sd, e.summary.n, e.reference, *compared, e.verdict, needed, e.same_as]
             line.append(e.cost.ratio)
             line += [e.cost.step_seconds, e.diverged, e.unfinished, paper.mean if paper else None]

@@ -46,9 +46,9 @@ def make_page(
         live: the version of the content, for a page that a server shows.
         benches: the results of `dampen bench`.
     """
-    palette = Palette([e.row.name for t in tables for e in t.entries], _references(tables))
+    palette = Palette([e.config.name for t in tables for e in t.entries], _references(tables))
     for entry in (e for t in tables for e in t.entries):
-        palette.same(entry.name, entry.row.name)
+        palette.same(entry.name, entry.config.name)
     colors = [*zip(LIGHT, DARK, strict=True), (REFERENCE_LIGHT, REFERENCE_DARK)]
     studies = []
     data: dict[str, Any] = {"figures": {}, "runs": {}, "rows": {}, "pairs": {}, "chosen": {}, "colors": colors}
@@ -87,7 +87,7 @@ def make_page(
 
 
 def _references(tables: list[ResultTable]) -> list[str]:
-    return [t.main_reference.row.name for t in tables if t.main_reference]
+    return [t.main_reference.config.name for t in tables if t.main_reference]
 
 
 def table_figures(table: ResultTable, palette: Palette) -> list[Figure]:

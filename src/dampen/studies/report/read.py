@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.comparison import Comparison, rebuild_plan
+from dampen.studies.comparison import Comparison, Config, Setting, rebuild_plan
 from dampen.studies.errors import LabError
 from dampen.studies.files import read_json
 from dampen.studies.methods_text import methods_as_text
@@ -22,7 +22,7 @@ from dampen.studies.report.packs import BENCH, KEPT, MEASURED, folders_below, pa
 from dampen.studies.report.view import bench_view
 from dampen.studies.result import parse_diagnosis, parse_result
 from dampen.studies.store import LoggedRun, RunStore, read_error
-from dampen.studies.table import Cell, StudyRow, StudyRuns, runs_of_plan
+from dampen.studies.table import LoggedComparison, logged_comparison
 
 BENCH_KEYS = ("machine", "ratios", "papers", "alternatives", "memory", "targets", "skipped")
 
@@ -190,7 +190,7 @@ def _told(error: BaseException, folder: Path) -> str:
     return f"damaged: {line}".replace(f"{folder}{os.sep}", "")
 
 
-def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns], list[Skipped]]:
+def make_studies(found: Collection, split: bool = False) -> tuple[list[LoggedComparison], list[Skipped]]:
     """One study per plan, and one per folder of trials without a plan; what belongs nowhere is listed.
 
     Raises ProtocolMismatch where a folder mixes protocols; `split=True` makes one study per protocol instead.
@@ -214,7 +214,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
             study.protocol = check_protocol(study.name, study.runs(), study.grid_keys(), planned=True)
             studies.append(study)
         else:
-            skipped.append(Skipped(folder.name, f"none of its {len(plan.trials)} planned runs has been started"))
+            skipped.append(Skipped(folder.name, f"none of its {len(plan.runs)} planned runs has been started"))
     loose: dict[Path, list[LoggedRun]] = {}
     for run in found.runs.values():
         if run.folder not in claimed:
@@ -230,7 +230,7 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[StudyRuns
 def _why_not(run: LoggedRun, plan: Comparison) -> str:
     """Why a trial beside a plan is in none of its rows."""
     function = run.config.get("function") or {}
-    codes = {t.function["code"] for t in plan.trials.values() if t.function}
+    codes = {t.function["code"] for t in plan.runs.values() if t.function}
     if codes and function.get("code") not in codes:
         row = f"{methods_as_text(run.config['methods'])}, seed {run.seed}"
         return f"a result of older code of {function.get('name')} ({row}); --ignore-code-change counts it"
@@ -239,7 +239,7 @@ def _why_not(run: LoggedRun, plan: Comparison) -> str:
 
 def _from_plan(
     folder: Path, plan: Comparison, by_id: Mapping[str, list[LoggedRun]], searches: Mapping[Path, dict[str, Any]]
-) -> tuple[StudyRuns, set[Path]]:
+) -> tuple[LoggedComparison, set[Path]]:
     used: set[Path] = set()
 
     def find(id: str) -> LoggedRun | None:
@@ -248,27 +248,28 @@ def _from_plan(
         used.update(r.folder for r in own[:1])
         return own[0] if own else None
 
-    study = runs_of_plan(plan, find)
+    study = logged_comparison(plan, find)
     study.search = searches.get(folder, study.search)
     return study, used
 
 
-def _from_runs(folder: Path, runs: list[LoggedRun]) -> StudyRuns:
+def _from_runs(folder: Path, runs: list[LoggedRun]) -> LoggedComparison:
     """Trials without a plan: a row per set of methods, a grid point per learning rate."""
-    rows: dict[str, StudyRow] = {}
+    configs: dict[str, Config] = {}
     several_rates = len({_rate(r) for r in runs}) > 1
     for run in sorted(runs, key=lambda r: (bool(r.config["methods"]), r.id)):
         name = methods_as_text(run.config["methods"])
-        row = rows.setdefault(name, StudyRow(name, run.config["methods"], [], baseline=not run.config["methods"]))
+        methods = run.config["methods"]
+        config = configs.setdefault(name, Config(name, methods, [], baseline=not methods))
         grid = {"train.lr": _rate(run)} if several_rates else {}
-        cell = next((c for c in row.cells if c.grid == grid), None)
-        if cell is None:
-            cell = Cell(grid, {}, 0, model=run.config.get("model", {}))
-            row.cells.append(cell)
-        cell.runs[run.seed] = run
-        cell.planned += 1
+        setting = next((s for s in config.settings if s.grid == grid), None)
+        if setting is None:
+            setting = Setting(grid, {}, model=run.config.get("model", {}))
+            config.settings.append(setting)
+        setting.logged[run.seed] = run
+        setting.ids[run.seed] = run.id
     name = folder.resolve().name
-    study = StudyRuns(name, name, "", "max", list(rows.values()))
+    study = LoggedComparison(name, name, "", "max", list(configs.values()))
     study.judge_by(None)
     return study
 

@@ -279,7 +279,7 @@ def tuned(table: ResultTable) -> str:
         if search.get("storage") == "tuning":
             return _tuned_equally(table, seeds)
         return f"Settings were tuned: {search.get('trials', '?')} runs for every method{seeds}, scored on validation."
-    most = max((len(row.cells) for row in table.study.rows), default=1)
+    most = max((len(row.settings) for row in table.study.configs), default=1)
     if most > 1 and not table.study.show_all:
         return f"Each method is shown at the grid point selected on validation, of up to {most}."
     return "Hyperparameters were not tuned: each method was run at the setting listed."
@@ -287,7 +287,7 @@ def tuned(table: ResultTable) -> str:
 
 def _tuned_equally(table: ResultTable, seeds: str) -> str:
     """What was tried of every row, which choices lie at the end of a range, and where validation told nothing apart."""
-    search, names = table.study.search, [row.name for row in table.study.rows]
+    search, names = table.study.search, [row.name for row in table.study.configs]
     rows = {name: search["rows"][name] for name in names if name in search["rows"]}
     further = sum(bool(row.get("extended")) for row in rows.values())
     edge = [name for name, row in rows.items() if row.get("edges")]
@@ -454,7 +454,7 @@ def counted(entry: Entry, table: ResultTable) -> str:
         entry: the results of one configuration.
         table: the runs of a study, judged.
     """
-    return f"{entry.summary.n}/{entry.cell.planned // (table.study.header.get('folds') or 1)}"
+    return f"{entry.summary.n}/{entry.setting.planned // (table.study.header.get('folds') or 1)}"
 
 
 def listed(names: list[str], most: int = 4) -> str:

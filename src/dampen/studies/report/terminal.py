@@ -43,10 +43,10 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     """
     study, metric, entries = found.study, found.metric, found.entries
     published = any(e.published for e in entries)
-    grid = any(e.cell.grid for e in entries)
+    grid = any(e.setting.grid for e in entries)
     compared = any(e.reference for e in entries)
     table = Table(title=escape(study.title), title_justify="left")
-    whole = max((len(e.row.name) for e in entries), default=0) <= UNBROKEN
+    whole = max((len(e.config.name) for e in entries), default=0) <= UNBROKEN
     table.add_column("method", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts)
     if grid:
         table.add_column("grid", overflow="fold")
@@ -60,15 +60,15 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     if verdicts:
         table.add_column("verdict", overflow="fold")
     for entry in entries:
-        cells = [escape(entry.row.name)]
+        cells = [escape(entry.config.name)]
         if grid:
-            cells.append(escape(grid_text(entry.cell.grid)))
+            cells.append(escape(grid_text(entry.setting.grid)))
         cells += [mean_sd(entry, metric), counted(entry, found)]
         if compared:
             cells.append(_difference(entry, metric, verdicts))
         cells.append(f"{entry.cost.ratio:.2f}x" if entry.cost.ratio else "-")
         if published:
-            cells.append(published_text(entry.row.published.get(study.metric)))
+            cells.append(published_text(entry.config.published.get(study.metric)))
         if verdicts:
             told = " ".join(entry.told(metric).split())  # of a long reason all is said below the table
             cells.append(escape(shortened(told, LONGEST) or "-"))

@@ -12,7 +12,7 @@ from dampen.studies.plugins import active
 from dampen.studies.report.figures import CHOSEN, MOST, Figure, Palette
 from dampen.studies.report.summary import advise, counted, listed
 from dampen.studies.store import LoggedRun
-from dampen.studies.table import Entry, ResultTable, StudyRuns, grid_text
+from dampen.studies.table import Entry, LoggedComparison, ResultTable, grid_text
 from dampen.studies.verdict import KINDS, Test, Verdict, words
 
 SHOWN = 60
@@ -115,7 +115,7 @@ def bench_view(record: dict[str, Any], figures: list[Figure], key: str, dark: di
     }
 
 
-def facts(study: StudyRuns) -> list[str]:
+def facts(study: LoggedComparison) -> list[str]:
     """Data, model and budget in a few words.
 
     Args:
@@ -161,7 +161,7 @@ MARKERS = {"circle": "●", "square": "■", "triangle-up": "▲", "diamond": "�
 """The shapes of the charts as characters."""
 
 
-def race_text(study: StudyRuns) -> str:
+def race_text(study: LoggedComparison) -> str:
     """How the seeds came about, where they were added in rounds.
 
     Args:
@@ -181,7 +181,7 @@ def race_text(study: StudyRuns) -> str:
     return f"{told}."
 
 
-def missing_plugins(study: StudyRuns) -> str:
+def missing_plugins(study: LoggedComparison) -> str:
     """A sentence on the plug-ins of the recipe that are not loaded, whose figures are missing.
 
     A report imports no code that a folder names: only the user's own settings load a plug-in.
@@ -241,11 +241,11 @@ def _row(
     cells.append(_cell(count, entry.summary.n, "num"))
     cells += _test_cells(entry) if compared else []
     cells += [_secondary_cell(entry, metric) for metric in extra]
-    notes = [grid_text(entry.cell.grid)] if len(entry.row.cells) > 1 and not table.study.show_all else []
+    notes = [grid_text(entry.setting.grid)] if len(entry.config.settings) > 1 and not table.study.show_all else []
     notes += [f"{entry.diverged} diverged"] if entry.diverged else []
     notes += [f"same training as {entry.same_as}"] if entry.same_as else []
     notes += [entry.left_out] if entry.left_out else []
-    notes += [entry.row.note] if entry.row.note else []
+    notes += [entry.config.note] if entry.config.note else []
     light = palette.colors[entry.name]
     view = {"cells": cells, "pick": entry.name == pick, "note": "; ".join(notes), "color": light}
     return view | {"dark": dark.get(light, light), "mark": _mark(entry.name, palette)}
@@ -434,14 +434,14 @@ def runs_view(table: ResultTable) -> dict[str, Any]:
         table: the runs of a study, judged.
     """
     study = table.study
-    grid = [k for k in study.grid_keys() if len({str(c.grid.get(k)) for r in study.rows for c in r.cells}) > 1]
+    grid = [k for k in study.grid_keys() if len({str(c.grid.get(k)) for r in study.configs for c in r.settings}) > 1]
     heads = [("Method", None), *((k, None) for k in grid), ("Seed", 0), ("Status", None)]
     heads += [(f"Test {describe(study.metric).title}", 3), ("Epochs", 0), ("ms per step", 2), ("Seconds", 1)]
     heads += [("Machine", None), ("Folder", None)]
     records = []
-    for row in study.rows:
-        for cell in row.cells:
-            for seed, run in cell.runs.items():
+    for row in study.configs:
+        for setting in row.settings:
+            for seed, run in setting.logged.items():
                 final = run.final
                 value = final.test.get(study.metric) if final else None
                 step, machine = (
@@ -451,7 +451,7 @@ def runs_view(table: ResultTable) -> dict[str, Any]:
                 records.append(
                     [
                         row.name,
-                        *(str(cell.grid.get(k, "")) for k in grid),
+                        *(str(setting.grid.get(k, "")) for k in grid),
                         int(seed) if seed.lstrip("-").isdigit() else seed,
                         run.status,
                         None if value is None else describe(study.metric).scale * value,
@@ -509,7 +509,7 @@ def pairs_view(table: ResultTable) -> dict[str, Any]:
             seed: [entry.by_seed.get(m.name, {}).get(seed) for m in metrics]
             for seed in sorted(entry.values, key=_by_seed)
         }
-        what = written(entry.row.methods) + (f"; {grid_text(entry.cell.grid)}" if entry.cell.grid else "")
+        what = written(entry.config.methods) + (f"; {grid_text(entry.setting.grid)}" if entry.setting.grid else "")
         rows[entry.name] = {"what": what, "seeds": seeds, "cost": entry.cost.ratio}
     return {"metrics": [{"title": m.title, "digits": m.digits} for m in metrics], "names": list(rows), "rows": rows}
 
