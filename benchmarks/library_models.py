@@ -210,6 +210,9 @@ def _x_text(kind: str, options: dict[str, Any], **wrapper: Any) -> Subject:
 
     def make() -> nn.Module:
         attention = layers(dim=32, depth=2, heads=4, attn_dim_head=8, **options)
+        for module in attention.modules():
+            if type(module).__name__ == "LayerScale":  # its scale starts at 0 = offset 1 + parameter -1
+                nn.init.normal_(module.gamma)  # type: ignore[arg-type]
         return x.TransformerWrapper(num_tokens=50, max_seq_len=32, attn_layers=attention, **wrapper)
 
     return built(f"x-transformers {kind} {options}", make, inputs)

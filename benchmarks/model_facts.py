@@ -29,6 +29,7 @@ class Facts:
     branches: list[Branch]
     ambiguous: list[str] = field(default_factory=list)
     own_masks: set[int] = field(default_factory=set)  # cores whose mask depends on the data, as in sparse attention
+    visible: dict[int, Tensor] = field(default_factory=dict)  # keys that have weight for some other scores: not masked
 
     @property
     def token_cores(self) -> list[Core]:
@@ -76,7 +77,26 @@ def learn(model: nn.Module, inputs: dict[str, Any]) -> Facts:
         if a.seen is None or b.seen is None or not torch.equal(a.seen, b.seen)
     }  # fmt: skip
     channel = _over_channels(trace, coded)
-    return Facts(trace, trace.cores, channel, values, attention, ff, residual_branches(trace), ambiguous, own)
+    found = Facts(trace, trace.cores, channel, values, attention, ff, residual_branches(trace), ambiguous, own)
+    found.visible = _visible(model, inputs, trace)
+    return found
+
+
+def _visible(model: nn.Module, inputs: dict[str, Any], trace: Trace) -> dict[int, Tensor]:
+    """The keys of each core that are no further below the others for some random scores: what a model hides has no
+    weight whatever its scores, while a low score may only wait for the highest one to be hidden."""
+    visible = {c.index: c.seen | c.allowed for c in trace.cores if c.seen is not None and c.allowed is not None}
+    for _ in range(3):
+        try:
+            cores = record(model, inputs, change=lambda event, out: torch.randn_like(out) * 0.1, grad=False)[0].cores
+        except Exception as error:  # a model whose control flow reads its data
+            trace.notes.append(f"random scores: {type(error).__name__}")
+            break
+        for plain, other in zip(trace.cores, cores, strict=False):
+            if plain.seen is not None and other.seen is not None and plain.seen.shape == other.seen.shape:
+                before = visible.get(plain.index, plain.seen)
+                visible[plain.index] = before | other.seen
+    return visible
 
 
 def _coded(model: nn.Module, inputs: dict[str, Any], plain: Trace) -> list[Tensor | None]:

@@ -43,6 +43,7 @@ class Linear:
     x: Tensor
     y: Tensor  # without bias
     depthwise: bool = False
+    given: tuple[int, ...] = ()  # the shape that its module was given
     touched: bool | None = None  # whether its input is another than its module was given; None: not known
 
 
@@ -63,6 +64,7 @@ class Core:
     done: bool = False
     depth: float | None = None
     site: str = ""
+    allowed: Tensor | None = None  # the keys that the mask of a fused operator leaves, whatever the scores
 
 
 @dataclass
@@ -93,6 +95,12 @@ _EMPTY = Tags()
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "addbmm", "linear", "mv", "dot"}
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 _SOFTMAX = {"_softmax", "_safe_softmax"}
+
+
+_CLOCKS = {"timestep", "timesteps", "t", "guidance", "r_timestep", "timestep_cond", "sigma", "pooled_projections"}
+_CLOCK, _CONTENT = 1 << 30_000, 1 << 30_001
+"""Bits beside those of events: whether a tensor depends on an input that all tokens share (the time of a diffusion),
+and whether on any other input. What is shared modulates tokens, and its sum with them is no residual addition."""
 
 
 class Trace(TorchDispatchMode):
@@ -198,6 +206,8 @@ class Trace(TorchDispatchMode):
         if given[0].shape != given[1].shape or given[0].ndim < 2 or not given[0].is_floating_point():
             return
         for a, b, tensor in ((tags[0], tags[1], given[1]), (tags[1], tags[0], given[0])):
+            if b.before & _CONTENT and not a.before & _CONTENT:
+                continue
             between = b.before & ~a.before
             parallel = bool(a.before & ~b.before)
             if between and b.scores is None and (not parallel or tensor.ndim > 2):
@@ -225,6 +235,7 @@ class Trace(TorchDispatchMode):
             depthwise=kind == "conv" and weight.shape[1] == 1 < x.shape[1],
         )  # fmt: skip
         given_to_module = self.given.get(self.stack[-1])
+        event.given = () if given_to_module is None else tuple(given_to_module.shape)
         own = event.weights == (f"{self.stack[-1]}.weight",)
         if own and given_to_module is not None and given_to_module.numel() == x.numel():
             event.touched = not torch.equal(given_to_module.reshape(-1), x.detach().reshape(-1))
@@ -298,15 +309,18 @@ class Trace(TorchDispatchMode):
         scale = kwargs.get("scale")
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         shape = (q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
-        seen = distinct = None
+        seen = distinct = allowed = None
         if math.prod(shape) <= LARGEST_SCORES:
             keys = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
             s = q.detach().double() @ keys.detach().double().mT * scale
+            bias = torch.zeros_like(s)
             if causal:
-                s = s.masked_fill(~torch.ones(shape[1], shape[2], dtype=torch.bool).tril(), -math.inf)
+                bias = bias.masked_fill(~torch.ones(shape[1], shape[2], dtype=torch.bool).tril(), -math.inf)
             if mask is not None:
-                s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.detach().double()
-            seen, distinct = _seen(s.reshape(shape))
+                added = bias + mask.detach().double() if mask.dtype != torch.bool else None
+                bias = bias.masked_fill(~mask, -math.inf) if added is None else added
+            seen, distinct = _seen((s + bias).reshape(shape))
+            allowed = _seen(bias.reshape(shape))[0]
         index = len(self.events)
         near = frozenset().union(*(t.near for t in tags[:2]))
         before = _union(tags)
@@ -315,6 +329,7 @@ class Trace(TorchDispatchMode):
             index, self.stack[-1], name, shape, seen, distinct, near, before, tags[2].near, v.detach().clone(), True
         )
         core.site, core.depth = site
+        core.allowed = allowed
         self._add(core)
         for result in pytree.tree_leaves(out):
             if isinstance(result, Tensor):
@@ -373,6 +388,10 @@ def record(
     """One training forward with its record."""
     torch.manual_seed(seed)
     trace = Trace(model, change)
+    for name, value in inputs.items():
+        for tensor in (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)):
+            trace.tags[_key(tensor)] = Tags(before=_CLOCK if name in _CLOCKS else _CONTENT)
+            trace.alive.append(tensor.untyped_storage())
     with torch.set_grad_enabled(grad), trace.recording():
         out = model.train()(**inputs)
     return trace, out

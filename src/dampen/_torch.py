@@ -78,12 +78,12 @@ def convolve(
 
 def norms_of_all(these: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The Euclidean norm of each of many tensors: `torch._foreach_norm`."""
-    return list(torch._foreach_norm(these))
+    return list(torch._foreach_norm(list(these)))
 
 
 def scale_all(these: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
     """Each of many tensors times its number: `torch._foreach_mul`."""
-    return list(torch._foreach_mul(these, numbers))
+    return list(torch._foreach_mul(list(these), numbers))
 
 
 def compile_counter(backend: str) -> Callable[..., Any]:
@@ -363,4 +363,4 @@ def keep_sizes(t: torch.Tensor, dims: tuple[int, ...]) -> None:
         t: the input.
         dims: the dimensions whose size stays.
     """
-    torch._dynamo.mark_static(t, dims)
+    torch._dynamo.mark_static(t, list(dims))

@@ -158,8 +158,9 @@ SUBJECTS = {
 
 
 def _encoder(depth: int = 2) -> nn.Module:
-    sizes = {"width": 16, "depth": depth, "heads": 2, "mlp": 24, "max_tokens": 64}
-    return FeatureEncoder(features=6, classes=5, **sizes)
+    return FeatureEncoder(
+        features=6, classes=5, width=16, depth=depth, heads=2, mlp=24, max_tokens=64
+    )
 
 
 ENCODER = Subject("encoder", _encoder, lambda: {"x": torch.randn(3, TOKENS, 6)}, lambda out: out)

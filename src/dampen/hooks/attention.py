@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,8 @@ from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
 from dampen.hooks.equations import PRODUCTS
 from dampen.hooks.layout import layout_of
 from dampen.hooks.residual import call_torch
-from dampen.hooks.torch_mha import mha_forward
+from dampen.hooks.source import scripted_function
+from dampen.hooks.torch_mha import functional_mha, mha_forward
 from dampen.kernels.attend import Needs, attend
 from dampen.names import leave_out
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
@@ -52,6 +54,10 @@ class Socket(TorchFunctionMode):
                 self._leave_out()
                 return func(*args, **kwargs)
             return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            self.seen = True
+            within = partial(socket_attention, self.site, self.frame, self.regularizers, self.call)
+            return functional_mha(self._linear, within, self.frame, self.call, *args, **kwargs)
         eager = self.eager
         of_scores = eager is not None and args and eager.knows(args[0])  # heads that are mixed
         if func is F.linear and not self.frame.multiplying and not of_scores:
@@ -101,7 +107,10 @@ class Socket(TorchFunctionMode):
             call.valid = self.frame.valid if call.cross else call.seen if needs_valid else None
             made = call.maps.get("v")
             strange = made is not None and made.input.ndim == 3 and made.input.shape[1] != call.shape[3]  # ProphetNet
-            if not call.cross and call.valid is not None and (call.shape[2] != call.shape[3] or strange):
+            odd = call.shape[2] != call.shape[3] or strange
+            if odd and not call.cross and call.valid is not None and self._hides_no_key(call):
+                call.valid = None
+            elif odd and not call.cross and call.valid is not None:
                 raise RuntimeError(
                     f"{type(call.module).__name__} at '{self.site.name}' attends from {call.shape[2]} queries to "
                     f"{call.shape[3]} keys, so its mask of keys does not tell which of its tokens are padding. "
@@ -114,6 +123,11 @@ class Socket(TorchFunctionMode):
         self.site.layer.kernels[self.site.name] = EAGER
         if not torch.compiler.is_compiling():
             self.site.kernel = EAGER
+
+    @staticmethod
+    def _hides_no_key(call: Call) -> bool:
+        """Whether every key is seen by some query, so that no token is padding, whichever keys are its tokens."""
+        return not torch.compiler.is_compiling() and call.valid is not None and bool(call.valid.all())
 
     def _is_over_channels(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
         """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
@@ -208,6 +222,10 @@ def socket_attention(
 def padding_reported(site: AttentionSite, frame: Frame, call: Call) -> None:
     """Keep what a self-attention has reported about padding, for the rest of its block."""
     frame.valid = call.valid
+    batch, _, tokens, _ = call.shape
+    given = () if call.given is None else tuple(call.given)
+    if len(given) == 3 and given[:2] == (tokens, batch) != (batch, tokens):
+        frame.sequence_first = True  # the module was given (N, B, D), and so is the feed-forward beside it (FSMT)
     if site.layer.padding is not None and call.valid is not None:
         site.layer.padding.report(call.valid)
     if frame.early and frame.valid is not None:
@@ -218,12 +236,12 @@ def padding_reported(site: AttentionSite, frame: Frame, call: Call) -> None:
         )
 
 
-def pass_by(site: AttentionSite) -> None:
-    """Methods inside attention do not act in a layer whose attentions are all over channels."""
+def pass_by(site: AttentionSite, why: str = "left out (attends over channels, not over tokens)") -> None:
+    """Methods inside attention do not act in a layer whose attentions are all over channels, or over their queries."""
     layer = site.layer
     if not torch.compiler.is_compiling():
         site.kernel = None
-    layer.kernels[site.name] = "left out (attends over channels, not over tokens)"
+    layer.kernels[site.name] = why
     if all(layer.kernels.get(name, "").startswith("left out") for name in layer.attentions):
         layer.tells_padding, layer.passed_by = False, True
         layer.reached = {name: parts - {"attention"} for name, parts in layer.reached.items()}
@@ -303,6 +321,10 @@ def run_attention(
             if switched:
                 switch_off(self, site)
         eager = socket.eager
+        if not socket.seen and eager is not None and eager.over_queries:
+            site.over_channels = True  # never entered again
+            pass_by(site, "left out (its softmax is over its queries, not over its keys)")
+            return out
         if not socket.seen:
             raise_without_socket(self, site, NO_SOFTMAX if eager is None else eager.why)
         if eager is None:
@@ -378,6 +400,9 @@ def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 def raise_without_socket(module: nn.Module, site: AttentionSite, why: str) -> None:
     """Nothing may be silent: a regularizer that was never asked for has done nothing."""
     stages = sorted({s for r in site.layer.clones for s in r.stages if s in ATTENTION_STAGES})
+    scripted = scripted_function(module)
+    if scripted:
+        why = f"it calls '{scripted}', which torch.jit.script has compiled, so that what it does cannot be followed"
     raise RuntimeError(
         f"{type(module).__name__} at '{site.name}' ran without calling F.scaled_dot_product_attention, and {why}, so "
         f"its regularizers (stages {', '.join(stages) or 'watching for padding'}) did nothing. "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dampen.calls import claimed_rows
 from dampen.hooks.roles import is_convolution
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _MOVES = set(
     "view reshape reshape_as view_as permute transpose swapaxes swapdims movedim moveaxis t contiguous clone flatten "
     "unflatten squeeze unsqueeze expand expand_as chunk split split_with_sizes unbind narrow select __getitem__ "
-    "tensor_split repeat_interleave roll __get__".split()
+    "tensor_split repeat_interleave roll unfold __get__".split()
 )
 _EACH = set(
     "batch_norm layer_norm rms_norm group_norm normalize mul mul_ __mul__ __rmul__ __imul__ div div_ __truediv__ "
@@ -64,11 +65,13 @@ class Channels:
 
     def follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """A torch function has run: its outputs get companions where its input had one."""
-        moves = name in _MOVES
+        moves = name in _MOVES and func is not F.unfold  # which makes windows of an image, unlike the tensor's method
         if self.known and name in _ADDS:
             self._add(args, kwargs, out)
         elif self.known and name in ("cat", "concat"):
             self._join(args, kwargs, out)
+        if self.known and name in ("pad", "_pad"):
+            self._pad(args, out)
         if not self.known or not (moves or name in _EACH):
             return
         given = next((a for a in args if isinstance(a, Tensor)), None) if args else kwargs.get("input")
@@ -91,6 +94,19 @@ class Channels:
         for made, its in pairs:
             if isinstance(made, Tensor) and isinstance(its, Tensor) and made.shape == its.shape:
                 self.known[id(made)] = (made, its)
+
+    def _pad(self, args: tuple[Any, ...], out: Any) -> None:
+        """A border around an image (HaloNet) belongs to the channels of what it surrounds."""
+        companion = self.of(args[0]) if args and isinstance(args[0], Tensor) else None
+        if companion is None or not isinstance(out, Tensor) or out.ndim != companion.ndim:
+            return
+        for axis, (old, new) in enumerate(zip(companion.shape, out.shape, strict=True)):
+            if old != new:
+                first = companion.narrow(axis, 0, 1)
+                if not bool((first == companion).all()):
+                    return
+                companion = first.expand([new if i == axis else n for i, n in enumerate(companion.shape)])
+        self.known[id(out)] = (out, companion)
 
     def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """A sum is of the channels of its one part that came from a map (a bias of its own, a rotary)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dampen.hooks.find import find_attentions, parts_of
+from dampen.hooks.find import find_attentions, find_layers, find_outside, parts_of
 from dampen.hooks.own_dropout import describe_own
 from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, needs_matrix
 
@@ -32,7 +32,8 @@ def describe(reg: Handle) -> str:
     for layer in reg.layers:
         here = "; ".join(map(str, layer.clones)) or "-"
         lines.append(f"  {layer.site.name:<{width}}  {here}  [{'; '.join(_kernels(layer)) or 'attention untouched'}]")
-    return "\n".join([*lines, *_coverage(reg), *_library(reg), *_unreached(reg), *_zeros(reg), *_own(reg)])
+    parts = [*_coverage(reg), *_outside(reg), *_library(reg), *_unreached(reg), *_zeros(reg), *_own(reg)]
+    return "\n".join([*lines, *parts])
 
 
 def _coverage(reg: Handle) -> list[str]:
@@ -44,6 +45,23 @@ def _coverage(reg: Handle) -> list[str]:
             reached = sum(part in layer.reached.get(m.name, ()) for layer in acting)
             if m.stages != {"tokens"} and reached < len(reg.layers):
                 lines.append(f"  (partial)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers")
+    return lines
+
+
+def _outside(reg: Handle) -> list[str]:
+    """The feed-forward layers and residual blocks that lie in no layer, beside the methods that do not reach them:
+    convolutional stages, a feed-forward that the model itself holds."""
+    layers = find_layers(reg.model, whole_stacks=True)
+    lines = []
+    for m in {type(m).__name__: m for m in reg.methods}.values():
+        for part in sorted(parts_of(m) & {"blocks", "feed-forward"}):
+            reached = sum(part in layer.reached.get(m.name, ()) for layer in reg.layers)
+            left = find_outside(reg.model, layers, residual=part == "blocks")
+            if left and m.stages != {"tokens"}:
+                lines.append(
+                    f"  (outside)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers, and not in "
+                    f"{_names(left)}, which no layer holds"
+                )
     return lines
 
 

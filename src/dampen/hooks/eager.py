@@ -9,15 +9,15 @@ scores that the stages give. The model's own first softmax serves only to go on 
 Attention sinks, columns of scores that belong to no key (gpt-oss), are part of the way too: they are laid beside the
 scores before the softmax and cut off after it, and the stages see the keys alone.
 
-Heads that are mixed on the way (talking heads: a linear map or a convolution over the axis of the heads, before the
-softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
+Heads that are mixed on the way (talking heads: a linear map, a convolution or a matrix over the axis of the heads,
+before the softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
 
 The way that a module's first forward took is remembered by the order of its functions. A later forward whose scores
 come the same way to the softmax is at the same place, so the stages run there, once: no second softmax, no way gone
 twice, and a function that touches nothing on the way is passed by. A forward that departs is followed as the first was.
 
 What cannot be told is refused: another function between, a softmax over another axis, weights that the module also uses
-for something else (token pruning) or mixes with others (ConViT's gate)."""
+for something else (token pruning) or mixes with others (ConViT's gate), where a method acts on scores or weights."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from dampen._torch import saved_tensors_are_hooked
 from dampen.containers import with_tensors
 from dampen.hooks.channels import attends_over_channels, tell_heads, tell_rows
-from dampen.hooks.eager_scores import fit, read_model_mask, stages_of_scores
-from dampen.hooks.equations import Equation, Flipped, product_equation
+from dampen.hooks.eager_scores import are_exponentials, fit, read_model_mask, stages_of_scores
+from dampen.hooks.equations import PRODUCTS, Equation, Flipped, product_equation
 from dampen.hooks.layout import layout_of
-from dampen.hooks.mixing import MOVES_AXES, moved_axes
+from dampen.hooks.mixing import MOVES_AXES, mixes_by_matrix, moved_axes
 from dampen.hooks.ways import Product, Way, name_of
 from dampen.kernels.attend import reads_apart, run_heads
 from dampen.names import leave_out
@@ -56,6 +56,8 @@ _TO_WEIGHTS = set(
 _KEEPS_SUMS = set((_FORM + "permute transpose swapaxes movedim dropout").split())
 """After these the rows of the weights sum to what they summed to."""
 _IN_PLACE = {name for name in _TO_SCORES if name.endswith("_") != name.endswith("__") or name.startswith("__i")}
+_OF_WEIGHTS = ("mask", "logits", "probs")
+"""The stages that are about scores or weights: what the model does to its weights must then be known."""
 _JOINS = {"cat", "concat", "concatenate"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
@@ -84,6 +86,7 @@ class EagerAttention:
         self.done = 0
         self.why = NO_SOFTMAX
         self.told = False  # whether `why` names what stood in the way first
+        self.over_queries = False  # whether the softmax of its scores is over the queries: they compete for each key
 
     def start(self, regularizers: Sequence[Regularizer], call: Call) -> None:
         """The beginning of a forward. `qkv` needs the values too, which come after the softmax. A checkpoint counts the
@@ -124,7 +127,8 @@ class EagerAttention:
         if name in _JOINS:
             return self._join(func, args, kwargs, run)
         found = self._known(args, kwargs)
-        equation = product_equation(name, args, kwargs)
+        mixing = found is not None and mixes_by_matrix(name, args)
+        equation = None if mixing else product_equation(name, args, kwargs)
         if equation is not None:
             if found is None:
                 return self._product(equation, func, args, kwargs, run)
@@ -229,8 +233,11 @@ class EagerAttention:
             self._put(here, product)
         elif product.softmax is None and name in ("max", "amax"):
             pass  # the largest of each row, to subtract it: the softmax does not see it
-        elif product.softmax is not None:
+        elif product.softmax is not None and (name in PRODUCTS or not self.stages.isdisjoint(_OF_WEIGHTS)):
             self._refuse(f"it also uses its attention weights in '{name}'")
+        elif product.softmax is not None:  # nobody acts on the weights, so they may become whatever the model makes
+            if isinstance(out, Tensor) and out.shape == way.tensor.shape and way.in_order:
+                self._put(Way(out, func, args, kwargs, way), product)
         else:
             self._tell(f"its scores go through '{name}' before the softmax")
         return out
@@ -256,6 +263,7 @@ class EagerAttention:
         elif dim not in (-1, scores.ndim - 1):
             why = f"its softmax is over axis {dim} of {tuple(scores.shape)}, not over the keys at the end"
         if why:
+            self.over_queries = way.in_order and dim in (-2, scores.ndim - 2)
             self._tell(why)
             return run(func, args, kwargs) if known else out
         product.scores, product.softmax = keys, Way(out, func, args, kwargs, way)
@@ -306,6 +314,8 @@ class EagerAttention:
             self._read(readers, clean, clean_o, equation, way, product)
         if "heads" in self.stages:
             acting = [r for r in self.regularizers if not r.only_reads]
+            if any("heads" in r.stages for r in acting) and are_exponentials(equation.values):
+                self._refuse("its values are exponentials, whose logarithm it takes afterwards")
             o = self._heads(o, equation, product, acting)
         call.scores = None
         self.done += 1

@@ -56,6 +56,20 @@ def read_model_mask(product: Product, layout: Layout) -> ModelMask | None:
     return found
 
 
+_VIEWS = ("View", "Reshape", "Expand", "Unsqueeze", "Squeeze", "Permute", "Transpose", "Clone", "Repeat", "Alias")
+
+
+def are_exponentials(values: Tensor) -> bool:
+    """Whether values were made by `exp`, as far as their graph says: the logarithm of the output is taken later
+    (LASER), so that an output of 0 is no head left out."""
+    if torch.compiler.is_compiling():
+        return False  # a graph that is being made shows none
+    node = values.grad_fn
+    while node is not None and node.name().startswith(_VIEWS) and node.next_functions:
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith("ExpBackward")
+
+
 def _nothing(start: Way) -> Tensor:
     """The product of queries and keys that are 0."""
     made = start.tensor.detach()

@@ -29,7 +29,7 @@ from dampen.hooks.scope import (
     refine_scopes,
     scope_of,
 )
-from dampen.hooks.source import calls_socket, computes_attention, shows_parts
+from dampen.hooks.source import adds, calls_socket, computes_attention, shows_parts
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, ROLES, Regularizer
 
 _KEYLESS = re.compile(r"outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE)
@@ -190,7 +190,7 @@ def _plan_layer(
     layers are found once for all groups (`linears`)."""
     whole, elements = group or (scope, [scope])
     block = model.get_submodule(scope)
-    callable_block = not isinstance(block, nn.ModuleList | nn.ModuleDict) and (scope != name or is_whole_block(block))
+    callable_block = not isinstance(block, nn.ModuleList | nn.ModuleDict) and (scope != name or _is_block(block))
     plan = LayerPlan(scope, block if callable_block and group is None else None)
     if whole not in linears:
         plans = find_linears(model, whole, found, projections)
@@ -200,10 +200,18 @@ def _plan_layer(
         names = [n for e in elements for n in ([e] if e in plan.linears else below.get(e, ()))]
         plan.linears = {n: plan.linears[n] for n in names}
     plan.experts = find_experts(model, elements, found, plan.linears)
-    plan.elements = elements if plan.block is None and isinstance(model.get_submodule(whole), LISTS) else []
+    listed = isinstance(model.get_submodule(whole), LISTS) or len(elements) > 1
+    plan.elements = elements if plan.block is None and listed else []
     around = sum((e in found) + len(found.below.get(e, ())) for e in elements)
     plan.branches = around + ("ffn_out" in plan.roles)
     return plan
+
+
+def _is_block(attention: nn.Module) -> bool:
+    """Whether an attention alone is the block: it has its own feed-forward, or adds its residual itself (diffusers)."""
+    own = getattr(attention, "residual_connection", False) is True
+    adding = adds(type(attention)) and not computes_attention(attention)  # what is added to scores is no residual
+    return own or is_whole_block(attention) or adding
 
 
 def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Attentions) -> list[LayerPlan]:
@@ -238,6 +246,23 @@ def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Attentions)
     return list(beside.values())
 
 
+def find_outside(model: nn.Module, plans: Sequence[LayerPlan], residual: bool) -> list[str]:
+    """The largest modules that lie in no layer, hold none, and have two linear layers or more; `residual`: or add in
+    their code, as a block with a residual does, and multiply."""
+    held = {name for plan in plans for name in [plan.name, *plan.elements, *plan.attentions, *plan.linears]}
+    above = names_below(held)
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or name in above:
+            continue
+        if closest(name, held) is not None or closest(name, found) is not None:
+            continue
+        linears = sum(is_linear(m) for m in module.modules())
+        if linears > 1 or (residual and any(adds(type(m)) and _mixes(m) for m in module.modules())):
+            found.append(name)
+    return found
+
+
 def _mixes(module: nn.Module) -> bool:
     """Whether a part of a layer without attention stands in its place: it multiplies."""
     return any(p.ndim > 1 for p in module.parameters()) and not isinstance(module, LISTS)
@@ -252,7 +277,7 @@ def find_attentions(model: nn.Module) -> Attentions:
     certain = {_with_projections(n, modules, below) for n in certain}
     named = {n for n, m in modules.items() if NAME.search(type(m).__name__) and not isinstance(m, LISTS)}
     # not a helper of one (timm's CvT): it has linear layers, or computes attention of what convolutions make
-    named = {n for n in named if computes_attention(modules[n]) or any(is_linear(m) for m in modules[n].modules())}
+    named = {n for n in named if computes_attention(modules[n]) or _multiplies(modules[n])}
     named -= names_below(named | certain).keys()
     named -= {n for n in named if closest(n, certain) is not None}
     if not certain | named:  # maps of another kind (convolutions, quantized), or another name: the code tells
@@ -283,7 +308,8 @@ def describe_candidates(model: nn.Module, most: int = 6) -> str:
 def _with_projections(name: str, modules: Mapping[str, nn.Module], below: Mapping[str, list[str]]) -> str:
     """The attention that calls a function kept as a module (x-transformers' `Attend`, which has no parameters): the
     closest module around it, if that makes its queries, keys or values. The name itself for any other attention."""
-    if next(modules[name].parameters(), None) is not None:
+    own = any(p.ndim > 1 for p in modules[name].parameters(recurse=False))  # as of nn.MultiheadAttention
+    if own or _projections_in(modules[name]):
         return name
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):
@@ -291,10 +317,22 @@ def _with_projections(name: str, modules: Mapping[str, nn.Module], below: Mappin
         around = modules[above]
         if isinstance(around, LISTS):
             continue
-        roles = {attention_role(n, {}) for n, m in around.named_modules() if is_linear(m) or is_convolution(m)}
         alone = all(n == name for n in below.get(above, ()))
-        return above if alone and roles & PROJECTIONS else name
+        return above if alone and _projections_in(around) else name
     return name
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module has linear layers, or others that by their names make queries, keys or values."""
+    parts = list(module.named_modules())
+    named = (n for n, m in parts if n and attention_role(n, {}) in PROJECTIONS and _mixes(m))
+    return any(is_linear(m) for _, m in parts) or next(named, None) is not None
+
+
+def _projections_in(module: nn.Module) -> bool:
+    """Whether a module holds linear layers that make queries, keys or values, by their names."""
+    maps = (n for n, m in module.named_modules() if is_linear(m) or is_convolution(m))
+    return not PROJECTIONS.isdisjoint(attention_role(n, {}) for n in maps)
 
 
 def is_keyless(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from dampen.regularizer import Site
 if TYPE_CHECKING:
     from dampen.hooks.context import Layer
 
-_TOWER = {"vision", "visual", "text", "image", "audio", "speech", "video", "language", "tower"}
+_TOWER = {"vision", "visual", "text", "image", "audio", "speech", "video", "language", "tower", "extractor"}
 _SIDE = re.compile("encoder|decoder")
 
 

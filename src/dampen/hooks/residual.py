@@ -291,7 +291,8 @@ class ResidualSocket(TorchFunctionMode):
         attended = {f"{kind} {i + 1}" for i in range(self.frame.attended)}
         missing = sorted(attended - self.covered)
         wants_ffn = expected > len(self.layer.attentions)
-        if wants_ffn and not any(label.startswith("ffn") for label in self.covered):
+        # without attention one branch may hold all of the block (ConvNeXt's convolution and feed-forward)
+        if wants_ffn and self.layer.attentions and not any(label.startswith("ffn") for label in self.covered):
             missing.append("ffn")
         # attentions that target_modules= or attention= left out
         unmarked = expected - wants_ffn - len(self.layer.attentions)

@@ -10,18 +10,20 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 _NAMES = {
-    "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q W_q w_q",
-    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k W_k w_k",
-    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v W_v w_v",
+    "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q W_q w_q "
+    "q_b_proj q_head projection_query",
+    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k W_k w_k k_head projection_key",
+    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v W_v w_v v_head projection_value",
     "qkv": "qkv query_key_value in_proj c_attn wqkv Wqkv qkv_proj to_qkv qkvs pwise",
-    "kv": "kv kv_proj to_kv c_kv",
-    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out W_o w_o W_out",
+    "kv": "kv kv_proj to_kv c_kv kv_b_proj",
+    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out W_o w_o W_out post_proj",
 }
 ATTENTION_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 _FFN_NAMES = {
     "ffn_in": "fc1 linear1 lin1 wi wi_0 wi_1 up_proj gate_proj gate_up_proj c_fc intermediate intermediate_dense "
-    "dense_h_to_4h fc_in fc1_g fc1_x w12 w_in ffn",
-    "ffn_out": "fc2 linear2 lin2 wo down_proj c_proj output output_dense dense_4h_to_h fc_out ffn_output w_out",
+    "dense_h_to_4h fc_in fc1_g fc1_x w12 w_in linear_fc1 ffn",
+    "ffn_out": "fc2 linear2 lin2 wo down_proj c_proj output output_dense dense_4h_to_h fc_out ffn_output linear_fc2 "
+    "w_out",
 }
 FFN_IN, FFN_OUT = (set(names.split()) for names in _FFN_NAMES.values())
 _NOT_FFN = ("modulation", "adaln", "router", "gate", "time", "cond", "norm", "pos", "adapter", "lora")
@@ -126,4 +128,13 @@ def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> 
         narrowing = [name for name in rest if shapes[name][0] == width and shapes[name][1] != width]
         for name in rest:
             roles[name] = "ffn_out" if name in (narrowing or rest[-1:]) else "ffn_in"
+    for name in (n for n, role in roles.items() if role == "other" and n.rpartition(".")[2] == "gate"):
+        if any(roles[n] == "ffn_in" and _is_beside(n, name, maps) for n in maps):
+            roles[name] = "ffn_in"  # of SwiGLU; a router is not as wide
     return roles
+
+
+def _is_beside(name: str, other: str, maps: Mapping[str, nn.Module]) -> bool:
+    """Whether two maps stand side by side and are of one shape."""
+    beside = name.rpartition(".")[0] == other.rpartition(".")[0]
+    return beside and weight_of(maps[name]).shape == weight_of(maps[other]).shape

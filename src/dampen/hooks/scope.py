@@ -83,17 +83,31 @@ def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
         module = model.get_submodule(ancestor)
         if NAME.search(type(module).__name__) and not _holds_feed_forward(module, ancestor, attentions):
             continue  # a wrapper that adds the output projection (BERT) or the norm (T5) is not yet the layer
+        if _wraps_sublayer(model, ancestor, module):
+            continue
         if _outside_attention(model, ancestor, attentions):
             element = ".".join(parts[: i + 1])
             return element if _is_layer_of_list(model, ancestor, element, name) else _owner(model, parts, i)
     elements = [i for i in range(len(parts), 0, -1) if isinstance(model.get_submodule(".".join(parts[: i - 1])), LISTS)]
     for i in elements:  # no linear map beside it: the smallest element of a list that has other maps (convolutions)
-        if _has_other_maps(model, ".".join(parts[:i]), attentions):
-            return ".".join(parts[:i])
+        element = ".".join(parts[:i])
+        wrapper = _wraps_sublayer(model, element, model.get_submodule(element))
+        if not wrapper and _has_other_maps(model, element, attentions):
+            return element
     if elements:
         return ".".join(parts[: elements[-1]])
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
     return "" if {"ffn_in", "ffn_out"} <= set(roles.values()) and len(parts) == 1 else name
+
+
+def _wraps_sublayer(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """Whether a module in a list of sublayers only projects what enters and leaves an attention (CrossViT): it adds no
+    residual and has no name of a feed-forward in it."""
+    if isinstance(module, LISTS) or not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList):
+        return False
+    maps = {n: m for n, m in module.named_modules() if is_linear(m) and n.count(".") == 0}
+    named = feed_forward_roles(maps, by_shape=False)
+    return bool(maps) and set(named.values()) == {"other"} and not adds(type(module))
 
 
 def _is_layer_of_list(model: nn.Module, holder: str, element: str, attention: str) -> bool:
@@ -124,6 +138,8 @@ def group_sublayers(
         for key, module in holder.named_children():
             element = f"{scope}.{key}" if scope else key
             here = [element] if element in mine else below.get(element, [])
+            if not here and not any(of for _, of, _ in groups) and _is_stem(module):
+                continue
             feeds = not here and any(is_linear(m) for m in module.modules())
             same = bool(groups) and any(crossing(a) == crossing(b) for a in here for b in groups[-1][1])
             if not groups or (here and groups[-1][1] and (groups[-1][2] or same)):
@@ -135,7 +151,33 @@ def group_sublayers(
         for elements, attentions, _ in groups:
             made[elements[0]] = scope, elements
             grouped |= dict.fromkeys(attentions, elements[0])
+    for name, scope in scopes.items():
+        if name == scope and scope not in made and (beside := _in_parallel_list(model, scope)):
+            made[scope] = scope.rpartition(".")[0].rpartition(".")[0], [scope, beside]
     return grouped, made
+
+
+def _in_parallel_list(model: nn.Module, name: str) -> str:
+    """The feed-forward at the same place of another list of the module that holds the list of an attention (XLM:
+    `attentions` and `ffns`), or ""."""
+    holder, _, key = name.rpartition(".")
+    above = holder.rpartition(".")[0]
+    if not holder or not isinstance(own := model.get_submodule(holder), nn.ModuleList):
+        return ""
+    for local, other in model.get_submodule(above).named_children():
+        if other is own or not isinstance(other, nn.ModuleList) or len(other) != len(own):
+            continue
+        maps = {n: m for n, m in other[int(key)].named_modules() if is_linear(m)}
+        if {"ffn_in", "ffn_out"} <= set(feed_forward_roles(maps, by_shape=False).values()):
+            return f"{above}.{local}.{key}" if above else f"{local}.{key}"
+    return ""
+
+
+def _is_stem(module: nn.Module) -> bool:
+    """Whether an element before the first attention of a list looks at neighbors (a convolution wider than a position
+    that does not work on each channel alone): a stage of its own, no sublayer of the layer after it (MaxViT)."""
+    convolutions = [m for m in module.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    return any(max(m.kernel_size) > 1 for m in convolutions)
 
 
 def refine_scopes(model: nn.Module, scopes: Mapping[str, str], attentions: Attentions) -> dict[str, str]:
@@ -147,7 +189,19 @@ def refine_scopes(model: nn.Module, scopes: Mapping[str, str], attentions: Atten
         holds_layers = any(scopes[n] != scope and inside(scopes[n], scope) for n in others)
         if holds_layers or (others and scope != name and not _outside_attention(model, scope, attentions)):
             refined[name] = _own_block(model, name, scope, attentions) or scope
+        elif stage := _stage_of(model, name, scope, attentions):
+            refined[name] = _own_block(model, name, stage, attentions) or scope
     return refined
+
+
+def _stage_of(model: nn.Module, name: str, scope: str, attentions: Attentions) -> str:
+    """The element of a list around an attention, where that is a stage: several attentions, and beside them no linear
+    layer (Twins, whose list of stages ends with the classifier)."""
+    if not isinstance(model.get_submodule(scope), LISTS):
+        return ""
+    element = ".".join(name.split(".")[: scope.count(".") + 2]) if scope else name.split(".")[0]
+    several = len(attentions.below.get(element, ())) > 1
+    return element if several and not _outside_attention(model, element, attentions) else ""
 
 
 def _own_block(model: nn.Module, name: str, scope: str, attentions: Attentions) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_SOCKETS = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
+_SOCKETS = {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
 _SOFTMAX = {"softmax", "Softmax"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 _PLAIN = (Tensor, torch, F, nn.Module, str, list, dict, tuple, int, float)  # whose attributes hide no attention
@@ -44,8 +44,14 @@ def shows_parts(module: nn.Module) -> tuple[bool, bool]:
     if not isinstance(forward, FunctionType) or forward.__module__.startswith("torch."):
         return False, False
     code = inspect.unwrap(forward)
-    softmax = any(isinstance(m, nn.Softmax) for m in module.children()) or _mentions(code, cls, 2, _SOFTMAX)
+    softmax = _keeps_softmax(module) or _mentions(code, cls, 2, _SOFTMAX)
     return softmax, _mentions(code, cls, 2, _PRODUCTS) or _multiplies(code, cls, 2)
+
+
+def _keeps_softmax(module: nn.Module) -> bool:
+    """Whether a module has an `nn.Softmax` as a child, by itself or in a Sequential (with a dropout after it)."""
+    children = [inner for m in module.children() for inner in (m if isinstance(m, nn.Sequential) else [m])]
+    return any(isinstance(m, nn.Softmax) for m in children)
 
 
 def adds(cls: type) -> bool:
@@ -55,6 +61,20 @@ def adds(cls: type) -> bool:
         return False
     codes = _codes(inspect.unwrap(forward).__code__)
     return any(i.opname == "BINARY_OP" and i.argrepr in ("+", "+=") for c in codes for i in dis.get_instructions(c))
+
+
+def scripted_function(module: nn.Module) -> str:
+    """The name of a function compiled by torch.jit.script that the code of a module or of one below it calls, or ""."""
+    for inner in module.modules():
+        forward = inspect.getattr_static(type(inner), "forward", None)
+        if not isinstance(forward, FunctionType):
+            continue
+        forward = inspect.unwrap(forward)
+        names = (name for code in _codes(forward.__code__) for name in code.co_names)
+        found = next((n for n in names if isinstance(forward.__globals__.get(n), torch.jit.ScriptFunction)), "")
+        if found:
+            return found
+    return ""
 
 
 def _mentions(function: FunctionType, cls: type, depth: int, wanted: set[str]) -> bool:

@@ -89,7 +89,7 @@ def calibration(entries: list[Entry], palette: Palette) -> Figure | None:
         if not bins:
             continue
         records += [{"row": entry.name, **b} for b in bins]
-        unit = {"scale": alt.Scale(domain=[0, 1]), "axis": alt.Axis(format=".1f")}
+        unit: dict[str, Any] = {"scale": alt.Scale(domain=[0, 1]), "axis": alt.Axis(format=".1f")}
         bars = (
             alt.Chart(alt.Data(values=bins))
             .mark_rect(opacity=0.8, color=palette.colors[entry.name])
