@@ -120,17 +120,21 @@ def unsealed(value: Any, what: str, remedy: str) -> Any:
 # Plain data as JSON has it.
 
 
-def finite(value: Any) -> Any:
-    """The same with null for every number that is none: JSON has no NaN.
+LARGEST = 1e100
+"""No measurement is larger: a perplexity of 1e160 is that of a model that diverged, and its square overflows."""
 
-    >>> finite({"a": [1.0, float("nan")], "b": (float("inf"), "x")})
-    {'a': [1.0, None], 'b': [None, 'x']}
+
+def finite(value: Any) -> Any:
+    """The same with null for every number that is NaN, infinite or beyond `LARGEST`.
+
+    >>> finite({"a": [1.0, float("nan")], "b": (float("inf"), "x", -1e160)})
+    {'a': [1.0, None], 'b': [None, 'x', None]}
     """
     if isinstance(value, Mapping):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return None if isinstance(value, float) and not abs(value) <= LARGEST else value
 
 
 # --------------------

@@ -81,6 +81,15 @@ def stop_on_signals(handler: Any) -> None:
     _polite(handler)
 
 
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether an error is Ctrl-C in this process; where SIGINT is ignored, user code raised it.
+
+    Args:
+        error: any error.
+    """
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+
+
 def _polite(handler: Any) -> None:
     for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
         if hasattr(signal, name):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from dampen.studies.errors import LabError
+from dampen.studies.files import finite
 
 FORMAT = 2
 
@@ -80,7 +81,7 @@ class LogLine(msgspec.Struct, kw_only=True):
     epoch: float | None = None
     train: dict[str, float | None] = {}
     valid: dict[str, float | None] = {}
-    lr: float | None = None
+    lr: Any = None  # a number of our trainer, or whatever a user gave that name
     seconds: float | None = None
     conditioning: Any = None  # these two are lists of our trainer's measurements, or whatever a user gave that name
     variance: Any = None
@@ -98,7 +99,7 @@ class LogLine(msgspec.Struct, kw_only=True):
 
 def parse_result(content: Any, id: str | None = None) -> Result:
     """A result from plain data; raises LabError with what is wrong. `id` is the trial it must belong to."""
-    final = _convert(content, Result, "final.json")
+    final = _convert(finite(content), Result, "final.json")
     if id is not None and final.id != id:
         raise LabError(f"final.json belongs to trial {final.id}, config.json to {id}")
     if final.status == "finished":
@@ -111,7 +112,7 @@ def parse_result(content: Any, id: str | None = None) -> Result:
 
 def parse_lines(content: list[Any]) -> list[LogLine]:
     """The lines of a log from plain data; raises ValueError where one is none."""
-    return [msgspec.convert(line, LogLine) for line in content]
+    return [msgspec.convert(finite(line), LogLine) for line in content]
 
 
 def _convert(content: Any, kind: type[Any], where: str) -> Any:

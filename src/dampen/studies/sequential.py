@@ -42,6 +42,8 @@ class Race:
 
     def told(self) -> str:
         """What happened, in a sentence or two."""
+        if not self.seeds:
+            return "Stopped before the first run was finished; the same command resumes."
         fewest, most = min(self.seeds.values()), max(self.seeds.values())
         seeds = f"{fewest} to {most} seeds" if fewest < most else f"{most} seeds each"
         spent = f"{self.runs} runs in {self.rounds} round{'s' * (self.rounds != 1)}, {seeds}"

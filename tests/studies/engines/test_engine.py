@@ -23,7 +23,7 @@ def jobs_of(tmp_path, trials):
 
 
 @pytest.mark.slow
-def test_workers_stay_alive_between_trials_and_records_equal_those_of_one_process(tmp_path, small, quick):
+def test_each_run_has_a_worker_of_its_own_and_records_equal_those_of_one_process(tmp_path, small, quick):
     trials = [small(seed=s, epochs=1) for s in range(4)]
     events = []
     engine = make_engine("local", workers=2)

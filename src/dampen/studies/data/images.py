@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,6 +182,15 @@ def channel_statistics(images: Tensor) -> Normalization:
     return Normalization(torch.stack(means).float(), std.float())
 
 
+@cache
+def embedded_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Images and labels of the embedded digits, read once; callers copy what they change."""
+    from sklearn.datasets import load_digits as embedded
+
+    bunch = embedded()
+    return (bunch.images * 15).round().astype(np.uint8)[:, None], bunch.target.astype(np.int64)
+
+
 def load_digits(
     request: Request,
     *,
@@ -193,11 +204,7 @@ def load_digits(
         test_fraction: the share to test on.
         test_limit: how many test examples are kept.
     """
-    from sklearn.datasets import load_digits as embedded
-
-    bunch = embedded()
-    images = torch.from_numpy(bunch.images * 15).round().to(torch.uint8)[:, None]
-    labels = torch.from_numpy(bunch.target).long()
+    images, labels = (torch.from_numpy(part.copy()) for part in embedded_digits())
     hashes = {"images": images, "labels": labels.to(torch.uint8)}
     info = {
         "layout": "embedded",

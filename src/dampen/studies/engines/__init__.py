@@ -16,6 +16,7 @@ from dampen.extensions import from_plugins
 from dampen.names import nearest
 from dampen.studies.errors import ConfigError, DiskFull, Diverged, Interrupted, Locked, portable
 from dampen.studies.files import write_json
+from dampen.studies.processes import is_ctrl_c
 from dampen.studies.result import Event, marked
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
@@ -111,7 +112,9 @@ def run_job(
         return Outcome("no data", None, str(error))
     except DiskFull as error:
         return Outcome("disk full", None, str(error))
-    except Exception as error:  # a worker outlives any failure of a trial; the outcome carries it
+    except BaseException as error:  # whatever user code raises is an outcome of this run
+        if is_ctrl_c(error):
+            raise
         told = portable(error)
         message = f"{type(told).__name__}: {told}" if not str(told) else str(told)
         return failed(job, message, "".join(getattr(told, "__notes__", [])))

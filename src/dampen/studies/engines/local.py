@@ -1,7 +1,9 @@
-"""The local engine: worker processes on this machine that stay alive between trials.
+"""The local engine: every trial runs in a worker process of its own on this machine.
 
-Importing torch and Fabric costs seconds, so a worker pays for it once. Cores are shared out: with as many workers as
-cores each uses one thread. A worker that dies is replaced and its trial goes on from its checkpoint.
+A worker runs one trial and ends, so that nothing a trial changes in its process (autocast, threads, patched functions,
+the environment) reaches the next one. On Linux workers are forked from a server that has imported torch and Fabric.
+Cores are shared out: with as many workers as cores each uses one thread. A worker that dies is replaced and its trial
+goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ LOOK_SECONDS = 0.05
 class _Worker:
     process: Any
     pipe: Any  # nothing else is shared: a lock held by a process that gets killed would stop all others
-    job: Job | None = None
+    job: Job
+    done: bool = False  # its outcome is here
     dead: bool = False
 
     def send(self, message: Any) -> None:
@@ -63,22 +66,23 @@ class LocalEngine:
         count, threads = self.shares(len(jobs))
         execution = execution if execution.threads else replace(execution, threads=asked_threads() or threads)
         waiting, outcomes, tries = deque(jobs), {j.trial.id: Outcome("waiting") for j in jobs}, dict[str, int]()
-        workers = [_start(execution) for _ in range(min(count, len(jobs)))]
+        workers: list[_Worker] = []
+        ended: list[_Worker] = []  # those that leave by themselves while the next ones begin
         stopping = fatal = False
         try:
-            while any(w.job for w in workers) or (waiting and not stopping):
+            while workers or (waiting and not stopping):
                 try:
-                    for worker in workers:
-                        if worker.job is None and waiting and not stopping:
-                            worker.job = waiting.popleft()
-                            worker.send(worker.job)
+                    while waiting and len(workers) < count and not stopping:
+                        workers.append(_start(waiting.popleft(), execution))
                     of_pipe = {worker.pipe: worker for worker in workers}
                     for pipe in wait(list(of_pipe), timeout=0.5):
                         fatal = _drain(of_pipe[pipe], outcomes, report) or fatal
-                    for i, worker in enumerate(workers):
-                        if worker.dead:
-                            workers[i] = _start(execution)
+                    for worker in [w for w in workers if w.done or w.dead]:
+                        workers.remove(worker)
+                        ended.append(worker)
+                        if not worker.done:
                             fatal = self._after_death(worker, waiting, outcomes, tries, report) or fatal
+                    ended = [w for w in ended if w.process.is_alive()]
                     if fatal and not stopping:
                         raise KeyboardInterrupt
                 except KeyboardInterrupt:
@@ -88,7 +92,7 @@ class LocalEngine:
                     for worker in workers:
                         worker.send("stop")
         finally:
-            for worker in workers:
+            for worker in [*workers, *ended]:
                 _finish(worker)
         interrupted = Outcome("interrupted", None, "not started")
         return {i: interrupted if stopping and o.status == "waiting" else o for i, o in outcomes.items()}
@@ -103,8 +107,6 @@ class LocalEngine:
     ) -> bool:
         """Try the run of a dead worker again, or give it up; whether that would stop all others."""
         job, code = worker.job, worker.process.exitcode
-        if job is None:
-            return False
         killed = code is not None and code < 0
         how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with code {code}"
         tries[job.trial.id] = tries.get(job.trial.id, 0) + 1
@@ -118,8 +120,8 @@ class LocalEngine:
         return outcome.status in FATAL
 
 
-def _start(execution: Execution) -> _Worker:
-    return _Worker(*start(_work, execution))
+def _start(job: Job, execution: Execution) -> _Worker:
+    return _Worker(*start(_work, job, execution), job)
 
 
 def _drain(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> bool:
@@ -131,7 +133,7 @@ def _drain(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> boo
         report: receives each event in the order in which the worker sent it.
     """
     fatal = False
-    while not worker.dead and worker.pipe.poll():
+    while not (worker.done or worker.dead) and worker.pipe.poll():
         # A killed worker leaves a half-written message behind, so EOF and unpickling errors mean the same here.
         try:
             kind, value = worker.pipe.recv()
@@ -139,13 +141,13 @@ def _drain(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> boo
             worker.process.join(10)
             worker.dead = True
             break
-        if worker.job is not None and kind == "event":
+        if kind == "event":
             report(worker.job.trial.id, parse_event(value))
-        elif worker.job is not None:
+        else:
             outcomes[worker.job.trial.id] = value
             fatal = fatal or value.status in FATAL
             report(worker.job.trial.id, Event(kind="outcome", status=value.status, message=value.message))
-            worker.job = None
+            worker.done = True
     return fatal
 
 
@@ -158,8 +160,8 @@ def _finish(worker: _Worker) -> None:
         worker.process.join(5)
 
 
-def _work(pipe: Any, execution: Execution) -> None:
-    """The life of a worker: take a job, run it, say how it went, until the pipe closes or 'stop' comes."""
+def _work(pipe: Any, job: Job, execution: Execution) -> None:
+    """The life of a worker: run its job and report the outcome."""
     stopping, looked = False, 0.0
 
     def asked_to_stop(number: int, frame: Any) -> None:
@@ -180,13 +182,6 @@ def _work(pipe: Any, execution: Execution) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `stopped` notices that the parent is gone
             pipe.send(("event", event))
 
-    while not stopping:
-        try:
-            job = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        if job == "stop":
-            return
-        outcome = run_job(job, execution, tell, stopped)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the record has everything
-            pipe.send(("outcome", outcome))
+    outcome = run_job(job, execution, tell, stopped)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the record has everything
+        pipe.send(("outcome", outcome))

@@ -310,7 +310,8 @@ def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
         flat |= {f"examples.{k}": str(v) for k, v in counts.items()}
         if sums := run.final.data.get("sha256"):
             flat["content of the data"] = ", ".join(f"{k} {str(v)[:12]}" for k, v in sorted(sums.items()))
-        flat["judged by"] = run.final.primary[0] or "unknown"
+        if run.final.primary[0]:  # a function that diverged before it returned anything names no metric
+            flat["judged by"] = run.final.primary[0]
     for key in ("train.lr", *free):
         flat.pop(key, None)
     return flat

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import pickle
 import random
 import re
 from collections.abc import Callable
@@ -25,6 +26,15 @@ from dampen.studies.files import atomic_file
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
 
+NUMPY: list[Any] = [
+    np.array(0.0).__reduce__()[0],
+    np.float64(0).__reduce__()[0],
+    np.ndarray,
+    np.dtype,
+    bytes,  # of an empty array
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDG"},
+]
+"""How numpy's numbers and arrays are read back: they hold bytes, and run no code."""
 _NAME = re.compile(r"-(\d+)-([0-9a-f]{16})\.(pt|safetensors)$")
 
 
@@ -91,8 +101,54 @@ def load_state(path: Path) -> dict[str, Any]:
         from safetensors.torch import load
 
         return {"model": load(content), "step": int(match[1])}
-    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    try:
+        state: dict[str, Any] = _read(io.BytesIO(content))
+    except pickle.UnpicklingError as error:  # written before `check_readable` was there
+        raise ValueError(f"{path} cannot be read: {error}.") from error
     return state
+
+
+def _read(file: io.BytesIO) -> Any:
+    """The content of a state. Plain data, tensors and numpy's numbers and arrays; nothing that runs
+    code.
+    """
+    with torch.serialization.safe_globals(NUMPY):
+        return torch.load(file, weights_only=True, map_location="cpu")
+
+
+def check_readable(state: Any, name: str) -> None:
+    """Raise TypeError where a state could be written but never read again, naming the place.
+
+    Args:
+        state: what the user wants to save.
+        name: of the state in the message.
+    """
+    problem = _unreadable(state)
+    if not problem:
+        return
+    parts: list[tuple[str, Any]] = []
+    if isinstance(state, dict) and type(state).__module__ in ("builtins", "collections"):
+        parts = [(f"{name}[{key!r}]", value) for key, value in state.items()]
+    elif isinstance(state, list | tuple):
+        parts = [(f"{name}[{i}]", value) for i, value in enumerate(state)]
+    for inner, value in parts:
+        check_readable(value, inner)
+    raise TypeError(
+        f"trial.checkpoint: {name} is a {type(state).__name__}, which a checkpoint could not read "
+        "back. Save dicts, lists, numbers, strings, tensors and numpy arrays: dict(x) of a "
+        "defaultdict, str(x) of a Path, x.state_dict() of an object."
+    )
+
+
+def _unreadable(state: Any) -> bool:
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        buffer.seek(0)
+        _read(buffer)
+    except (pickle.PickleError, AttributeError, TypeError):  # what pickle raises for local objects
+        return True
+    return False
 
 
 def _step(path: Path) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 from dampen.studies.errors import ConfigError, LabError, OwnCodeError
 from dampen.studies.methods_text import OBJECT, build_methods
+from dampen.studies.processes import is_ctrl_c
 from dampen.studies.run import Run
 from dampen.studies.user_code import Code, code_of, digest_of_file, local_files, package_root
 
@@ -207,7 +208,9 @@ def _in_their_words(path: Path, root: Path) -> Iterator[None]:
         yield
     except LabError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # CancelledError, SystemExit and others are no Exception
+        if is_ctrl_c(error):
+            raise
         frames = traceback.extract_tb(error.__traceback__)
         own = [
             f

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dampen.native import library
 from dampen.studies.errors import LabError
-from dampen.studies.files import finite
+from dampen.studies.files import CHECKSUM, finite
 from dampen.studies.loggers import Logger, flat
 from dampen.studies.metric import describe
 from dampen.studies.processes import describe_malloc
@@ -22,6 +22,8 @@ from dampen.studies.trainer.checkpoint import fingerprint
 from dampen.studies.trainer.instrumented import Clock
 from dampen.studies.trainer.optim import NotFinite
 
+RESERVED = ("seconds", CHECKSUM)
+"""Entries of a log line that dampen writes; a user's own values under these names would be lost."""
 PENDING = 200
 """Calls of `log` without validation that are averaged into one line of the log."""
 
@@ -45,6 +47,18 @@ class UserLog:
 
     def add(self, groups: Mapping[str, Any], step: int | None, epoch: int | None) -> bool:
         """Add one call of `trial.log`; returns whether a line of the log is due."""
+        reserved = [name for name in RESERVED if name in groups]
+        if reserved:
+            raise TypeError(
+                f"trial.log({reserved[0]}=...): dampen writes {reserved[0]!r} into every line "
+                f"itself. Use another name, such as my_{reserved[0]}."
+            )
+        for name in ("train", "valid"):
+            if not isinstance(groups.get(name), Mapping | None):
+                raise TypeError(
+                    f"trial.log({name}=...) must be a dict of numbers, got {groups[name]!r}: "
+                    f'write {name}={{"loss": ...}}.'
+                )
         values = {k: numbers(k, v) for k, v in groups.items() if v is not None}
         self.steps = self.steps if step is None else int(step)
         self.epochs = self.epochs if epoch is None else int(epoch)
@@ -95,7 +109,7 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"{name} must be a number, got {value!r}.")
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{name} must be a number or a tensor with one element, got {type(value).__name__}."
         ) from error

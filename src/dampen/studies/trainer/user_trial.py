@@ -22,12 +22,14 @@ from dampen.handle import Handle, regularize
 from dampen.native import library
 from dampen.studies import environment
 from dampen.studies.errors import LabError, OwnCodeError, Stopped
-from dampen.studies.files import finite
+from dampen.studies.files import LARGEST, finite
 from dampen.studies.loggers import open_loggers
+from dampen.studies.processes import is_ctrl_c
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
 from dampen.studies.trainer.bookkeeping import Event, set_threads
 from dampen.studies.trainer.checkpoint import (
+    check_readable,
     keeps_kernels,
     load_newest,
     rng_state,
@@ -156,19 +158,17 @@ class Trial:
         """Save the state that `resume` gives back, with the generators and the regularizers beside
         it.
 
-        `state` is made of dicts, lists, numbers, strings and tensors, such as state_dicts. Or a
+        `state` is made of dicts, lists, numbers, strings, tensors and numpy arrays, such as
+        state_dicts; anything else raises TypeError, because it could not be read back. Or a
         function that makes one: then it is called, and something written, only when a checkpoint is
         due. Raises `dampen.Stopped` after writing when the trial is to end: nothing is lost."""
         stopping = self.stopping
         with self._clock.pause():
             if not callable(state) or stopping or self._due():
                 self._log.begin()
-                save_state(
-                    self.folder,
-                    "checkpoint",
-                    self._count(),
-                    self._state(state() if callable(state) else state),
-                )
+                given = state() if callable(state) else state
+                check_readable(given, "state")
+                save_state(self.folder, "checkpoint", self._count(), self._state(given))
                 self._saved_at = time.monotonic()
         if stopping:
             raise self._stopped()
@@ -299,7 +299,7 @@ class Trial:
         test, valid = read_metrics(returned, self._named())
         judged = judged_by(test, self._function.metric if self._function else None, self._named())
         known = self._log.known
-        if not math.isfinite(test[judged[0]]):
+        if not abs(test[judged[0]]) <= LARGEST:
             name = f"{RETURNED}{judged[0]} = {test[judged[0]]}, the metric of this study"
             raise NotFinite(self._count(), [name], known.get("train", {}))
         self._flush()
@@ -385,7 +385,9 @@ def train_user_function(
         return trial._diverged(bad)
     except LabError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # CancelledError, SystemExit and others are no Exception
+        if is_ctrl_c(error):
+            raise
         raise _locate_error(error, execution.function, trial) from error
     finally:
         for logger in trial._log.loggers:
