@@ -122,7 +122,7 @@ def _begin(environment: dict[str, str], target: Any, pipe: Any, *arguments: Any)
     target(pipe, *arguments)
 
 
-ALONE_SECONDS = 4.0
+ALONE_SECONDS = 3.5
 """How long a worker whose parent is gone may take to write its checkpoint."""
 
 
