@@ -53,6 +53,8 @@ def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None
                 function(*args, **kwargs)
             except LabError as error:
                 fail(str(error), error.exit_code, as_json)
+            except KeyboardInterrupt:
+                fail("Interrupted. Run the same command again to resume.", 130, as_json)
             except Exception as error:
                 message, code = _known(error)
                 if code is None:

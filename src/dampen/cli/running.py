@@ -16,7 +16,7 @@ from rich.console import Console
 from dampen.cli.common import print_json
 from dampen.names import printable
 from dampen.studies.comparison import Comparison
-from dampen.studies.errors import ConfigError
+from dampen.studies.errors import ConfigError, Terminated
 from dampen.studies.recipe import Recipe
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
@@ -133,14 +133,20 @@ def resume_command() -> str:
 
 
 def heed_signals() -> None:
-    """SIGTERM (a polite kill) and SIGHUP (the terminal is gone) are like Ctrl-C: checkpoint, then leave."""
+    """SIGTERM (a polite kill) and SIGHUP (the terminal is gone) are like Ctrl-C: checkpoint, then leave.
+
+    A signal that is ignored since before the command started stays ignored (`nohup`, `&` in a script), but for Ctrl-C
+    where there is a terminal to press it on.
+    """
     for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
             signal.signal(getattr(signal, name), _as_interrupt)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and sys.stdin is not None and sys.stdin.isatty():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _as_interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+    raise Terminated
 
 
 UntilDecided = Annotated[

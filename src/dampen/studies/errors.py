@@ -74,6 +74,10 @@ class Interrupted(LabError):
     exit_code = 130
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP to the command: like Ctrl-C, but whoever sent it may kill the command ten seconds later."""
+
+
 class Stopped(Interrupted):
     """A trial of one's own training was asked to stop: interrupted, or pruned by a search."""
 

@@ -25,7 +25,7 @@ from dampen.studies.environment import asked_threads, usable_cores
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError, Locked
 from dampen.studies.files import write_json
 from dampen.studies.plugins import activate
-from dampen.studies.processes import context, keep_freed_memory, stop_on_signals, without_main
+from dampen.studies.processes import context, end_soon_after_parent, keep_freed_memory, stop_on_signals, without_main
 from dampen.studies.recipe import Recipe
 from dampen.studies.search_space import Axis
 from dampen.studies.trainer.checkpoint import saved_states
@@ -192,6 +192,7 @@ def _run_workers(what: Search, workers: int | None, report: Callable[[str], None
 
 def _work(what: Search, worker: int, stop: Any, lines: Any) -> None:
     """The life of one process."""
+    end_soon_after_parent()
     stop_on_signals(signal.SIG_IGN)  # the parent decides
     keep_freed_memory()
     activate(what.execution.plugins)

@@ -2,8 +2,6 @@
 
 import importlib
 
-import torch
-
 from dampen.studies.processes import end_with_parent
 
 
@@ -12,6 +10,8 @@ def warm() -> None:
 
     Nothing here uses torch's thread pool, which does not survive a fork, nor a GPU.
     """
+    import torch  # not above: until the block below begins, nothing watches the parent
+
     from dampen.extensions import GROUPS, entry_points
     from dampen.studies.data.images import embedded_digits
     from dampen.studies.run import TrainOptions

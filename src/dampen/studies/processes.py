@@ -10,6 +10,7 @@ import platform
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -115,9 +116,28 @@ def without_main() -> Iterator[None]:
 def _begin(environment: dict[str, str], target: Any, pipe: Any, *arguments: Any) -> None:
     os.environ.update(environment)  # the server's is as old as the server
     keep_freed_memory()
+    end_soon_after_parent()
     _polite(signal.SIG_DFL)  # the server ignores them, see `end_with_parent`
     signal.signal(signal.SIGINT, signal.default_int_handler)
     target(pipe, *arguments)
+
+
+ALONE_SECONDS = 3.5
+"""How long a worker whose parent is gone may take to write its checkpoint."""
+
+
+def end_soon_after_parent() -> None:
+    """End this worker `ALONE_SECONDS` after its parent is gone, whatever the user's function does."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        time.sleep(ALONE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="dampen-parent").start()
 
 
 def warm_up() -> None:

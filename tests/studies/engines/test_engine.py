@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -93,7 +94,8 @@ def test_data_that_is_missing_stops_the_run_and_a_folder_in_use_is_said(tmp_path
     there = small()
     busy = small(seed=7)
     missing = [Run.from_dict({**there.to_dict(), "data": {"name": "cifar10"}, "seed": s}) for s in range(3)]
-    execution = replace(quick, data_dir=str(tmp_path / "nowhere"))
+    plugins = (("reproductions", str(Path(__file__).resolve().parents[3])),)
+    execution = replace(quick, data_dir=str(tmp_path / "nowhere"), plugins=plugins)
     with locked(tmp_path / busy.id):
         outcomes = LocalEngine(workers=1).run(jobs_of(tmp_path, [busy, *missing]), execution, lambda *_: None)
     assert outcomes[busy.id].status == "locked"

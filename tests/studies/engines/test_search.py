@@ -164,7 +164,7 @@ def test_a_real_search_gives_each_row_its_best_point_on_all_seeds(tmp_path, quic
         assert best["id"] not in point.ids.values()  # tuned on a seed that the table does not use
         assert RunStore(tmp_path / "run" / "search" / best["id"]).final()["valid"]["accuracy"] == best["valid"]
     told = tuned(comparison_table(plan, {}))
-    assert told.startswith("Settings were tuned: 2 trials for every row on tuning seeds ")
+    assert told.startswith("Settings were tuned: 2 runs for every method on tuning seeds ")
     assert Path(tmp_path / "team.db").exists()
     again = []
     search(recipe(epochs=1), tmp_path / "run", quick, trials=2, storage=url, workers=1, report=again.append)

@@ -41,7 +41,7 @@ def test_a_search_over_strengths_and_the_learning_rate(script, tmp_path, capsys)
     with pytest.raises(SystemExit) as end:
         main(command)
     assert end.value.code == 2
-    assert "say which validation metric" in capsys.readouterr().out
+    assert "pass the validation metric" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
         main([*command, "--metric", "accuracy"])
     assert end.value.code == 0

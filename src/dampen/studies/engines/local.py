@@ -9,6 +9,7 @@ goes on from its checkpoint.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections import deque
@@ -19,10 +20,16 @@ from typing import Any
 
 from dampen.studies.engines import FATAL, Job, Outcome, Report, after_death, run_job
 from dampen.studies.environment import asked_threads, usable_cores
+from dampen.studies.errors import Terminated
 from dampen.studies.processes import start, stop_on_signals
 from dampen.studies.result import Event, parse_event
 from dampen.studies.trainer.state import Execution
 
+STOP_SECONDS = 7.0
+"""After SIGTERM, how long a worker may take to write its checkpoint. Then it is killed; its run resumes."""
+LEAVE_SECONDS = 5.0
+"""How long a worker may take to end after its outcome, or once it is told that nobody needs it. A user's function may
+have left threads behind that never end."""
 LOOK_SECONDS = 0.05
 """How often a worker looks whether it is to stop."""
 
@@ -67,8 +74,9 @@ class LocalEngine:
         execution = execution if execution.threads else replace(execution, threads=asked_threads() or threads)
         waiting, outcomes, tries = deque(jobs), {j.trial.id: Outcome("waiting") for j in jobs}, dict[str, int]()
         workers: list[_Worker] = []
-        ended: list[_Worker] = []  # those that leave by themselves while the next ones begin
+        ended: list[tuple[_Worker, float]] = []  # workers that end while the next ones begin, and since when
         stopping = fatal = False
+        deadline = math.inf
         try:
             while workers or (waiting and not stopping):
                 try:
@@ -79,21 +87,30 @@ class LocalEngine:
                         fatal = _drain(of_pipe[pipe], outcomes, report) or fatal
                     for worker in [w for w in workers if w.done or w.dead]:
                         workers.remove(worker)
-                        ended.append(worker)
+                        ended.append((worker, time.monotonic()))
                         if not worker.done:
                             fatal = self._after_death(worker, waiting, outcomes, tries, report) or fatal
-                    ended = [w for w in ended if w.process.is_alive()]
+                    ended = [(w, since) for w, since in ended if not _gone(w, since)]
+                    if time.monotonic() > deadline:
+                        break
                     if fatal and not stopping:
                         raise KeyboardInterrupt
-                except KeyboardInterrupt:
-                    if stopping:
+                except KeyboardInterrupt as signaled:
+                    if isinstance(signaled, Terminated):
+                        deadline = min(deadline, time.monotonic() + STOP_SECONDS)
+                    elif stopping:
                         raise
                     stopping = True
                     for worker in workers:
                         worker.send("stop")
         finally:
-            for worker in [*workers, *ended]:
-                _finish(worker)
+            end = min(deadline, time.monotonic() + (LEAVE_SECONDS if stopping else 20.0))
+            for worker in workers:
+                _finish(worker, end)
+            for worker, since in ended:
+                _finish(worker, min(end, since + LEAVE_SECONDS))
+        for worker in workers:
+            outcomes[worker.job.trial.id] = Outcome("interrupted", None, "stopped before its next step")
         interrupted = Outcome("interrupted", None, "not started")
         return {i: interrupted if stopping and o.status == "waiting" else o for i, o in outcomes.items()}
 
@@ -151,10 +168,17 @@ def _drain(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> boo
     return fatal
 
 
-def _finish(worker: _Worker) -> None:
-    """End a worker: by closing its pipe, and by force if it does not listen."""
+def _gone(worker: _Worker, since: float) -> bool:
+    """Whether a worker with an outcome has ended; one that has not after `LEAVE_SECONDS` is killed."""
+    if worker.process.is_alive() and time.monotonic() - since > LEAVE_SECONDS:
+        _finish(worker, since)
+    return not worker.process.is_alive()
+
+
+def _finish(worker: _Worker, deadline: float) -> None:
+    """End a worker: by closing its pipe, and by force if it has not ended at the deadline."""
     worker.pipe.close()
-    worker.process.join(20)
+    worker.process.join(max(0.0, deadline - time.monotonic()))
     if worker.process.is_alive():  # SIGTERM would only ask it to stop, as the closed pipe did
         worker.process.kill()
         worker.process.join(5)

@@ -91,7 +91,7 @@ class _Run:
 
         self.ray, self.execution, self.report = ray, execution, report
         self.mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
-        self.task: Any = ray.remote(max_retries=0)(_task)
+        self.task: Any = ray.remote(max_retries=0, max_calls=1)(_task)  # a process of its own for each run
         self.waiting = deque(_Running(Job(j.trial, j.folder.resolve()), 0) for j in jobs)
         self.running: dict[Any, _Running] = {}
         self.outcomes = {j.trial.id: Outcome("waiting") for j in jobs}
