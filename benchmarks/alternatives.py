@@ -19,9 +19,17 @@ class TorchAttention(nn.Module):
         super().__init__()
         width = attention.qkv.in_features
         bias = attention.qkv.bias is not None
-        self.attention = nn.MultiheadAttention(width, heads_of(attention), rate, bias=bias, batch_first=True)
-        self.attention.in_proj_weight, self.attention.in_proj_bias = attention.qkv.weight, attention.qkv.bias
-        self.attention.out_proj.weight, self.attention.out_proj.bias = attention.proj.weight, attention.proj.bias
+        self.attention = nn.MultiheadAttention(
+            width, heads_of(attention), rate, bias=bias, batch_first=True
+        )
+        self.attention.in_proj_weight, self.attention.in_proj_bias = (
+            attention.qkv.weight,
+            attention.qkv.bias,
+        )
+        self.attention.out_proj.weight, self.attention.out_proj.bias = (
+            attention.proj.weight,
+            attention.proj.bias,
+        )
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = self.attention(x, x, x, need_weights=False)[0]
@@ -36,7 +44,9 @@ class TimmAttention(nn.Module):
         from timm.layers import Attention
 
         bias = attention.qkv.bias is not None
-        self.attention: Any = Attention(attention.qkv.in_features, heads_of(attention), qkv_bias=bias, attn_drop=rate)
+        self.attention: Any = Attention(
+            attention.qkv.in_features, heads_of(attention), qkv_bias=bias, attn_drop=rate
+        )
         self.attention.qkv, self.attention.proj = attention.qkv, attention.proj
         self.attention.fused_attn = fused  # type: ignore[misc]
 
@@ -60,7 +70,9 @@ def replace_attention(model: nn.Module, make: Callable[[Any], nn.Module]) -> Non
     """Put `make(attention)` in the place of every plain self-attention with a fused qkv map."""
     found = fused_attentions(model)
     if not found:
-        raise ValueError("written for attention with one fused qkv map, which this model does not have")
+        raise ValueError(
+            "written for attention with one fused qkv map, which this model does not have"
+        )
     odd = [n for n, m in found.items() if not _is_plain(m)]
     if odd:
         raise ValueError(f"{odd[0]!r} is more than plain self-attention, which cannot be replaced")
@@ -93,14 +105,22 @@ class DroppedBranch(nn.Module):
         return out
 
 
-def wrapped(names: Collection[str], make: Callable[[Any], nn.Module]) -> Callable[[Subject], Callable[[], None]]:
+def wrapped(
+    names: Collection[str], make: Callable[[Any], nn.Module]
+) -> Callable[[Subject], Callable[[], None]]:
     """A step of the same model with every module that its parent calls by one of the names wrapped."""
 
     def build(subject: Subject) -> Callable[[], None]:
         model = subject.copy()
-        parents = [m for m in model.modules() if all(isinstance(getattr(m, n, None), nn.Module) for n in names)]
+        parents = [
+            m
+            for m in model.modules()
+            if all(isinstance(getattr(m, n, None), nn.Module) for n in names)
+        ]
         if not parents:
-            raise ValueError(f"written for modules with {' and '.join(names)}, which this model does not have")
+            raise ValueError(
+                f"written for modules with {' and '.join(names)}, which this model does not have"
+            )
         for parent in parents:
             for name in names:
                 setattr(parent, name, make(getattr(parent, name)))
@@ -110,13 +130,21 @@ def wrapped(names: Collection[str], make: Callable[[Any], nn.Module]) -> Callabl
 
 
 ALTERNATIVES = {
-    "timm attn_drop, fused": Formulation("drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=True))),
-    "timm attn_drop, unfused": Formulation("drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=False))),
-    "nn.MultiheadAttention dropout": Formulation("drop_attention", replaced(lambda m: TorchAttention(m, 0.1))),
+    "timm attn_drop, fused": Formulation(
+        "drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=True))
+    ),
+    "timm attn_drop, unfused": Formulation(
+        "drop_attention", replaced(lambda m: TimmAttention(m, 0.1, fused=False))
+    ),
+    "nn.MultiheadAttention dropout": Formulation(
+        "drop_attention", replaced(lambda m: TorchAttention(m, 0.1))
+    ),
     "nn.Dropout before fc1 and fc2": Formulation(
         "feed_forward_dropout",
         wrapped(("fc1", "fc2"), lambda m: nn.Sequential(nn.Dropout(0.1), m)),
     ),
-    "timm DropPath": Formulation("drop_path", wrapped(("attn", "mlp"), lambda m: DroppedBranch(m, 0.1))),
+    "timm DropPath": Formulation(
+        "drop_path", wrapped(("attn", "mlp"), lambda m: DroppedBranch(m, 0.1))
+    ),
 }
 """By name, what one would write, and the method of ours that does the same."""

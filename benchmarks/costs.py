@@ -36,10 +36,21 @@ def record_path(size: str, path: str) -> Path:
 def measure(size: str, path: str, seconds: float) -> None:
     """One size on one path, in a process of its own."""
     target = record_path(size, path)
-    command = [sys.executable, "-m", "dampen", "bench", "--size", size, "--seconds", f"{seconds:.0f}"]
+    command = [
+        sys.executable,
+        "-m",
+        "dampen",
+        "bench",
+        "--size",
+        size,
+        "--seconds",
+        f"{seconds:.0f}",
+    ]
     command += ["--rounds", "1000", "-o", str(target), "--json"]
     before = os.getloadavg()[0]
-    plugins = {"DAMPEN_PLUGINS": "benchmarks.formulations"}  # what one would write instead is timed too
+    plugins = {
+        "DAMPEN_PLUGINS": "benchmarks.formulations"
+    }  # what one would write instead is timed too
     environment = {**os.environ, **plugins, "DAMPEN_NATIVE": PATHS[path], "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     record = json.loads(target.read_text())
@@ -54,7 +65,9 @@ def measure(size: str, path: str, seconds: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=12.0, help="for all that is measured")
     parser.add_argument("--sizes", nargs="+", default=list(SHARES), choices=list(SHARES))
     parser.add_argument("--again", action="store_true", help="also what is recorded already")
@@ -67,9 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             build()
             paths = list(PATHS)
         except BuildError as error:
-            print(f"native kernels were not built: {error}. Only the torch path is measured.", file=sys.stderr)
+            print(
+                f"native kernels were not built: {error}. Only the torch path is measured.",
+                file=sys.stderr,
+            )
             paths = ["torch"]
-        jobs = [(s, p) for s in options.sizes for p in paths if options.again or not record_path(s, p).exists()]
+        jobs = [
+            (s, p)
+            for s in options.sizes
+            for p in paths
+            if options.again or not record_path(s, p).exists()
+        ]
         whole = sum(SHARES[size] for size, _ in jobs) or 1.0
         for size, path in jobs:
             seconds = 60 * options.minutes * SHARES[size] / whole

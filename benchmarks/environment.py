@@ -22,21 +22,33 @@ HEAD = """# The environment that the tests were run in, written by `python -m be
 
 def installed() -> dict[str, metadata.Distribution]:
     """Every distribution of this environment but our own and pip's, by its normalized name."""
-    found = {re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d for d in metadata.distributions()}
+    found = {
+        re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d for d in metadata.distributions()
+    }
     return {n: found[n] for n in sorted(found) if n not in (*OWN, "pip", "setuptools", "wheel")}
 
 
 def constraints() -> str:
     """One line per distribution; a local version such as +cpu names a build, not a version, and is left out."""
-    return HEAD + "".join(f"{name}=={d.version.partition('+')[0]}\n" for name, d in installed().items())
+    return HEAD + "".join(
+        f"{name}=={d.version.partition('+')[0]}\n" for name, d in installed().items()
+    )
 
 
 def licence(dist: metadata.Distribution) -> str:
     """What a distribution says of its licence: the expression, else the classifier, else the first line of the text."""
     said = dist.metadata.get("License-Expression")
-    classified = [c.rpartition(" :: ")[2] for c in dist.metadata.get_all("Classifier") or [] if c.startswith("License")]
+    classified = [
+        c.rpartition(" :: ")[2]
+        for c in dist.metadata.get_all("Classifier") or []
+        if c.startswith("License")
+    ]
     text = (dist.metadata.get("License") or "").strip().splitlines()
-    return said or ", ".join(c for c in classified if c != "OSI Approved") or (text[0][:60] if text else "not said")
+    return (
+        said
+        or ", ".join(c for c in classified if c != "OSI Approved")
+        or (text[0][:60] if text else "not said")
+    )
 
 
 def licences() -> str:
@@ -54,14 +66,19 @@ def licences() -> str:
     ]
     for name, dist in installed().items():
         shown = f"**{name}**" if name in direct else name
-        lines.append(f"| {shown} | {dist.version.partition('+')[0]} | {licence(dist).replace('|', '/')} |")
+        lines.append(
+            f"| {shown} | {dist.version.partition('+')[0]} | {licence(dist).replace('|', '/')} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def requirements() -> list[tuple[str, str]]:
     """(name, lowest version or nothing) of everything that pyproject.toml declares."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    said = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    said = [
+        *project["dependencies"],
+        *(r for extra in project["optional-dependencies"].values() for r in extra),
+    ]
     found = {}
     for requirement in said:
         match = re.match(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*(?:>=\s*([\w.]+))?", requirement)
@@ -73,14 +90,20 @@ def requirements() -> list[tuple[str, str]]:
 def lowest() -> str:
     """Constraints at the lowest declared versions; torch, torchvision and what declares none at the tested ones: left
     free, pip would look through years of their versions for one that fits."""
-    tested = {name: metadata.version(name).partition("+")[0] for name, low in requirements() if not low}
+    tested = {
+        name: metadata.version(name).partition("+")[0] for name, low in requirements() if not low
+    }
     tested |= {name: metadata.version(name).partition("+")[0] for name in TORCH}
     return "".join(f"{name}=={tested.get(name, low)}\n" for name, low in requirements())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lowest", action="store_true", help="print constraints at the lowest declared versions")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lowest", action="store_true", help="print constraints at the lowest declared versions"
+    )
     if parser.parse_args().lowest:
         print(lowest(), end="")
         return

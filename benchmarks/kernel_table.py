@@ -23,7 +23,9 @@ from dampen.studies.files import write_json
 LENGTHS = (16, 32, 48, 65, 128, 197, 256, 512, 1024, 2048)
 
 
-def measure(dtype: torch.dtype, keys: int, masked: bool, rounds: int, device: str = "cpu", size: int = 32) -> float:
+def measure(
+    dtype: torch.dtype, keys: int, masked: bool, rounds: int, device: str = "cpu", size: int = 32
+) -> float:
     """fused / plain of attention alone, forward and backward, interleaved."""
     batch = max(1, int(96 * (65 / keys) ** 1.5))  # about the same time at every length
     shape = (batch, 8, keys, size)
@@ -39,12 +41,16 @@ def measure(dtype: torch.dtype, keys: int, masked: bool, rounds: int, device: st
 
         return call
 
-    return compare({"plain": run(_plain), "fused": run(_fused)}, "plain", rounds=rounds)["fused"].median
+    return compare({"plain": run(_plain), "fused": run(_fused)}, "plain", rounds=rounds)[
+        "fused"
+    ].median
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
     s = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    out: Tensor = (s if keep is None else s.masked_fill(~keep, torch.finfo(s.dtype).min)).softmax(-1) @ v
+    out: Tensor = (s if keep is None else s.masked_fill(~keep, torch.finfo(s.dtype).min)).softmax(
+        -1
+    ) @ v
     return out
 
 
@@ -53,7 +59,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
@@ -64,9 +72,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for length in LENGTHS:
             pair = [measure(dtype, length, masked, options.rounds) for masked in (False, True)]
             table[f"{str(dtype).removeprefix('torch.')} {length}"] = pair
-            print(f"{dtype!s:<15} {length:>5} keys  fused/plain {pair[0]:.2f}, with a mask {pair[1]:.2f}", flush=True)
+            print(
+                f"{dtype!s:<15} {length:>5} keys  fused/plain {pair[0]:.2f}, with a mask {pair[1]:.2f}",
+                flush=True,
+            )
     if options.json:
-        record = {"machine": machine(), "half_in_hardware": _HALF_IN_HARDWARE, "fused_over_plain": table}
+        record = {
+            "machine": machine(),
+            "half_in_hardware": _HALF_IN_HARDWARE,
+            "fused_over_plain": table,
+        }
         write_json(options.json, record)
 
 

@@ -56,7 +56,9 @@ def by_hand(trial: Run) -> None:
     total = per_epoch * options.epochs
     for step in range(total):
         if step % per_epoch == 0:
-            generator = torch.Generator().manual_seed(derive(trial.seed, "order", step // per_epoch))
+            generator = torch.Generator().manual_seed(
+                derive(trial.seed, "order", step // per_epoch)
+            )
             order = torch.randperm(len(labels), generator=generator)
         chosen = order[step % per_epoch * options.batch_size :][: options.batch_size]
         x, y = images[chosen], labels[chosen]
@@ -74,7 +76,11 @@ def by_hand(trial: Run) -> None:
     with torch.no_grad():
         for part in (data.valid, data.test):
             for start in range(0, len(part), options.eval_batch_size):
-                model(*part.batch(torch.arange(start, min(start + options.eval_batch_size, len(part))))["inputs"])
+                model(
+                    *part.batch(
+                        torch.arange(start, min(start + options.eval_batch_size, len(part)))
+                    )["inputs"]
+                )
 
 
 def measure(row: str, pairs: int, folder: Path) -> dict[str, Any]:
@@ -90,27 +96,40 @@ def measure(row: str, pairs: int, folder: Path) -> dict[str, Any]:
     variants = {"hand": lambda: by_hand(next(hand)), "lab": in_the_lab}
     ratio = compare(variants, "hand", rounds=pairs, clock=time.process_time)["lab"]
     shares = (1 - 1 / r for r in (ratio.median, ratio.low, ratio.high))
-    return dict(zip(("share", "low", "high"), (round(s, 4) for s in shares), strict=True)) | {"pairs": ratio.rounds}
+    return dict(zip(("share", "low", "high"), (round(s, 4) for s in shares), strict=True)) | {
+        "pairs": ratio.rounds
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-o", "--out", type=Path, default=RECORD)
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--before", type=Path, help="the record of an older version, whose rows are kept beside")
+    parser.add_argument(
+        "--before", type=Path, help="the record of an older version, whose rows are kept beside"
+    )
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     keep_freed_memory()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         rows = {row: measure(row, arguments.pairs, Path(folder)) for row in ROWS}
-    told = {"command": "python -m benchmarks.lab_time", "target": TARGET, "load": load, "rows": rows}
+    told = {
+        "command": "python -m benchmarks.lab_time",
+        "target": TARGET,
+        "load": load,
+        "rows": rows,
+    }
     if arguments.before:
         older = json.loads(arguments.before.read_text())
         told["before"] = {"rows": older["rows"], "commit": older["environment"]["commit"]}
     write_json(arguments.out, told | {"environment": describe(1, "cpu")})
     for row, found in rows.items():
-        print(f"{row}: {found['share']:.1%} of a trial is the lab's own ({found['low']:.1%} to {found['high']:.1%})")
+        print(
+            f"{row}: {found['share']:.1%} of a trial is the lab's own ({found['low']:.1%} to {found['high']:.1%})"
+        )
 
 
 if __name__ == "__main__":

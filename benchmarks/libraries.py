@@ -39,12 +39,20 @@ def subjects(library: str) -> Iterator[tuple[str, Any]]:
 
 LIBRARIES = {
     "timm": Library("timm", "timm", tiny_models.timm_subjects, "vision_transformer"),
-    "transformers": Library("transformers", "transformers", tiny_models.transformers_subjects, "bert"),
-    "diffusers": Library("diffusers", "diffusers", tiny_models.diffusers_subjects, "DiTTransformer2DModel"),
+    "transformers": Library(
+        "transformers", "transformers", tiny_models.transformers_subjects, "bert"
+    ),
+    "diffusers": Library(
+        "diffusers", "diffusers", tiny_models.diffusers_subjects, "DiTTransformer2DModel"
+    ),
     "x-transformers": Library(
         "x-transformers", "x_transformers", library_models.x_transformers_subjects, "decoder_plain"
     ),
-    "vit-pytorch": Library("vit-pytorch", "vit_pytorch", library_models.vit_pytorch_subjects, "vit"),
-    "open_clip": Library("open_clip_torch", "open_clip", library_models.open_clip_subjects, "clip_vit"),
+    "vit-pytorch": Library(
+        "vit-pytorch", "vit_pytorch", library_models.vit_pytorch_subjects, "vit"
+    ),
+    "open_clip": Library(
+        "open_clip_torch", "open_clip", library_models.open_clip_subjects, "clip_vit"
+    ),
     "torchtune": Library("torchtune", "torchtune", library_models.torchtune_subjects, "llama2"),
 }

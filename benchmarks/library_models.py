@@ -116,7 +116,9 @@ def _vit_pytorch(name: str) -> Subject:
         raise NotBuilt(f"ImportError: {error}") from error
     own = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
     own = [c for c in own if c.__module__ == module.__name__]
-    own = [c for c in own if "num_classes" in inspect.signature(c).parameters or name in VIT_PYTORCH]
+    own = [
+        c for c in own if "num_classes" in inspect.signature(c).parameters or name in VIT_PYTORCH
+    ]
     if not own:
         raise NotBuilt("it has no model")
     cls = own[-1]
@@ -124,7 +126,9 @@ def _vit_pytorch(name: str) -> Subject:
     if name in VIT_PYTORCH:
         arguments, shape = VIT_PYTORCH[name]
         if name in ("pit", "simple_vit_1d", "vit_1d"):
-            arguments = {k: v for k, v in arguments.items() if k in inspect.signature(cls).parameters}
+            arguments = {
+                k: v for k, v in arguments.items() if k in inspect.signature(cls).parameters
+            }
         batch: Any = torch.randn(shape)
     else:
         arguments = sized(cls)
@@ -133,7 +137,9 @@ def _vit_pytorch(name: str) -> Subject:
     if name.startswith("na_vit"):
         batch = [torch.randn(3, 32, 32), torch.randn(3, 16, 32)]
         batch = [batch] if name == "na_vit" else batch
-        batch = [torch.randn(3, 4, 32, 32), torch.randn(3, 4, 16, 32)] if name.endswith("3d") else batch
+        batch = (
+            [torch.randn(3, 4, 32, 32), torch.randn(3, 4, 16, 32)] if name.endswith("3d") else batch
+        )
     return built(f"vit-pytorch {name}", lambda: cls(**arguments), {first_argument(cls): batch})
 
 
@@ -185,7 +191,13 @@ def x_transformers_subjects() -> Iterator[tuple[str, Any]]:
     for options in _DECODER:
         label = "_".join(f"{k}={v}" for k, v in options.items()) or "plain"
         yield f"decoder_{label}", lambda options=options: _x_text("Decoder", options)
-    for options in ({}, {"attn_flash": True}, {"ff_glu": True}, {"rotary_pos_emb": True}, {"attn_num_mem_kv": 4}):
+    for options in (
+        {},
+        {"attn_flash": True},
+        {"ff_glu": True},
+        {"rotary_pos_emb": True},
+        {"attn_num_mem_kv": 4},
+    ):
         label = "_".join(f"{k}={v}" for k, v in options.items()) or "plain"
         yield f"encoder_{label}", lambda options=options: _x_text("Encoder", options)
     yield "prefix_decoder", lambda: _x_text("PrefixDecoder", {})
@@ -198,7 +210,9 @@ def x_transformers_subjects() -> Iterator[tuple[str, Any]]:
 def _x_text(kind: str, options: dict[str, Any], **wrapper: Any) -> Subject:
     import x_transformers as x
 
-    layers = getattr(x, kind, None) or getattr(importlib.import_module("x_transformers.x_transformers"), kind)
+    layers = getattr(x, kind, None) or getattr(
+        importlib.import_module("x_transformers.x_transformers"), kind
+    )
     torch.manual_seed(0)
     inputs: dict[str, Any] = {"x": torch.randint(1, 50, (2, 10))}
     if kind == "Encoder":
@@ -211,7 +225,9 @@ def _x_text(kind: str, options: dict[str, Any], **wrapper: Any) -> Subject:
     def make() -> nn.Module:
         attention = layers(dim=32, depth=2, heads=4, attn_dim_head=8, **options)
         for module in attention.modules():
-            if type(module).__name__ == "LayerScale":  # its scale starts at 0 = offset 1 + parameter -1
+            if (
+                type(module).__name__ == "LayerScale"
+            ):  # its scale starts at 0 = offset 1 + parameter -1
                 nn.init.normal_(module.gamma)  # type: ignore[arg-type]
         return x.TransformerWrapper(num_tokens=50, max_seq_len=32, attn_layers=attention, **wrapper)
 
@@ -222,7 +238,9 @@ def _x_vision() -> Subject:
     import x_transformers as x
 
     layers = lambda: x.Encoder(dim=32, depth=2, heads=4, attn_dim_head=8)  # noqa: E731
-    make = lambda: x.ViTransformerWrapper(image_size=32, patch_size=8, num_classes=5, attn_layers=layers())  # noqa: E731
+    make = lambda: x.ViTransformerWrapper(  # noqa: E731
+        image_size=32, patch_size=8, num_classes=5, attn_layers=layers()
+    )
     return built("x-transformers ViT", make, {"img": torch.randn(IMAGE)})
 
 
@@ -230,7 +248,9 @@ def _x_continuous() -> Subject:
     import x_transformers as x
 
     layers = lambda: x.Decoder(dim=32, depth=2, heads=4, attn_dim_head=8)  # noqa: E731
-    make = lambda: x.ContinuousTransformerWrapper(dim_in=6, dim_out=6, max_seq_len=32, attn_layers=layers())  # noqa: E731
+    make = lambda: x.ContinuousTransformerWrapper(  # noqa: E731
+        dim_in=6, dim_out=6, max_seq_len=32, attn_layers=layers()
+    )
     return built("x-transformers continuous", make, {"x": torch.randn(2, 10, 6)})
 
 
@@ -279,21 +299,35 @@ def _open_clip(name: str) -> Subject:
     kind, vision, text = OPEN_CLIP[name]
     width = 64 if name == "siglip_like" else 32
     side = vision["image_size"]
-    inputs: dict[str, Any] = {"image": torch.randn(2, 3, side, side), "text": torch.randint(1, 60, (2, 12))}
+    inputs: dict[str, Any] = {
+        "image": torch.randn(2, 3, side, side),
+        "text": torch.randint(1, 60, (2, 12)),
+    }
     if kind == "CoCa":
         return built(
             f"open_clip {name}",
-            lambda: coca.CoCa(embed_dim=width, multimodal_cfg=_MULTI, text_cfg=text, vision_cfg=vision),
+            lambda: coca.CoCa(
+                embed_dim=width, multimodal_cfg=_MULTI, text_cfg=text, vision_cfg=vision
+            ),
             inputs,
         )
     return built(
-        f"open_clip {name}", lambda: getattr(models, kind)(embed_dim=width, vision_cfg=vision, text_cfg=text), inputs
+        f"open_clip {name}",
+        lambda: getattr(models, kind)(embed_dim=width, vision_cfg=vision, text_cfg=text),
+        inputs,
     )
 
 
 # --- torchtune
 
-_LM = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "max_seq_len": 32}
+_LM = {
+    "vocab_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "max_seq_len": 32,
+}
 TORCHTUNE: dict[str, dict[str, Any]] = {
     "llama2": {**_LM, "intermediate_dim": 64},
     "llama3": {**_LM, "intermediate_dim": 64},
@@ -327,7 +361,9 @@ def _torchtune(package: str, builder: str, sizes: dict[str, Any]) -> Subject:
         raise NotBuilt("it has no such builder")
     accepted = inspect.signature(make).parameters
     sizes = {k: v for k, v in sizes.items() if k in accepted}
-    return built(f"torchtune {builder}", lambda: make(**sizes), {"tokens": torch.randint(1, 60, (2, 10))})
+    return built(
+        f"torchtune {builder}", lambda: make(**sizes), {"tokens": torch.randint(1, 60, (2, 10))}
+    )
 
 
 def _torchtune_vision() -> Subject:
@@ -335,7 +371,13 @@ def _torchtune_vision() -> Subject:
 
     def make() -> nn.Module:
         return clip_vision_encoder(
-            tile_size=32, patch_size=8, embed_dim=32, num_layers=2, num_heads=4, max_num_tiles=1, out_indices=None
+            tile_size=32,
+            patch_size=8,
+            embed_dim=32,
+            num_layers=2,
+            num_heads=4,
+            max_num_tiles=1,
+            out_indices=None,
         )
 
     inputs: dict[str, Tensor] = {

@@ -43,11 +43,17 @@ def inside(kind: str, batch: int) -> dict[str, float]:
         seconds.append(time.perf_counter() - start)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"faults": statistics.median(faults), "seconds": statistics.median(seconds), "peak_bytes": peak}
+    return {
+        "faults": statistics.median(faults),
+        "seconds": statistics.median(seconds),
+        "peak_bytes": peak,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=6, help="of each kind")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--json", type=Path, help="write the record here")
@@ -60,15 +66,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from dampen.studies.files import write_json
 
     if not keep_freed_memory():  # in this process, which measures nothing itself
-        raise SystemExit("malloc cannot be changed here: unset MALLOC_... and GLIBC_TUNABLES, and use glibc")
+        raise SystemExit(
+            "malloc cannot be changed here: unset MALLOC_... and GLIBC_TUNABLES, and use glibc"
+        )
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     for i in range(options.processes):
         for kind in KINDS if i % 2 else reversed(KINDS):
-            command = [sys.executable, "-m", "benchmarks.malloc", "--batch", str(options.batch), "--inside", kind]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.malloc",
+                "--batch",
+                str(options.batch),
+                "--inside",
+                kind,
+            ]
             found[kind].append(json.loads(subprocess.check_output(command)))
             print(kind, found[kind][-1], flush=True)
-    ratios = [kept["seconds"] / plain["seconds"] for plain, kept in zip(*found.values(), strict=True)]
-    print(f"kept / as found: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    ratios = [
+        kept["seconds"] / plain["seconds"] for plain, kept in zip(*found.values(), strict=True)
+    ]
+    print(
+        f"kept / as found: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    )
     if options.json:
         record = {
             "command": f"python -m benchmarks.malloc --processes {options.processes} --batch {options.batch}",

@@ -51,7 +51,10 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "methods" / f"{name}.md": card(name, cls, costs, captions.get(name))
         for name, cls in methods().items()
     }
-    pictures = {ROOT / "docs" / "images" / "methods" / f"{name}.svg": svg for name, (svg, _) in drawn.items()}
+    pictures = {
+        ROOT / "docs" / "images" / "methods" / f"{name}.svg": svg
+        for name, (svg, _) in drawn.items()
+    }
     return {
         ROOT / "README.md": readme(costs),
         ROOT / "docs" / "methods" / "index.md": index(costs),
@@ -72,7 +75,11 @@ def small() -> dict[str, Any]:
         file = RECORD.with_name(f"bench_tiny_{path}.json")
         if file.exists():
             record: dict[str, Any] = json.loads(file.read_text())
-            alone = {row.split("(")[0]: ratio for row, ratio in record["ratios"].items() if "+" not in row}
+            alone = {
+                row.split("(")[0]: ratio
+                for row, ratio in record["ratios"].items()
+                if "+" not in row
+            }
             return {**record, "ratios": alone}
     return {}
 
@@ -87,7 +94,10 @@ def readme(costs: dict[str, Any]) -> str:
 
 def short_table(costs: dict[str, Any]) -> str:
     """What a newcomer needs: what it does, when, what to start with, what a step costs in a small and a large model."""
-    rows = ["| method | what it does | when | start with | cost small / large |", "|---|---|---|---|---|"]
+    rows = [
+        "| method | what it does | when | start with | cost small / large |",
+        "|---|---|---|---|---|",
+    ]
     for name, cls in methods().items():
         facts = FACTS[name]
         both = f"{cost(name, small(), plain=True)} / {cost(name, costs, plain=True)}"
@@ -103,7 +113,10 @@ def index(costs: dict[str, Any]) -> str:
 
 def table(costs: dict[str, Any], prefix: str) -> str:
     """Name, paper, stage, kernel and measured cost of every method."""
-    rows = ["| method | what it does | paper | stages | kernel | cost |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| method | what it does | paper | stages | kernel | cost |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, cls in methods().items():
         summary = summary_of(cls)
         rows.append(
@@ -124,27 +137,45 @@ def _sources(costs: dict[str, Any]) -> list[str]:
             )
     if not told:
         return []
-    return [f"Cost: one training step as a multiple of the best plain step, median; {'; '.join(told)}. `dampen bench`."]
+    return [
+        f"Cost: one training step as a multiple of the best plain step, median; {'; '.join(told)}. `dampen bench`."
+    ]
 
 
 def card(name: str, cls: type[Regularizer], costs: dict[str, Any], caption: str | None) -> str:
     """One method in fixed sections."""
     facts = FACTS[name]
     signature = inspect.signature(cls.__init__)
-    arguments = ", ".join(str(p).replace("'", "") for n, p in signature.parameters.items() if n != "self")
-    sections = [f"# {cls.__name__}", f"`{name}` · stages: {', '.join(stages(cls))} · kernel: {kernel(cls)}"]
+    arguments = ", ".join(
+        str(p).replace("'", "") for n, p in signature.parameters.items() if n != "self"
+    )
+    sections = [
+        f"# {cls.__name__}",
+        f"`{name}` · stages: {', '.join(stages(cls))} · kernel: {kernel(cls)}",
+    ]
     sections += ["## What it does", f"{summary_of(cls)}."]
     if caption:
-        sections.append(f"![{caption}](../images/methods/{name}.svg)\n\n*{caption[0].upper()}{caption[1:]}.*")
+        sections.append(
+            f"![{caption}](../images/methods/{name}.svg)\n\n*{caption[0].upper()}{caption[1:]}.*"
+        )
     sections += ["## Equation", mathml(facts.equation)]
     sections += ["## How to use it", f"```python\n{cls.__name__}({arguments})\n```"]
     sections.append(_uses(name, facts.start))
-    sections += ["## Suggested settings", "\n".join(f"- {where}: {what}" for where, what in facts.rates)]
+    sections += [
+        "## Suggested settings",
+        "\n".join(f"- {where}: {what}" for where, what in facts.rates),
+    ]
     sections += ["## Measured effect", _effects(name)]
     both = f"small model {cost(name, small())}, large model {cost(name, costs)}"
-    sections += ["## Cost", f"One training step against the plain one: {both} ([how it is measured](../costs.md))."]
+    sections += [
+        "## Cost",
+        f"One training step against the plain one: {both} ([how it is measured](../costs.md)).",
+    ]
     sections += ["## When, and when not", f"- When: {facts.when}.\n- Not: {facts.never}."]
-    sections += ["## In detail: paper, differences, arguments", markdown(inspect.cleandoc(cls.__doc__ or ""))]
+    sections += [
+        "## In detail: paper, differences, arguments",
+        markdown(inspect.cleandoc(cls.__doc__ or "")),
+    ]
     return "\n\n".join(sections) + "\n"
 
 
@@ -152,7 +183,10 @@ def _uses(name: str, start: str) -> str:
     made = re.findall(r"`([^`]+)`", start)[0]
     beside = ", DropKey(0.1)" if "beside" in start else ""
     row = f"{name} + drop_key(rate=0.1)" if beside else name
-    lines = [f"reg = dampen.regularize(model, [{made}{beside}])", "loss, terms = reg.loss(lambda: model(x), criterion)"]
+    lines = [
+        f"reg = dampen.regularize(model, [{made}{beside}])",
+        "loss, terms = reg.loss(lambda: model(x), criterion)",
+    ]
     code = "\n".join(lines)
     told = "In a trainer: [the guides](../trainers/index.md). Whether it is worth it, on your own training: "
     told += f'`dampen compare train.py:train --methods "{row}"`.'
@@ -164,7 +198,10 @@ def _effects(name: str) -> str:
     if not found:
         return "No committed record has a row of this method alone yet; [the results](../results.md) has the rest."
     rows = ["No baseline was tuned. Each verdict is corrected within its own study (Holm).", ""]
-    rows += ["| study | row | against | seeds | splits, tuning | verdict |", "|---|---|---|---|---|---|"]
+    rows += [
+        "| study | row | against | seeds | splits, tuning | verdict |",
+        "|---|---|---|---|---|---|",
+    ]
     for e in found:
         rows.append(
             f"| {e.data} (`reproductions/{e.record}`) | {e.row} | {e.reference} | {e.n} | {e.limits} | {e.told} |"
@@ -197,7 +234,9 @@ def markdown(doc: str) -> str:
 def summary_of(cls: type[Regularizer]) -> str:
     """The docstring's first paragraph up to its first full stop."""
     paragraph = " ".join((cls.__doc__ or "").strip().split("\n\n")[0].split())
-    return re.split(r"(?<=[a-z)\]])\.(?: |$)| \(arXiv", paragraph)[0].rstrip(".").replace("|", "\\|")
+    return (
+        re.split(r"(?<=[a-z)\]])\.(?: |$)| \(arXiv", paragraph)[0].rstrip(".").replace("|", "\\|")
+    )
 
 
 def papers(cls: type[Regularizer]) -> str:
@@ -219,7 +258,9 @@ def cost(name: str, costs: dict[str, Any], plain: bool = False) -> str:
     ratio = costs.get("ratios", {}).get(name)
     if not ratio:
         return "-" if plain else "not measured"
-    return f"{ratio['median']:.2f}x" + ("" if plain else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]")
+    return f"{ratio['median']:.2f}x" + (
+        "" if plain else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    )
 
 
 if __name__ == "__main__":

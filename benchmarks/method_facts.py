@@ -45,7 +45,9 @@ FACTS = {
     "blurred_attention": _facts(
         r"L' = L * g_\sigma = Q\,(g_\sigma * K)^\top, \quad \sigma \sim U(0, \sigma_{\max})",
         "`BlurredAttention(5, 1.0)`",
-        {"images": "width 5, sigma 1 with grid=(rows, columns); above width 9 the paper reports a loss"},
+        {
+            "images": "width 5, sigma 1 with grid=(rows, columns); above width 9 the paper reports a loss"
+        },
         "for images and audio, where neighbouring keys carry the same thing; add Consistency for a stronger effect",
         "where a token and its neighbour mean different things (code, tables)",
     ),
@@ -59,7 +61,10 @@ FACTS = {
     "drop_attention": _facts(
         r"A'_{ij} = \frac{m_{ij} A_{ij}}{\sum_k m_{ik} A_{ik}}, \quad m_{ij} \sim \mathrm{Bernoulli}(1-p)",
         "`DropAttention(0.1)`",
-        {"ordinary attention dropout": "normalized=False, rate 0.1", "normalized": "the same as DropKey"},
+        {
+            "ordinary attention dropout": "normalized=False, rate 0.1",
+            "normalized": "the same as DropKey",
+        },
         "to reproduce what frameworks call attention dropout",
         "as something other than DropKey: normalized and by elements they are the same function",
     ),

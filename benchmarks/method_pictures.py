@@ -50,17 +50,23 @@ def _run(name: str) -> dict[str, tuple[Any, Any]]:
     cls = methods()[name]
     strong = {"drop_path": 0.4, "layer_drop": 0.5, "drop_connect": 0.3}.get(name, 0.3)
     regularizer = cls(strong) if "rate" in cls.__init__.__code__.co_varnames[1:2] else cls()
-    recorded = type(cls.__name__, (cls,), {s: _recording(cls, s, seen) for s in regularizer.stages if s in CAPTIONS})
+    recorded = type(
+        cls.__name__,
+        (cls,),
+        {s: _recording(cls, s, seen) for s in regularizer.stages if s in CAPTIONS},
+    )
     regularizer.__class__ = recorded
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=16, patch_size=4, channels=1, width=32, depth=2, heads=4, mlp=64)
+    model = dampen.models.ViT(
+        image_size=16, patch_size=4, channels=1, width=32, depth=2, heads=4, mlp=64
+    )
     try:
         handle = dampen.regularize(model.train(), regularizer)
     except ValueError:  # a method that needs another beside it, or weights of its own
         return {}
-    images = torch.linspace(-1, 1, 16)[None, :, None] * torch.linspace(-1, 1, 16)[None, None] + 0.3 * torch.randn(
-        8, 1, 16, 16
-    )
+    images = torch.linspace(-1, 1, 16)[None, :, None] * torch.linspace(-1, 1, 16)[
+        None, None
+    ] + 0.3 * torch.randn(8, 1, 16, 16)
     with torch.no_grad(), torch_only("pictures are the same everywhere"):
         handle.loss(lambda: model(images), lambda out: out.square().mean())
     return seen
@@ -82,12 +88,20 @@ def _grid(name: str, stage: str, inputs: tuple[Any, ...], result: Any) -> Tensor
     if stage == "mask":
         return None if result is None else 1 - result.float().expand(-1, -1, 17, 17)[0, 0]
     if stage == "qkv":
-        before, after = (k.movedim(-2, 0).flatten(1) for k in (inputs[1], result[1]))  # keys x everything else
-        mixed = torch.linalg.lstsq(before.T.double(), after.T.double()).solution.T  # after = mixed @ before
+        before, after = (
+            k.movedim(-2, 0).flatten(1) for k in (inputs[1], result[1])
+        )  # keys x everything else
+        mixed = torch.linalg.lstsq(
+            before.T.double(), after.T.double()
+        ).solution.T  # after = mixed @ before
         return (mixed / mixed.max()).clamp(0, 1) if not torch.equal(before, after) else None
     if stage == "operands":
         before, after = inputs[0], result[0]
-        return _ratio(after[0], before[0]) if after.shape == before.shape and not torch.equal(after, before) else None
+        return (
+            _ratio(after[0], before[0])
+            if after.shape == before.shape and not torch.equal(after, before)
+            else None
+        )
     if stage == "tokens":
         kept = torch.zeros(inputs[0].shape[:2])
         same = (inputs[0][:, :, None] - result[:, None]).abs().amax(-1) < 1e-6

@@ -23,13 +23,19 @@ class Facts:
     trace: Trace
     cores: list[Core]
     channel: set[int]  # cores whose keys are not tokens
-    values: dict[int, tuple[int, Tensor]]  # core -> its value projection and the columns that reach it
+    values: dict[
+        int, tuple[int, Tensor]
+    ]  # core -> its value projection and the columns that reach it
     attention: set[str]  # parameters of the projections of attention
     feed_forward: dict[int, Linear]
     branches: list[Branch]
     ambiguous: list[str] = field(default_factory=list)
-    own_masks: set[int] = field(default_factory=set)  # cores whose mask depends on the data, as in sparse attention
-    visible: dict[int, Tensor] = field(default_factory=dict)  # keys that have weight for some other scores: not masked
+    own_masks: set[int] = field(
+        default_factory=set
+    )  # cores whose mask depends on the data, as in sparse attention
+    visible: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # keys that have weight for some other scores: not masked
 
     @property
     def token_cores(self) -> list[Core]:
@@ -55,12 +61,18 @@ def learn(model: nn.Module, inputs: dict[str, Any]) -> Facts:
         assert isinstance(event, Linear)
         codes = marked.unique()
         columns = codes.round().long().unique() - 1
-        if not torch.allclose(codes, codes.round(), atol=0.02) or columns.min() < 0 or columns.max() >= event.outs:
+        if (
+            not torch.allclose(codes, codes.round(), atol=0.02)
+            or columns.min() < 0
+            or columns.max() >= event.outs
+        ):
             ambiguous.append(f"{core.module}: its values are no copy of a linear call's outputs")
             continue
         values[core.index] = found[0], columns
     attention: set[str] = set()
-    ends = {i for b in residual_branches(trace) for i in b.last}  # a token that skips the projections is no projection
+    ends = {
+        i for b in residual_branches(trace) for i in b.last
+    }  # a token that skips the projections is no projection
     for core in trace.cores:
         for i in core.sources | core.v_sources:
             event = trace.events[i]
@@ -77,7 +89,9 @@ def learn(model: nn.Module, inputs: dict[str, Any]) -> Facts:
         if a.seen is None or b.seen is None or not torch.equal(a.seen, b.seen)
     }  # fmt: skip
     channel = _over_channels(trace, coded)
-    found = Facts(trace, trace.cores, channel, values, attention, ff, residual_branches(trace), ambiguous, own)
+    found = Facts(
+        trace, trace.cores, channel, values, attention, ff, residual_branches(trace), ambiguous, own
+    )
     found.visible = _visible(model, inputs, trace)
     return found
 
@@ -85,15 +99,25 @@ def learn(model: nn.Module, inputs: dict[str, Any]) -> Facts:
 def _visible(model: nn.Module, inputs: dict[str, Any], trace: Trace) -> dict[int, Tensor]:
     """The keys of each core that are no further below the others for some random scores: what a model hides has no
     weight whatever its scores, while a low score may only wait for the highest one to be hidden."""
-    visible = {c.index: c.seen | c.allowed for c in trace.cores if c.seen is not None and c.allowed is not None}
+    visible = {
+        c.index: c.seen | c.allowed
+        for c in trace.cores
+        if c.seen is not None and c.allowed is not None
+    }
     for _ in range(3):
         try:
-            cores = record(model, inputs, change=lambda event, out: torch.randn_like(out) * 0.1, grad=False)[0].cores
+            cores = record(
+                model, inputs, change=lambda event, out: torch.randn_like(out) * 0.1, grad=False
+            )[0].cores
         except Exception as error:  # a model whose control flow reads its data
             trace.notes.append(f"random scores: {type(error).__name__}")
             break
         for plain, other in zip(trace.cores, cores, strict=False):
-            if plain.seen is not None and other.seen is not None and plain.seen.shape == other.seen.shape:
+            if (
+                plain.seen is not None
+                and other.seen is not None
+                and plain.seen.shape == other.seen.shape
+            ):
                 before = visible.get(plain.index, plain.seen)
                 visible[plain.index] = before | other.seen
     return visible
@@ -115,13 +139,17 @@ def _coded(model: nn.Module, inputs: dict[str, Any], plain: Trace) -> list[Tenso
 
         try:
             seen.append(record(model, inputs, change=mark, grad=False)[0].cores)
-        except Exception as error:  # a model whose control flow reads its data: its columns stay unknown
+        except (
+            Exception
+        ) as error:  # a model whose control flow reads its data: its columns stay unknown
             plain.notes.append(f"columns unknown: {type(error).__name__}")
             return [None] * len(plain.cores)
     if {len(s) for s in seen} != {len(plain.cores)}:
         return [None] * len(plain.cores)
     pairs = [(a.v, b.v) for a, b in zip(*seen, strict=True)]
-    return [b - a if a is not None and b is not None and a.shape == b.shape else None for a, b in pairs]
+    return [
+        b - a if a is not None and b is not None and a.shape == b.shape else None for a, b in pairs
+    ]
 
 
 def _over_channels(trace: Trace, coded: list[Tensor | None]) -> set[int]:
@@ -143,18 +171,28 @@ def residual_branches(trace: Trace) -> list[Branch]:
     return [b for b in trace.branches if b.last and not b.parallel]
 
 
-def _feed_forward(model: nn.Module, inputs: dict[str, Any], trace: Trace, attention: set[str]) -> dict[int, Linear]:
+def _feed_forward(
+    model: nn.Module, inputs: dict[str, Any], trace: Trace, attention: set[str]
+) -> dict[int, Linear]:
     cores = sum(1 << c.index for c in trace.cores)
     pairs: dict[int, set[int]] = {}
     convolved: set[int] = set()
     for branch in trace.branches:
         for i in branch.last:
             last = trace.events[i]
-            if not isinstance(last, Linear) or last.kind != "linear" or last.outs != branch.shape[-1]:
+            if (
+                not isinstance(last, Linear)
+                or last.kind != "linear"
+                or last.outs != branch.shape[-1]
+            ):
                 continue
             sources = _through_depthwise(trace, last.sources)
             inner = {
-                j for j in sources if branch.events >> j & 1 and _is_linear(trace, j) and not _outside(trace, j, branch)
+                j
+                for j in sources
+                if branch.events >> j & 1
+                and _is_linear(trace, j)
+                and not _outside(trace, j, branch)
             }
             routers = {j for j in inner if trace.events[j].outs < last.ins}
             inner, sources = inner - routers, frozenset(sources) - routers
@@ -196,14 +234,20 @@ def _through_depthwise(trace: Trace, sources: frozenset[int]) -> frozenset[int]:
     return sources
 
 
-def _mixing(model: nn.Module, inputs: dict[str, Any], trace: Trace, pairs: dict[int, set[int]]) -> set[int]:
+def _mixing(
+    model: nn.Module, inputs: dict[str, Any], trace: Trace, pairs: dict[int, set[int]]
+) -> set[int]:
     """The last calls of pairs between which tokens are mixed: a change of one row reaches others."""
     firsts = set().union(*pairs.values())
     wrong: set[int] = set()
 
     def change(event: Linear, out: Tensor) -> Tensor | None:
         plain = trace.events[event.index] if event.index < len(trace.events) else None
-        if not isinstance(plain, Linear) or plain.weights != event.weights or plain.rows != event.rows:
+        if (
+            not isinstance(plain, Linear)
+            or plain.weights != event.weights
+            or plain.rows != event.rows
+        ):
             return None
         if event.index in pairs and plain.x.shape == event.x.shape:
             rows = (plain.x - event.x).abs().reshape(-1, event.x.shape[-1]).amax(-1) > 1e-6

@@ -73,7 +73,9 @@ METHODS: dict[str, Make] = {
 class Probe:
     """All judgements on one model."""
 
-    def __init__(self, model: nn.Module, inputs: dict[str, Any], methods: dict[str, Make] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: dict[str, Any], methods: dict[str, Make] | None = None
+    ) -> None:
         if native_available():
             raise RuntimeError(
                 "Native kernels hide keys inside one operation, which leaves no record: set DAMPEN_NATIVE=0."
@@ -116,7 +118,11 @@ class Probe:
             "ExplicitDropout(value)": self._value, "ExplicitDropout(ffn)": self._ffn, "depth": self._depth,
             "masks": self._masks,
         }  # fmt: skip
-        return {name: self._judged(name, judge) for name, judge in judges.items() if not only or name in only}
+        return {
+            name: self._judged(name, judge)
+            for name, judge in judges.items()
+            if not only or name in only
+        }
 
     def _judged(self, name: str, judge: Callable[[str], Finding]) -> Finding:
         try:
@@ -132,18 +138,24 @@ class Probe:
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             path = "/".join(where.filename.split("/")[-3:])
-            return Finding("CRASH", f"{type(error).__name__}: {str(error)[:300]} (at {path}:{where.lineno})")
+            return Finding(
+                "CRASH", f"{type(error).__name__}: {str(error)[:300]} (at {path}:{where.lineno})"
+            )
         finally:
             self._clean()
 
     def _has_one_head(self) -> bool:
         """Whether no attention has more rows of scores than samples, so that each has one head (or none is known)."""
-        return bool(self.facts.token_cores) and all(c.shape[0] <= self.samples for c in self.facts.token_cores)
+        return bool(self.facts.token_cores) and all(
+            c.shape[0] <= self.samples for c in self.facts.token_cores
+        )
 
     @property
     def samples(self) -> int:
         """The samples of a batch."""
-        tensors = [t for t in pytree.tree_leaves(self.inputs) if isinstance(t, Tensor) and t.ndim > 1]
+        tensors = [
+            t for t in pytree.tree_leaves(self.inputs) if isinstance(t, Tensor) and t.ndim > 1
+        ]
         return max((len(t) for t in tensors), default=0)
 
     def _clean(self) -> None:
@@ -210,7 +222,9 @@ class Probe:
         if not facts.token_cores:
             with contextlib.suppress(Refused), self._regularized(name):
                 record(self.model, self.inputs)
-                return Finding("WRONG", "acts although the probe finds no softmax attention over tokens")
+                return Finding(
+                    "WRONG", "acts although the probe finds no softmax attention over tokens"
+                )
             return Finding("not applicable", "no softmax attention over tokens")
         hidden: Counter[int] = Counter()
         wanted: dict[int, float] = defaultdict(float)
@@ -229,7 +243,9 @@ class Probe:
                         continue
                     leaked[plain.index] += plain.index not in facts.own_masks and int(
                         (
-                            now.seen & ~facts.visible.get(plain.index, plain.seen) & plain.seen.any(-1, keepdim=True)
+                            now.seen
+                            & ~facts.visible.get(plain.index, plain.seen)
+                            & plain.seen.any(-1, keepdim=True)
                         ).sum()
                     )
                     many = plain.seen.sum(-1)
@@ -257,13 +273,19 @@ class Probe:
             if hidden[c.index] and wanted[c.index] > 0 and c.index not in facts.own_masks:
                 z = (hidden[c.index] - wanted[c.index]) / math.sqrt(spread[c.index])
                 if abs(z) > WORST:
-                    off.append(f"{c.module}: {hidden[c.index]} keys hidden, {wanted[c.index]:.0f} expected (z {z:.1f})")
+                    off.append(
+                        f"{c.module}: {hidden[c.index]} keys hidden, {wanted[c.index]:.0f} expected (z {z:.1f})"
+                    )
         if off:
             return Finding("WRONG", "share of hidden keys: " + "; ".join(off[:4]))
         reached = len(facts.token_cores) - len(missed)
         if missed and reached == 0:
-            return Finding("SILENT", f"no key is hidden in any of {len(facts.token_cores)} attention calls")
-        return self._coverage("attention", reached, len(facts.token_cores), [c.module for c in missed])
+            return Finding(
+                "SILENT", f"no key is hidden in any of {len(facts.token_cores)} attention calls"
+            )
+        return self._coverage(
+            "attention", reached, len(facts.token_cores), [c.module for c in missed]
+        )
 
     def _name(self, index: int) -> str:
         return self.facts.trace.events[index].module
@@ -291,7 +313,9 @@ class Probe:
     def _drop_head(self, name: str) -> Finding:
         facts = self.facts
         done = {c.index for c in facts.token_cores}
-        after = [e for e in facts.trace.linears if e.sources and e.sources <= done and e.zeros < 0.05]
+        after = [
+            e for e in facts.trace.linears if e.sources and e.sources <= done and e.zeros < 0.05
+        ]
         outs = [e for e in after if not e.ins == e.outs <= MOST_HEADS]
         if not facts.token_cores:
             return self._none_expected(name, "no softmax attention over tokens")
@@ -305,10 +329,16 @@ class Probe:
                     zeros[e.weights[0]] = max(zeros[e.weights[0]], e.zeros)
         missed = [e for e in outs if zeros[e.weights[0]] < 0.05]
         if outs and len(missed) == len(outs) and all(said(self.report, e.module) for e in missed):
-            return Finding("not applicable", "every attention over tokens has one head, as the report says")
+            return Finding(
+                "not applicable", "every attention over tokens has one head, as the report says"
+            )
         if outs and len(missed) == len(outs):
-            return Finding("SILENT", f"no head is zeroed before any of {len(outs)} output projections")
-        return self._coverage("output projections", len(outs) - len(missed), len(outs), [e.module for e in missed])
+            return Finding(
+                "SILENT", f"no head is zeroed before any of {len(outs)} output projections"
+            )
+        return self._coverage(
+            "output projections", len(outs) - len(missed), len(outs), [e.module for e in missed]
+        )
 
     def _none_expected(self, name: str, why: str) -> Finding:
         try:
@@ -330,7 +360,9 @@ class Probe:
             return self._none_expected(name, "no feed-forward")
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         touched: dict[str, bool] = {}
-        unlike = {e.weights[0] for e in facts.trace.linears if e.touched}  # the module itself changes its input
+        unlike = {
+            e.weights[0] for e in facts.trace.linears if e.touched
+        }  # the module itself changes its input
         with self._regularized(name) as reg:
             self._gradients(reg)
             for seed in range(2):
@@ -356,14 +388,21 @@ class Probe:
                 if w in facts.attention:
                     wrong.append(w)
         if wrong:
-            return Finding("WRONG", f"acts on projections of attention: {', '.join(wrong[:4])} ({len(wrong)} in all)")
+            return Finding(
+                "WRONG",
+                f"acts on projections of attention: {', '.join(wrong[:4])} ({len(wrong)} in all)",
+            )
         self.reached_ff = reached
         other = sorted(reached - ff)
         modules = {e.weights[0]: e.module for e in facts.trace.linears}
-        missed = [modules[w] for w in ff - reached if w in touched or plain[w][0] <= 0.9 * plain[w][1]]
+        missed = [
+            modules[w] for w in ff - reached if w in touched or plain[w][0] <= 0.9 * plain[w][1]
+        ]
         found = self._coverage("feed-forward", len(ff & reached), len(ff), missed)
         if other and found.outcome == "works":
-            found.why = f"also on {', '.join(other[:3])}" + (f" ({len(other)})" if len(other) > 3 else "")
+            found.why = f"also on {', '.join(other[:3])}" + (
+                f" ({len(other)})" if len(other) > 3 else ""
+            )
         return found
 
     def _drop_path(self, name: str) -> Finding:
@@ -398,7 +437,9 @@ class Probe:
             if not reached:
                 missed.append(b.module)
         if not total:
-            changed = not same(self._changed, self.plain_train) if hasattr(self, "_changed") else False
+            changed = (
+                not same(self._changed, self.plain_train) if hasattr(self, "_changed") else False
+            )
             return Finding("works" if changed else "SILENT", "no residual branch is ever dropped")
         return self._coverage("branches", total - len(missed), total, missed)
 
@@ -421,7 +462,9 @@ class Probe:
         report = self.report
         missed, off, reached = [], [], 0
         for site in layers:
-            mine = {m: v for m, v in want.items() if m == site or m.startswith(site + ".") or site == ""}
+            mine = {
+                m: v for m, v in want.items() if m == site or m.startswith(site + ".") or site == ""
+            }
             try:
                 with self._regularized(name, target_modules=site or "*") as reg:
                     torch.manual_seed(1)
@@ -432,31 +475,44 @@ class Probe:
             if mine and here == 0.0:
                 missed += list(mine)
             elif not close(here, sum(mine.values())):
-                part = next((m for m, v in mine.items() if close(here, sum(mine.values()) - v)), None)
+                part = next(
+                    (m for m, v in mine.items() if close(here, sum(mine.values()) - v)), None
+                )
                 if part is not None:
                     missed.append(part)
                 else:
-                    off.append(f"{site or '(model)'}: got {here:.6g}, formula {sum(mine.values()):.6g}")
+                    off.append(
+                        f"{site or '(model)'}: got {here:.6g}, formula {sum(mine.values()):.6g}"
+                    )
             else:
                 reached += len(mine)
         covered = {m for m in want for s in layers if m == s or m.startswith(s + ".") or s == ""}
         missed += [m for m in want if m not in covered]
         self.report = report
         if off:
-            return Finding("WRONG", "penalty: " + "; ".join(off[:3]) + f" ({len(off)} of {len(layers)} layers)")
+            return Finding(
+                "WRONG", "penalty: " + "; ".join(off[:3]) + f" ({len(off)} of {len(layers)} layers)"
+            )
         if not missed:
             return Finding("WRONG", f"penalty: got {got:.6g}, formula {total:.6g}")
         return self._coverage(what, reached, len(want), missed)
 
     def _valid(self, event: Linear) -> Tensor | None:
         """Which rows are no padding: keys that some query sees, in the attention over the same tokens."""
-        near = sorted(self.facts.cores, key=lambda c: (abs(c.index - event.index), c.index > event.index))
+        near = sorted(
+            self.facts.cores, key=lambda c: (abs(c.index - event.index), c.index > event.index)
+        )
         for core in near:
-            keys = core.shape[2] if core.v is None else core.v.shape[-2]  # fewer than scores where there is a sink
+            keys = (
+                core.shape[2] if core.v is None else core.v.shape[-2]
+            )  # fewer than scores where there is a sink
             if core.seen is None or core.index in self.facts.channel or event.rows % keys:
                 continue
             samples = event.rows // keys
-            if not (self._attends_to_itself(core) or event.index in core.v_sources) or core.shape[0] % samples:
+            if (
+                not (self._attends_to_itself(core) or event.index in core.v_sources)
+                or core.shape[0] % samples
+            ):
                 continue
             if core.seen.shape[0] % samples or core.seen[..., :keys].shape[-1] != keys:
                 continue
@@ -502,7 +558,9 @@ class Probe:
         found = self._penalty(name, want, "no value projection")
         unknown = len({c.module for c in facts.token_cores if c.index not in facts.values})
         if unknown and found.outcome in ("WRONG", "SILENT"):
-            return Finding("unchecked", f"{unknown} value projections unknown to the probe; {found.why}")
+            return Finding(
+                "unchecked", f"{unknown} value projections unknown to the probe; {found.why}"
+            )
         return found
 
     def _ffn(self, name: str) -> Finding:
@@ -523,10 +581,14 @@ class Probe:
             torch.manual_seed(1)
             self.model.train()(**self.inputs)
             got = float(reg.penalty().detach())
-        routed = {e.module for e in self.facts.feed_forward.values() if re.search(r"expert", e.weights[0])}
+        routed = {
+            e.module for e in self.facts.feed_forward.values() if re.search(r"expert", e.weights[0])
+        }
         if not got:
             return Finding("SILENT", "no penalty in a mixture of experts")
-        return Finding("unchecked", f"mixture of {len(routed)} modules of experts: the value is not checked")
+        return Finding(
+            "unchecked", f"mixture of {len(routed)} modules of experts: the value is not checked"
+        )
 
     # depth, masks
 
@@ -559,13 +621,23 @@ class Probe:
         earlier[:, -1] = False
         checks["future"] = {**self.inputs, ids_name: future}, earlier
         mask = self.inputs.get("attention_mask")
-        if ids_name == "input_ids" and isinstance(mask, Tensor) and mask.shape == ids.shape and (mask == 0).any():
+        if (
+            ids_name == "input_ids"
+            and isinstance(mask, Tensor)
+            and mask.shape == ids.shape
+            and (mask == 0).any()
+        ):
             padded = torch.where(mask == 0, torch.where(ids == 7, 8, 7), ids)
             checks["padding"] = {**self.inputs, ids_name: padded}, mask.bool()
         held = {}
         for what, (inputs, keep) in checks.items():
             a, b = self._positions(self.inputs, ids.shape), self._positions(inputs, ids.shape)
-            if a is not None and b is not None and close_tensors(a[keep], b[keep]) and not torch.equal(a, b):
+            if (
+                a is not None
+                and b is not None
+                and close_tensors(a[keep], b[keep])
+                and not torch.equal(a, b)
+            ):
                 held[what] = inputs, keep
         if not held:
             return Finding("not applicable", "the plain model hides neither the future nor padding")
@@ -590,9 +662,13 @@ class Probe:
                                 continue
                             if not close_tensors(a[keep], b[keep]):
                                 worst = float((a[keep] - b[keep]).abs().max())
-                                raise Wrong(f"{label}: hidden tokens ({what}) change the output by {worst:.3g}")
+                                raise Wrong(
+                                    f"{label}: hidden tokens ({what}) change the output by {worst:.3g}"
+                                )
                             if what == "padding" and not close(first, second):
-                                raise Wrong(f"{label}: padding changes the penalty from {first:.6g} to {second:.6g}")
+                                raise Wrong(
+                                    f"{label}: padding changes the penalty from {first:.6g} to {second:.6g}"
+                                )
                 done.append(label)
             except Refused:
                 continue
@@ -600,11 +676,17 @@ class Probe:
                 self._clean()
         return Finding("works", f"{', '.join(held)} under {', '.join(done)}")
 
-    def _positions(self, inputs: dict[str, Any], shape: torch.Size, seed: int = 1, grad: bool = False) -> Tensor | None:
+    def _positions(
+        self, inputs: dict[str, Any], shape: torch.Size, seed: int = 1, grad: bool = False
+    ) -> Tensor | None:
         torch.manual_seed(seed)
         with torch.set_grad_enabled(grad):
             out = self.model.train()(**inputs)
-        leaves = [t for t in pytree.tree_leaves(_plain(out)) if isinstance(t, Tensor) and t.is_floating_point()]
+        leaves = [
+            t
+            for t in pytree.tree_leaves(_plain(out))
+            if isinstance(t, Tensor) and t.is_floating_point()
+        ]
         found = next((t for t in leaves if t.ndim >= 3 and t.shape[:2] == shape), None)
         self._restore()
         return None if found is None else found.detach()
@@ -664,7 +746,11 @@ def depth_finding(cores: list[Core]) -> Finding:
                     "WRONG",
                     f"'{c.site}' runs after '{before.site}', and its depth {c.depth:.3g} is below {before.depth:.3g}",
                 )
-            if c.depth > before.depth + 1e-6 and not depends and _root(c.site) != _root(before.site):
+            if (
+                c.depth > before.depth + 1e-6
+                and not depends
+                and _root(c.site) != _root(before.site)
+            ):
                 return Finding(
                     "WRONG",
                     f"'{before.site}' (depth {before.depth:.3g}) and '{c.site}' (depth {c.depth:.3g}) are one stack, "
@@ -691,7 +777,9 @@ def said(report: str, module: str) -> bool:
             return True
         names = [t.strip(".") for t in re.findall(r"[\w.]+", line)]
         above = any(module == n or module.startswith(n + ".") for n in names if n)
-        if re.match(r"  \((left out|skipped|note)\)", line) and (above or re.search(r"and \d+ more", line)):
+        if re.match(r"  \((left out|skipped|note)\)", line) and (
+            above or re.search(r"and \d+ more", line)
+        ):
             return True
         if above and (re.match(r"  \S+ +- ", line) or "left out" in line):
             return True
@@ -704,13 +792,19 @@ def _plain(out: Any) -> Any:
 
 def floats(out: Any) -> Tensor:
     """Every floating tensor of an output, in one."""
-    found = [t for t in pytree.tree_leaves(_plain(out)) if isinstance(t, Tensor) and t.is_floating_point()]
+    found = [
+        t
+        for t in pytree.tree_leaves(_plain(out))
+        if isinstance(t, Tensor) and t.is_floating_point()
+    ]
     return torch.cat([t.float().flatten() for t in found]) if found else torch.zeros(0)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit, NaN included."""
-    return a.shape == b.shape and bool(torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()))
+    return a.shape == b.shape and bool(
+        torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())
+    )
 
 
 def close(a: float, b: float) -> bool:

@@ -71,7 +71,12 @@ def judge(build: Callable[[], Subject]) -> dict[str, Any]:
         return {"model": subject.name, "parts": counts, "verdict": "no attention", "methods": {}}
     findings = probe.run()
     methods = {name: f.to_json() for name, f in findings.items()}
-    return {"model": subject.name, "parts": counts, "verdict": verdict(findings), "methods": methods}
+    return {
+        "model": subject.name,
+        "parts": counts,
+        "verdict": verdict(findings),
+        "methods": methods,
+    }
 
 
 def run_one(library: str, name: str, build: Callable[[], Subject], code: str) -> dict[str, Any]:
@@ -94,7 +99,11 @@ def run_one(library: str, name: str, build: Callable[[], Subject], code: str) ->
             break
         time.sleep(0.02)
     if not path.exists():
-        why = f"the process ended with signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "no result"
+        why = (
+            f"the process ended with signal {os.WTERMSIG(status)}"
+            if os.WIFSIGNALED(status)
+            else "no result"
+        )
         why = f"longer than {WALL} s" if time.monotonic() > deadline else why
         write_json(path, {"code": code, "failed": why})
     return json.loads(path.read_text())
@@ -116,9 +125,13 @@ def _child(path: Path, build: Callable[[], Subject], code: str) -> None:
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = "/".join(last.filename.split("/")[-3:])
-            result = {"failed": f"probe: {type(error).__name__}: {str(error)[:200]} ({where}:{last.lineno})"}
+            result = {
+                "failed": f"probe: {type(error).__name__}: {str(error)[:200]} ({where}:{last.lineno})"
+            }
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_json(path, {"code": code, "seconds": round(time.process_time() - started, 1), **result})
+        write_json(
+            path, {"code": code, "seconds": round(time.process_time() - started, 1), **result}
+        )
     finally:
         sys.stdout.flush()
         os._exit(0)
@@ -132,7 +145,9 @@ def result_path(library: str, name: str) -> Path:
     return RESULTS / library / f"{name.replace('/', '__')}.json"
 
 
-def sweep(library: str, only: Sequence[str], keep: bool, again: Sequence[str], minutes: float | None) -> None:
+def sweep(
+    library: str, only: Sequence[str], keep: bool, again: Sequence[str], minutes: float | None
+) -> None:
     """Run what has not been run by this code."""
     code = code_version()
     stop = time.monotonic() + minutes * 60 if minutes is not None else float("inf")
@@ -187,9 +202,16 @@ def _version(library: str) -> str:
 def _short(case: dict[str, Any]) -> dict[str, Any]:
     """A case without what nobody looks up."""
     if "verdict" not in case:
-        return {"not built": (case.get("not built") or case.get("failed", ""))[:160], "code": case["code"]}
+        return {
+            "not built": (case.get("not built") or case.get("failed", ""))[:160],
+            "code": case["code"],
+        }
     methods = {
-        name: (f["outcome"] if not f.get("why") or f["outcome"] == "not applicable" else [f["outcome"], f["why"][:300]])
+        name: (
+            f["outcome"]
+            if not f.get("why") or f["outcome"] == "not applicable"
+            else [f["outcome"], f["why"][:300]]
+        )
         for name, f in case["methods"].items()
     }
     return {"verdict": case["verdict"], "code": case["code"], "methods": methods}
@@ -200,21 +222,33 @@ def outcome(found: str | list[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--library", choices=tuple(LIBRARIES), action="append", help="default: all")
     parser.add_argument("--only", default="", help="comma-separated names or patterns, as in swin*")
-    parser.add_argument("--keep", action="store_true", help="do not run again what older code has run")
-    parser.add_argument("--again", default="", help="run again those with one of these verdicts: WRONG,SILENT,CRASH")
+    parser.add_argument(
+        "--keep", action="store_true", help="do not run again what older code has run"
+    )
+    parser.add_argument(
+        "--again", default="", help="run again those with one of these verdicts: WRONG,SILENT,CRASH"
+    )
     parser.add_argument("--minutes", type=float, help="stop after this time")
     parser.add_argument("--print", action="store_true", help="print what was found, run nothing")
-    parser.add_argument("--collect", action="store_true", help="write the result file and the page, run nothing")
-    parser.add_argument("--check", action="store_true", help="fail if docs/models.md differs from the result file")
+    parser.add_argument(
+        "--collect", action="store_true", help="write the result file and the page, run nothing"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="fail if docs/models.md differs from the result file"
+    )
     options = parser.parse_args(arguments)
     from benchmarks.models_page import page
 
     if options.check:
         if PAGE.read_text() != page(json.loads(RECORD.read_text())):
-            sys.exit(f"{PAGE.name} is not what {RECORD.name} says: run python -m benchmarks.model_sweep --collect")
+            sys.exit(
+                f"{PAGE.name} is not what {RECORD.name} says: run python -m benchmarks.model_sweep --collect"
+            )
         return
     libraries = options.library or list(LIBRARIES)
     only = [part for part in options.only.split(",") if part]

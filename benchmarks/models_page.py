@@ -102,7 +102,11 @@ def _row(name: str, cases: dict[str, Any], version: str) -> str:
 
 def _faults(library: str, cases: dict[str, Any]) -> Iterable[str]:
     for name, case in cases.items():
-        bad = [f"{m} ({o.lower()}: {_short(why)})" for m, (o, why) in outcomes(case).items() if o in FAULTS]
+        bad = [
+            f"{m} ({o.lower()}: {_short(why)})"
+            for m, (o, why) in outcomes(case).items()
+            if o in FAULTS
+        ]
         if bad:
             yield f"- {library} `{name}`: {'; '.join(bad)}"
 

@@ -31,7 +31,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE, RECORD = ROOT / "src", ROOT / "benchmarks" / "records" / "mutation.json"
 SECONDS = 900
 """The longest that the tests of one mutant may take on the clock; what loops for ever ends by its processor time."""
-PRELOAD = ("torch", "scipy.stats", "sklearn.datasets", "lightning.fabric.strategies", "torchmetrics.classification")
+PRELOAD = (
+    "torch",
+    "scipy.stats",
+    "sklearn.datasets",
+    "lightning.fabric.strategies",
+    "torchmetrics.classification",
+)
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,26 @@ MODULES = {
         "kernels/[bk]*.py",
         ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py", "native/test_native.py"),
     ),
-    "attend": Module("kernels/attend.py", ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py")),
-    "explicit": Module("functional/explicit/*.py", ("functional/explicit", "methods/test_explicit_dropout.py")),
-    "handle": Module("handle.py", ("test_handle.py", "test_handle_modes.py", "calls/test_ledger.py")),
+    "attend": Module(
+        "kernels/attend.py", ("kernels/test_attention.py", "kernels/test_blocks_of_queries.py")
+    ),
+    "explicit": Module(
+        "functional/explicit/*.py", ("functional/explicit", "methods/test_explicit_dropout.py")
+    ),
+    "handle": Module(
+        "handle.py", ("test_handle.py", "test_handle_modes.py", "calls/test_ledger.py")
+    ),
     "stats": Module("studies/stats.py", ("studies/records/test_stats.py",)),
-    "record": Module("studies/store.py", ("studies/records/test_record.py", "studies/records/test_damage.py")),
+    "record": Module(
+        "studies/store.py", ("studies/records/test_record.py", "studies/records/test_damage.py")
+    ),
     "checkpoint": Module(
         "studies/trainer/checkpoint.py",
-        ("studies/records/test_record.py", "studies/engines/test_survivors.py", "studies/trainer/test_resume.py"),
+        (
+            "studies/records/test_record.py",
+            "studies/engines/test_survivors.py",
+            "studies/trainer/test_resume.py",
+        ),
     ),
 }
 
@@ -65,8 +83,14 @@ EQUIVALENT = {
     ("studies/stats.py", "[ 1.0] * len(p_values)"): "every entry is written before it is read",
     ("masks.py", "(width - 1) // 1"): "more padding behind the window than anything reads",
     ("studies/trainer/checkpoint.py", "if match else - 2"): "only names that match are sorted",
-    ("kernels/attend.py", "len(leading) > 1:"): "the mask is expanded, as a view with the same values",
-    ("kernels/attend.py", "mask.ndim > 2 or len"): "the mask is expanded, as a view with the same values",
+    (
+        "kernels/attend.py",
+        "len(leading) > 1:",
+    ): "the mask is expanded, as a view with the same values",
+    (
+        "kernels/attend.py",
+        "mask.ndim > 2 or len",
+    ): "the mask is expanded, as a view with the same values",
 }
 """(file, a part of the mutated line) -> why no test could tell it from the original."""
 
@@ -84,11 +108,17 @@ class Mutant:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], choices=list(MODULES), help="this module; repeatable")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], choices=list(MODULES), help="this module; repeatable"
+    )
     parser.add_argument("--count", type=int, default=15, help="mutants per module")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--survivors", action="store_true", help="only the survivors of the record, again")
+    parser.add_argument(
+        "--survivors", action="store_true", help="only the survivors of the record, again"
+    )
     options = parser.parse_args()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -100,17 +130,34 @@ def main() -> int:
                 entry = record[name]
                 mutants = [Mutant(**m) for m in entry["survived"]]
             else:
-                mutants, possible = _sampled(MODULES[name], options.count, random.Random(options.seed))
-                entry = {"possible": possible, "seed": options.seed, "sampled": len(mutants), "killed": 0, "by time": 0}
+                mutants, possible = _sampled(
+                    MODULES[name], options.count, random.Random(options.seed)
+                )
+                entry = {
+                    "possible": possible,
+                    "seed": options.seed,
+                    "sampled": len(mutants),
+                    "killed": 0,
+                    "by time": 0,
+                }
             record[name] = {**entry, **_attacked(MODULES[name], mutants, copy, entry)}
-            RECORD.write_text(json.dumps({n: record[n] for n in MODULES if n in record}, indent=1) + "\n")
-            print(name, {k: v for k, v in record[name].items() if k != "survived"}, file=sys.stderr, flush=True)
+            RECORD.write_text(
+                json.dumps({n: record[n] for n in MODULES if n in record}, indent=1) + "\n"
+            )
+            print(
+                name,
+                {k: v for k, v in record[name].items() if k != "survived"},
+                file=sys.stderr,
+                flush=True,
+            )
     return 0
 
 
 def table(record: dict[str, Any]) -> list[str]:
     """The record as lines of Markdown: a row per module, then the survivors."""
-    lines = ["| module | possible mutants | sampled | noticed | cannot be told apart | survived | score |"]
+    lines = [
+        "| module | possible mutants | sampled | noticed | cannot be told apart | survived | score |"
+    ]
     lines.append("|---|---|---|---|---|---|---|")
     total, told = [0, 0], []
     for name, row in record.items():
@@ -120,7 +167,9 @@ def table(record: dict[str, Any]) -> list[str]:
         counts = f"{row['possible']:,} | {row['sampled']} | {noticed} | {same} | {len(why) - same}"
         lines.append(f"| {name} | {counts} | {noticed / (row['sampled'] - same):.0%} |")
         for m in row["survived"]:
-            change = f"`{m['file']}` line {m['line']}: `{m['before']}` to `{m['after']}`".replace("|", "\\|")
+            change = f"`{m['file']}` line {m['line']}: `{m['before']}` to `{m['after']}`".replace(
+                "|", "\\|"
+            )
             told.append(f"- {change}: {_equivalent(m) or 'not noticed'}")
     return [
         *lines,
@@ -132,7 +181,14 @@ def table(record: dict[str, Any]) -> list[str]:
 
 
 def _equivalent(mutant: dict[str, Any]) -> str:
-    return next((w for (f, part), w in EQUIVALENT.items() if f == mutant["file"] and part in mutant["after"]), "")
+    return next(
+        (
+            w
+            for (f, part), w in EQUIVALENT.items()
+            if f == mutant["file"] and part in mutant["after"]
+        ),
+        "",
+    )
 
 
 def _prepare(copy: Path) -> None:
@@ -140,7 +196,8 @@ def _prepare(copy: Path) -> None:
     the copy alone."""
     sys.dont_write_bytecode = True
     os.environ.update(
-        PYTHONPATH=os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")]), PYTHONDONTWRITEBYTECODE="1"
+        PYTHONPATH=os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")]),
+        PYTHONDONTWRITEBYTECODE="1",
     )
     sys.path[:0] = [str(copy), str(ROOT)]
     for name in [n for n in sys.modules if n.partition(".")[0] == "dampen"]:
@@ -150,24 +207,39 @@ def _prepare(copy: Path) -> None:
         importlib.import_module(name)
 
 
-def _attacked(module: Module, mutants: list[Mutant], copy: Path, before: dict[str, Any]) -> dict[str, Any]:
+def _attacked(
+    module: Module, mutants: list[Mutant], copy: Path, before: dict[str, Any]
+) -> dict[str, Any]:
     """Run the tests without a mutant, then against each; the counts go on from those of `before`."""
     began = time.process_time()
     fate, spent = _tested(module, None, copy, 10_000)
     if fate != "survived":
         print((copy.parent / "output").read_text()[-3000:], file=sys.stderr)
-        raise SystemExit(f"The tests {', '.join(module.tests)} do not pass without a mutant; mend them first.")
+        raise SystemExit(
+            f"The tests {', '.join(module.tests)} do not pass without a mutant; mend them first."
+        )
     killed, late, survived = before["killed"], before["by time"], []
     for mutant in mutants:
         fate, _ = _tested(module, mutant, copy, 10 * spent + 30)
         killed, late = killed + (fate == "killed"), late + (fate == "by time")
         survived += [asdict(mutant)] if fate == "survived" else []
-        print(f"{fate:9} {mutant.file}:{mutant.line} {mutant.before} -> {mutant.after}", file=sys.stderr, flush=True)
+        print(
+            f"{fate:9} {mutant.file}:{mutant.line} {mutant.before} -> {mutant.after}",
+            file=sys.stderr,
+            flush=True,
+        )
     minutes = (time.process_time() - began) / 60
-    return {"killed": killed, "by time": late, "survived": survived, "minutes of the parent": round(minutes, 1)}
+    return {
+        "killed": killed,
+        "by time": late,
+        "survived": survived,
+        "minutes of the parent": round(minutes, 1),
+    }
 
 
-def _tested(module: Module, mutant: Mutant | None, copy: Path, processor: float) -> tuple[str, float]:
+def _tested(
+    module: Module, mutant: Mutant | None, copy: Path, processor: float
+) -> tuple[str, float]:
     """What became of a mutant, and the processor time of its tests."""
     path = copy / "dampen" / mutant.file if mutant else None
     whole = path.read_text() if path else ""
@@ -205,11 +277,19 @@ def _run_tests(module: Module, processor: float, copy: Path) -> None:
         import pytest
         from hypothesis import settings
 
-        settings.register_profile("mutants", deadline=None)  # a busy machine must not pass for a test that noticed
+        settings.register_profile(
+            "mutants", deadline=None
+        )  # a busy machine must not pass for a test that noticed
         settings.load_profile("mutants")
-        tests = [*sorted((copy / "dampen").glob(module.files)), *(ROOT / "tests" / name for name in module.tests)]
+        tests = [
+            *sorted((copy / "dampen").glob(module.files)),
+            *(ROOT / "tests" / name for name in module.tests),
+        ]
         options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--hypothesis-seed=0"]
-        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins that were imported before the fork
+        options += [
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]  # plugins that were imported before the fork
         code = int(pytest.main([*options, *map(str, tests)]))
     except BaseException:
         traceback.print_exc()
@@ -237,7 +317,9 @@ def _sampled(module: Module, count: int, rng: random.Random) -> tuple[list[Mutan
     places: dict[tuple[str, Any], list[tuple[str, int]]] = {}
     for path in sorted((SOURCE / "dampen").glob(module.files)):
         for operator, occurrence, place in _possible(path.read_text()):
-            places.setdefault((str(path.relative_to(SOURCE / "dampen")), place), []).append((operator, occurrence))
+            places.setdefault((str(path.relative_to(SOURCE / "dampen")), place), []).append(
+                (operator, occurrence)
+            )
     chosen: list[Mutant] = []
     for file, place in rng.sample(sorted(places), len(places)):
         operator, occurrence = rng.choice(places[file, place])
@@ -261,7 +343,9 @@ def _possible(source: str) -> Iterator[tuple[str, int, Any]]:
         if plugins.get_operator(name).arguments():
             continue
         operator = plugins.get_operator(name)()
-        for occurrence, place in enumerate(p for node in nodes for p in operator.mutation_positions(node)):
+        for occurrence, place in enumerate(
+            p for node in nodes for p in operator.mutation_positions(node)
+        ):
             yield name, occurrence, place
 
 
@@ -285,7 +369,10 @@ def _meaning(source: str) -> str:
             for inner in ast.walk(node):
                 if isinstance(inner, ast.AnnAssign):
                     inner.annotation = ast.Constant(None)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+            and ast.get_docstring(node) is not None
+        ):
             node.body[0] = ast.Pass()
     return ast.dump(tree)
 

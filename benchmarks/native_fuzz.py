@@ -74,7 +74,9 @@ def _permuted(*order: int) -> Make:
 
 def _expanded(axis: int) -> Make:
     def make(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
-        return _normal(tuple(1 if a == axis else n for a, n in enumerate(shape)), dtype).expand(shape)
+        return _normal(tuple(1 if a == axis else n for a, n in enumerate(shape)), dtype).expand(
+            shape
+        )
 
     return make
 
@@ -86,20 +88,29 @@ def _cut(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dty
     return _normal((b, h, n, before + d + after), dtype)[..., before : before + d]
 
 
-def _every_second_token(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+def _every_second_token(
+    draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor:
     b, h, n, d = shape
     return _normal((b, h, 2 * n, d), dtype)[:, :, 1::2]
 
 
-def _every_second_channel(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+def _every_second_channel(
+    draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor:
     b, h, n, d = shape
     return _normal((b, h, n, 2 * d), dtype)[..., 1::2]
 
 
-def _odd_single_axes(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+def _odd_single_axes(
+    draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor:
     """Strides that mean nothing, where an axis has one entry; torch lets them through everything."""
     t = _normal(shape, dtype)
-    strides = [draw.choice([0, 1, 3, 2**40]) if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)]
+    strides = [
+        draw.choice([0, 1, 3, 2**40]) if n == 1 else s
+        for n, s in zip(t.shape, t.stride(), strict=True)
+    ]
     return t.as_strided(t.shape, strides) if t.numel() else t
 
 
@@ -120,7 +131,9 @@ def _negated(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch
     return torch._neg_view(_normal(shape, dtype))
 
 
-def _conjugated(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+def _conjugated(
+    draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor:
     """The imaginary part of a conjugate: every second number, with a sign that is changed when it is read."""
     whole = torch.float64 if dtype is torch.float64 else torch.float32
     imaginary = torch.complex(_normal(shape, whole), _normal(shape, whole)).conj().imag
@@ -136,7 +149,9 @@ def _misaligned(t: Tensor) -> Tensor:
     return odd
 
 
-def _off_by_a_byte(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+def _off_by_a_byte(
+    draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor:
     return _misaligned(_normal(shape, dtype))
 
 
@@ -212,7 +227,9 @@ def close(found: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
         raise Wrong(f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
     ours, theirs = found.detach().double(), expected.detach()
     if not torch.equal(ours.isnan(), theirs.isnan()):
-        raise Wrong(f"{what}: NaN in {int(ours.isnan().sum())} places, expected in {int(theirs.isnan().sum())}")
+        raise Wrong(
+            f"{what}: NaN in {int(ours.isnan().sum())} places, expected in {int(theirs.isnan().sum())}"
+        )
     there = ~theirs.isnan()
     if not there.any():
         return
@@ -245,7 +262,9 @@ DTYPES = (torch.float32,) * 10 + (torch.float64, torch.bfloat16, torch.float16)
 def _mask(draw: random.Random, shape: tuple[int, int, int, int]) -> Tensor | None:
     """A model's mask, in one of the layouts that models make."""
     b, h, n, m = shape
-    show = lambda *size: torch.rand(size, device="cpu", dtype=torch.float32) < draw.choice([0.2, 0.7])  # noqa: E731
+    show = lambda *size: (  # noqa: E731
+        torch.rand(size, device="cpu", dtype=torch.float32) < draw.choice([0.2, 0.7])
+    )
     kind = draw.randrange(8)
     if kind == 1:
         return show(b, 1, 1, m)
@@ -267,7 +286,9 @@ def _method(draw: random.Random, keys: int) -> Regularizer | None:
     if kind < 5:
         return DropKey(draw.choice([1e-9, 0.1, 0.3, 0.5, 0.9, 0.99]))
     top: float = draw.choice([0.1, 0.5, 1.0])
-    return HardMasking(draw.choice([0.1, 0.3, 0.5]), top=min(keys, draw.choice([1, 3, 9])) if kind == 5 else top)
+    return HardMasking(
+        draw.choice([0.1, 0.3, 0.5]), top=min(keys, draw.choice([1, 3, 9])) if kind == 5 else top
+    )
 
 
 def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
@@ -292,12 +313,16 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
     method = None if empty else _method(draw, m)
     causal = draw.random() < 0.15
     mask = None if causal or empty else _mask(draw, (b, heads, n, m))
-    poisoned = not empty and not isinstance(method, HardMasking) and dtype is v_dtype is torch.float32
+    poisoned = (
+        not empty and not isinstance(method, HardMasking) and dtype is v_dtype is torch.float32
+    )
     poisoned = poisoned and draw.random() < 0.03
     if poisoned:
         bad = draw.randrange(3)
         tensors[bad] = tensors[bad].clone()
-        tensors[bad][0, 0, draw.randrange(tensors[bad].shape[2]), draw.randrange(tensors[bad].shape[3])] = float("nan")
+        tensors[bad][
+            0, 0, draw.randrange(tensors[bad].shape[2]), draw.randrange(tensors[bad].shape[3])
+        ] = float("nan")
         chosen[bad] = "contiguous"
     if guard:
         tensors = [guarded(t) for t in tensors]
@@ -310,15 +335,22 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
         scale = min(scale, 30 / max(1.0, float(reach.nan_to_num().abs().max())))
     methods = [] if method is None else [method.train()]
     torch.set_num_threads(draw.choice([1, 1, 1, 2]))
-    elsewhere = draw.choice([torch.float32, torch.float64, torch.bfloat16]), draw.choice(["cpu", "cpu", "meta"])
+    elsewhere = (
+        draw.choice([torch.float32, torch.float64, torch.bfloat16]),
+        draw.choice(["cpu", "cpu", "meta"]),
+    )
 
     def run(values: Tensor) -> tuple[Tensor, str]:
         torch.manual_seed(seed)
         with defaults(*elsewhere):
-            o, _, kernel = attend(q, k, values, mask, 0.0, causal, scale, groups != heads, Needs(methods), None)
+            o, _, kernel = attend(
+                q, k, values, mask, 0.0, causal, scale, groups != heads, Needs(methods), None
+            )
         return o, "none" if kernel is None else kernel.name
 
-    if v_dtype is not dtype:  # torch's own attention refuses that too, unless a method's path takes it
+    if (
+        v_dtype is not dtype
+    ):  # torch's own attention refuses that too, unless a method's path takes it
         try:
             out, kernel = run(v)
         except (RuntimeError, ValueError):
@@ -342,11 +374,21 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
         close(out, expected.nan_to_num(), "output", 0.0)
         return
     allowed = torch.ones(n, m, dtype=torch.bool, device="cpu").tril() if causal else mask
-    allowed = torch.ones(b, heads, n, m, dtype=torch.bool) if allowed is None else allowed.expand(b, heads, n, m)
+    allowed = (
+        torch.ones(b, heads, n, m, dtype=torch.bool)
+        if allowed is None
+        else allowed.expand(b, heads, n, m)
+    )
     kept = allowed
     if methods:
         one = torch.eye(m, dtype=v_dtype, device="cpu").expand(b, groups, m, m)
-        like_v = torch._neg_view(-one) if v.is_neg() else _misaligned(one) if v.data_ptr() % v.itemsize else one
+        like_v = (
+            torch._neg_view(-one)
+            if v.is_neg()
+            else _misaligned(one)
+            if v.data_ptr() % v.itemsize
+            else one
+        )
         weights = run(like_v)[0].detach()
         # a row of NaN does not tell its mask, and needs none to be NaN
         kept = torch.where(weights.isnan().any(-1, keepdim=True), allowed, weights != 0)
@@ -361,14 +403,18 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
         return
     grad = _gradient(draw, out)
     ours = torch.autograd.grad(out, [t for t, _ in wanted], grad, create_graph=again)
-    theirs = torch.autograd.grad(expected, [w for _, w in wanted], grad.double(), create_graph=again)
+    theirs = torch.autograd.grad(
+        expected, [w for _, w in wanted], grad.double(), create_graph=again
+    )
     for a, t in zip(ours, theirs, strict=True):
         close(a, t, "gradient", 4 * loose * (1 + max(n, m) ** 0.5 / 4))
     if again:
         directions = [torch.randn_like(t.detach()) for t in theirs]
         ours, theirs = (
             torch.autograd.grad(
-                sum((g * u).sum() for g, u in zip(found, directions, strict=True)), inputs, allow_unused=True
+                sum((g * u).sum() for g, u in zip(found, directions, strict=True)),
+                inputs,
+                allow_unused=True,
             )
             for found, inputs in ((ours, [t for t, _ in wanted]), (theirs, [w for _, w in wanted]))
         )
@@ -389,12 +435,16 @@ def _reference(wide: list[Tensor], kept: Tensor, scale: float, times: int, again
     q, k, v = _repeated(wide, times)
     if not again and all(bool(t.isfinite().all()) for t in (q, k, v)):
         return F.scaled_dot_product_attention(q, k, v, kept, scale=scale)
-    scores = (q @ k.mT * scale).masked_fill(~kept, float("-inf"))  # SDPA adds -inf to NaN, which does not hide it,
+    scores = (q @ k.mT * scale).masked_fill(
+        ~kept, float("-inf")
+    )  # SDPA adds -inf to NaN, which does not hide it,
     some = kept.any(-1, keepdim=True)  # and its fused backward has no derivative
     return (scores.masked_fill(~some, 0.0).softmax(-1) * some) @ v
 
 
-def _check_mask(kept: Tensor, allowed: Tensor, method: Regularizer | None, scores: Tensor, counts: Counts) -> None:
+def _check_mask(
+    kept: Tensor, allowed: Tensor, method: Regularizer | None, scores: Tensor, counts: Counts
+) -> None:
     """Only what the model shows is kept, every query that is shown a key keeps one, and as many go as should."""
     if bool((kept & ~allowed).any()):
         raise Wrong("a key is seen that the model hides")
@@ -408,7 +458,11 @@ def _check_mask(kept: Tensor, allowed: Tensor, method: Regularizer | None, score
         larger = (seen > least.unsqueeze(-1) + tie).sum(-1)
         visible = allowed.sum(-1)
         top = method.top
-        most = (visible * top).ceil() if isinstance(top, float) and top <= 1 else visible.clamp(max=int(top))
+        most = (
+            (visible * top).ceil()
+            if isinstance(top, float) and top <= 1
+            else visible.clamp(max=int(top))
+        )
         if bool(((larger >= most) & gone.any(-1)).any()):
             raise Wrong("a key was dropped that is none of the largest")
         return
@@ -432,7 +486,12 @@ def _gradient(draw: random.Random, out: Tensor) -> Tensor:
 
 def dropout_case(draw: random.Random, guard: bool, counts: Counts) -> None:
     """Inverted dropout: zeros and multiples, as many as the rate says, and a gradient with the same factors."""
-    shape = (draw.choice([1, 2, 3]), draw.choice([1, 2, 4]), draw.choice(SIZES), draw.choice(CHANNELS))
+    shape = (
+        draw.choice([1, 2, 3]),
+        draw.choice([1, 2, 4]),
+        draw.choice(SIZES),
+        draw.choice(CHANNELS),
+    )
     if draw.random() < 0.03:
         shape = (2, 3, 700, 70)  # beyond `FACTORS_UP_TO`
     if draw.random() < 0.03:
@@ -443,7 +502,10 @@ def dropout_case(draw: random.Random, guard: bool, counts: Counts) -> None:
     rate, seed = draw.choice([1e-7, 0.1, 0.5, 0.9]), draw.randrange(2**62)
     torch.set_num_threads(draw.choice([1, 1, 1, 2]))
     torch.manual_seed(seed)
-    with defaults(draw.choice([torch.float32, torch.float64, torch.bfloat16]), draw.choice(["cpu", "cpu", "meta"])):
+    with defaults(
+        draw.choice([torch.float32, torch.float64, torch.bfloat16]),
+        draw.choice(["cpu", "cpu", "meta"]),
+    ):
         y = dampen.masks.drop(x, rate)
     kept = (y != 0).double()
     wide = x.detach().double()
@@ -459,7 +521,12 @@ def dropout_case(draw: random.Random, guard: bool, counts: Counts) -> None:
 
 def tap_case(draw: random.Random, guard: bool, counts: Counts) -> None:
     """A penalty in the middle of a layer, and those of several maps at once."""
-    b, h, n, d = (draw.choice([1, 1, 2, 3]), draw.choice([1, 2, 4]), draw.choice(SIZES), draw.choice(CHANNELS))
+    b, h, n, d = (
+        draw.choice([1, 1, 2, 3]),
+        draw.choice([1, 2, 4]),
+        draw.choice(SIZES),
+        draw.choice(CHANNELS),
+    )
     dtype, name = draw.choice(DTYPES), draw.choice(list(LAYOUTS))
     y, bias = LAYOUTS[name](draw, (b, h, n, d), dtype), None
     kind = draw.randrange(3)
@@ -470,14 +537,21 @@ def tap_case(draw: random.Random, guard: bool, counts: Counts) -> None:
         bias = (torch._neg_view(bias) if draw.random() < 0.05 else bias).requires_grad_()
     y = (guarded(y) if guard else y).detach().requires_grad_()
     factor, inputs = draw.choice([0.1, 1.0, -0.5]), [t for t in (y, bias) if t is not None]
-    with defaults(draw.choice([torch.float32, torch.float64, torch.bfloat16]), draw.choice(["cpu", "cpu", "meta"])):
+    with defaults(
+        draw.choice([torch.float32, torch.float64, torch.bfloat16]),
+        draw.choice(["cpu", "cpu", "meta"]),
+    ):
         out, value = taps.tap(y, bias, None, factor)
         grad = _gradient(draw, out) if out.ndim == 4 else torch.ones_like(out)
-        ours = torch.autograd.grad((out, value), inputs, (grad, torch.ones_like(value)), allow_unused=True)
+        ours = torch.autograd.grad(
+            (out, value), inputs, (grad, torch.ones_like(value)), allow_unused=True
+        )
     wide = [t.detach().double().requires_grad_() for t in inputs]
     bare = wide[0] if bias is None else wide[0] - wide[1]
     expected = factor * bare.square().sum()
-    theirs = torch.autograd.grad((wide[0] * 1, expected), wide, (grad.double(), torch.ones_like(expected)))
+    theirs = torch.autograd.grad(
+        (wide[0] * 1, expected), wide, (grad.double(), torch.ones_like(expected))
+    )
     loose = 10 * TOLERANCE[dtype]
     close(value, expected, "penalty", loose)
     for a, t in zip(ours, theirs, strict=True):
@@ -493,7 +567,10 @@ def together_case(draw: random.Random, guard: bool, counts: Counts) -> None:
         for _ in range(draw.randint(1, 3)):
             b, n, width = draw.choice([1, 2]), draw.choice(SIZES), draw.choice(CHANNELS)
             heads, size = draw.choice([1, 2, 4]), draw.choice([1, 3, 8, 12])
-            x, weight = _normal((b, n, width), torch.float32), _normal((3 * heads * size, width), torch.float32)
+            x, weight = (
+                _normal((b, n, width), torch.float32),
+                _normal((3 * heads * size, width), torch.float32),
+            )
             bias = _normal((weight.shape[0],), torch.float32) if draw.random() < 0.7 else None
             made = [t if t is None else guarded(t) if guard else t for t in (x, weight, bias)]
             x, weight = (t.requires_grad_() for t in made[:2])  # type: ignore[union-attr]
@@ -508,13 +585,20 @@ def together_case(draw: random.Random, guard: bool, counts: Counts) -> None:
             own = wide[1] if cut is None else wide[1][cut[0] : sum(cut)]
             value = value + factor * (wide[0] @ own.mT).square().sum()
             leaves += [x, weight] + ([] if bias is None else [bias])
-            wide_leaves += [*wide] + ([] if bias is None else [torch.zeros_like(bias, dtype=torch.float64)])
+            wide_leaves += [*wide] + (
+                [] if bias is None else [torch.zeros_like(bias, dtype=torch.float64)]
+            )
         penalties.append(tuple(parts))
         expected.append(value)
-    with defaults(draw.choice([torch.float32, torch.float64, torch.bfloat16]), draw.choice(["cpu", "cpu", "meta"])):
+    with defaults(
+        draw.choice([torch.float32, torch.float64, torch.bfloat16]),
+        draw.choice(["cpu", "cpu", "meta"]),
+    ):
         values = batched.sum_up(penalties)
         ours = torch.autograd.grad(sum(values), leaves, allow_unused=True)  # type: ignore[arg-type]
-    theirs = torch.autograd.grad(sum(expected), [w for w in wide_leaves if w.requires_grad], allow_unused=True)
+    theirs = torch.autograd.grad(
+        sum(expected), [w for w in wide_leaves if w.requires_grad], allow_unused=True
+    )
     for a, t in zip(values, expected, strict=True):
         close(a, t, "penalties of several maps", 2e-4)
     back = iter(theirs)
@@ -549,7 +633,9 @@ def run(cases: int, first: int = 0, guard: bool = False) -> Counts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--guarded", action="store_true")
@@ -570,7 +656,11 @@ def main() -> None:
         from dampen.studies.files import write_json
 
         how = {"cases": options.cases, "guarded": options.guarded, "sanitized": options.sanitize}
-        found: dict[str, Any] = {"wrong": counts.failed, "hidden_z": counts.z(), "runs": dict(counts.runs)}
+        found: dict[str, Any] = {
+            "wrong": counts.failed,
+            "hidden_z": counts.z(),
+            "runs": dict(counts.runs),
+        }
         write_json(options.json, {"machine": machine(), **how, **found})
     raise SystemExit(bool(bad))
 
@@ -582,7 +672,10 @@ def _under_sanitizers() -> int:
         raise SystemExit("--sanitize needs g++, or a compiler that CXX names.")
     # libstdc++ too, because Python does not bring it and the runtime looks for its exceptions when it starts
     names = [f"-print-file-name={name}" for name in ("libasan.so", "libstdc++.so.6")]
-    found = [subprocess.run([compiler, name], capture_output=True, text=True, check=True).stdout for name in names]
+    found = [
+        subprocess.run([compiler, name], capture_output=True, text=True, check=True).stdout
+        for name in names
+    ]
     with tempfile.TemporaryDirectory() as cache:
         env = {
             **os.environ,
@@ -593,7 +686,9 @@ def _under_sanitizers() -> int:
             "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
             "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         }
-        return subprocess.run([sys.executable, "-m", "benchmarks.native_fuzz", *sys.argv[1:]], env=env).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "benchmarks.native_fuzz", *sys.argv[1:]], env=env
+        ).returncode
 
 
 if __name__ == "__main__":

@@ -50,10 +50,15 @@ def scores(rate: float, seed: int) -> Iterator[tuple[str, float]]:
     yield "diagonal", z(x[:, 1:, 1:] * x[:, :-1, :-1])
     yield "2 x 2", z(x[:, 1:, 1:] * x[:, :-1, :-1] * x[:, 1:, :-1] * x[:, :-1, 1:])
     yield "seeds next to each other", z(x * after)
-    kurtosis = (1 - 6 * rate * (1 - rate)) / (rate * (1 - rate))  # of one draw, beyond the normal's 3
+    kurtosis = (1 - 6 * rate * (1 - rate)) / (
+        rate * (1 - rate)
+    )  # of one draw, beyond the normal's 3
     for name, counts in (("row counts", x.sum(-1)), ("column counts", x.sum(-2))):
         n, size = counts.numel(), SHAPE[-1]
-        yield f"variance of {name}", float((counts.square().mean() / size - 1) / math.sqrt((2 + kurtosis / size) / n))
+        yield (
+            f"variance of {name}",
+            float((counts.square().mean() / size - 1) / math.sqrt((2 + kurtosis / size) / n)),
+        )
 
 
 def byte_scores(seeds: int) -> dict[str, float]:
@@ -62,19 +67,27 @@ def byte_scores(seeds: int) -> dict[str, float]:
     found = {}
     for name, part in (("high byte", numbers >> 8), ("low byte", numbers & 255)):
         counts, expected = torch.bincount(part, minlength=256).double(), numbers.numel() / 256
-        found[name] = float(((counts - expected).square().sum() / expected - 255) / math.sqrt(2 * 255))
+        found[name] = float(
+            ((counts - expected).square().sum() / expected - 255) / math.sqrt(2 * 255)
+        )
     return found
 
 
 def battery(seeds: int) -> dict[str, dict[str, float]]:
     """Per test the variance and the extreme of its z scores over seeds and rates."""
     found: dict[str, list[float]] = {}
-    for group, rate in enumerate(RATES):  # seeds of its own for each rate: no draw is looked at twice
+    for group, rate in enumerate(
+        RATES
+    ):  # seeds of its own for each rate: no draw is looked at twice
         for seed in range(seeds):
             for name, value in scores(rate, 1000 * group + 2 * seed):
                 found.setdefault(name, []).append(value)
     return {
-        name: {"variance": statistics.fmean(v * v for v in values), "extreme": max(map(abs, values)), "n": len(values)}
+        name: {
+            "variance": statistics.fmean(v * v for v in values),
+            "extreme": max(map(abs, values)),
+            "n": len(values),
+        }
         for name, values in found.items()
     }
 
@@ -91,11 +104,19 @@ def main() -> None:
     bad = [k for k, v in results.items() if abs(v["variance"] - 1) > spread or v["extreme"] > 5]
     bad += [k for k, v in single.items() if abs(v) > 5]
     for name, value in results.items():
-        print(f"{name:28s} variance {value['variance']:.3f}  largest |z| {value['extreme']:.2f}  n={value['n']}")
+        print(
+            f"{name:28s} variance {value['variance']:.3f}  largest |z| {value['extreme']:.2f}  n={value['n']}"
+        )
     print(*(f"{name}: z {value:.2f}" for name, value in single.items()), sep="\n")
     print(f"outside what chance allows: {', '.join(bad) or 'none'}")
     if options.json:
-        record = {"machine": machine(), "shape": SHAPE, "rates": RATES, "seeds": options.seeds, "tests": results}
+        record = {
+            "machine": machine(),
+            "shape": SHAPE,
+            "rates": RATES,
+            "seeds": options.seeds,
+            "tests": results,
+        }
         write_json(options.json, {**record, "bytes": single, "outside": bad})
     raise SystemExit(bool(bad))
 

@@ -44,7 +44,9 @@ class Linear:
     y: Tensor  # without bias
     depthwise: bool = False
     given: tuple[int, ...] = ()  # the shape that its module was given
-    touched: bool | None = None  # whether its input is another than its module was given; None: not known
+    touched: bool | None = (
+        None  # whether its input is another than its module was given; None: not known
+    )
 
 
 @dataclass
@@ -64,7 +66,9 @@ class Core:
     done: bool = False
     depth: float | None = None
     site: str = ""
-    allowed: Tensor | None = None  # the keys that the mask of a fused operator leaves, whatever the scores
+    allowed: Tensor | None = (
+        None  # the keys that the mask of a fused operator leaves, whatever the scores
+    )
 
 
 @dataclass
@@ -97,7 +101,16 @@ _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 _SOFTMAX = {"_softmax", "_safe_softmax"}
 
 
-_CLOCKS = {"timestep", "timesteps", "t", "guidance", "r_timestep", "timestep_cond", "sigma", "pooled_projections"}
+_CLOCKS = {
+    "timestep",
+    "timesteps",
+    "t",
+    "guidance",
+    "r_timestep",
+    "timestep_cond",
+    "sigma",
+    "pooled_projections",
+}
 _CLOCK, _CONTENT = 1 << 30_000, 1 << 30_001
 """Bits beside those of events: whether a tensor depends on an input that all tokens share (the time of a diffusion),
 and whether on any other input. What is shared modulates tokens, and its sum with them is no residual addition."""
@@ -106,7 +119,9 @@ and whether on any other input. What is shared modulates tokens, and its sum wit
 class Trace(TorchDispatchMode):
     """All linear calls, cores and branches of one forward, in the order of execution."""
 
-    def __init__(self, model: nn.Module, change: Callable[[Linear, Tensor], Tensor | None] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, change: Callable[[Linear, Tensor], Tensor | None] | None = None
+    ) -> None:
         super().__init__()
         self.names = {id(m): n for n, m in model.named_modules(remove_duplicate=True)}
         self.stack: list[str] = [""]
@@ -134,7 +149,9 @@ class Trace(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """Record what runs inside, with the names of the modules at work."""
         before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(lambda m, *_: (self.stack.pop(), None)[1], always_call=True)
+        after = register_module_forward_hook(
+            lambda m, *_: (self.stack.pop(), None)[1], always_call=True
+        )
         try:
             with self:
                 yield
@@ -164,7 +181,9 @@ class Trace(TorchDispatchMode):
         if name.startswith("_scaled_dot_product") and "backward" not in name:
             return self._fused(name, args, kwargs, given, tags, out)
         if name == "convolution" and len(given) >= 2 and tags[1].weights:
-            return self._linear("conv", given, tags, out, zeros, bias=given[2] if len(given) > 2 else None)
+            return self._linear(
+                "conv", given, tags, out, zeros, bias=given[2] if len(given) > 2 else None
+            )
         if name in _PRODUCTS:
             return self._product(name, given, tags, out, zeros)
         near = frozenset().union(*(t.near for t in tags)) if tags else frozenset()
@@ -175,7 +194,12 @@ class Trace(TorchDispatchMode):
         lookup = name in _LOOKUPS and given[0].ndim < 3
         if floats and all(t.weights for t in floats) and not lookup:
             new.weights = tuple(dict.fromkeys(w for t in floats for w in t.weights))
-        if name == "mul" and new.core is not None and self._core(new.core).shape[2] == 1 and len(given) == 2:
+        if (
+            name == "mul"
+            and new.core is not None
+            and self._core(new.core).shape[2] == 1
+            and len(given) == 2
+        ):
             value = next((i for i in (0, 1) if tags[i].core is None and tags[i].before), None)
             if value is not None:  # one key: einsum writes the product as a multiplication
                 self._complete(new.core, given[value], tags[value], tags)
@@ -191,7 +215,9 @@ class Trace(TorchDispatchMode):
                 self.alive.append(result.untyped_storage())
                 self.tags[key] = new
             elif name.endswith("_") and not old.weights:  # written in place
-                merged = Tags(old.near | new.near, old.before | new.before, (), _scores([old, new]), new.core)
+                merged = Tags(
+                    old.near | new.near, old.before | new.before, (), _scores([old, new]), new.core
+                )
                 self.tags[key] = merged
         return out
 
@@ -203,7 +229,11 @@ class Trace(TorchDispatchMode):
         self.alive.append(result.untyped_storage())
 
     def _branch(self, given: list[Tensor], tags: list[Tags]) -> None:
-        if given[0].shape != given[1].shape or given[0].ndim < 2 or not given[0].is_floating_point():
+        if (
+            given[0].shape != given[1].shape
+            or given[0].ndim < 2
+            or not given[0].is_floating_point()
+        ):
             return
         for a, b, tensor in ((tags[0], tags[1], given[1]), (tags[1], tags[0], given[0])):
             if b.before & _CONTENT and not a.before & _CONTENT:
@@ -214,12 +244,20 @@ class Trace(TorchDispatchMode):
                 flat = tensor.detach().reshape(tensor.shape[0], -1)
                 zero = tuple((flat == 0).all(1).tolist())
                 base, shape = a.before & b.before, tuple(tensor.shape)
-                self.branches.append(Branch(self.stack[-1], shape, between, b.near, zero, base, parallel))
+                self.branches.append(
+                    Branch(self.stack[-1], shape, between, b.near, zero, base, parallel)
+                )
                 if not parallel:
                     return
 
     def _linear(
-        self, kind: str, given: list[Tensor], tags: list[Tags], out: Any, zeros: float, bias: Tensor | None
+        self,
+        kind: str,
+        given: list[Tensor],
+        tags: list[Tags],
+        out: Any,
+        zeros: float,
+        bias: Tensor | None,
     ) -> Any:
         x, weight = given[0], given[1]
         y = out.detach()
@@ -228,7 +266,9 @@ class Trace(TorchDispatchMode):
         rows = y.numel() // max(1, y.shape[-1])
         y = y.reshape(rows, y.shape[-1])
         ins = weight[0].numel() if kind == "conv" else x.shape[-1]
-        clean = y.double() - (bias.detach().double() if bias is not None and bias.numel() == y.shape[-1] else 0)
+        clean = y.double() - (
+            bias.detach().double() if bias is not None and bias.numel() == y.shape[-1] else 0
+        )
         event = Linear(
             len(self.events), self.stack[-1], tags[1].weights, kind, rows, ins, y.shape[-1], tags[0].near,
             tags[0].before, zeros, x.detach().clone(), clean.float(),
@@ -241,7 +281,9 @@ class Trace(TorchDispatchMode):
             event.touched = not torch.equal(given_to_module.reshape(-1), x.detach().reshape(-1))
         self._add(event)
         new = Tags(frozenset({event.index}), tags[0].before | 1 << event.index)
-        if event.ins == event.outs <= MOST_HEADS:  # heads are mixed: these are scores or attention weights still
+        if (
+            event.ins == event.outs <= MOST_HEADS
+        ):  # heads are mixed: these are scores or attention weights still
             new.scores, new.core = tags[0].scores, tags[0].core
         self._mark(out, new)
         if self.change is not None:
@@ -255,18 +297,25 @@ class Trace(TorchDispatchMode):
         assert isinstance(event, Core)
         return event
 
-    def _product(self, name: str, given: list[Tensor], tags: list[Tags], out: Tensor, zeros: float) -> Tensor:
+    def _product(
+        self, name: str, given: list[Tensor], tags: list[Tags], out: Tensor, zeros: float
+    ) -> Tensor:
         bias, bias_tag = None, None
         if name in ("addmm", "baddbmm", "addbmm"):
             bias, given, bias_tag, tags = given[0], given[1:], tags[0], tags[1:]
         first, second = tags[0], tags[1]
         if second.weights or first.weights:
-            if not second.weights or (first.weights and given[0].requires_grad and not given[1].requires_grad):
+            if not second.weights or (
+                first.weights and given[0].requires_grad and not given[1].requires_grad
+            ):
                 given, tags = [given[1], given[0], *given[2:]], [second, first, *tags[2:]]
             if bias_tag is not None and bias_tag.before:
                 bias = None  # it depends on data: not a bias
             return self._linear("linear", given, tags, out, zeros, bias)
-        core = next((t.core for t in (first, second) if t.core is not None and not self._core(t.core).done), None)
+        core = next(
+            (t.core for t in (first, second) if t.core is not None and not self._core(t.core).done),
+            None,
+        )
         if core is not None:
             at = 1 if first.core == core else 0
             self._complete(core, given[at], tags[at], tags)
@@ -281,11 +330,15 @@ class Trace(TorchDispatchMode):
         """The second product of an attention has run."""
         event = self._core(core)
         event.done, event.v, event.v_sources = True, value.detach().clone(), tag.near
-        if event.seen is not None and value.shape[-2] < event.shape[2]:  # the last score is a sink without a value
+        if (
+            event.seen is not None and value.shape[-2] < event.shape[2]
+        ):  # the last score is a sink without a value
             event.seen = event.seen[..., : value.shape[-2]]
         event.ancestors |= _union(tags)
 
-    def _softmax(self, s: Tensor, dim: int, near: frozenset[int], tags: list[Tags], kind: str = "eager") -> Tags:
+    def _softmax(
+        self, s: Tensor, dim: int, near: frozenset[int], tags: list[Tags], kind: str = "eager"
+    ) -> Tags:
         s = s.detach().movedim(dim, -1)
         n, m = s.shape[-2], s.shape[-1]
         shape = (s.numel() // max(1, n * m), n, m)
@@ -295,27 +348,48 @@ class Trace(TorchDispatchMode):
         index = len(self.events)
         before = _union(tags)
         site = self._site()
-        self._add(Core(index, self.stack[-1], kind, shape, seen, distinct, near, before, depth=site[1], site=site[0]))
+        self._add(
+            Core(
+                index,
+                self.stack[-1],
+                kind,
+                shape,
+                seen,
+                distinct,
+                near,
+                before,
+                depth=site[1],
+                site=site[0],
+            )
+        )
         return Tags(frozenset({index}), before | 1 << index, core=index)
 
     def _site(self) -> tuple[str, float | None]:
         site, self.next_site = self.next_site, None
         return site if site is not None else ("", None)
 
-    def _fused(self, name: str, args: Any, kwargs: Any, given: list[Tensor], tags: list[Tags], out: Any) -> Any:
+    def _fused(
+        self, name: str, args: Any, kwargs: Any, given: list[Tensor], tags: list[Tags], out: Any
+    ) -> Any:
         q, k, v = given[:3]
         mask = kwargs.get("attn_mask", kwargs.get("attn_bias"))
-        causal = kwargs.get("is_causal", args[4] if len(args) > 4 and isinstance(args[4], bool) else False)
+        causal = kwargs.get(
+            "is_causal", args[4] if len(args) > 4 and isinstance(args[4], bool) else False
+        )
         scale = kwargs.get("scale")
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         shape = (q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
         seen = distinct = allowed = None
         if math.prod(shape) <= LARGEST_SCORES:
-            keys = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            keys = (
+                k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            )
             s = q.detach().double() @ keys.detach().double().mT * scale
             bias = torch.zeros_like(s)
             if causal:
-                bias = bias.masked_fill(~torch.ones(shape[1], shape[2], dtype=torch.bool).tril(), -math.inf)
+                bias = bias.masked_fill(
+                    ~torch.ones(shape[1], shape[2], dtype=torch.bool).tril(), -math.inf
+                )
             if mask is not None:
                 added = bias + mask.detach().double() if mask.dtype != torch.bool else None
                 bias = bias.masked_fill(~mask, -math.inf) if added is None else added
@@ -326,7 +400,17 @@ class Trace(TorchDispatchMode):
         before = _union(tags)
         site = self._site()
         core = Core(
-            index, self.stack[-1], name, shape, seen, distinct, near, before, tags[2].near, v.detach().clone(), True
+            index,
+            self.stack[-1],
+            name,
+            shape,
+            seen,
+            distinct,
+            near,
+            before,
+            tags[2].near,
+            v.detach().clone(),
+            True,
         )
         core.site, core.depth = site
         core.allowed = allowed

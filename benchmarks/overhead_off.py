@@ -28,7 +28,13 @@ TARGET = 1.005
 METHODS = {  # by the kinds of sites that are swapped
     "attention (drop_key)": ["DropKey"],
     "linear maps (feed_forward_dropout)": ["FeedForwardDropout"],
-    "every kind of site at once": ["DropKey", "FeedForwardDropout", "DropPath", "LayerDrop", "TokenGraying"],
+    "every kind of site at once": [
+        "DropKey",
+        "FeedForwardDropout",
+        "DropPath",
+        "LayerDrop",
+        "TokenGraying",
+    ],
 }
 HELD = contextlib.ExitStack()
 """What is disabled stays so for the whole process: a context that nobody holds would end by itself."""
@@ -45,7 +51,9 @@ def steps(batch: int, depth: int) -> dict[str, Callable[[], object]]:
         model = dampen.models.ViT(depth=depth).train()
         disabled: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if names:
-            disabled = dampen.regularize(model, [getattr(dampen, name)() for name in names]).disable()
+            disabled = dampen.regularize(
+                model, [getattr(dampen, name)() for name in names]
+            ).disable()
         HELD.enter_context(disabled)
 
         def train() -> None:
@@ -89,11 +97,18 @@ def count(batch: int, depth: int) -> dict[str, int]:
         raise SystemExit("valgrind is not installed: apt install valgrind")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind"
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", "--collect-atstart=no"]
+        command = [
+            "valgrind",
+            "--tool=callgrind",
+            f"--callgrind-out-file={out}",
+            "--collect-atstart=no",
+        ]
         command += [sys.executable, "-m", "benchmarks.overhead_off", "--inside"]
         command += ["--batch", str(batch), "--depth", str(depth)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
         names = done.stdout.split("\n")[:-1]
         return {name: total(Path(f"{out}.{i + 1}")) for i, name in enumerate(names)}
 
@@ -106,7 +121,9 @@ def total(path: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the record here")

@@ -28,7 +28,9 @@ def draw(theme: str) -> str:
 
     table = make_report([RECORD]).tables[0]
     reference = table.main_reference
-    figure = forest(table, Palette([e.name for e in table.entries], [reference.name] if reference else []))
+    figure = forest(
+        table, Palette([e.name for e in table.entries], [reference.name] if reference else [])
+    )
     if figure is None:
         raise ValueError(f"{RECORD.name} has nothing to compare.")
     text = json.dumps(figure.panels[0].spec)
@@ -38,8 +40,18 @@ def draw(theme: str) -> str:
     ground, ink = GROUND[theme]
     axis = {"labelColor": ink, "titleColor": ink, "tickColor": ink, "gridOpacity": 0.25}
     config = {"axis": axis, "rule": {"color": ink}, "title": {"color": ink}}
-    title = {"text": table.study.title, "subtitle": "Against an untuned baseline, one split", "subtitleColor": ink}
-    around = {"width": 560, "background": ground, "padding": PADDING, "config": config, "title": title}
+    title = {
+        "text": table.study.title,
+        "subtitle": "Against an untuned baseline, one split",
+        "subtitleColor": ink,
+    }
+    around = {
+        "width": 560,
+        "background": ground,
+        "padding": PADDING,
+        "config": config,
+        "title": title,
+    }
     return vl_convert.vegalite_to_svg(json.loads(text) | around)
 
 

@@ -50,7 +50,10 @@ WITHOUT_AVX512 = "-march=x86-64-v3"
 def steps(methods: str) -> tuple[Subject, dict[str, Callable[[], None]]]:
     """The two plain steps, one with each method, and what one would write instead."""
     subject = make_subject(PRESETS["tiny"].model, PRESETS["tiny"].batch)
-    found: dict[str, Callable[[], None]] = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
+    found: dict[str, Callable[[], None]] = {
+        FUSED: plain_step(subject),
+        UNFUSED: plain_step(subject, fused=False),
+    }
     for variant in find_variants(methods):
         if variant.name in (variant.method, variant.text):
             found[variant.name] = regularized_step(subject, variant)
@@ -144,7 +147,9 @@ def by_library(text: str) -> dict[str, int]:
             number, _, path = line.split("=", 1)[1].partition(" ")
             if path:
                 file = Path(path).name
-                names[number] = next((to for start, to in PARTS.items() if file.startswith(start)), "other")
+                names[number] = next(
+                    (to for start, to in PARTS.items() if file.startswith(start)), "other"
+                )
             part = names.get(number, "other") if line.startswith("ob=") else part
         elif line.startswith("calls="):
             skip = True  # the next line is what the callee took
@@ -169,15 +174,37 @@ def instructions(methods: str, path: str) -> dict[str, dict[str, int]]:
         }
         if path == "native":
             subprocess.run(
-                [sys.executable, "-m", "dampen.native"], env=environment, check=True, stdout=subprocess.DEVNULL
+                [sys.executable, "-m", "dampen.native"],
+                env=environment,
+                check=True,
+                stdout=subprocess.DEVNULL,
             )
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", "--collect-atstart=no"]
-        command += [sys.executable, "-m", "benchmarks.profile_tiny", "--inside", "--methods", methods]
+        command = [
+            "valgrind",
+            "--tool=callgrind",
+            f"--callgrind-out-file={out}",
+            "--collect-atstart=no",
+        ]
+        command += [
+            sys.executable,
+            "-m",
+            "benchmarks.profile_tiny",
+            "--inside",
+            "--methods",
+            methods,
+        ]
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=True,
         )
         names = done.stdout.splitlines()
-        return {name: by_library(Path(f"{out}.{i + 1}").read_text()) for i, name in enumerate(names)}
+        return {
+            name: by_library(Path(f"{out}.{i + 1}").read_text()) for i, name in enumerate(names)
+        }
 
 
 def counts(methods: str, rounds: int) -> dict[str, dict[str, float]]:
@@ -200,12 +227,16 @@ def counts(methods: str, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", default=METHODS, help="as for dampen bench")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=list(PATHS))
-    parser.add_argument("--no-instructions", action="store_true", help="without valgrind, a minute instead of five")
+    parser.add_argument(
+        "--no-instructions", action="store_true", help="without valgrind, a minute instead of five"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--counts", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -217,11 +248,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     record: dict[str, Any] = {}
     for path in options.paths:
-        command = [sys.executable, "-m", "benchmarks.profile_tiny", "--counts", "--methods", options.methods]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.profile_tiny",
+            "--counts",
+            "--methods",
+            options.methods,
+        ]
         command += ["--rounds", str(options.rounds)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DAMPEN_NATIVE": PATHS[path]}
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=True,
         )
         record[path] = json.loads(done.stdout.splitlines()[-1])
         counting = not options.no_instructions
@@ -237,7 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from dampen.studies.files import write_json
 
         told = {
-            "command": "python -m benchmarks.profile_tiny" + " --no-instructions" * options.no_instructions,
+            "command": "python -m benchmarks.profile_tiny"
+            + " --no-instructions" * options.no_instructions,
             "what": "one training step without the optimizer; instructions in millions, by valgrind (no AVX-512)",
             "model": f"{PRESETS['tiny'].model}, batch {PRESETS['tiny'].batch}",
             "load": os.getloadavg()[0],

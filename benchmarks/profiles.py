@@ -98,13 +98,20 @@ def measure(methods: str, threads: int, rounds: int, batch: int) -> dict[str, An
             "quartiles": [low, high],  # of the rounds taken singly
             "by": {name: cost for name, cost in costs.items() if abs(cost) >= SMALLEST},
         }
-        told = ", ".join(f"{name} {cost:+.1f}" for name, cost in list(found[variant.name]["by"].items())[:6])
-        print(f"{threads} threads  {variant.name:<34} {found[variant.name]['added']:+6.1f} %  {told}", flush=True)
+        told = ", ".join(
+            f"{name} {cost:+.1f}" for name, cost in list(found[variant.name]["by"].items())[:6]
+        )
+        print(
+            f"{threads} threads  {variant.name:<34} {found[variant.name]['added']:+6.1f} %  {told}",
+            flush=True,
+        )
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9, help="at least 2")
@@ -112,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args(arguments)
     keep_freed_memory()  # else the profile shows where pages are faulted in
-    found = {str(n): measure(options.methods, n, options.rounds, options.batch) for n in options.threads}
+    found = {
+        str(n): measure(options.methods, n, options.rounds, options.batch) for n in options.threads
+    }
     if options.json:
         words = [f"--methods {options.methods!r}"] if options.methods != METHODS else []
         words += [f"--threads {' '.join(map(str, options.threads))}", f"--rounds {options.rounds}"]

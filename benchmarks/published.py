@@ -75,7 +75,9 @@ def trace_penalties(model: nn.Module, terms: str, p: float = 0.2) -> Callable[[]
 
     attentions = fused_attentions(model)
     if not attentions:
-        raise ValueError("written for attention with one fused qkv map, which this model does not have")
+        raise ValueError(
+            "written for attention with one fused qkv map, which this model does not have"
+        )
     for module in attentions.values():
         module.register_forward_hook(see)
 
@@ -109,7 +111,9 @@ def gray_svd(images: Tensor, patch: tuple[int, int], eps: float = 0.7) -> Tensor
 
     u, s, vh = torch.linalg.svd(patchify(images, patch), full_matrices=False)
     top = s.amax(-1, keepdim=True)
-    return unpatchify(u * ((s / top) ** eps * top).unsqueeze(-2) @ vh, patch, (images.shape[-2], images.shape[-1]))
+    return unpatchify(
+        u * ((s / top) ** eps * top).unsqueeze(-2) @ vh, patch, (images.shape[-2], images.shape[-1])
+    )
 
 
 # --- steps: subject -> something to time ----------------------------------------------------------
@@ -170,7 +174,9 @@ PAPERS = {
         "blurred_attention", with_attention(blurred_attention()), blurred_attention()
     ),
     "Explicit Dropout, trace of values": Formulation("explicit_dropout", with_traces("v")),
-    "Explicit Dropout, traces of queries and values": Formulation("explicit_dropout all terms", with_traces("qv")),
+    "Explicit Dropout, traces of queries and values": Formulation(
+        "explicit_dropout all terms", with_traces("qv")
+    ),
     "R-Drop, two whole passes": Formulation("r_drop", with_attention(drop_key(), passes=2)),
     "Token Graying, an SVD per image": Formulation("token_graying svd", with_svd),
 }

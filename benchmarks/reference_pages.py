@@ -33,14 +33,20 @@ def commands() -> str:
         whole = typer.main.get_command(build(name))
         context = typer.Context(whole, info_name="dampen")
         one = whole.get_command(context, name)  # type: ignore[attr-defined]
-        parts.append(get_docs_for_click(obj=one, ctx=context, indent=1, name=name, call_prefix="dampen"))
+        parts.append(
+            get_docs_for_click(obj=one, ctx=context, indent=1, name=name, call_prefix="dampen")
+        )
     lines = (line.rstrip() for line in "\n".join(parts).splitlines())
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the page is up to date"
+    )
     return publish({PAGE: commands()}, parser.parse_args(arguments).check)
 
 

@@ -45,7 +45,9 @@ def steps() -> dict[str, Callable[[], None]]:
 
     def build(name: str | None) -> Callable[[], None]:
         torch.manual_seed(0)
-        model = dampen.models.ViT(image_size=8, patch_size=2, channels=1, width=48, depth=2, heads=4, mlp=96).train()
+        model = dampen.models.ViT(
+            image_size=8, patch_size=2, channels=1, width=48, depth=2, heads=4, mlp=96
+        ).train()
         if name is None:
 
             def plain() -> None:
@@ -81,11 +83,23 @@ def count() -> dict[str, float]:
     """Instructions of a step with each method, as a multiple of the plain one."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind"
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", "--collect-atstart=no"]
+        command = [
+            "valgrind",
+            "--tool=callgrind",
+            f"--callgrind-out-file={out}",
+            "--collect-atstart=no",
+        ]
         command += [sys.executable, "-m", "benchmarks.regression", "--inside"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "DAMPEN_NATIVE": "0"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",
+            "DAMPEN_NATIVE": "0",
+        }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        counted = {name: total(Path(f"{out}.{i + 1}")) for i, name in enumerate(done.stdout.split())}
+        counted = {
+            name: total(Path(f"{out}.{i + 1}")) for i, name in enumerate(done.stdout.split())
+        }
     return {name: counted[name] / counted["plain"] for name in METHODS}
 
 
@@ -96,12 +110,16 @@ def dearer(now: dict[str, float], before: dict[str, float]) -> list[str]:
     ['a: 1.200 instead of 1.100']
     """
     return [
-        f"{n}: {r:.3f} instead of {before[n]:.3f}" for n, r in now.items() if n in before and r > ALLOWED * before[n]
+        f"{n}: {r:.3f} instead of {before[n]:.3f}"
+        for n, r in now.items()
+        if n in before and r > ALLOWED * before[n]
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--check", action="store_true", help="compare with the committed record")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -121,14 +139,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         what = "instructions of a training step by valgrind callgrind, torch path, method / plain; ViT 2 x 48, batch 8"
         command = "python -m benchmarks.regression --json benchmarks/records/instructions.json"
-        write_json(options.json, {"command": command, "what": what, "machine": machine(), "ratios": found})
+        write_json(
+            options.json, {"command": command, "what": what, "machine": machine(), "ratios": found}
+        )
     if not options.check:
         return 0
     if not RECORD.exists():
-        print(f"nothing to compare with: there is no {RECORD.name} yet; write it with --json {RECORD}")
+        print(
+            f"nothing to compare with: there is no {RECORD.name} yet; write it with --json {RECORD}"
+        )
         return 1
     problems = dearer(found, json.loads(RECORD.read_text())["ratios"])
-    print("\n".join(["dearer than the record:", *problems]) if problems else "nothing is dearer than the record")
+    print(
+        "\n".join(["dearer than the record:", *problems])
+        if problems
+        else "nothing is dearer than the record"
+    )
     return 1 if problems else 0
 
 

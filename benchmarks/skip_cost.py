@@ -75,7 +75,9 @@ def variants(batch: int, depth: int, width: int) -> dict[str, Callable[[], objec
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--width", type=int, default=384)

@@ -76,9 +76,13 @@ VARIANTS: dict[str, Callable[[], Attention]] = {
     "DropHead": lambda: ours(dampen.DropHead()),
     "AttentionEntropy": lambda: ours(dampen.AttentionEntropy()),
     "HeadDiversity": lambda: ours(dampen.HeadDiversity()),
-    "paper's hard masking": lambda: lambda q, k, v: reference_stochastic.hard_masking(scores(q, k), v, 0.2, 410),
+    "paper's hard masking": lambda: (
+        lambda q, k, v: reference_stochastic.hard_masking(scores(q, k), v, 0.2, 410)
+    ),
     "paper's drop key": lambda: drop_key_as_published,
-    "paper's blur": lambda: lambda q, k, v: reference_stochastic.blurred_attention(scores(q, k), v, 0.5, 5),
+    "paper's blur": lambda: (
+        lambda q, k, v: reference_stochastic.blurred_attention(scores(q, k), v, 0.5, 5)
+    ),
 }
 
 
@@ -108,7 +112,9 @@ def measure(name: str, tokens: int, heads: int, width: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
@@ -126,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = [sys.executable, "-m", "benchmarks.stochastic_memory", "--one", name]
         for flag, value in zip(("--tokens", "--heads", "--width"), size, strict=True):
             command += [flag, str(value)]
-        runs = [json.loads(subprocess.check_output(command, env=HELD)) for _ in range(options.repeats)]
+        runs = [
+            json.loads(subprocess.check_output(command, env=HELD)) for _ in range(options.repeats)
+        ]
         found[name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         found[name]["default_malloc"] = json.loads(subprocess.check_output(command))["bytes"]
         plain = found.get("plain", found[name])

@@ -65,12 +65,19 @@ def diffusers_cases(checkout: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in test_modules(checkout, "*/test_models_*.py"):
         for test in vars(module).values():
-            if not inspect.isclass(test) or test.__module__ != name or not hasattr(test, "model_class"):
+            if (
+                not inspect.isclass(test)
+                or test.__module__ != name
+                or not hasattr(test, "model_class")
+            ):
                 continue
             signal.alarm(60)
             try:
                 model, arguments, inputs = of_diffusers_test(test)
-                case = {"config": json.loads(json.dumps(arguments)), "inputs": {k: spec(v) for k, v in inputs.items()}}
+                case = {
+                    "config": json.loads(json.dumps(arguments)),
+                    "inputs": {k: spec(v) for k, v in inputs.items()},
+                }
                 found.setdefault(model, case)
             except BaseException as error:
                 print(f"{name}.{test.__name__}: {type(error).__name__}: {str(error)[:100]}")
@@ -107,7 +114,9 @@ def of_test(test: Any, kinds: dict[Any, str]) -> list[tuple[str, Any]]:
     kind = kinds.get(type(config))
     if kind is None:
         return []
-    inputs = {k: v for k, v in inputs.items() if k not in ("labels", "return_dict") and v is not None}
+    inputs = {
+        k: v for k, v in inputs.items() if k not in ("labels", "return_dict") and v is not None
+    }
     base = MODEL_MAPPING[type(config)]
     base = base[0] if isinstance(base, tuple) else base
     model = base if base in classes else classes[0]
@@ -125,7 +134,11 @@ def spec(value: Any) -> Any:
             return {"shape": list(value.shape), "mean": round(float(value.mean()), 1)}
         if value.numel() <= LARGEST_EXACT:
             return {"dtype": str(value.dtype)[6:], "values": value.tolist()}
-        return {"shape": list(value.shape), "dtype": str(value.dtype)[6:], "high": int(value.max()) + 1}
+        return {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype)[6:],
+            "high": int(value.max()) + 1,
+        }
     if isinstance(value, dict):
         return {"dict": {k: spec(v) for k, v in value.items()}}
     if isinstance(value, list | tuple):
@@ -141,8 +154,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     library, checkout = sys.argv[1], Path(sys.argv[2])
     sys.path.insert(0, str(checkout))
-    found = dict(sorted((cases if library == "transformers" else diffusers_cases)(checkout).items()))
-    lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in found.items())
+    found = dict(
+        sorted((cases if library == "transformers" else diffusers_cases)(checkout).items())
+    )
+    lines = ",\n".join(
+        f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in found.items()
+    )
     table = Path(__file__).parent / f"tiny_{library}.json"
     table.write_text("{\n" + lines + "\n}\n")
     print(len(found), "models,", table.stat().st_size, "bytes")

@@ -18,7 +18,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 LARGEST = 40_000_000  # parameters; what is larger is not built here
-_SMALL_NAMES = "test_ nano pico atto femto zepto xxs xx_small _b0 tiny _t xs mini s0 small _s".split()
+_SMALL_NAMES = (
+    "test_ nano pico atto femto zepto xxs xx_small _b0 tiny _t xs mini s0 small _s".split()
+)
 
 
 class NotBuilt(Exception):
@@ -37,7 +39,9 @@ class Subject:
 def outputs_of(out: Any) -> Tensor:
     """Every floating tensor of a model's output that depends on its parameters, in one."""
     values = out.to_tuple() if hasattr(out, "to_tuple") else out
-    found = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
+    found = [
+        t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()
+    ]
     found = [t for t in found if t.requires_grad]
     if not found:
         raise NotBuilt("its output holds no tensor with a gradient")
@@ -50,9 +54,13 @@ def settle(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d):
             module.p = 0.0
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or name in ("layerdrop", "mask_time_prob")):
+            if isinstance(value, float) and (
+                "drop" in name or name in ("layerdrop", "mask_time_prob")
+            ):
                 setattr(module, name, 0.0)
-    for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
+    for config in {
+        id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
+    }.values():
         for name, value in list(vars(config).items()):
             if isinstance(value, float) and ("drop" in name or name.startswith("mask_")):
                 setattr(config, name, 0.0)
@@ -141,7 +149,12 @@ def transformers_subjects() -> Iterator[tuple[str, Any]]:
     table = read_table("transformers")
     for kind, config in CONFIG_MAPPING.items():
         if config in MODEL_MAPPING:
-            yield kind, lambda kind=kind, config=config: _transformers_subject(kind, config, table.get(kind))
+            yield (
+                kind,
+                lambda kind=kind, config=config: _transformers_subject(
+                    kind, config, table.get(kind)
+                ),
+            )
 
 
 def _transformers_subject(kind: str, config_class: Any, entry: dict[str, Any] | None) -> Subject:
@@ -170,7 +183,11 @@ def _from_tester(kind: str, config_class: Any, entry: dict[str, Any]) -> Subject
     inputs = {k: tensors(v) for k, v in entry["inputs"].items() if k in accepted and v is not None}
     if "use_cache" in accepted:
         inputs["use_cache"] = False
-    if isinstance(mask := inputs.get("attention_mask"), Tensor) and mask.ndim == 2 and bool((mask == 1).all()):
+    if (
+        isinstance(mask := inputs.get("attention_mask"), Tensor)
+        and mask.ndim == 2
+        and bool((mask == 1).all())
+    ):
         mask[-1, -2:] = 0  # the testers seldom pad
     outputs_of(model(**inputs))
     return Subject(f"transformers {kind} ({entry['model']})", model, inputs)
@@ -195,7 +212,9 @@ def tensors(spec: Any, generator: torch.Generator | None = None) -> Any:
     if "values" in spec:
         return torch.tensor(spec["values"], dtype=getattr(torch, spec["dtype"]))
     if "high" in spec:
-        return torch.randint(0, spec["high"], spec["shape"], generator=generator).to(getattr(torch, spec["dtype"]))
+        return torch.randint(0, spec["high"], spec["shape"], generator=generator).to(
+            getattr(torch, spec["dtype"])
+        )
     return torch.randn(spec["shape"], generator=generator) * 0.5 + spec["mean"]
 
 
@@ -217,7 +236,9 @@ def _diffusers_subject(name: str, entry: dict[str, Any]) -> Subject:
         if sum(p.numel() for p in model.parameters()) > LARGEST:
             raise NotBuilt("too large")
         accepted = inspect.signature(model.forward).parameters
-        inputs = {k: tensors(v) for k, v in entry["inputs"].items() if k in accepted and v is not None}
+        inputs = {
+            k: tensors(v) for k, v in entry["inputs"].items() if k in accepted and v is not None
+        }
         outputs_of(model(**inputs))
     except (NotBuilt, TimeoutError, MemoryError):
         raise
@@ -230,23 +251,33 @@ def _tiny_config(cls: Any, depth: int = 0) -> Any:
     names = inspect.signature(cls.__init__).parameters
     sizes = _SIZES | _OWN_SIZES.get(getattr(cls, "model_type", ""), {})
     given: dict[str, Any] = {n: v for n, v in sizes.items() if n in names}
-    if isinstance(names.get("patch_size"), inspect.Parameter) and isinstance(names["patch_size"].default, list | tuple):
+    if isinstance(names.get("patch_size"), inspect.Parameter) and isinstance(
+        names["patch_size"].default, list | tuple
+    ):
         given.pop("patch_size")
     for name, parameter in names.items():
         default = parameter.default
         if name in ("depths", "layers_per_stage") and isinstance(default, list | tuple):
             given[name] = [1] * len(default)
     for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
-        if depth < 3 and sub.__name__ not in ("AutoConfig", "PretrainedConfig", "PreTrainedConfig") and name in names:
+        if (
+            depth < 3
+            and sub.__name__ not in ("AutoConfig", "PretrainedConfig", "PreTrainedConfig")
+            and name in names
+        ):
             given[name] = _tiny_config(sub, depth + 1).to_dict()
     given |= _layer_kinds(cls, names)
     while True:
         try:
             return cls(**given)
         except Exception as error:
-            culprit = next((n for n in given if n in str(error)), None)  # a family's own rule: leave its default
+            culprit = next(
+                (n for n in given if n in str(error)), None
+            )  # a family's own rule: leave its default
             if culprit is None:
-                raise NotBuilt(f"no tiny configuration: {type(error).__name__}: {str(error)[:100]}") from error
+                raise NotBuilt(
+                    f"no tiny configuration: {type(error).__name__}: {str(error)[:100]}"
+                ) from error
             given.pop(culprit)
 
 
@@ -290,7 +321,10 @@ def _from_sizes(kind: str, config_class: Any) -> Subject:
 def _batches(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
     names = inspect.signature(model.forward).parameters
     cache = {"use_cache": False} if "use_cache" in names else {}
-    parts = [config, *(getattr(config, n, None) for n in ("text_config", "vision_config", "audio_config"))]
+    parts = [
+        config,
+        *(getattr(config, n, None) for n in ("text_config", "vision_config", "audio_config")),
+    ]
 
     def of(name: str, default: Any) -> Any:
         return next((v for c in parts if (v := getattr(c, name, None)) is not None), default)

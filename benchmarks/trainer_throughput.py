@@ -96,15 +96,22 @@ def measure(name: str, rounds: int, steps: int, clock: Callable[[], float]) -> R
             self.s.meter.means(self.s.per_epoch)
             self.s.meter.reset()
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(train_module, "Keeper", Interleaving):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(train_module, "Keeper", Interleaving),
+    ):
         execution = Execution(threads=1, accelerator="cpu")
         with contextlib.suppress(Enough):
             train_module.train(trial, Path(folder), execution, lambda event: None, lambda: False)
-    return summarize({"trainer": pairs, "bare": [(b["bare"], b) for _, b in pairs]}, ["bare"])["trainer"]
+    return summarize({"trainer": pairs, "bare": [(b["bare"], b) for _, b in pairs]}, ["bare"])[
+        "trainer"
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--steps", type=int, default=3, help="steps of each in a round")
     parser.add_argument("--json", type=Path, help="where to write the result")
@@ -116,7 +123,9 @@ def main() -> None:
             cost = measure(name, arguments.rounds, arguments.steps, clock)
             ratio, low, high = 1 / cost.median, 1 / cost.high, 1 / cost.low
             milliseconds = 1000 * cost.seconds / arguments.steps
-            results.append({"model": name, "clock": kind, "throughput_ratio": ratio, "low": low, "high": high})
+            results.append(
+                {"model": name, "clock": kind, "throughput_ratio": ratio, "low": low, "high": high}
+            )
             results[-1] |= {"rounds": cost.rounds, "trainer_ms_per_step": milliseconds}
             print(
                 f"{name:6} {kind:5} throughput {ratio:.3f}x of a bare loop (95% {low:.3f} to {high:.3f}, "
@@ -124,7 +133,9 @@ def main() -> None:
                 flush=True,
             )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": describe(1, "cpu"), "results": results}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"environment": describe(1, "cpu"), "results": results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

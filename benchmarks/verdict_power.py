@@ -38,7 +38,9 @@ def e_process_p(differences: np.ndarray) -> np.ndarray:
     """1 / max E over the looks so far, of every prefix."""
     shape = differences.shape
     e = log_e_matrix(differences.reshape(-1, shape[-1]))
-    return np.exp(-np.maximum(np.maximum.accumulate(e, axis=1), 0.0)).reshape(*shape[:-1], shape[-1] - 1)
+    return np.exp(-np.maximum(np.maximum.accumulate(e, axis=1), 0.0)).reshape(
+        *shape[:-1], shape[-1] - 1
+    )
 
 
 def holm_decided(p: np.ndarray) -> np.ndarray:
@@ -53,7 +55,9 @@ def holm_decided(p: np.ndarray) -> np.ndarray:
     return decided
 
 
-def draws(tables: int, rows: int, seeds: int, effects: Sequence[float], seed: int, shared: float = 0.5) -> np.ndarray:
+def draws(
+    tables: int, rows: int, seeds: int, effects: Sequence[float], seed: int, shared: float = 0.5
+) -> np.ndarray:
     """Differences of rows to one reference: its runs are in all of them, so they correlate by `shared`."""
     rng = np.random.default_rng(seed)
     common = rng.standard_normal((tables, 1, seeds)) * math.sqrt(shared)
@@ -61,7 +65,9 @@ def draws(tables: int, rows: int, seeds: int, effects: Sequence[float], seed: in
     return common + own + np.asarray(effects, dtype=float)[None, :, None]
 
 
-def false_claims_fixed(rows: int, seeds: int, tables: int, seed: int = 0, look_at_all: bool = False) -> float:
+def false_claims_fixed(
+    rows: int, seeds: int, tables: int, seed: int = 0, look_at_all: bool = False
+) -> float:
     """The share of tables without any difference in which some row is called better or worse."""
     p = t_test_p(draws(tables, rows, seeds, [0.0] * rows, seed))
     p = p[..., 1:] if look_at_all else p[..., -1:]  # from three seeds on
@@ -70,7 +76,11 @@ def false_claims_fixed(rows: int, seeds: int, tables: int, seed: int = 0, look_a
 
 def false_claims_sequential(rows: int, looks: int, tables: int, seed: int = 0) -> float:
     """The same for the e-process, at any of so many looks."""
-    return float(holm_decided(e_process_p(draws(tables, rows, looks, [0.0] * rows, seed))).any(axis=(1, 2)).mean())
+    return float(
+        holm_decided(e_process_p(draws(tables, rows, looks, [0.0] * rows, seed)))
+        .any(axis=(1, 2))
+        .mean()
+    )
 
 
 def power_fixed(effect: float, rows: int, seeds: int, tables: int, seed: int = 0) -> float:
@@ -79,9 +89,13 @@ def power_fixed(effect: float, rows: int, seeds: int, tables: int, seed: int = 0
     return float(holm_decided(p[..., -1:])[:, 0, 0].mean())
 
 
-def seeds_sequential(effect: float, rows: int, looks: int, tables: int, seed: int = 0) -> dict[str, float | None]:
+def seeds_sequential(
+    effect: float, rows: int, looks: int, tables: int, seed: int = 0
+) -> dict[str, float | None]:
     """Seeds at which half and 80 % of such rows are decided, in rounds that begin with the first that can."""
-    decided = holm_decided(e_process_p(draws(tables, rows, looks, [effect, *[0.0] * (rows - 1)], seed)))[:, 0]
+    decided = holm_decided(
+        e_process_p(draws(tables, rows, looks, [effect, *[0.0] * (rows - 1)], seed))
+    )[:, 0]
     first = np.where(decided.any(axis=1), decided.argmax(axis=1) + 2, looks + 1)
     first = np.maximum(first, first_round(rows))
     found = {"median": np.quantile(first, 0.5), "80 %": np.quantile(first, 0.8, method="higher")}
@@ -104,7 +118,9 @@ def measure(scale: float = 1.0) -> dict[str, Any]:
         "level": LEVEL,
         "tables": {"level": many, "power": some},
         "false claims, fixed plan": {
-            f"{rows} rows, {n} seeds": false_claims_fixed(rows, n, many) for rows in (1, 9, 14) for n in (3, 5, 8)
+            f"{rows} rows, {n} seeds": false_claims_fixed(rows, n, many)
+            for rows in (1, 9, 14)
+            for n in (3, 5, 8)
         },
         "false claims, t-tests looked at after each of 100 seeds": {
             f"{rows} rows": false_claims_fixed(rows, 100, some, look_at_all=True) for rows in (1, 9)
@@ -129,8 +145,12 @@ def measure(scale: float = 1.0) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer tables, printed and not recorded")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer tables, printed and not recorded"
+    )
     options = parser.parse_args(arguments)
     found = measure(0.05 if options.quick else 1.0)
     for name, value in found.items():

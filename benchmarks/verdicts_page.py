@@ -77,13 +77,24 @@ def simulation_part(power: dict[str, Any]) -> list[str]:
         rows, seeds = (part.split()[0] for part in key.split(", "))
         lines.append(f"| fixed plan (paired t, Holm) | {rows} | {seeds} | {value:.1%} |")
     for key, value in looked.items():
-        lines.append(f"| t-tests looked at after every seed (what not to do) | {key.split()[0]} | 100 | {value:.1%} |")
+        lines.append(
+            f"| t-tests looked at after every seed (what not to do) | {key.split()[0]} | 100 | {value:.1%} |"
+        )
     for key, value in sequential.items():
-        lines.append(f"| sequential (e-process, Holm at every look) | {key.split()[0]} | 100 | {value:.1%} |")
+        lines.append(
+            f"| sequential (e-process, Holm at every look) | {key.split()[0]} | 100 | {value:.1%} |"
+        )
     covered = power["coverage, sequential interval after 100 looks"]
-    lines += ["", f"The sequential interval contains the truth at all of 100 looks in {covered:.1%} of the tables.", ""]
+    lines += [
+        "",
+        f"The sequential interval contains the truth at all of 100 looks in {covered:.1%} of the tables.",
+        "",
+    ]
     lines += ["## What a table can show", ""]
-    lines += ["Share of true differences that a fixed plan shows, by size in standard deviations of differences:", ""]
+    lines += [
+        "Share of true differences that a fixed plan shows, by size in standard deviations of differences:",
+        "",
+    ]
     counts = list(next(iter(power["power, fixed plan"].values())))
     lines += [f"| difference, rows | {' | '.join(counts)} |", "|---|" + "---|" * len(counts)]
     for key, found in power["power, fixed plan"].items():
@@ -103,14 +114,18 @@ def race_part(races: dict[str, Any]) -> list[str]:
         lines += ["| row | seeds | difference | interval | verdict |", "|---|---|---|---|---|"]
         for row, c in race["rows"].items():
             interval = f"{c['low']:+.2f} to {c['high']:+.2f}" if c["low"] is not None else ""
-            lines.append(f"| {row} | {c['seeds']} | {c['difference']:+.2f} | {interval} | {c['told']} |")
+            lines.append(
+                f"| {row} | {c['seeds']} | {c['difference']:+.2f} | {interval} | {c['told']} |"
+            )
         lines += ["", race_sentence(race), ""]
     return lines
 
 
 def race_sentence(race: dict[str, Any]) -> str:
     """Runs of the race against runs of plans fixed before."""
-    ended = {"all decided": "every row decided", "time used": "the time was used first"}.get(race["why"], race["why"])
+    ended = {"all decided": "every row decided", "time used": "the time was used first"}.get(
+        race["why"], race["why"]
+    )
     told = f"{race['runs']} runs in {race['rounds']} looks, {ended}."
     if race["fixed"]:
         told += " A plan fixed before with power 0.8 for just these differences, which nobody knows before, "
@@ -118,7 +133,9 @@ def race_sentence(race: dict[str, Any]) -> str:
         told += saving(race["fixed"], race["runs"])
     margin = f"{race['margin']:g}"
     if race["fixed_for_margin"]:
-        told += f" A plan with power 0.8 for the margin of {margin}, which is what can be planned for, "
+        told += (
+            f" A plan with power 0.8 for the margin of {margin}, which is what can be planned for, "
+        )
         told += f"takes {race['fixed_for_margin']:,}: "
         told += saving(race["fixed_for_margin"], race["runs"])
     return told
@@ -127,7 +144,11 @@ def race_sentence(race: dict[str, Any]) -> str:
 def saving(fixed: int, runs: int) -> str:
     """What the race saved against a plan, or what being valid at every look cost."""
     saved = fixed - runs
-    return f"{saved:,} saved ({saved / fixed:.0%})." if saved >= 0 else f"{-saved} fewer than the race."
+    return (
+        f"{saved:,} saved ({saved / fixed:.0%})."
+        if saved >= 0
+        else f"{-saved} fewer than the race."
+    )
 
 
 def page() -> str:
@@ -137,9 +158,15 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; say whether the page is out of date")
-    parser.add_argument("--collect", nargs=2, metavar=("NAME", "FOLDER"), help="keep what a race decided")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; say whether the page is out of date"
+    )
+    parser.add_argument(
+        "--collect", nargs=2, metavar=("NAME", "FOLDER"), help="keep what a race decided"
+    )
     options = parser.parse_args(arguments)
     if options.collect:
         name, folder = options.collect

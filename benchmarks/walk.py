@@ -105,7 +105,9 @@ def step() -> dict[str, int]:
     images, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
 
     def one() -> None:
-        loss, _ = handle.loss(lambda: model(images), lambda out: torch.nn.functional.cross_entropy(out, labels))
+        loss, _ = handle.loss(
+            lambda: model(images), lambda out: torch.nn.functional.cross_entropy(out, labels)
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -137,10 +139,16 @@ def compare() -> dict[str, int]:
     """`dampen compare` of nine short runs."""
     with tempfile.TemporaryDirectory() as out:
         code = COMPARE.format(root=str(ROOT), out=out)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    found = [line.removeprefix("WALK ") for line in done.stdout.splitlines() if line.startswith("WALK ")]
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+    found = [
+        line.removeprefix("WALK ") for line in done.stdout.splitlines() if line.startswith("WALK ")
+    ]
     if not found:
-        raise SystemExit(f"dampen compare ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"dampen compare ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        )
     figures: dict[str, int] = json.loads(found[0])
     return figures
 
@@ -174,7 +182,9 @@ def size(files: list[Path]) -> dict[str, float]:
         "lines of code": sum(map(_code_lines, texts)),
         "files under 60 lines": sum(n < SHORTEST for n in lines),
         "files over 500 lines": sum(n > LONGEST for n in lines),
-        "lines over 100 columns": sum(len(line) > LONG_LINE for t in texts for line in t.splitlines()),
+        "lines over 100 columns": sum(
+            len(line) > LONG_LINE for t in texts for line in t.splitlines()
+        ),
         "conditional expressions per 1,000 lines": round(1000 * conditional / total, 1),
         "comment lines per 1,000 lines": round(1000 * sum(map(_comment_lines, texts)) / total, 1),
         "public functions with arguments": len(public),
@@ -185,7 +195,10 @@ def size(files: list[Path]) -> dict[str, float]:
 def _public_functions(tree: ast.Module) -> list[ast.FunctionDef]:
     """Functions and methods without an underscore that take arguments."""
     found: list[ast.FunctionDef] = []
-    for scope in [tree, *(n for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))]:
+    for scope in [
+        tree,
+        *(n for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")),
+    ]:
         for node in scope.body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -203,11 +216,22 @@ def _comment_lines(text: str) -> int:
 def _code_lines(text: str) -> int:
     """Lines without those that are empty, a comment or part of a docstring: what a wider layout or a longer
     description does not change."""
-    apart = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    apart = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     code = {n for t in tokens if t.type not in apart for n in range(t.start[0], t.end[0] + 1)}
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             code -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(code)
 
@@ -244,9 +268,13 @@ def grown(found: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="renew the result file")
-    parser.add_argument("--check", action="store_true", help="fail where a figure has grown by more than 10 %%")
+    parser.add_argument(
+        "--check", action="store_true", help="fail where a figure has grown by more than 10 %%"
+    )
     options = parser.parse_args()
     found = measure()
     print(json.dumps(found, indent=2))

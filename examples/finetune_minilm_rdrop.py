@@ -35,15 +35,36 @@ from transformers import (
 from dampen.integrations import hf
 
 TEMPLATES = {
-    "weather": ["the {a} wind brings {b} clouds", "a {a} morning with {b} rain", "{a} snow falls on the {b} hills"],
-    "food": ["she cooks {a} soup with {b} bread", "a {a} cake and {b} tea", "the {a} rice tastes {b}"],
+    "weather": [
+        "the {a} wind brings {b} clouds",
+        "a {a} morning with {b} rain",
+        "{a} snow falls on the {b} hills",
+    ],
+    "food": [
+        "she cooks {a} soup with {b} bread",
+        "a {a} cake and {b} tea",
+        "the {a} rice tastes {b}",
+    ],
     "travel": [
         "the {a} train leaves for the {b} coast",
         "a {a} ticket to a {b} town",
         "we walk a {a} road, {b} and far",
     ],
 }
-WORDS = ["warm", "cold", "old", "new", "quiet", "bright", "grey", "sweet", "long", "early", "late", "small"]
+WORDS = [
+    "warm",
+    "cold",
+    "old",
+    "new",
+    "quiet",
+    "bright",
+    "grey",
+    "sweet",
+    "long",
+    "early",
+    "late",
+    "small",
+]
 
 
 def main() -> None:
@@ -53,7 +74,9 @@ def main() -> None:
     model, tokenizer, name = load(labels, [text for _, text in rows])
     cut = len(rows) * 3 // 4
     train, test = (encode(part, labels, tokenizer) for part in (rows[:cut], rows[cut:]))
-    print(f"{name}; {len(train)} sentences to train on, {len(test)} to test on{'' if options.data else ', SYNTHETIC'}")
+    print(
+        f"{name}; {len(train)} sentences to train on, {len(test)} to test on{'' if options.data else ', SYNTHETIC'}"
+    )
 
     # the three lines that are dampen's: what is random, what compares two random passes, and the trainer
     reg = dampen.regularize(model, [dampen.HiddenDropout(0.1), dampen.RDrop(options.weight)])
@@ -62,16 +85,22 @@ def main() -> None:
             folder, max_steps=options.steps, per_device_train_batch_size=16, learning_rate=5e-5, logging_steps=5,
             report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, seed=0,
         )  # fmt: skip
-        trainer = Trainer(model=model, args=args, train_dataset=train, eval_dataset=test, compute_metrics=accuracy)
+        trainer = Trainer(
+            model=model, args=args, train_dataset=train, eval_dataset=test, compute_metrics=accuracy
+        )
         hf.install(trainer, reg)
         before = trainer.evaluate()["eval_accuracy"]
         trainer.train()
         after = trainer.evaluate()["eval_accuracy"]
-    print(f"accuracy on the test sentences: {before:.3f} before, {after:.3f} after {options.steps} steps")
+    print(
+        f"accuracy on the test sentences: {before:.3f} before, {after:.3f} after {options.steps} steps"
+    )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="lines of label<TAB>text")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--weight", type=float, default=1.0, help="R-Drop's alpha")
@@ -90,7 +119,10 @@ def synthetic(count: int) -> list[tuple[str, str]]:
     """Sentences from templates: synthetic, and easy."""
     draw = random.Random(0)
     kinds = [draw.choice(list(TEMPLATES)) for _ in range(count)]
-    return [(k, draw.choice(TEMPLATES[k]).format(a=draw.choice(WORDS), b=draw.choice(WORDS))) for k in kinds]
+    return [
+        (k, draw.choice(TEMPLATES[k]).format(a=draw.choice(WORDS), b=draw.choice(WORDS)))
+        for k in kinds
+    ]
 
 
 def load(labels: list[str], texts: list[str]) -> tuple[Any, Any, str]:
@@ -114,17 +146,28 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     """One token per word."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, **{w: i + 2 for i, w in enumerate(words)}}, "[UNK]"))
+    made = Tokenizer(
+        models.WordLevel(
+            {"[PAD]": 0, "[UNK]": 1, **{w: i + 2 for i, w in enumerate(words)}}, "[UNK]"
+        )
+    )
     made.normalizer, made.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def encode(rows: list[tuple[str, str]], labels: list[str], tokenizer: Any) -> list[dict[str, Any]]:
     """What the Trainer takes: token ids, masks and labels."""
-    given = tokenizer([text for _, text in rows], padding=True, truncation=True, max_length=64, return_tensors="pt")
+    given = tokenizer(
+        [text for _, text in rows],
+        padding=True,
+        truncation=True,
+        max_length=64,
+        return_tensors="pt",
+    )
     columns = {k: given[k] for k in ("input_ids", "attention_mask")}
     return [
-        {**{k: v[i] for k, v in columns.items()}, "labels": labels.index(label)} for i, (label, _) in enumerate(rows)
+        {**{k: v[i] for k, v in columns.items()}, "labels": labels.index(label)}
+        for i, (label, _) in enumerate(rows)
     ]
 
 

@@ -24,8 +24,15 @@ def sentences(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 def train(trial: dampen.Trial) -> dict[str, float]:
     """The usual Trainer; `install` lets penalties and second passes reach its loss."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    model = BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=2, max_position_embeddings=16, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=64, num_labels=2, max_position_embeddings=16, **sizes)
+    )
     reg = trial.regularize(model)
     arguments = TrainingArguments(
         output_dir=str(trial.folder / "hf"),

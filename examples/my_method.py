@@ -16,7 +16,9 @@ class QueryNoise(dampen.Regularizer):
 
     def __init__(self, scale: float = 0.1) -> None:
         super().__init__()
-        self.scheduled("scale", scale, high=math.inf)  # a number, a schedule over depth and training, or one per layer
+        self.scheduled(
+            "scale", scale, high=math.inf
+        )  # a number, a schedule over depth and training, or one per layer
 
     def qkv(self, q, k, v, call):  # (B, H, N, D) each; the fused kernel stays
         size = q.detach().square().mean(-1, keepdim=True).sqrt()
@@ -26,6 +28,8 @@ class QueryNoise(dampen.Regularizer):
 if __name__ == "__main__":
     from dampen.checking import check_regularizer
 
-    outcomes = check_regularizer(QueryNoise, progress=True)  # raises with every contract that is broken
+    outcomes = check_regularizer(
+        QueryNoise, progress=True
+    )  # raises with every contract that is broken
     kept = sum(outcome.state == "kept" for outcome in outcomes)
     print(f"{kept} contracts kept, {len(outcomes) - kept} not applicable")

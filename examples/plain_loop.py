@@ -20,7 +20,9 @@ def train(trial: dampen.Trial) -> dict[str, dict[str, float]]:
     fit, test = train_test_split(torch.arange(len(y)), test_size=0.5, random_state=0, stratify=y)
     fit, valid = fit[:400], fit[400:800]
 
-    model = dampen.models.ViT(image_size=8, patch_size=2, channels=1, width=32, depth=2, heads=4, mlp=64, classes=10)
+    model = dampen.models.ViT(
+        image_size=8, patch_size=2, channels=1, width=32, depth=2, heads=4, mlp=64, classes=10
+    )
     reg = trial.regularize(model)  # on the plain row it does nothing
     optimizer = torch.optim.AdamW(model.parameters(), lr=trial.params.get("lr", 3e-3))
     loader = DataLoader(TensorDataset(images[fit], labels[fit]), batch_size=32, shuffle=True)
@@ -41,8 +43,13 @@ def train(trial: dampen.Trial) -> dict[str, dict[str, float]]:
             optimizer.step()
             optimizer.zero_grad()
         trial.log(epoch=epoch + 1, train=terms, valid=measure(model, images[valid], labels[valid]))
-        trial.checkpoint({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1})
-    return {"test": measure(model, images[test], labels[test]), "valid": measure(model, images[valid], labels[valid])}
+        trial.checkpoint(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
+        )
+    return {
+        "test": measure(model, images[test], labels[test]),
+        "valid": measure(model, images[valid], labels[valid]),
+    }
 
 
 @torch.no_grad()
@@ -50,10 +57,15 @@ def measure(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[st
     """Accuracy and negative log-likelihood."""
     model.eval()
     logits = model(x)
-    return {"accuracy": (logits.argmax(-1) == y).float().mean().item(), "nll": F.cross_entropy(logits, y).item()}
+    return {
+        "accuracy": (logits.argmax(-1) == y).float().mean().item(),
+        "nll": F.cross_entropy(logits, y).item(),
+    }
 
 
 if __name__ == "__main__":
-    study = dampen.compare(train, methods="drop_key(rate=0.3), drop_path, r_drop + drop_head", seeds=8)
+    study = dampen.compare(
+        train, methods="drop_key(rate=0.3), drop_path, r_drop + drop_head", seeds=8
+    )
     print(study)
     study.report("report.html")

@@ -34,16 +34,22 @@ def compare(
 ) -> dampen.Study:
     """Number of classes, channels and image size come from the data; brackets go to `timm.create_model`."""
     settings = {"epochs": epochs, "batch_size": 32, "lr": 0.001}
-    return dampen.compare(model=model, data=data, methods=METHODS, seeds=seeds, params=settings, folder=folder)
+    return dampen.compare(
+        model=model, data=data, methods=METHODS, seeds=seeds, params=settings, folder=folder
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="a folder of images, one folder per class")
     parser.add_argument("--model", default=MODEL, help="timm/NAME, with arguments in brackets")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
-    study = compare(options.data or write_digits(Path("digits")), options.model, options.seeds, options.epochs)
+    study = compare(
+        options.data or write_digits(Path("digits")), options.model, options.seeds, options.epochs
+    )
     print(study)
     study.report("timm.html")

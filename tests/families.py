@@ -40,7 +40,13 @@ class Family:
                 module.p = 0.0
             if hasattr(module, "drop_prob"):
                 module.drop_prob = 0.0
-            for name in ("dropout", "attention_dropout", "attn_dropout", "dropout_prob", "activation_dropout"):
+            for name in (
+                "dropout",
+                "attention_dropout",
+                "attn_dropout",
+                "dropout_prob",
+                "activation_dropout",
+            ):
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
         return model
@@ -79,7 +85,10 @@ class NanoMixer(nn.Module):
         self.c_attn, self.c_proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.c_attn(x).split(x.shape[-1], dim=-1))
+        q, k, v = (
+            t.unflatten(-1, (2, -1)).transpose(1, 2)
+            for t in self.c_attn(x).split(x.shape[-1], dim=-1)
+        )
         return self.c_proj(_mix(q, k, v).transpose(1, 2).flatten(-2))
 
 
@@ -88,11 +97,18 @@ def _mix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _hf_sizes(layers: int = 2) -> dict[str, Any]:
-    return {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 64}
+    return {
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
 
 
 def _detr() -> nn.Module:
-    backbone = tr.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"])
+    backbone = tr.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"]
+    )
     return tr.DetrForObjectDetection(
         tr.DetrConfig(
             use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, backbone_config=backbone, d_model=32,

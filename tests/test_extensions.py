@@ -119,7 +119,17 @@ def test_it_is_compared_by_name_and_from_a_file(package):
 
 
 def test_models_of_packages_are_known_by_name(package):
-    told = run(package, "compare", "--data", "digits", "--model", "flat", "--methods", "head_noise", ok=False)
+    told = run(
+        package,
+        "compare",
+        "--data",
+        "digits",
+        "--model",
+        "flat",
+        "--methods",
+        "head_noise",
+        ok=False,
+    )
     assert "unknown model" not in told
     assert "attention" in told  # there is none in it to regularize
 
@@ -162,7 +172,9 @@ def test_a_broken_method_is_reported_with_its_stage_and_site(package, monkeypatc
     with pytest.raises(
         dampen.checking.ContractBroken, match=r"HeadNoise\.heads at 'blocks\.0.*AttributeError"
     ) as error:
-        check_regularizer(from_file("noisy.py:HeadNoise"), ["vit"], ["gradients_finite", "remove"], progress=True)
+        check_regularizer(
+            from_file("noisy.py:HeadNoise"), ["vit"], ["gradients_finite", "remove"], progress=True
+        )
     assert "remove on vit" in capsys.readouterr().err
     assert "gradients_finite on vit" in str(error.value)
 

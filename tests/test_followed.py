@@ -60,7 +60,9 @@ def test_the_heads_are_where_the_channels_are_split(order, fused, copies):
     reg = dampen.regularize(model, Scale())
     got = model(x)
     torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(torch.autograd.grad(got.square().sum(), list(model.parameters())), wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(got.square().sum(), list(model.parameters())), wanted
+    )
     assert torch.equal(model.eval()(x), model[0](x))
     reg.remove()
 
@@ -72,7 +74,9 @@ class ConvAttention(nn.Module):
         super().__init__()
         self.conv, self.num_heads = conv, H
         self.qkv = nn.Conv2d(C, H * (4 + D), 1) if conv else nn.Linear(C, H * (4 + D))
-        self.norm = (nn.BatchNorm2d if conv else nn.Identity)(H * (4 + D)) if norm else nn.Identity()
+        self.norm = (
+            (nn.BatchNorm2d if conv else nn.Identity)(H * (4 + D)) if norm else nn.Identity()
+        )
         self.proj = nn.Conv2d(C, C, 1) if conv else nn.Linear(C, C)
 
     def forward(self, x):
@@ -93,7 +97,11 @@ def test_the_rows_of_interleaved_values(norm, conv, form):
     """J_v of the rows that make v, picked by hand."""
     torch.manual_seed(0)
     model = nn.Sequential(ConvAttention(norm, conv)).double().train()
-    x = torch.randn(B, C, 2, 2, dtype=torch.float64) if conv else torch.randn(B, N, C, dtype=torch.float64)
+    x = (
+        torch.randn(B, C, 2, 2, dtype=torch.float64)
+        if conv
+        else torch.randn(B, N, C, dtype=torch.float64)
+    )
     rows = [h * (4 + D) + 4 + d for h in range(H) for d in range(D)]
     weight = model[0].qkv.weight.flatten(1)[rows] if conv else model[0].qkv.weight[rows]
     tokens = x.flatten(2).transpose(1, 2) if conv else x
@@ -114,7 +122,9 @@ def test_the_rows_of_interleaved_values(norm, conv, form):
 
 
 def test_a_usual_attention_is_followed_once():
-    model = dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=8, mlp=8, depth=1, heads=2)
+    model = dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=8, mlp=8, depth=1, heads=2
+    )
     reg = dampen.regularize(model, ExplicitDropout(value=0.1))
     model.train()(torch.randn(2, 3, 8, 8))
     sites = [m._dampen_attention for m in model.modules() if "_dampen_attention" in vars(m)]
@@ -147,7 +157,9 @@ class TalkingHeads(nn.Module):
         super().__init__()
         self.conv, self.num_heads = conv, H
         self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.before, self.after = (nn.Conv2d(H, H, 1) if conv else nn.Linear(H, H) for _ in range(2))
+        self.before, self.after = (
+            nn.Conv2d(H, H, 1) if conv else nn.Linear(H, H) for _ in range(2)
+        )
 
     def mix(self, a, by):
         return by(a) if self.conv else by(a.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -170,7 +182,9 @@ def test_keys_are_hidden_after_the_last_mixing(conv):
     reg = dampen.regularize(model, Hide())
     got = model(x)
     torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(torch.autograd.grad(got.square().sum(), list(model.parameters())), wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(got.square().sum(), list(model.parameters())), wanted
+    )
     reg.remove()
     assert torch.equal(model(x), model[0](x))
 
@@ -198,7 +212,9 @@ class OverSamples(nn.Module):
         return x + self.proj((q @ k.T).softmax(-1) @ v)[:, None]
 
 
-@pytest.mark.parametrize(("make", "why"), [(MixedKeys, "go through 'linear'"), (OverSamples, "of one sample")])
+@pytest.mark.parametrize(
+    ("make", "why"), [(MixedKeys, "go through 'linear'"), (OverSamples, "of one sample")]
+)
 def test_what_cannot_be_told_is_refused(make, why):
     model = nn.Sequential(make()).train()
     dampen.regularize(model, DropKey(0.5))

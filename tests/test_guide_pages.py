@@ -29,7 +29,9 @@ def test_the_start_pages_function_can_be_compared(tmp_path):
     names: dict[str, object] = {}
     exec(compile(code, str(tmp_path / "train.py"), "exec"), names)
     rows = ["drop_key(rate=0.2)", "drop_path"]
-    study = dampen.compare(names["train"], methods=rows, seeds=2, folder=tmp_path / "runs", workers=1, progress=False)
+    study = dampen.compare(
+        names["train"], methods=rows, seeds=2, folder=tmp_path / "runs", workers=1, progress=False
+    )
     assert [row.name for row in study.rows] == ["plain", *rows]
 
 

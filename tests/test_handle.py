@@ -16,7 +16,9 @@ from dampen.regularizer import snake_case
 
 def vit(depth=2, **kw):
     torch.manual_seed(0)
-    return dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=depth, heads=2, mlp=12, **kw).train()
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, width=8, depth=depth, heads=2, mlp=12, **kw
+    ).train()
 
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -60,7 +62,11 @@ class Learnt(ValueNorm):
         ([Regularizer()], ValueError, "overrides no stage"),
         ([DropKey([0.1, 0.2, 0.3])], ValueError, "has 3 values, but 2 layers"),
         ([DropKey(lambda depth, progress: depth * 1.5)], ValueError, "got 1.5"),
-        ([DropKey(lambda depth, progress: "high" if depth else 0.1)], TypeError, "got 'high' of type str"),
+        (
+            [DropKey(lambda depth, progress: "high" if depth else 0.1)],
+            TypeError,
+            "got 'high' of type str",
+        ),
     ],
 )
 def test_bad_methods(methods, error, message):
@@ -82,7 +88,9 @@ def test_no_matching_site_lists_the_candidates():
 
 
 def test_a_model_without_attention():
-    with pytest.raises(ValueError, match=r"has no attention module.*F.scaled_dot_product_attention"):
+    with pytest.raises(
+        ValueError, match=r"has no attention module.*F.scaled_dot_product_attention"
+    ):
         dampen.regularize(nn.Sequential(nn.Linear(3, 3)), DropKey(0.1))
     with pytest.raises(TypeError, match="takes an nn.Module, got function"):
         dampen.regularize(lambda x: x, DropKey(0.1))
@@ -121,7 +129,8 @@ def test_a_model_that_never_calls_sdpa_raises_on_its_first_step():
     model = nn.Sequential(KeptAttention())
     dampen.regularize(model, DropKey(0.1))
     with pytest.raises(
-        RuntimeError, match=r"(?s)ran without calling F.scaled_dot_product_attention.*set_attn_implementation"
+        RuntimeError,
+        match=r"(?s)ran without calling F.scaled_dot_product_attention.*set_attn_implementation",
     ):
         model(torch.randn(2, 3, 4))
     model.eval()
@@ -146,7 +155,8 @@ def test_wrong_order_of_wrapping(tmp_path):
     try:
         wrapped = nn.parallel.DistributedDataParallel(vit())
         with pytest.raises(
-            ValueError, match=r"wrapped in DistributedDataParallel already. Regularize first, then wrap"
+            ValueError,
+            match=r"wrapped in DistributedDataParallel already. Regularize first, then wrap",
         ):
             dampen.regularize(wrapped, DropKey(0.1))
     finally:
@@ -163,7 +173,9 @@ def test_block_stages_need_a_block():
     class Loop(nn.Module):  # attention and feed-forward side by side in the model's own loop
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([nn.ModuleList([nn.MultiheadAttention(4, 2), nn.Linear(4, 4)])])
+            self.layers = nn.ModuleList(
+                [nn.ModuleList([nn.MultiheadAttention(4, 2), nn.Linear(4, 4)])]
+            )
 
         def forward(self, x):
             for attention, feed in self.layers:
@@ -193,7 +205,13 @@ def test_inlined_linear_maps_are_an_error():
 
 @pytest.mark.parametrize(
     ("value", "error"),
-    [(1.5, ValueError), (-0.1, ValueError), (float("nan"), ValueError), ("half", TypeError), (True, TypeError)],
+    [
+        (1.5, ValueError),
+        (-0.1, ValueError),
+        (float("nan"), ValueError),
+        ("half", TypeError),
+        (True, TypeError),
+    ],
 )
 def test_bad_progress(value, error):
     reg = dampen.regularize(vit(), DropKey(0.1))
@@ -239,7 +257,9 @@ def test_a_layer_shared_by_several_depths_counts_each_time():
         def __init__(self, times):
             super().__init__()
             torch.manual_seed(0)
-            self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True)] * times)
+            self.layers = nn.ModuleList(
+                [nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True)] * times
+            )
 
         def forward(self, x):
             for _ in self.layers:
@@ -273,7 +293,9 @@ def test_state_dict_keeps_the_position_and_what_was_learnt():
     reg = dampen.regularize(model, [DropKey(linear(0.0, 0.4, along="progress")), Learnt(1.0)])
     assert list(model.state_dict()) == keys
     assert len(reg.parameters()) == 2
-    assert {id(p) for p in reg.parameters()} <= {id(p) for p in model.parameters()}  # DDP and the optimizer see them
+    assert {id(p) for p in reg.parameters()} <= {
+        id(p) for p in model.parameters()
+    }  # DDP and the optimizer see them
     with torch.no_grad():
         reg.parameters()[0].fill_(3.0)
     reg.progress(0.5)
@@ -289,7 +311,9 @@ def test_state_dict_keeps_the_position_and_what_was_learnt():
 
 def test_report_says_what_sits_where():
     model = vit()
-    reg = dampen.regularize(model, [DropKey(linear(0.3, 0.0)), DropAttention(0.1, normalized=False)])
+    reg = dampen.regularize(
+        model, [DropKey(linear(0.3, 0.0)), DropAttention(0.1, normalized=False)]
+    )
     text = repr(reg)
     assert "DropKey, DropAttention on ViT, 2 layers, progress 0, 1 pass per step" in text
     assert "no forward yet" in text
@@ -396,7 +420,9 @@ def test_unknown_output_says_how_to_name_the_logits():
     reg = dampen.regularize(model, [TwoPasses(), DropKey(0.3)])
     with pytest.raises(TypeError, match=r"output is a dict.*logits=lambda out"):
         reg.loss(lambda: {"scores": model(X)}, lambda out: out["scores"].mean())
-    loss, terms = reg.loss(lambda: {"scores": model(X)}, lambda o: o["scores"].mean(), logits=lambda o: o["scores"])
+    loss, terms = reg.loss(
+        lambda: {"scores": model(X)}, lambda o: o["scores"].mean(), logits=lambda o: o["scores"]
+    )
     assert terms["two_passes"] > 0
     assert "2 passes" in repr(reg)
     loss.backward()
@@ -441,7 +467,10 @@ def test_registry_finds_the_nearest():
 @pytest.mark.parametrize("methods", [None, "drop_key"])
 def test_methods_that_are_no_regularizers(methods):
     with pytest.raises(TypeError, match=r"takes regularizers such as DropKey\(0.1\)"):
-        dampen.regularize(dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16), methods)
+        dampen.regularize(
+            dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16),
+            methods,
+        )
 
 
 def test_the_loss_takes_functions():

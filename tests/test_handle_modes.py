@@ -73,7 +73,12 @@ def test_remove_inside_a_mode_is_an_error():
     model = vit().train()
     reg = dampen.regularize(model, DropKey(0.5))
     for mode, name in ((reg.disable, "disable"), (reg.mc_mode, "mc_mode")):
-        with mode(), pytest.raises(RuntimeError, match=rf"remove\(\) inside reg.{name}\(\).*Leave the with block"):
+        with (
+            mode(),
+            pytest.raises(
+                RuntimeError, match=rf"remove\(\) inside reg.{name}\(\).*Leave the with block"
+            ),
+        ):
             reg.remove()
     assert random_now(model)  # nothing was changed
     reg.remove()

@@ -30,11 +30,15 @@ def test_import_dampen_does_not_break_on_what_is_broken(tmp_path):
     )
     path = os.pathsep.join([str(tmp_path), str(SOURCES.parent)])
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("first", ["import dampen, timm", "import transformers, dampen; transformers.ViTModel"])
+@pytest.mark.parametrize(
+    "first", ["import dampen, timm", "import transformers, dampen; transformers.ViTModel"]
+)
 def test_after_import_dampen_timm_and_transformers_import_without_another_call(first):
     """Also where torchvision's extension does not load beside this torch. Nothing is left on the way of imports."""
     code = (
@@ -42,7 +46,9 @@ def test_after_import_dampen_timm_and_transformers_import_without_another_call(f
         "import torchvision; torchvision.ops.nms"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCES.parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -57,7 +63,9 @@ def test_operators_of_torchvision_that_somebody_else_has_declared(declared):
         "torchvision.ops.nms\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCES.parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -68,7 +76,9 @@ def test_two_passes_without_the_private_name(monkeypatch):
         if missing:
             monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
         torch.manual_seed(0)
-        model = dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=3, heads=2, mlp=12).train()
+        model = dampen.models.ViT(
+            image_size=8, patch_size=4, width=8, depth=3, heads=2, mlp=12
+        ).train()
         reg = dampen.regularize(model, [dampen.DropKey([0.0, 0.3, 0.3]), dampen.RDrop(1.0)])
         x = torch.randn(2, 3, 8, 8)
         torch.manual_seed(1)
@@ -106,7 +116,10 @@ def test_what_is_private_of_torch_stands_in_one_file():
     assert PRIVATE.search((SOURCES / "_torch.py").read_text())  # seeing works
 
 
-EXPORTED_TWICE = {"Outcome", "Subject"}  # of the contracts and of the lab's engines and bench, by names that are public
+EXPORTED_TWICE = {
+    "Outcome",
+    "Subject",
+}  # of the contracts and of the lab's engines and bench, by names that are public
 
 
 def test_no_two_unrelated_classes_share_a_name():
@@ -115,5 +128,11 @@ def test_no_two_unrelated_classes_share_a_name():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(SOURCES)))
-    assert {name: found for name, found in places.items() if len(found) > 1 and name not in EXPORTED_TWICE} == {}
-    assert {name for name, found in places.items() if len(found) > 1} == EXPORTED_TWICE  # and no more is excused
+    assert {
+        name: found
+        for name, found in places.items()
+        if len(found) > 1 and name not in EXPORTED_TWICE
+    } == {}
+    assert {
+        name for name, found in places.items() if len(found) > 1
+    } == EXPORTED_TWICE  # and no more is excused

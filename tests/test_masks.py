@@ -88,7 +88,9 @@ def test_causal_rows_realize_their_own_rate():
 
 def test_padding_is_never_given_back():
     torch.manual_seed(0)
-    allowed = torch.tensor([[True, True, False, False], [False, False, False, False]]).view(2, 1, 1, 4)
+    allowed = torch.tensor([[True, True, False, False], [False, False, False, False]]).view(
+        2, 1, 1, 4
+    )
     keep = keep_keys(allowed, [torch.ones(2, 3, 500, 4, dtype=torch.bool)], 4)
     assert (keep[0].sum(-1) == 1).all()
     assert not keep[0, ..., 2:].any()
@@ -112,9 +114,19 @@ def test_several_masks_merge():
 @pytest.mark.parametrize("lay", ["contiguous", "expanded", "transposed", "one query"])
 def test_only_rows_without_any_key_get_one_back(keys, lay):
     torch.manual_seed(0)
-    shape = {"expanded": (30, 2, 40, 1), "transposed": (30, 2, keys, 40), "one query": (30, 2, keys, 1)}
-    keep = torch.rand(shape.get(lay, (30, 2, 40, keys))) < 1.5 / keys  # some rows empty, some with one key, anywhere
-    keep = keep.transpose(-1, -2) if lay in ("transposed", "one query") else keep.expand(30, 2, 40, keys)
+    shape = {
+        "expanded": (30, 2, 40, 1),
+        "transposed": (30, 2, keys, 40),
+        "one query": (30, 2, keys, 1),
+    }
+    keep = (
+        torch.rand(shape.get(lay, (30, 2, 40, keys))) < 1.5 / keys
+    )  # some rows empty, some with one key, anywhere
+    keep = (
+        keep.transpose(-1, -2)
+        if lay in ("transposed", "one query")
+        else keep.expand(30, 2, 40, keys)
+    )
     back = give_back_one(keep, None)
     empty = ~keep.any(-1, keepdim=True)
     assert empty.any() or keys == 1
@@ -129,10 +141,20 @@ def test_give_back_without_keys():
 def test_causal_rows_in_chunks():
     whole = causal_rows(7, 7, None, None)
     assert torch.equal(whole, torch.ones(7, 7, dtype=torch.bool).tril())
-    assert torch.equal(torch.cat([causal_rows(7, 7, slice(0, 3), None), causal_rows(7, 7, slice(3, 7), None)]), whole)
+    assert torch.equal(
+        torch.cat([causal_rows(7, 7, slice(0, 3), None), causal_rows(7, 7, slice(3, 7), None)]),
+        whole,
+    )
 
 
-LOW = [-100.0, -1e4, -1e9, torch.finfo(torch.float16).min, torch.finfo(torch.float32).min, -math.inf]
+LOW = [
+    -100.0,
+    -1e4,
+    -1e9,
+    torch.finfo(torch.float16).min,
+    torch.finfo(torch.float32).min,
+    -math.inf,
+]
 
 
 @pytest.mark.parametrize("low", LOW)
@@ -190,7 +212,9 @@ def test_a_mask_is_read_once_per_forward_and_again_when_it_changed():
         first = read_mask(mask)
         assert read_mask(mask) is first
         cut = read_mask(mask[..., :5])
-        assert read_mask(mask[..., :5]) is cut  # a new view of the same numbers, as transformers makes one per layer
+        assert (
+            read_mask(mask[..., :5]) is cut
+        )  # a new view of the same numbers, as transformers makes one per layer
         assert cut.keep.shape == (1, 1, 4, 5)
         mask[..., 0] = -1e9
         assert read_mask(mask).keep[..., 0].any().item() is False
@@ -237,10 +261,15 @@ def test_drop_is_unbiased_and_keeps_dtype():
     assert abs(y.double().mean().item() - 1.0) < 0.01
     assert torch.equal(drop(x, torch.tensor(0.0)), x)
     x = torch.rand(400_000) + 1
-    for dtype in (torch.bfloat16, torch.float32):  # 1 / 0.9 rounded to bfloat16 would be 0.16 % too small
+    for dtype in (
+        torch.bfloat16,
+        torch.float32,
+    ):  # 1 / 0.9 rounded to bfloat16 would be 0.16 % too small
         wide = x.to(dtype)
         y = drop(wide, torch.tensor(0.1)).double()
-        assert (0.9 * y[y > 0].sum() / wide.double()[y > 0].sum()).item() == pytest.approx(1.0, abs=2e-4)
+        assert (0.9 * y[y > 0].sum() / wide.double()[y > 0].sum()).item() == pytest.approx(
+            1.0, abs=2e-4
+        )
 
 
 @pytest.mark.parametrize("seed", [0, 12345, 2**31 - 2])

@@ -83,7 +83,9 @@ def test_an_unknown_name_of_the_lab_is_an_attribute_error():
 )
 def test_the_nouns_of_a_comparison_have_new_names(old: str, new: str):
     studies = importlib.import_module("dampen.studies")
-    with pytest.warns(DeprecationWarning, match=f"dampen.studies.{old} is now dampen.studies.{new}"):
+    with pytest.warns(
+        DeprecationWarning, match=f"dampen.studies.{old} is now dampen.studies.{new}"
+    ):
         assert getattr(studies, old) is getattr(studies, new)
 
 

@@ -13,7 +13,9 @@ def test_changelog_and_citation_name_this_version():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     numbered = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", changelog, re.M)
     assert numbered[0][0] == dampen.__version__
-    cited = dict(re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M))
+    cited = dict(
+        re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    )
     assert (cited["version"], cited["date-released"]) == numbered[0]
 
 

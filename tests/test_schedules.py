@@ -2,7 +2,17 @@
 
 import pytest
 
-from dampen.schedules import constant, cosine, curriculum, early, late, linear, per_layer, vshape, warmup
+from dampen.schedules import (
+    constant,
+    cosine,
+    curriculum,
+    early,
+    late,
+    linear,
+    per_layer,
+    vshape,
+    warmup,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +27,10 @@ from dampen.schedules import constant, cosine, curriculum, early, late, linear, 
         (late(0.1, start=0.5), {(0, 0.49): 0.0, (0, 0.5): 0.1, (1, 1): 0.1}),
         (warmup(0.2, until=0.1), {(0, 0): 0.0, (0, 0.05): 0.1, (0, 0.1): 0.2, (0, 1): 0.2}),
         (warmup(0.2, until=0.0), {(0, 0): 0.2}),
-        (vshape(0.2, 0.4), {(0, 0): 0.2, (0, 0.25): 0.1, (0, 0.5): 0.0, (0, 0.75): 0.2, (0, 1): 0.4}),
+        (
+            vshape(0.2, 0.4),
+            {(0, 0): 0.2, (0, 0.25): 0.1, (0, 0.5): 0.0, (0, 0.75): 0.2, (0, 1): 0.4},
+        ),
         (vshape(0.2, 0.4, bottom=1.0), {(0, 0): 0.2, (0, 1): 0.4}),
         (per_layer((0.1, 0.2, 0.3)), {(0, 0): 0.1, (0.5, 0): 0.2, (1, 0): 0.3}),
         (curriculum(0.5, gamma=10), {(0, 0): 0.0, (0, 1): 0.49997730}),

@@ -24,5 +24,12 @@ def test_every_kind_of_test_keeps_its_level_and_is_shown() -> None:
 
 @pytest.mark.parametrize(("fixed", "told"), [(40, "10 saved (25%)"), (25, "5 fewer than the race")])
 def test_savings_and_losses_are_both_said(fixed: int, told: str) -> None:
-    race = {"runs": 30, "rounds": 2, "why": "all decided", "fixed": fixed, "margin": 1.0, "fixed_for_margin": None}
+    race = {
+        "runs": 30,
+        "rounds": 2,
+        "why": "all decided",
+        "fixed": fixed,
+        "margin": 1.0,
+        "fixed_for_margin": None,
+    }
     assert told in race_sentence(race)

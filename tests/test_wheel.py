@@ -19,11 +19,23 @@ def wheel(tmp_path_factory):
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)
     if files.returncode:
         pytest.skip("not a git checkout: nothing says which files belong to the source")
-    wanted = [f for f in files.stdout.decode().split("\0") if f.startswith(("src/", "pyproject", "README", "LICENSE"))]
+    wanted = [
+        f
+        for f in files.stdout.decode().split("\0")
+        if f.startswith(("src/", "pyproject", "README", "LICENSE"))
+    ]
     for name in filter(lambda f: (ROOT / f).is_file(), wanted):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place / "dist"), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(place / "dist"),
+        str(source),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (built,) = (place / "dist").glob("*.whl")
@@ -41,7 +53,12 @@ def installed(wheel, tmp_path_factory):
 def python(installed, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=installed, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments],
+        cwd=installed,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -51,7 +68,9 @@ def python(installed, *arguments):
 def test_wheel_and_source_pass_twine(wheel):
     files = [str(f) for f in wheel.parent.iterdir()]
     assert len(files) == 2
-    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -129,6 +148,8 @@ def test_the_demo_runs_from_the_wheel(installed, tmp_path):
         'model = { name = "vit", patch_size = 4, width = 16, depth = 1, heads = 2, mlp = 16 }\n'
         'train = { epochs = 1, batch_size = 32 }\n[[rows]]\nname = "plain"\n'
     )
-    told = python(installed, "-c", code, "run", str(recipe), "--out", str(tmp_path / "runs"), "--workers", "1")
+    told = python(
+        installed, "-c", code, "run", str(recipe), "--out", str(tmp_path / "runs"), "--workers", "1"
+    )
     assert "plain" in told
     assert list((tmp_path / "runs").rglob("final.json"))

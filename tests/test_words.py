@@ -33,14 +33,21 @@ def texts(path):
     bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
     remarks = {id(s.value) for body in bodies for s in body if isinstance(s, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in remarks:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in remarks
+        ):
             yield node.lineno, node.value
         if isinstance(node, ast.FunctionDef) and is_command(node):
             yield node.lineno, ast.get_docstring(node) or ""  # the help of a subcommand
 
 
 def is_command(function):
-    return any(isinstance(d, ast.Call) and getattr(d.func, "id", "") == "command" for d in function.decorator_list)
+    return any(
+        isinstance(d, ast.Call) and getattr(d.func, "id", "") == "command"
+        for d in function.decorator_list
+    )
 
 
 def files(place):
@@ -52,7 +59,9 @@ def files(place):
 def test_no_text_has_a_dropped_word(place):
     found = []
     for path in files(place):
-        lines = enumerate(path.read_text().splitlines(), 1) if path.suffix == ".html" else texts(path)
+        lines = (
+            enumerate(path.read_text().splitlines(), 1) if path.suffix == ".html" else texts(path)
+        )
         for line, text in lines:
             if text not in MAY_STAY and (word := DROPPED.search(text)):
                 found.append(f"{path.relative_to(SOURCE)}:{line}: {word[0]!r} in {text[:80]!r}")

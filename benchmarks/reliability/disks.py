@@ -28,7 +28,9 @@ class Disk:
     def __init__(self, folder: Path):
         self.folder = folder
         self.synced: dict[int, int] = {}  # inode -> bytes that are on the disk
-        self.renames: dict[str, tuple[str, bytes | None]] = {}  # target -> (source, what the name held before)
+        self.renames: dict[
+            str, tuple[str, bytes | None]
+        ] = {}  # target -> (source, what the name held before)
         self.fsync, self.replace = os.fsync, os.replace
 
     def listen(self, happened: Callable[[], None]) -> None:
@@ -115,7 +117,9 @@ def full(count: int, where: Path, rng: random.Random) -> Tally:
     tally, spec = Tally(), trial()
     whole, disk = undisturbed(spec, where / "whole"), where / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True
+    ).returncode:
         return Tally({"not possible here: a tmpfs cannot be mounted": 1})
     try:
         for turn in patience.turns(count):

@@ -67,10 +67,15 @@ def _taken_apart(where: Path) -> dict[str, tuple[bytes, Callable[[bytes], Any]]]
 
     pixels = np.arange(30, dtype=np.uint8).reshape(3, 10)
     array = np.arange(24, dtype=np.float32).reshape(4, 6)
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (12, 10, 3), dtype=np.uint8))
+    picture = Image.fromarray(
+        np.random.default_rng(0).integers(0, 255, (12, 10, 3), dtype=np.uint8)
+    )
     png, jpeg = (in_memory(lambda b, f=f: picture.save(b, f)) for f in ("PNG", "JPEG"))
     packed = in_memory(tar)
-    sounds = {k: getattr(writers, k)(where / f"good.{k}", writers.tone(440, 0.05, 8000), 8000) for k in ("wav", "au")}
+    sounds = {
+        k: getattr(writers, k)(where / f"good.{k}", writers.tone(440, 0.05, 8000), 8000)
+        for k in ("wav", "au")
+    }
     json_text = b'{"annotations": {"a": [1, 2.5, null, true, "\\u00e9"]}, "classes": ["x", "y"]}'
     image = Path("picture")
     return {
@@ -95,7 +100,9 @@ def harmed(content: bytes, rng: random.Random) -> bytes:
     """Bytes changed, at the start more often than elsewhere, cut, or with a piece repeated."""
     changed = bytearray(content)
     for _ in range(rng.choice((1, 1, 4, 40))):
-        changed[rng.randrange(min(len(changed), rng.choice((80, 2000, 10**9))))] = rng.randrange(256)
+        changed[rng.randrange(min(len(changed), rng.choice((80, 2000, 10**9))))] = rng.randrange(
+            256
+        )
     if rng.random() < 0.1:
         place = rng.randrange(len(changed))
         changed[place:place] = changed[place : place + rng.randrange(1, 64)]

@@ -75,11 +75,19 @@ def attach_and_detach(count: int, where: Path, rng: random.Random) -> Tally:
     import dampen
     from dampen.models import build_model
 
-    model = build_model("vit", image_size=8, channels=1, classes=3, patch_size=4, width=16, depth=2, heads=2, mlp=16)
+    model = build_model(
+        "vit", image_size=8, channels=1, classes=3, patch_size=4, width=16, depth=2, heads=2, mlp=16
+    )
     x, began, rounds, taken = torch.randn(8, 1, 8, 8), time.monotonic(), 0, 0
-    sizes = np.ones((100 * (count + 10), 2))  # written to beforehand, so that measuring takes no memory of its own
+    sizes = np.ones(
+        (100 * (count + 10), 2)
+    )  # written to beforehand, so that measuring takes no memory of its own
     while time.monotonic() - began < count:
-        methods = [dampen.DropKey(0.2), dampen.ExplicitDropout(value=0.1, ffn=0.1), dampen.DropPath(0.2)]
+        methods = [
+            dampen.DropKey(0.2),
+            dampen.ExplicitDropout(value=0.1, ffn=0.1),
+            dampen.DropPath(0.2),
+        ]
         reg = dampen.regularize(model, methods)
         loss, _ = reg.loss(lambda: model(x), lambda out: out.square().mean())
         loss.backward()

@@ -12,7 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.subject import QUICK, Tally, judge, patience, result_of, trial, undisturbed
+from benchmarks.reliability.subject import (
+    QUICK,
+    Tally,
+    judge,
+    patience,
+    result_of,
+    trial,
+    undisturbed,
+)
 from dampen.studies.engines import Job, make_engine
 from dampen.studies.errors import LabError
 from dampen.studies.processes import start
@@ -54,7 +62,9 @@ def of_a_trial(count: int, where: Path, rng: random.Random) -> Tally:
             process.join()
             if process.exitcode == -signal.SIGKILL:  # it was not over before
                 tally["repetitions"] += 1
-                tally["with a checkpoint to resume from"] += bool(saved_states(folder, "checkpoint"))
+                tally["with a checkpoint to resume from"] += bool(
+                    saved_states(folder, "checkpoint")
+                )
         run_trial(spec, folder, QUICK)
         judge(tally, folder, whole)
         tally["trials"] += 1
@@ -92,22 +102,37 @@ def _of_workers(count: int, where: Path, rng: random.Random, engine: str) -> Tal
     twice, at random steps: a third death would make it fail, as it should."""
     tally = Tally()
     most = max(1, min(4, count // 2))
-    whole = {s.id: undisturbed(s, where / "whole" / s.id) for s in (trial(n, epochs=8) for n in range(most))}
+    whole = {
+        s.id: undisturbed(s, where / "whole" / s.id)
+        for s in (trial(n, epochs=8) for n in range(most))
+    }
     for turn in patience.turns(count):
         hits = min(count - tally["repetitions"], 2 * most)
         specs = [trial(seed, epochs=8) for seed in range((hits + 1) // 2)]
         folder, killed = where / f"{engine}-{turn}", set[int]()
-        waits = {s.id: sorted(rng.sample(range(3, 45), 2 if hits >= 2 * i + 2 else 1)) for i, s in enumerate(specs)}
+        waits = {
+            s.id: sorted(rng.sample(range(3, 45), 2 if hits >= 2 * i + 2 else 1))
+            for i, s in enumerate(specs)
+        }
 
-        def report(id: str, event: Event, waits: Any = waits, killed: Any = killed, folder: Path = folder) -> None:
+        def report(
+            id: str, event: Event, waits: Any = waits, killed: Any = killed, folder: Path = folder
+        ) -> None:
             holder = folder / id / "lock.holder"
-            if event.kind != "progress" or not waits[id] or event.step < waits[id][0] or not holder.exists():
+            if (
+                event.kind != "progress"
+                or not waits[id]
+                or event.step < waits[id][0]
+                or not holder.exists()
+            ):
                 return
             words = holder.read_text().split()
             if len(words) > 1 and int(words[1]) not in killed:
                 killed.add(int(words[1]))
                 waits[id].pop(0)
-                tally["with a checkpoint to resume from"] += bool(saved_states(folder / id, "checkpoint"))
+                tally["with a checkpoint to resume from"] += bool(
+                    saved_states(folder / id, "checkpoint")
+                )
                 os.kill(int(words[1]), signal.SIGKILL)
 
         jobs = [Job(s, folder / s.id) for s in specs]
@@ -118,7 +143,9 @@ def _of_workers(count: int, where: Path, rng: random.Random, engine: str) -> Tal
             judge(tally, folder / s.id, whole[s.id])
         tally["trials"] += len(specs)
         tally["runs of the engine"] += 1
-        tally["runs in which nothing could be killed"] += not killed  # the trials were over before a report came
+        tally[
+            "runs in which nothing could be killed"
+        ] += not killed  # the trials were over before a report came
         if tally["repetitions"] >= count:
             break
     return tally
@@ -135,9 +162,14 @@ def many_trials(count: int, where: Path, rng: random.Random, engine: str) -> Tal
     with _cluster(engine):
         for turn in patience.turns(-(-count // BATCH)):
             seeds = range(turn * BATCH, min(count, (turn + 1) * BATCH))
-            jobs = [Job(trial(first + seed, epochs=1, limit=80), where / f"seed-{seed}") for seed in seeds]
+            jobs = [
+                Job(trial(first + seed, epochs=1, limit=80), where / f"seed-{seed}")
+                for seed in seeds
+            ]
             outcomes = make_engine(engine, workers=1).run(jobs, execution, lambda id, event: None)
-            done = [j for j in jobs if outcomes[j.trial.id].status == "finished" and result_of(j.folder)]
+            done = [
+                j for j in jobs if outcomes[j.trial.id].status == "finished" and result_of(j.folder)
+            ]
             tally.update(repetitions=len(jobs), lost=len(jobs) - len(done))
             tally["wrong"] += sum(result_of(j.folder)["id"] != j.trial.id for j in done)
             for job in rng.sample(done, min(len(done), 2)):  # a few again, by themselves

@@ -10,7 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.subject import QUICK, CannotAttack, Tally, judge, patience, trial, undisturbed
+from benchmarks.reliability.subject import (
+    QUICK,
+    CannotAttack,
+    Tally,
+    judge,
+    patience,
+    trial,
+    undisturbed,
+)
 from dampen.studies.engines import Job, make_engine
 from dampen.studies.result import Event
 from dampen.studies.trainer.train import run_trial
@@ -35,7 +43,9 @@ def memory_refused(count: int, where: Path, rng: random.Random) -> Tally:
         folder, step = where / f"memory-{turn}", rng.choice((0, rng.randrange(50)))
         limited = set[int]()
 
-        def report(id: str, event: Event, folder: Path = folder, step: int = step, limited: Any = limited) -> None:
+        def report(
+            id: str, event: Event, folder: Path = folder, step: int = step, limited: Any = limited
+        ) -> None:
             if not limited and event.step >= step and (pid := holder(folder)) is not None:
                 limited.add(pid)
                 most = used(pid, 0) + rng.randrange(0, 4) * 2**20
@@ -45,7 +55,9 @@ def memory_refused(count: int, where: Path, rng: random.Random) -> Tally:
         tally["was enough"] += outcome.status == "finished"
         tally["repetitions"] += outcome.status != "finished"
         tally["failed in words"] += outcome.status == "failed" and bool(outcome.message)
-        tally["tracebacks"] += outcome.status not in ("finished", "failed") or "Traceback" in outcome.message
+        tally["tracebacks"] += (
+            outcome.status not in ("finished", "failed") or "Traceback" in outcome.message
+        )
         run_trial(spec, folder, QUICK)
         judge(tally, folder, whole)
     return tally
@@ -76,7 +88,9 @@ class Group:
 
     def deaths(self) -> int:
         """Kills by the kernel so far."""
-        told = dict(line.split() for line in (self.path / "memory.oom_control").read_text().splitlines())
+        told = dict(
+            line.split() for line in (self.path / "memory.oom_control").read_text().splitlines()
+        )
         return int(told["oom_kill"])
 
     def close(self) -> None:
@@ -125,7 +139,9 @@ def memory_kills(count: int, where: Path, rng: random.Random) -> Tally:
     Without the limit the trial then runs to its end."""
     tally, spec = Tally(), trial(epochs=8)
     if not os.access(CGROUPS, os.W_OK):
-        raise CannotAttack(f"needs the right to make a control group in {CGROUPS} (root on a Linux machine)")
+        raise CannotAttack(
+            f"needs the right to make a control group in {CGROUPS} (root on a Linux machine)"
+        )
     whole = undisturbed(spec, where / "whole")
     for turn in patience.turns(3 * count):
         if tally["repetitions"] >= count:
@@ -134,11 +150,17 @@ def memory_kills(count: int, where: Path, rng: random.Random) -> Tally:
         shortage = Shortage(folder, rng.randrange(1, 12) * 2**20, rng.randint(1, 3))
         shortage.start()
         try:
-            outcome = make_engine("local", workers=1).run([Job(spec, folder)], QUICK, lambda id, event: None)[spec.id]
+            outcome = make_engine("local", workers=1).run(
+                [Job(spec, folder)], QUICK, lambda id, event: None
+            )[spec.id]
         finally:
             killed = shortage.end()
-        tally["failed in words after three deaths"] += outcome.status == "failed" and "out of memory" in outcome.message
-        tally["tracebacks"] += outcome.status not in ("finished", "failed") or "Traceback" in outcome.message
+        tally["failed in words after three deaths"] += (
+            outcome.status == "failed" and "out of memory" in outcome.message
+        )
+        tally["tracebacks"] += (
+            outcome.status not in ("finished", "failed") or "Traceback" in outcome.message
+        )
         run_trial(spec, folder, QUICK)
         judge(tally, folder, whole)
         tally["trials"] += 1

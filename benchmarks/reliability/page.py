@@ -10,7 +10,10 @@ from typing import Any
 from benchmarks import mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD, PAGE = ROOT / "benchmarks" / "records" / "reliability.json", ROOT / "docs" / "reliability.md"
+RECORD, PAGE = (
+    ROOT / "benchmarks" / "records" / "reliability.json",
+    ROOT / "docs" / "reliability.md",
+)
 MUTATION = mutation.RECORD
 MUTANTS = """## Small errors that the tests notice
 
@@ -54,7 +57,11 @@ def page(record: dict[str, Any], attacks: Sequence[str]) -> str:
 def _full(row: dict[str, Any]) -> str:
     if row["asked"] < row["full"]:
         return _number(row["full"])
-    return "done" if row.get("repetitions", 0) >= row["full"] else f"{_number(row['full'])}, ended by time"
+    return (
+        "done"
+        if row.get("repetitions", 0) >= row["full"]
+        else f"{_number(row['full'])}, ended by time"
+    )
 
 
 def _number(value: Any) -> str:

@@ -26,8 +26,14 @@ def attack(count: int, where: Path, rng: random.Random) -> Tally:
     usual = comparison("digits", None, "drop_key", 1)
     cases: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         "--methods": (strategies.METHOD_TEXT, test_parsers.parsed),
-        "--model": (strategies.MODEL_TEXT, lambda text: make_comparison(comparison("digits", text, "drop_key", 1))),
-        "--set": (strategies.SETTING, lambda text: make_comparison(usual, settings=[text, "train.epochs=1"])),
+        "--model": (
+            strategies.MODEL_TEXT,
+            lambda text: make_comparison(comparison("digits", text, "drop_key", 1)),
+        ),
+        "--set": (
+            strategies.SETTING,
+            lambda text: make_comparison(usual, settings=[text, "train.epochs=1"]),
+        ),
         "recipes": (strategies.mutated(test_parsers.GOOD), test_parsers.planned),
     }
     tally = Tally()
@@ -60,7 +66,11 @@ def _crossed(one: Any, other: Any, rng: random.Random) -> Any:
         for _ in range(rng.randint(1, 3)):
             _put(out, copy.deepcopy(_value(other, rng)), rng)
         return out
-    text = one[: rng.randint(0, len(one))] + other[rng.randint(0, len(other)) :] if rng.random() < 0.7 else one
+    text = (
+        one[: rng.randint(0, len(one))] + other[rng.randint(0, len(other)) :]
+        if rng.random() < 0.7
+        else one
+    )
     for _ in range(rng.choice((0, 1, 1, 3))):
         place = rng.randint(0, len(text))
         text = text[:place] + rng.choice(SIGNS) + text[place + rng.choice((0, 1)) :]

@@ -47,7 +47,9 @@ def one(content: bytes) -> None:
         table = safe_unpickle(content, "x")
     except DamagedData:
         return
-    wrong = [k for k, v in table.items() if type(k) not in (bytes, str) or not allowed(v, len(content))]
+    wrong = [
+        k for k, v in table.items() if type(k) not in (bytes, str) or not allowed(v, len(content))
+    ]
     if wrong:
         raise AssertionError(f"The table has what it may not have, under {wrong[:3]}.")
 
@@ -58,7 +60,12 @@ def fuzz(runs: int, corpus: Path) -> None:
 
     with atheris.instrument_imports(include=["reproductions.data.unpickle", "pickletools"]):
         import reproductions.data.unpickle  # noqa: F401
-    options = [f"-atheris_runs={runs}", f"-max_len={LONGEST}", f"-timeout={SECONDS}", f"-rss_limit_mb={MEGABYTES}"]
+    options = [
+        f"-atheris_runs={runs}",
+        f"-max_len={LONGEST}",
+        f"-timeout={SECONDS}",
+        f"-rss_limit_mb={MEGABYTES}",
+    ]
     options += ["-seed=1", "-len_control=0", f"-artifact_prefix={corpus}/found-", str(corpus)]
     atheris.Setup([sys.argv[0], *options], one)
     atheris.Fuzz()

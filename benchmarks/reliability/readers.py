@@ -40,17 +40,25 @@ def _jpegs(folder: Path) -> Path:
 def _gtzan_audio(folder: Path) -> Path:
     for genre in writers.GENRES[:2]:
         for i in range(3):
-            writers.au(folder / genre / f"{genre}.{i:05d}.au", writers.tone(200 + 40 * i, 0.12, 22050))
+            writers.au(
+                folder / genre / f"{genre}.{i:05d}.au", writers.tone(200 + 40 * i, 0.12, 22050)
+            )
     for i, part in enumerate(("train", "valid", "test")):
-        (folder / f"{part}_filtered.txt").write_text("".join(f"{g}/{g}.{i:05d}.au\n" for g in writers.GENRES[:2]))
+        (folder / f"{part}_filtered.txt").write_text(
+            "".join(f"{g}/{g}.{i:05d}.au\n" for g in writers.GENRES[:2])
+        )
     return folder
 
 
 BATCH = 100
 """Inputs to a reader before it is the turn of the next."""
 SMALLER: dict[str, Callable[[Path], Path]] = {
-    "cifar10 binary": lambda f: writers.cifar10_binary(f / "cifar-10-batches-bin", writers.cifar10_parts(2)),
-    "cifar10 python": lambda f: writers.cifar10_python(f / "cifar-10-batches-py", writers.cifar10_parts(2)),
+    "cifar10 binary": lambda f: writers.cifar10_binary(
+        f / "cifar-10-batches-bin", writers.cifar10_parts(2)
+    ),
+    "cifar10 python": lambda f: writers.cifar10_python(
+        f / "cifar-10-batches-py", writers.cifar10_parts(2)
+    ),
     "cifar10 mosaic": lambda f: writers.cifar10_mosaic(f / "package", writers.cifar10_parts(2)),
     "cifar10 tar.gz": lambda f: packed(f, "gz", 2),
     "cifar10 tar.xz": lambda f: packed(f, "xz", 2),
@@ -79,7 +87,9 @@ def attack(count: int, where: Path, rng: random.Random) -> Tally:
         SMALLER.get(case, write)(folder)
         read(case, folder)  # whole, it is read
         sets[case] = folder, {path: path.read_bytes() for path in files(folder)}
-    for turn in patience.turns(-(-count // BATCH)):  # by turns: whoever ends this early has as many for each reader
+    for turn in patience.turns(
+        -(-count // BATCH)
+    ):  # by turns: whoever ends this early has as many for each reader
         for case, (folder, contents) in sets.items():
             for _ in range(min(BATCH, count - turn * BATCH)):
                 path = rng.choice(list(contents))

@@ -15,7 +15,9 @@ from dampen.studies.store import RunStore
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 
-QUICK = Execution(threads=1, accelerator="cpu", progress_seconds=0.0, checkpoint_steps=2, checkpoint_seconds=1e9)
+QUICK = Execution(
+    threads=1, accelerator="cpu", progress_seconds=0.0, checkpoint_steps=2, checkpoint_seconds=1e9
+)
 ASIDE = ("seconds", "step_seconds", "step_cpu_seconds", "resumed", "malloc")
 """What of a result may differ: times, how often it was resumed, and how its process took memory (workers keep it)."""
 Tally = Counter[str]
@@ -51,7 +53,14 @@ def trial(seed: int = 0, epochs: int = 3, limit: int = 300) -> Run:
     return Run.from_dict(
         {
             "data": {"name": "digits", "limit": limit},
-            "model": {"name": "vit", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "mlp": 16},
+            "model": {
+                "name": "vit",
+                "patch_size": 4,
+                "width": 16,
+                "depth": 1,
+                "heads": 2,
+                "mlp": 16,
+            },
             "methods": [{"name": "drop_key", "rate": 0.2}],
             "train": {"epochs": epochs, "batch_size": 32},
             "seed": seed,

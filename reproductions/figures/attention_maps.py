@@ -41,18 +41,27 @@ def maps_of(entries: list[Entry], most_examples: int = 4) -> Figure | None:
     seen: set[str] = set()
     examples: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for entry in entries:
-        run = next((r for _, r in sorted(entry.setting.finished().items()) if r.measured.attention_maps), None)
+        run = next(
+            (r for _, r in sorted(entry.setting.finished().items()) if r.measured.attention_maps),
+            None,
+        )
         for i, example in enumerate(run.measured.attention_maps.get("examples", []) if run else []):
-            examples.setdefault(f"image {i + 1}: {example['label']}", []).append((entry.name, example))
+            examples.setdefault(f"image {i + 1}: {example['label']}", []).append(
+                (entry.name, example)
+            )
     for title, found in list(examples.items())[:most_examples]:
         for name, example in found:
             if title not in seen and example.get("image"):
                 seen.add(title)
                 alt = f"The {title}"
-                images.append({"group": title, "title": "image", "alt": alt, "png": png(example["image"])})
+                images.append(
+                    {"group": title, "title": "image", "alt": alt, "png": png(example["image"])}
+                )
             said = f"{name}: predicted {example['predicted']}" if example.get("predicted") else name
             alt = f"Attention map of {name} on {title}"
-            images.append({"group": title, "title": said, "alt": alt, "png": png(colored(example["map"]))})
+            images.append(
+                {"group": title, "title": said, "alt": alt, "png": png(colored(example["map"]))}
+            )
             flat = [(v, y, x) for y, line in enumerate(example["map"]) for x, v in enumerate(line)]
             peak, y, x = max(flat)
             total = sum(v for v, _, _ in flat) or 1.0
@@ -66,9 +75,13 @@ def maps_of(entries: list[Entry], most_examples: int = 4) -> Figure | None:
         Column("share", "Share of the strongest patch", 4),
         Column("place", "Where"),
     ]
-    caption = "The same image under each method, first seed; bright patches receive much attention. "
+    caption = (
+        "The same image under each method, first seed; bright patches receive much attention. "
+    )
     caption += "Each map is scaled to its own range."
-    return Figure("attention", "Attention maps", caption, [], columns, records, wide=True, images=images)
+    return Figure(
+        "attention", "Attention maps", caption, [], columns, records, wide=True, images=images
+    )
 
 
 def colored(values: Sequence[Sequence[float]]) -> list[list[list[int]]]:
@@ -95,10 +108,14 @@ def png(pixels: Sequence[Sequence[Sequence[int]]]) -> str:
     'data:image/png;base64,iVBORw0K'
     """
     height, width = len(pixels), len(pixels[0])
-    raw = b"".join(b"\0" + bytes(min(255, max(0, int(c))) for pixel in line for c in pixel) for line in pixels)
+    raw = b"".join(
+        b"\0" + bytes(min(255, max(0, int(c))) for pixel in line for c in pixel) for line in pixels
+    )
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")

@@ -54,7 +54,10 @@ def conditioning(table: ResultTable, palette: Palette) -> Figure | None:
                 records.append(point | {"value": math.exp(statistics.fmean(values))})
     if not records:
         return None
-    domain = [min(r["value"] for r in records), max(r["value"] for r in records)]  # one for all panels
+    domain = [
+        min(r["value"] for r in records),
+        max(r["value"] for r in records),
+    ]  # one for all panels
     scale = alt.Scale(type="log", nice=False, domain=domain, padding=6)
     panels = []
     for stage in dict.fromkeys(r["stage"] for r in records):
@@ -74,18 +77,29 @@ def conditioning(table: ResultTable, palette: Palette) -> Figure | None:
                 y=y,
                 color=palette.color(names, legend=False),
                 strokeDash=palette.dash(names, legend=False),
-                tooltip=[alt.Tooltip("row:N"), alt.Tooltip("layer:O"), alt.Tooltip("value:Q", format=".3~s")],
+                tooltip=[
+                    alt.Tooltip("row:N"),
+                    alt.Tooltip("layer:O"),
+                    alt.Tooltip("value:Q", format=".3~s"),
+                ],
             )
         )
         panels.append(Panel(stage, finish(chart, 220)))
     caption = "Ratio of the largest to the smallest singular value of the token matrix, geometric mean over seeds, "
     caption += "on a logarithmic axis. Lower is better conditioned; the skip connection should bring it down."
     caption += remark
-    columns = [ROW, Column("stage", "Where"), Column("layer", "Layer", 0), Column("value", "Condition number", 1)]
+    columns = [
+        ROW,
+        Column("stage", "Where"),
+        Column("layer", "Layer", 0),
+        Column("value", "Condition number", 1),
+    ]
     columns.append(Column("n", "n", 0))
     legend = [e.name for e in entries if e.name in {r["row"] for r in records}]
     title = "Conditioning by layer"
-    return Figure("conditioning", title, caption, panels, columns, records, wide=True, legend=legend)
+    return Figure(
+        "conditioning", title, caption, panels, columns, records, wide=True, legend=legend
+    )
 
 
 def conditioning_over_training(table: ResultTable, palette: Palette) -> Figure | None:
@@ -108,15 +122,42 @@ def conditioning_over_training(table: ResultTable, palette: Palette) -> Figure |
         own = _over_layers([p for p in points if p["stage"] == title])
         if own:
             x = alt.X("step:Q", title="step", scale=alt.Scale(nice=False))
-            chart = band_chart(own, x, "step", "mean ln condition number", names, palette, points=True, legend=False)
+            chart = band_chart(
+                own,
+                x,
+                "step",
+                "mean ln condition number",
+                names,
+                palette,
+                points=True,
+                legend=False,
+            )
             panels.append(Panel(STAGES[stage], finish(chart, 220)))
     caption = "ln of the largest over the smallest singular value of each image's tokens, on validation images: mean "
     caption += "over layers and seeds, with a band of one standard deviation over seeds. Lower is better conditioned. "
     caption += "The numbers below are by layer." + note(len(names), len(entries))
-    columns = [ROW, Column("stage", "Where"), Column("layer", "Layer", 0), Column("step", "Step", 0)]
-    columns += [Column("mean", "Mean ln condition number", 2), Column("sd", "SD over seeds", 2), Column("n", "n", 0)]
+    columns = [
+        ROW,
+        Column("stage", "Where"),
+        Column("layer", "Layer", 0),
+        Column("step", "Step", 0),
+    ]
+    columns += [
+        Column("mean", "Mean ln condition number", 2),
+        Column("sd", "SD over seeds", 2),
+        Column("n", "n", 0),
+    ]
     records = _over_seeds(points)
-    return Figure("training", "Conditioning over training", caption, panels, columns, records, wide=True, legend=names)
+    return Figure(
+        "training",
+        "Conditioning over training",
+        caption,
+        panels,
+        columns,
+        records,
+        wide=True,
+        legend=names,
+    )
 
 
 def over_training(entry: Entry) -> list[dict[str, Any]]:
@@ -126,7 +167,12 @@ def over_training(entry: Entry) -> list[dict[str, Any]]:
         for found in (m for line in run.lines() for m in line.measured("conditioning")):
             for i, layer in enumerate(found["layers"]):
                 for stage in STAGES.keys() & layer.keys():
-                    where = {"row": entry.name, "stage": STAGES[stage], "layer": i + 1, "step": found["step"]}
+                    where = {
+                        "row": entry.name,
+                        "stage": STAGES[stage],
+                        "layer": i + 1,
+                        "step": found["step"],
+                    }
                     points.append({**where, "seed": seed, "value": layer[stage]["log_mean"]})
     return points
 
@@ -139,7 +185,16 @@ def _over_layers(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     records = []
     for (row, step), seeds in sorted(by_seed.items(), key=lambda item: item[0][1]):
         mean, sd = _mean_sd([statistics.fmean(values) for values in seeds.values()])
-        records.append({"row": row, "step": step, "mean": mean, "low": mean - sd, "high": mean + sd, "n": len(seeds)})
+        records.append(
+            {
+                "row": row,
+                "step": step,
+                "mean": mean,
+                "low": mean - sd,
+                "high": mean + sd,
+                "n": len(seeds),
+            }
+        )
     return records
 
 
@@ -155,7 +210,15 @@ def _over_seeds(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ):
         mean, sd = _mean_sd(values)
         records.append(
-            {"row": row, "stage": stage, "layer": layer, "step": step, "mean": mean, "sd": sd, "n": len(values)}
+            {
+                "row": row,
+                "stage": stage,
+                "layer": layer,
+                "step": step,
+                "mean": mean,
+                "sd": sd,
+                "n": len(values),
+            }
         )
     return records
 

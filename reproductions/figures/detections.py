@@ -33,7 +33,14 @@ def detections(table: ResultTable, palette: Palette) -> Figure | None:
     colors: dict[str, str] = {}
     groups: dict[int, list[dict[str, str]]] = {}
     for entry in table.entries[:MOST_ROWS]:
-        run = next((r for _, r in sorted(entry.setting.finished().items()) if r.final and r.final.detections), None)
+        run = next(
+            (
+                r
+                for _, r in sorted(entry.setting.finished().items())
+                if r.final and r.final.detections
+            ),
+            None,
+        )
         for i, seen in enumerate(run.final.detections if run and run.final else []):
             size = picture_size(seen.image)
             if size is None:
@@ -44,7 +51,11 @@ def detections(table: ResultTable, palette: Palette) -> Figure | None:
             told = f"{hits} of {len(seen.truth)} objects, {len(seen.found) - hits} false"
             alt = f"Test image {i + 1} with the boxes of {entry.name}: {told}"
             shown = {"group": f"test image {i + 1}", "title": f"{entry.name}: {told}", "alt": alt}
-            shown |= {"png": drawn(seen, size, colors), "width": str(WIDTH), "height": str(WIDTH * size[1] // size[0])}
+            shown |= {
+                "png": drawn(seen, size, colors),
+                "width": str(WIDTH),
+                "height": str(WIDTH * size[1] // size[0]),
+            }
             groups.setdefault(i, []).append(shown)
             counts = {"objects": len(seen.truth), "hits": hits, "false": len(seen.found) - hits}
             records.append({"row": entry.name, "image": i + 1, **counts})
@@ -53,11 +64,21 @@ def detections(table: ResultTable, palette: Palette) -> Figure | None:
         return None
     columns = [ROW, Column("image", "Image", 0), Column("objects", "True objects", 0)]
     columns += [Column("hits", "Found (IoU 0.5)", 0), Column("false", "False", 0)]
-    names = {"#e69f00": "orange", "#56b4e9": "blue", "#ff5ea8": "pink", "#f0e442": "yellow", "#00e09a": "green"}
-    told = ", ".join(f"{label} {names.get(color, 'red')}" for label, color in list(colors.items())[: len(COLORS)])
+    names = {
+        "#e69f00": "orange",
+        "#56b4e9": "blue",
+        "#ff5ea8": "pink",
+        "#f0e442": "yellow",
+        "#00e09a": "green",
+    }
+    told = ", ".join(
+        f"{label} {names.get(color, 'red')}" for label, color in list(colors.items())[: len(COLORS)]
+    )
     caption = "The same test images under each method, first seed. Solid: found with a score of 0.3 or more; "
     caption += f"dashed white: the truth. {told}."
-    return Figure("detections", "Detected objects", caption, [], columns, records, wide=True, images=images)
+    return Figure(
+        "detections", "Detected objects", caption, [], columns, records, wide=True, images=images
+    )
 
 
 def matched(seen: Detected) -> int:
@@ -93,7 +114,9 @@ def picture_size(address: str) -> tuple[int, int] | None:
     if not ADDRESS.fullmatch(address):
         return None
     try:
-        with Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])), formats=("JPEG",)) as picture:
+        with Image.open(
+            io.BytesIO(base64.b64decode(address.partition(",")[2])), formats=("JPEG",)
+        ) as picture:
             return picture.size
     except (OSError, ValueError, Image.DecompressionBombError):
         return None
@@ -107,9 +130,13 @@ def drawn(seen: Detected, size: tuple[int, int], colors: dict[str, str]) -> str:
         f'<image href="{seen.image}" width="{width}" height="{height}"/>',
     ]
     for label, *box in seen.truth:
-        parts.append(_rectangle(box, size, "#fff", label, 'stroke-dasharray="2 1.5" stroke-width="1"'))
+        parts.append(
+            _rectangle(box, size, "#fff", label, 'stroke-dasharray="2 1.5" stroke-width="1"')
+        )
     for label, score, *box in seen.found:
-        parts.append(_rectangle(box, size, colors[label], f"{label} {score:.2f}", 'stroke-width="1.3"'))
+        parts.append(
+            _rectangle(box, size, colors[label], f"{label} {score:.2f}", 'stroke-width="1.3"')
+        )
     content = "".join([*parts, "</svg>"])
     return "data:image/svg+xml;base64," + base64.b64encode(content.encode()).decode()
 
@@ -117,4 +144,6 @@ def drawn(seen: Detected, size: tuple[int, int], colors: dict[str, str]) -> str:
 def _rectangle(box: list[float], size: tuple[int, int], color: str, title: str, more: str) -> str:
     left, top, right, bottom = (v * side for v, side in zip(box, size * 2, strict=True))
     place = f'x="{left:.1f}" y="{top:.1f}" width="{max(right - left, 0):.1f}" height="{max(bottom - top, 0):.1f}"'
-    return f'<rect {place} fill="none" stroke="{color}" {more}><title>{escape(title)}</title></rect>'
+    return (
+        f'<rect {place} fill="none" stroke="{color}" {more}><title>{escape(title)}</title></rect>'
+    )

@@ -6,7 +6,17 @@ import statistics
 from typing import Any
 
 from dampen.studies import Entry, ResultTable
-from dampen.studies.plugins import ROW, Column, Figure, Palette, Panel, band_chart, finish, note, some
+from dampen.studies.plugins import (
+    ROW,
+    Column,
+    Figure,
+    Palette,
+    Panel,
+    band_chart,
+    finish,
+    note,
+    some,
+)
 
 
 def gradient_variance(table: ResultTable, palette: Palette) -> Figure | None:
@@ -25,14 +35,23 @@ def gradient_variance(table: ResultTable, palette: Palette) -> Figure | None:
     names = some([e.name for e in entries], [reference.name] if reference else [])
     records = [record for e in entries if e.name in names for record in measured(e)]
     x = alt.X("step:Q", title="step", scale=alt.Scale(nice=False))
-    chart = band_chart(records, x, "step", "trace of the gradient's covariance", names, palette, points=True)
+    chart = band_chart(
+        records, x, "step", "trace of the gradient's covariance", names, palette, points=True
+    )
     caption = "Trace of the covariance of the mini-batch gradient at the weights of that step, over a few batches of "
     caption += "the training part with the methods at work: mean over seeds, with a band of one standard deviation."
-    columns = [ROW, Column("step", "Step", 0), Column("mean", "Mean", 5), Column("sd", "SD over seeds", 5)]
+    columns = [
+        ROW,
+        Column("step", "Step", 0),
+        Column("mean", "Mean", 5),
+        Column("sd", "SD over seeds", 5),
+    ]
     title = "Gradient variance over training"
     panels = [Panel("", finish(chart, 300))]
     columns.append(Column("n", "n", 0))
-    return Figure("variance", title, caption + note(len(names), len(entries)), panels, columns, records)
+    return Figure(
+        "variance", title, caption + note(len(names), len(entries)), panels, columns, records
+    )
 
 
 def measured(entry: Entry) -> list[dict[str, Any]]:

@@ -40,7 +40,11 @@ class Matrix:
 def matrix(table: ResultTable) -> Matrix | None:
     """The results over the first two axes of the grid; None where there are fewer, or no results."""
     cells = [cell for row in table.study.configs for cell in row.settings]
-    axes = [k for k in table.study.grid_keys() if len({_text(c.grid[k]) for c in cells if k in c.grid}) > 1]
+    axes = [
+        k
+        for k in table.study.grid_keys()
+        if len({_text(c.grid[k]) for c in cells if k in c.grid}) > 1
+    ]
     if len(axes) < 2:
         return None
     y_key, x_key = axes[0], axes[1]
@@ -53,13 +57,22 @@ def matrix(table: ResultTable) -> Matrix | None:
             values = [table.metric.scale * v for v in _test_values(cell, table.study.metric)]
             if values:
                 s = summarize(values)
-                point = {"row": row.name, "x": _text(cell.grid[x_key]), "y": _text(cell.grid[y_key]), "mean": s.mean}
+                point = {
+                    "row": row.name,
+                    "x": _text(cell.grid[x_key]),
+                    "y": _text(cell.grid[y_key]),
+                    "mean": s.mean,
+                }
                 paper = cell.published.get(table.study.metric)
                 paper = paper[0] if isinstance(paper, list) else paper
-                records.append(point | {"sd": known(s.sd), "n": s.n, "chosen": cell is chosen, "paper": paper})
+                records.append(
+                    point | {"sd": known(s.sd), "n": s.n, "chosen": cell is chosen, "paper": paper}
+                )
     if not records:
         return None
-    return Matrix(axis_name(x_key), axis_name(y_key), _order(cells, x_key), _order(cells, y_key), records)
+    return Matrix(
+        axis_name(x_key), axis_name(y_key), _order(cells, x_key), _order(cells, y_key), records
+    )
 
 
 def grid(table: ResultTable, palette: Palette) -> Figure | None:
@@ -93,10 +106,20 @@ def as_markdown(found: Matrix) -> list[str]:
         found: the results over two axes.
     """
     lines = []
-    head = f"| {markdown_text(found.y)} \\ {markdown_text(found.x)} | " + " | ".join(found.across) + " |"
+    head = (
+        f"| {markdown_text(found.y)} \\ {markdown_text(found.x)} | "
+        + " | ".join(found.across)
+        + " |"
+    )
     for name in found.rows():
         cells = {(r["y"], r["x"]): r for r in found.records if r["row"] == name}
-        lines += ["", f"**{markdown_text(name)}**", "", head, "|" + "---|" * (len(found.across) + 1)]
+        lines += [
+            "",
+            f"**{markdown_text(name)}**",
+            "",
+            head,
+            "|" + "---|" * (len(found.across) + 1),
+        ]
         for y in found.down:
             points = " | ".join(_point(cells.get((y, x))) for x in found.across)
             lines.append(f"| {markdown_text(y)} | {points} |")
@@ -124,12 +147,20 @@ def _heat_map(found: Matrix, name: str, domain: tuple[float, float], digits: str
     x = alt.X("x:N", title=found.x, sort=found.across, axis=alt.Axis(labelAngle=0))
     y = alt.Y("y:N", title=found.y, sort=found.down[::-1])
     base = alt.Chart(alt.Data(values=own)).encode(x=x, y=y)
-    tooltip = [tip("y:N", found.y), tip("x:N", found.x), tip("mean:Q", "mean"), tip("sd:Q", "sd"), alt.Tooltip("n:Q")]
+    tooltip = [
+        tip("y:N", found.y),
+        tip("x:N", found.x),
+        tip("mean:Q", "mean"),
+        tip("sd:Q", "sd"),
+        alt.Tooltip("n:Q"),
+    ]
     color = alt.Color("mean:Q", scale=alt.Scale(scheme="viridis", domain=list(domain)), legend=None)
     cells = base.mark_rect().encode(color=color, tooltip=tooltip)
     ink = alt.condition("datum.dark", alt.value("#ffffff"), alt.value("#111111"))
     text = base.mark_text(fontSize=12).encode(text=alt.Text("mean:Q", format=digits), color=ink)
-    frame = base.transform_filter("datum.chosen").mark_rect(fill=None, stroke="#d55e00", strokeWidth=3)
+    frame = base.transform_filter("datum.chosen").mark_rect(
+        fill=None, stroke="#d55e00", strokeWidth=3
+    )
     return finish(alt.layer(cells, text, frame), 46 * len(found.down))
 
 

@@ -27,7 +27,9 @@ RATE, IMAGES, SEEDS = 0.2, 256, (0, 1, 2)
 ROWS: dict[str, list[dict[str, Any]]] = {
     "plain": [],
     "feed-forward dropout 0.2": [{"name": "feed_forward_dropout", "rate": 0.2}],
-    "explicit, paper form, lambda 1": [{"name": "explicit_dropout", "value": 1.0, "ffn": 1.0, "rate": 0.2}],
+    "explicit, paper form, lambda 1": [
+        {"name": "explicit_dropout", "value": 1.0, "ffn": 1.0, "rate": 0.2}
+    ],
     "explicit, inverted form, lambda 1": [
         {"name": "explicit_dropout", "value": 1.0, "ffn": 1.0, "rate": 0.2, "form": "inverted"}
     ],
@@ -80,7 +82,9 @@ def shares(model: nn.Module, images: Tensor) -> list[dict[str, float]]:
             x, weight = kept[name].x, linear.weight.detach()
             assert x is not None
             width = x.shape[-1]
-            weight = weight[2 * width :] if name == "value" else weight  # the last third of the fused map
+            weight = (
+                weight[2 * width :] if name == "value" else weight
+            )  # the last third of the fused map
             parts = appendix_b(x.double(), weight.double(), RATE)
             layer[name] = (parts.cross / parts.paper).item()
         found.append(layer)
@@ -102,14 +106,20 @@ def measure(runs: Path) -> None:
                 model.model.load_state_dict(model.initial, strict=False)
                 rows["at the start"].append(shares(model.model, images))
             print(name, seed, flush=True)
-    write_json(RECORD, {"rate": RATE, "images": IMAGES, "seeds": SEEDS, **about(), "share_of_cross": rows})
+    write_json(
+        RECORD, {"rate": RATE, "images": IMAGES, "seeds": SEEDS, **about(), "share_of_cross": rows}
+    )
 
 
 def page() -> str:
     """The table, mean and range over seeds, and how to read it."""
     record = json.loads(RECORD.read_text())
     rows, depth = record["share_of_cross"], record["model"]["depth"]
-    lines = [HEAD, "| model | map |" + "".join(f" layer {i + 1} |" for i in range(depth)), "|---" * (depth + 2) + "|"]
+    lines = [
+        HEAD,
+        "| model | map |" + "".join(f" layer {i + 1} |" for i in range(depth)),
+        "|---" * (depth + 2) + "|",
+    ]
     everything = []
     for name, seeds in rows.items():
         for term in ("value", "ffn1", "ffn2"):
@@ -117,7 +127,9 @@ def page() -> str:
             for layer in range(depth):
                 values = [100 * seed[layer][term] for seed in seeds]
                 everything += values if name != "at the start" else []
-                cells.append(f" {statistics.fmean(values):.0f} [{min(values):.0f}, {max(values):.0f}] |")
+                cells.append(
+                    f" {statistics.fmean(values):.0f} [{min(values):.0f}, {max(values):.0f}] |"
+                )
             lines.append(f"| {name} | {term} |" + "".join(cells))
     negative = sum(v < 0 for v in everything)
     low, high, median = min(everything), max(everything), statistics.median(everything)

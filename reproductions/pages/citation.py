@@ -17,13 +17,21 @@ from pathlib import Path
 from reproductions.pages.publish import publish, renew
 
 ROOT = Path(__file__).resolve().parents[2]
-START, END = "# result files: written by `python -m reproductions.pages.citation`", "# /result files"
+START, END = (
+    "# result files: written by `python -m reproductions.pages.citation`",
+    "# /result files",
+)
 
 
 def digest(root: Path) -> tuple[str, int]:
     """The hash over the hashes and paths of all result files, and how many there are."""
-    paths = sorted(path.relative_to(root).as_posix() for path in root.glob("reproductions/**/results/**/*.json*"))
-    lines = "".join(f"{hashlib.sha256((root / path).read_bytes()).hexdigest()}  {path}\n" for path in paths)
+    paths = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.glob("reproductions/**/results/**/*.json*")
+    )
+    lines = "".join(
+        f"{hashlib.sha256((root / path).read_bytes()).hexdigest()}  {path}\n" for path in paths
+    )
     return hashlib.sha256(lines.encode()).hexdigest(), len(paths)
 
 
@@ -36,8 +44,12 @@ def page(text: str, root: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the hash is up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the hash is up to date"
+    )
     options = parser.parse_args(arguments)
     path = ROOT / "CITATION.cff"
     return publish({path: page(path.read_text(), ROOT)}, options.check)

@@ -88,16 +88,28 @@ def table_kind(published: Effect, metric: str) -> Kind:
 
 
 EXPLICIT, KEY, DROP, ALWAYS = PAPERS
-T3, SKIP = "explicit_dropout/results/table_3-study.json.xz", "always_skip_attention/results/skip_ablation.json"
+T3, SKIP = (
+    "explicit_dropout/results/table_3-study.json.xz",
+    "always_skip_attention/results/skip_ablation.json",
+)
 DEPTH = "always_skip_attention/results/depth_digits-study.json.xz"
 ATTENTION = "attentiondrop/results/digits-study.json.xz"
-RATES, VARIANCE = "dropkey/results/rates_digits-study.json.xz", "attentiondrop/results/variance_digits.json"
-SVD, SCHEDULES = "always_skip_attention/results/token_graying_svd.json", "dropkey/results/schedules_cifar10.json"
+RATES, VARIANCE = (
+    "dropkey/results/rates_digits-study.json.xz",
+    "attentiondrop/results/variance_digits.json",
+)
+SVD, SCHEDULES = (
+    "always_skip_attention/results/token_graying_svd.json",
+    "dropkey/results/schedules_cifar10.json",
+)
 STRUCTURES = "dropkey/results/structures_digits-study.json.xz"
 SWEEPS = "attentiondrop/results/sweeps_digits-study.json.xz"
 NOISE = "attentiondrop/results/noise_digits-study.json.xz"
 GRAYING = "always_skip_attention/results/graying_digits-study.json.xz"
-ROBUST, MAE = "attentiondrop/results/robust_digits-study.json.xz", "always_skip_attention/results/mae.json"
+ROBUST, MAE = (
+    "attentiondrop/results/robust_digits-study.json.xz",
+    "always_skip_attention/results/mae.json",
+)
 CONVOLUTIONS = "always_skip_attention/results/convolutions_digits-study.json.xz"
 SCHEDULES_100 = "dropkey/results/schedules_cifar100-study.json.xz"
 NOISE_CIFAR = "attentiondrop/results/noise_cifar10-study.json.xz"
@@ -106,16 +118,38 @@ ATTENTION_100 = "attentiondrop/results/cifar100-study.json.xz"
 FFN = "none + implicit ffn"
 LARGE = "needs ImageNet and GPUs; the recipe runs at `--scale paper`"
 TABLES = (  # where the rows of Explicit Dropout's Tables 1 to 4 were run: table, column, data, record, metric
-    ("Table 1", "cifar10", "CIFAR-10", "explicit_dropout/results/table_1-study.json.xz", "accuracy"),
-    ("Table 2", "cifar100", "CIFAR-100", "explicit_dropout/results/table_2-study.json.xz", "accuracy"),
+    (
+        "Table 1",
+        "cifar10",
+        "CIFAR-10",
+        "explicit_dropout/results/table_1-study.json.xz",
+        "accuracy",
+    ),
+    (
+        "Table 2",
+        "cifar100",
+        "CIFAR-100",
+        "explicit_dropout/results/table_2-study.json.xz",
+        "accuracy",
+    ),
     ("Table 3", "thumos14_kinetics", "THUMOS14", T3, "frame_map"),
     ("Table 4", "gtzan", "GTZAN", "explicit_dropout/results/table_4-study.json.xz", "accuracy"),
-    ("Table 4", "gtzan", "spoken digits for GTZAN", "explicit_dropout/results/spoken_digits-study.json.xz", "accuracy"),
+    (
+        "Table 4",
+        "gtzan",
+        "spoken digits for GTZAN",
+        "explicit_dropout/results/spoken_digits-study.json.xz",
+        "accuracy",
+    ),
 )
 TABLE_ROWS = {  # our row: in words, attention and feed-forward in the paper's tables
     "none + explicit ffn": ("explicit feed-forward alone", "none", "explicit"),
     "explicit v + explicit ffn": ("explicit value + feed-forward", "explicit_v", "explicit"),
-    "explicit av + explicit ffn": ("explicit attended value + feed-forward", "explicit_av", "explicit"),
+    "explicit av + explicit ffn": (
+        "explicit attended value + feed-forward",
+        "explicit_av",
+        "explicit",
+    ),
     "arora q + explicit ffn": ("Arora on the query + explicit feed-forward", "arora_q", "explicit"),
 }
 TABLE_WORDS = {"better": "beats", "no worse": "matches", "contrast": "is below"}
@@ -131,7 +165,11 @@ def explicit_dropout() -> list[Claim]:
             published = effect(rows[tuple(cells)][column], rows["none", "implicit"][column])
             kind = table_kind(published, metric)
             text = f"{name} {TABLE_WORDS[kind]} implicit feed-forward dropout ({data})"
-            found.append(Claim(EXPLICIT, text, f"{table}, row {row}", kind, record, row, FFN, metric, published))
+            found.append(
+                Claim(
+                    EXPLICIT, text, f"{table}, row {row}", kind, record, row, FFN, metric, published
+                )
+            )
     v = content["table_5"]["v"]
     found.append(
         Claim(
@@ -144,13 +182,18 @@ def explicit_dropout() -> list[Claim]:
         )
     )
     cost = "a cost, see [what each method costs](../costs.md)"
-    return [*found, Claim(EXPLICIT, "the penalty costs little time and memory", "text", untestable=cost)]
+    return [
+        *found,
+        Claim(EXPLICIT, "the penalty costs little time and memory", "text", untestable=cost),
+    ]
 
 
 def dropkey() -> list[Claim]:
     """Schedules, attention dropout, structures, maps and detection."""
     content = figures("dropkey")
-    increasing, constant, decreasing = (content["schedules"][k] for k in ("increasing", "constant", "decreasing"))
+    increasing, constant, decreasing = (
+        content["schedules"][k] for k in ("increasing", "constant", "decreasing")
+    )
     places = (
         ("digits for CIFAR-10", 0, RATES, "DropKey, {}", "DropKey"),
         ("CIFAR-10", 0, SCHEDULES, "{}", "constant"),
@@ -162,9 +205,16 @@ def dropkey() -> list[Claim]:
             ("decreasing", decreasing, "better", "beats"),
             ("increasing", increasing, "contrast", "is below"),
         ):
-            text, own = f"a ratio {name} with depth {word} a constant one ({data})", row.format(name)
+            text, own = (
+                f"a ratio {name} with depth {word} a constant one ({data})",
+                row.format(name),
+            )
             published = effect(values[i], constant[i])
-            found.append(Claim(KEY, text, "table of schedules", kind, record, own, reference, effect=published))  # type: ignore[arg-type]
+            found.append(
+                Claim(
+                    KEY, text, "table of schedules", kind, record, own, reference, effect=published
+                )
+            )  # type: ignore[arg-type]
     beats = "DropKey beats attention dropout"
     found.append(
         Claim(
@@ -190,7 +240,12 @@ def dropkey() -> list[Claim]:
     )
     gains = [round(row[1] - row[0], 2) for row in content["imagenet"].values()]
     found.append(
-        Claim(KEY, f"{beats} on ImageNet by {min(gains)} to {max(gains)} points", "table of ImageNet", untestable=LARGE)
+        Claim(
+            KEY,
+            f"{beats} on ImageNet by {min(gains)} to {max(gains)} points",
+            "table of ImageNet",
+            untestable=LARGE,
+        )
     )
     for row in ("blocks of 2", "blocks of 3", "crosses of 3"):
         text = f"structure is not needed: {row} equal single scores (digits)"
@@ -202,7 +257,18 @@ def dropkey() -> list[Claim]:
         found.append(Claim(KEY, text, "text", "better", STRUCTURES, row, "DropKey"))
     for reference in ("plain", "attention dropout"):
         text = f"attention with DropKey spreads wider than with {reference} (CIFAR-100, entropy of the maps)"
-        found.append(Claim(KEY, text, "figure 4", "better", SCHEDULES_100, "constant", reference, "attention_entropy"))
+        found.append(
+            Claim(
+                KEY,
+                text,
+                "figure 4",
+                "better",
+                SCHEDULES_100,
+                "constant",
+                reference,
+                "attention_entropy",
+            )
+        )
     plain, dropout, key = content["coco_detr"]["ap"]
     for row, reference, published in (
         ("DropKey", "dropout", effect(key, dropout)),
@@ -210,7 +276,9 @@ def dropkey() -> list[Claim]:
     ):
         text = f"in DETR {row} beats {reference} (BCCD for COCO)"
         record = "dropkey/results/detr.json"
-        found.append(Claim(KEY, text, "table of COCO", "better", record, row, reference, "ap", published))
+        found.append(
+            Claim(KEY, text, "table of COCO", "better", record, row, reference, "ap", published)
+        )
     return found
 
 
@@ -244,7 +312,17 @@ def attentiondrop() -> list[Claim]:
                 text = f"{both[0]} {words.get(metric, 'beats')} dropout ({data})"
                 published = effect(results[key][i], results["dropout"][i])
                 found.append(
-                    Claim(DROP, text, f"main table, {column}", "better", record, row, "dropout", metric, published)
+                    Claim(
+                        DROP,
+                        text,
+                        f"main table, {column}",
+                        "better",
+                        record,
+                        row,
+                        "dropout",
+                        metric,
+                        published,
+                    )
                 )
     reduction = Effect(-content["claims"]["gradient_variance_reduction"])
     for record, data in ((VARIANCE, "digits"), (ATTENTION_10, "CIFAR-10")):
@@ -252,7 +330,16 @@ def attentiondrop() -> list[Claim]:
             text = f"the gradient's variance is lower with {row} than with dropout ({data})"
             found.append(
                 Claim(
-                    DROP, text, "text", "contrast", record, row, "dropout", "training_variance", reduction, share=True
+                    DROP,
+                    text,
+                    "text",
+                    "contrast",
+                    record,
+                    row,
+                    "dropout",
+                    "training_variance",
+                    reduction,
+                    share=True,
                 )
             )
     for name, worse, limit in (("p", (0.6, 0.7, 0.9), 0.5), ("w", (11, 13, 15), 9)):
@@ -277,7 +364,15 @@ def attentiondrop() -> list[Claim]:
         for key in keys:
             text = f"{names[key][0]} beats dropout where 30 % of the labels are wrong ({data})"
             found.append(
-                Claim(DROP, text, "abstract: limited or noisy data", "better", record, names[key][1], "dropout")
+                Claim(
+                    DROP,
+                    text,
+                    "abstract: limited or noisy data",
+                    "better",
+                    record,
+                    names[key][1],
+                    "dropout",
+                )
             )
     return found
 
@@ -285,26 +380,56 @@ def attentiondrop() -> list[Claim]:
 def always_skip() -> list[Claim]:
     """Skips, depth, networks of convolutions, Token Graying."""
     content = figures("always_skip_attention")
-    skips, dct, svd = content["skip_ablation"], content["token_graying_dct"], content["token_graying_svd"]["rows"]
+    skips, dct, svd = (
+        content["skip_ablation"],
+        content["token_graying_dct"],
+        content["token_graying_svd"]["rows"],
+    )
     attention, ffn, both = (
         effect(skips["no_attention_skip"], skips["all_skips"]),
         effect(skips["no_ffn_skip"], skips["all_skips"]),
         effect(skips["no_ffn_skip"], skips["no_attention_skip"]),
     )
-    places = [("6 layers, CIFAR-10", SKIP, "ViT, all skips", "ViT, no attention skip", "ViT, no feed-forward skip")]
+    places = [
+        (
+            "6 layers, CIFAR-10",
+            SKIP,
+            "ViT, all skips",
+            "ViT, no attention skip",
+            "ViT, no feed-forward skip",
+        )
+    ]
     for n in (2, 4, 8, 12):
-        rows = (f"{n} layers", f"{n} layers, no attention skip", f"{n} layers, no feed-forward skip")
+        rows = (
+            f"{n} layers",
+            f"{n} layers, no attention skip",
+            f"{n} layers, no feed-forward skip",
+        )
         places.append((f"{n} layers, digits", DEPTH, *rows))
     found = []
     for data, record, whole, no_attention, no_ffn in places:
         for text, row, reference, published in (
             ("without the skip around attention a ViT collapses", no_attention, whole, attention),
             ("without the feed-forward skip a ViT loses little", no_ffn, whole, ffn),
-            ("the skip around attention matters more than the feed-forward's", no_ffn, no_attention, both),
+            (
+                "the skip around attention matters more than the feed-forward's",
+                no_ffn,
+                no_attention,
+                both,
+            ),
         ):
             source = "table of skips (approximate)"
             found.append(
-                Claim(ALWAYS, f"{text} ({data})", source, "contrast", record, row, reference, effect=published)
+                Claim(
+                    ALWAYS,
+                    f"{text} ({data})",
+                    source,
+                    "contrast",
+                    record,
+                    row,
+                    reference,
+                    effect=published,
+                )
             )
     unchanged = Effect(skips["convmixer_change_without_skips"])
     places = [("ConvMixer, CIFAR-10", SKIP, "ConvMixer, skips", "ConvMixer, no skips")]
@@ -314,19 +439,43 @@ def always_skip() -> list[Claim]:
             places.append((f"{row}, digits", CONVOLUTIONS, row, f"{row}, no skips"))
     for data, record, reference, row in places:
         text = f"a network of convolutions loses nothing without its skips ({data})"
-        found.append(Claim(ALWAYS, text, "table of skips", "no worse", record, row, reference, effect=unchanged))
-    svd_gain = effect(next(r[1] for r in svd if r[0] == 0.7), next(r[1] for r in svd if r[0] == 1.0))
+        found.append(
+            Claim(
+                ALWAYS, text, "table of skips", "no worse", record, row, reference, effect=unchanged
+            )
+        )
+    svd_gain = effect(
+        next(r[1] for r in svd if r[0] == 0.7), next(r[1] for r in svd if r[0] == 1.0)
+    )
     dct_gain = effect(dct["vit_b"][1], dct["vit_b"][0])
     for record, data, plain in ((SVD, "CIFAR-10", "plain (eps 1)"), (GRAYING, "digits", "plain")):
         for how, published in (("SVD, eps 0.7", svd_gain), ("DCT, eps 0.95", dct_gain)):
             text = f"Token Graying by {how} helps ({data} for ImageNet)"
             found.append(
-                Claim(ALWAYS, text, "table of Token Graying, ViT-B", "better", record, how, plain, effect=published)
+                Claim(
+                    ALWAYS,
+                    text,
+                    "table of Token Graying, ViT-B",
+                    "better",
+                    record,
+                    how,
+                    plain,
+                    effect=published,
+                )
             )
     text = "Token Graying by DCT helps a masked autoencoder (CIFAR-10 for ImageNet)"
     gain = effect(dct["mae_finetune"][1], dct["mae_finetune"][0])
     found.append(
-        Claim(ALWAYS, text, "table of Token Graying, MAE", "better", MAE, "DCT, eps 0.95", "plain", effect=gain)
+        Claim(
+            ALWAYS,
+            text,
+            "table of Token Graying, MAE",
+            "better",
+            MAE,
+            "DCT, eps 0.95",
+            "plain",
+            effect=gain,
+        )
     )
     gains = [round(b - a, 1) for a, b in dct.values()]
     text = f"Token Graying by DCT gains {min(gains)} to {max(gains)} points on ImageNet"

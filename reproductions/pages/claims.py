@@ -54,7 +54,9 @@ class Found:
 
     def text(self, metric: Metric) -> str:
         digits = metric.digits if metric.percent else max(2, metric.digits)
-        interval = "" if math.isnan(self.low) else f" ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        interval = (
+            "" if math.isnan(self.low) else f" ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        )
         return f"{self.difference:+.{digits}f}{metric.points}{interval}"
 
 
@@ -62,16 +64,29 @@ def read(path: Path) -> tuple[Values, str]:
     """A packed study, or one of the small files of `skip_story`; and its splits and tuning in words."""
     if path.suffix == ".json" and "rows" in (content := json.loads(path.read_text())):
         values: Values = {
-            row: {"accuracy": {str(t["seed"]): describe_metric("accuracy").scale * t["accuracy"] for t in trials}}
+            row: {
+                "accuracy": {
+                    str(t["seed"]): describe_metric("accuracy").scale * t["accuracy"]
+                    for t in trials
+                }
+            }
             for row, trials in content["rows"].items()
         }
-        return values, "one split, not tuned"  # these three recipes have neither a grid nor a split of each seed
+        return (
+            values,
+            "one split, not tuned",
+        )  # these three recipes have neither a grid nor a split of each seed
     table = committed_report(path).tables[0]
     told = design.summary(table, path)
     if not table.study.show_all:
         return {e.name: e.by_seed for e in table.entries}, told
-    curves = read_curves(path, path.name)  # every row at the value that validation chose on a tuning seed
-    return {row: curves.entry(row).by_seed for row in dict.fromkeys(e.config.name for e in table.entries)}, told
+    curves = read_curves(
+        path, path.name
+    )  # every row at the value that validation chose on a tuning seed
+    return {
+        row: curves.entry(row).by_seed
+        for row in dict.fromkeys(e.config.name for e in table.entries)
+    }, told
 
 
 def compare(claim: Claim, values: Values, family: int) -> Found:
@@ -79,7 +94,9 @@ def compare(claim: Claim, values: Values, family: int) -> Found:
     row, reference = (values[name].get(claim.metric, {}) for name in (claim.row, claim.reference))
     differences = paired_differences(row, reference)
     if not differences:
-        raise ValueError(f"{claim.record} holds no {claim.metric} of {claim.row} and {claim.reference} in one seed.")
+        raise ValueError(
+            f"{claim.record} holds no {claim.metric} of {claim.row} and {claim.reference} in one seed."
+        )
     mean, metric = statistics.fmean(reference.values()), describe_metric(claim.metric)
     enough = len(differences) >= FEWEST_SEEDS
     low, high = paired_interval(differences, LEVEL / family) if enough else (math.nan, math.nan)
@@ -89,7 +106,9 @@ def compare(claim: Claim, values: Values, family: int) -> Found:
         len(differences),
         low,
         high,
-        detectable(deviation(differences), len(differences), LEVEL / family) if enough else math.nan,
+        detectable(deviation(differences), len(differences), LEVEL / family)
+        if enough
+        else math.nan,
         metric.margin_at(mean) or 0.0,
         published,
     )
@@ -130,7 +149,11 @@ def outcome(claim: Claim, found: Found) -> str:
         return "shown" if agreement == "same direction and size" else agreement
     if within:
         return "equivalent"
-    return "contradicted (half the published effect is excluded)" if high < abs(found.published) / 2 else open_
+    return (
+        "contradicted (half the published effect is excluded)"
+        if high < abs(found.published) / 2
+        else open_
+    )
 
 
 def _differences(found: Sequence[Verdict]) -> str:
@@ -156,9 +179,12 @@ def depth(table: ResultTable) -> str:
     """What a Transformer loses without either skip, over the number of layers."""
     depths = (2, 4, 8, 12)
     attention, ffn = (
-        _compared(table, [f"{n} layers, no {part} skip" for n in depths]) for part in ("attention", "feed-forward")
+        _compared(table, [f"{n} layers, no {part} skip" for n in depths])
+        for part in ("attention", "feed-forward")
     )
-    lost = {part: failed(table, f"12 layers, no {part} skip") for part in ("attention", "feed-forward")}
+    lost = {
+        part: failed(table, f"12 layers, no {part} skip") for part in ("attention", "feed-forward")
+    }
     return stated(
         f"**Without either skip a deep Transformer fails, and the feed-forward's is missed no less**: at 2, 4, 8 and "
         f"12 layers {_differences(attention)} points without attention's skip (significantly worse at "
@@ -174,8 +200,14 @@ def depth(table: ResultTable) -> str:
 
 def convolutions(table: ResultTable) -> str:
     """What convolutions lose without their skips, over the number of layers."""
-    kinds = {k: _compared(table, [f"{k}, {n} layers, no skips" for n in (4, 8, 12)]) for k in ("ConvMixer", "CNN")}
-    parts = [f"{kind} {_differences(f)} points, significantly worse at {_worse(f)}" for kind, f in kinds.items()]
+    kinds = {
+        k: _compared(table, [f"{k}, {n} layers, no skips" for n in (4, 8, 12)])
+        for k in ("ConvMixer", "CNN")
+    }
+    parts = [
+        f"{kind} {_differences(f)} points, significantly worse at {_worse(f)}"
+        for kind, f in kinds.items()
+    ]
     return f"**Without skips**, at 4, 8 and 12 layers: {'; '.join(parts)} (digits)"
 
 
@@ -214,7 +246,11 @@ def inconsistencies() -> str:
     """What does not agree within Explicit Dropout itself."""
     content = figures("explicit_dropout")
     rows = {(r["attention"], r["ffn"]): r["cifar100"][0] for r in content["tables_1_to_4"]["rows"]}
-    value, ffn, implicit = rows["explicit_v", "explicit"], rows["none", "explicit"], rows["none", "implicit"]
+    value, ffn, implicit = (
+        rows["explicit_v", "explicit"],
+        rows["none", "explicit"],
+        rows["none", "implicit"],
+    )
     peaks = {}
     for term in ("q", "k", "v", "av"):
         cells = [
@@ -275,7 +311,10 @@ def page() -> str:
             lines.append(_line(claim, found.get(claim)))
         waiting = [c.record for c in claims if c not in found and not c.untestable]
         records = ", ".join(f"`{r}` ({waiting.count(r)})" for r in dict.fromkeys(waiting))
-        lines += ["", *([f"{len(waiting)} claims wait for a record: {records}.", ""] if waiting else [])]
+        lines += [
+            "",
+            *([f"{len(waiting)} claims wait for a record: {records}.", ""] if waiting else []),
+        ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -296,5 +335,7 @@ def _published(claim: Claim, metric: Metric) -> str:
         return f"{100 * claim.effect.difference:+.0f} %"
     digits = metric.digits if metric.percent else max(2, metric.digits)
     bounds = claim.effect.low, claim.effect.high
-    interval = "" if math.isnan(bounds[0]) else f" ({bounds[0]:.{digits}f} to {bounds[1]:.{digits}f})"
+    interval = (
+        "" if math.isnan(bounds[0]) else f" ({bounds[0]:.{digits}f} to {bounds[1]:.{digits}f})"
+    )
     return f"{claim.effect.difference:+.{digits}f}{interval}"

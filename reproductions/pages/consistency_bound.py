@@ -89,7 +89,9 @@ def measure(runs: Path) -> None:
     for name, methods in ROWS.items():
         for seed in SEEDS:
             model = trained(methods, seed, runs)
-            rows[name].append(asdict(consistency_bound(model.model, _Both(model), model.handle, draws=DRAWS)))
+            rows[name].append(
+                asdict(consistency_bound(model.model, _Both(model), model.handle, draws=DRAWS))
+            )
             print(name, seed, rows[name][-1]["bound"], flush=True)
     write_json(RECORD, {**about(), "seeds": SEEDS, "rows": rows})
 
@@ -107,7 +109,11 @@ def page() -> str:
         "average": "average",
         "bound": "**its bound**",
     }
-    lines = [HEAD, "| trained with | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines = [
+        HEAD,
+        "| trained with | " + " | ".join(columns.values()) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for name, found in record["rows"].items():
         cells = [statistics.fmean(f[key] for f in found) for key in columns]
         lines.append(f"| {name} | " + " | ".join(f"{c:.4f}" for c in cells) + " |")

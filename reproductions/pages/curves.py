@@ -48,20 +48,27 @@ class Curves:
     def entry(self, row: str) -> Entry:
         """The row at its chosen value."""
         entries = [e for e in self.table.entries if e.config.name == row]
-        return next((e for e in entries if self.chosen.get(row) in e.setting.grid.values()), entries[0])
+        return next(
+            (e for e in entries if self.chosen.get(row) in e.setting.grid.values()), entries[0]
+        )
 
 
 def read(path: Path, name: str) -> Curves:
     """A packed study."""
     if (search := search_of(path)) is None:
-        raise ValueError(f"{path.name} holds no search.json: its values were not chosen on seeds of their own.")
+        raise ValueError(
+            f"{path.name} holds no search.json: its values were not chosen on seeds of their own."
+        )
     return Curves(name, committed_report(path).tables[0], chosen(search))
 
 
 def search_of(path: Path) -> Mapping[str, Any] | None:
     """What was tried on the tuning seeds of a packed study; None where nothing was."""
     packed = json.loads(packed_text(path))
-    return next((files["search.json"] for files in packed["folders"].values() if "search.json" in files), None)
+    return next(
+        (files["search.json"] for files in packed["folders"].values() if "search.json" in files),
+        None,
+    )
 
 
 def chosen(search: Mapping[str, Any]) -> dict[str, float]:
@@ -82,8 +89,16 @@ Tested = Mapping[str, Sequence[str]]
 
 def family(studies: Sequence[tuple[Curves, Tested]], metric: str) -> Family:
     """Each row at its chosen value against each of its references: all of a page's studies are one family (Holm)."""
-    keys = [(c.name, ref, row) for c, tested in studies for ref, rows in tested.items() for row in rows if row != ref]
-    values = {c.name: {row: c.entry(row).by_seed.get(metric, {}) for row in c.rows} for c, _ in studies}
+    keys = [
+        (c.name, ref, row)
+        for c, tested in studies
+        for ref, rows in tested.items()
+        for row in rows
+        if row != ref
+    ]
+    values = {
+        c.name: {row: c.entry(row).by_seed.get(metric, {}) for row in c.rows} for c, _ in studies
+    }
     pairs = {"\n".join(k): (values[k[0]][k[2]], values[k[0]][k[1]]) for k in keys}
     found = judge_pairs(pairs, metric)
     return {k: found["\n".join(k)] for k in keys}
@@ -92,7 +107,13 @@ def family(studies: Sequence[tuple[Curves, Tested]], metric: str) -> Family:
 def verdicts(curves: Curves, references: Sequence[str], metric: str, found: Family) -> list[str]:
     """A table: each row at its chosen value against each reference."""
     described = describe_metric(metric)
-    titles = ["row", "chosen", described.title, "n", *(f"against {reference}" for reference in references)]
+    titles = [
+        "row",
+        "chosen",
+        described.title,
+        "n",
+        *(f"against {reference}" for reference in references),
+    ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in curves.rows:
         value, summary = curves.chosen.get(row), curves.entry(row).metrics[metric]

@@ -44,7 +44,10 @@ def losses(entries: Sequence[Entry]) -> tuple[float, float] | None:
     """
     reference = plain(entries)
     runs = [run for run in reference.setting.finished().values() if run.final] if reference else []
-    if any(run.config["train"].get("label_smoothing") or run.config["data"].get("noise") for run in runs):
+    if any(
+        run.config["train"].get("label_smoothing") or run.config["data"].get("noise")
+        for run in runs
+    ):
         return None
     finals = [run.final for run in runs]
     pairs = [(f.train.get("task"), f.test.get("nll")) for f in finals if f]
@@ -70,13 +73,19 @@ def choices(search: Mapping[str, Any]) -> dict[str, Choice]:
     found = {}
     for row, tried in search["rows"].items():
         done = [t for t in tried["trials"] if t["valid"] is not None]
-        axes = [k for k in done[0]["values"] if len({t["values"][k] for t in done}) > 1] if done else []
+        axes = (
+            [k for k in done[0]["values"] if len({t["values"][k] for t in done}) > 1]
+            if done
+            else []
+        )
         if not axes:
             continue
         best = (max if search["mode"] == "max" else min)(t["valid"] for t in done)
         winners = [t["values"][axes[0]] for t in done if t["valid"] == best]
         values = [t["values"][axes[0]] for t in done]
-        found[row] = Choice(winners[0], winners[0] == min(values), winners[0] == max(values), len(winners) > 1)
+        found[row] = Choice(
+            winners[0], winners[0] == min(values), winners[0] == max(values), len(winners) > 1
+        )
     return found
 
 
@@ -103,9 +112,13 @@ def confounded(table: ResultTable) -> list[str]:
     found = []
     for entry in table.compared():
         shared = [
-            (m, own[m["name"]]) for m in _methods(entry) if m["name"] in own and entry.reference == reference.name
+            (m, own[m["name"]])
+            for m in _methods(entry)
+            if m["name"] in own and entry.reference == reference.name
         ]
-        parts = [_strengths(mine, theirs) for mine, theirs in shared if len(_methods(entry)) > len(own)]
+        parts = [
+            _strengths(mine, theirs) for mine, theirs in shared if len(_methods(entry)) > len(own)
+        ]
         found += [f"{entry.name} ({', '.join(p)})" for p in [[x for x in parts if x]] if p]
     return found
 
@@ -117,7 +130,9 @@ def _methods(entry: Entry) -> list[dict[str, Any]]:
 
 def _strengths(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     keys = [k for k in mine if k in theirs and mine[k] != theirs[k]]
-    return ", ".join(f"{k} {mine[k]:g} against {theirs[k]:g}" for k in keys if isinstance(mine[k], int | float))
+    return ", ".join(
+        f"{k} {mine[k]:g} against {theirs[k]:g}" for k in keys if isinstance(mine[k], int | float)
+    )
 
 
 def still_falling(entries: Sequence[Entry]) -> bool:
@@ -128,7 +143,9 @@ def still_falling(entries: Sequence[Entry]) -> bool:
         curve = [line.train["task"] for line in run.lines() if line.train.get("task") is not None]
         if len(curve) >= 20 and run.final and run.final.selected_epoch == run.final.epochs:
             fifth = len(curve) // 5
-            ends.append((statistics.fmean(curve[-2 * fifth : -fifth]), statistics.fmean(curve[-fifth:])))
+            ends.append(
+                (statistics.fmean(curve[-2 * fifth : -fifth]), statistics.fmean(curve[-fifth:]))
+            )
     return bool(ends) and statistics.fmean(1 - last / before for before, last in ends) > FALLING
 
 
@@ -136,24 +153,46 @@ def summary(table: ResultTable, path: Path) -> str:
     """Splits and tuning in a few words, for a cell of a table."""
     seeds = tuning_seeds(table, path)
     tuned = (
-        "not tuned" if seeds == 0 else "tuned on its own seeds" if seeds is None else f"{_count(seeds, 'tuning seed')}"
+        "not tuned"
+        if seeds == 0
+        else "tuned on its own seeds"
+        if seeds is None
+        else f"{_count(seeds, 'tuning seed')}"
     )
     return f"{'new splits' if split_varies(table) else 'one split'}, {tuned}"
 
 
-def limits(table: ResultTable, path: Path, entries: Sequence[Entry] | None = None) -> list[tuple[str, str]]:
+def limits(
+    table: ResultTable, path: Path, entries: Sequence[Entry] | None = None
+) -> list[tuple[str, str]]:
     """The limits of a study, each in a few words and as a sentence."""
     entries = table.entries if entries is None else entries
-    found = [] if split_varies(table) else [("one split", "One split: every seed trains on the same examples.")]
+    found = (
+        []
+        if split_varies(table)
+        else [("one split", "One split: every seed trains on the same examples.")]
+    )
     seeds = tuning_seeds(table, path)
     if seeds == 0:
-        found.append(("not tuned", "Hyperparameters were not tuned: each method was run at the setting listed."))
+        found.append(
+            (
+                "not tuned",
+                "Hyperparameters were not tuned: each method was run at the setting listed.",
+            )
+        )
     elif seeds is None:
         found.append(("tuned on its own seeds", "Settings were chosen on the table's own seeds."))
     elif seeds == 1:
-        found.append(("one tuning seed", "One tuning seed: a single run decided between two settings of a method."))
+        found.append(
+            (
+                "one tuning seed",
+                "One tuning seed: a single run decided between two settings of a method.",
+            )
+        )
     if plain(entries) is not None and not baseline_tuned(path):
-        found.append(("baseline not tuned", "The baseline was not tuned (learning rate, weight decay)."))
+        found.append(
+            ("baseline not tuned", "The baseline was not tuned (learning rate, weight decay).")
+        )
     found += _edges(path)
     if wrong := confounded(table):
         told = f"Confounded, the shared part has another strength than in the reference: {'; '.join(wrong)}."
@@ -179,7 +218,12 @@ def _edges(path: Path) -> list[tuple[str, str]]:
         told = f"{lowest} of {len(found)} methods ran at the weakest setting searched: there is little to compare."
         limits.append(("weakest settings", told))
     elif ends:
-        limits.append(("values at an end of the range", f"Chosen at an end of the range searched: {', '.join(ends)}."))
+        limits.append(
+            (
+                "values at an end of the range",
+                f"Chosen at an end of the range searched: {', '.join(ends)}.",
+            )
+        )
     if tied:
         limits.append(("ties", f"{tied} of {len(found)} choices were ties on validation."))
     return limits

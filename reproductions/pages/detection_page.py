@@ -72,7 +72,9 @@ def collect(runs: Path, data_dir: str) -> None:
     data = load_data("bccd", data_dir)
     kinds = {"one box a class": 1, "as many as an image has": None}
     boxes = {name: mean_boxes(data.train, len(data.classes), many) for name, many in kinds.items()}
-    found = {name: constant_precision(rows, data.test, data.classes) for name, rows in boxes.items()}
+    found = {
+        name: constant_precision(rows, data.test, data.classes) for name, rows in boxes.items()
+    }
     facts = {name: {"boxes": len(boxes[name]), **values} for name, values in found.items()}
     CHANCE.write_text(json.dumps(facts, indent=1) + "\n")
 
@@ -108,12 +110,19 @@ def page() -> str:
         cells = [f"{s.mean:.2f}" if (s := entry.measured(m)) else "" for m in shown]
         lines.append(f"| {entry.name} | {' | '.join(cells)} | {entry.summary.n} |")
     seconds = sorted(run.final.seconds["cpu"] for run in found.study.runs() if run.final)
-    told = (
-        f"Test part, percent, mean over seeds. A trial takes {seconds[0]:.0f} to {seconds[-1]:.0f} s of processor time."
-    )
-    lines += ["", told, "", f"![Found and true boxes on three test images](images/{PICTURE.name})", ""]
+    told = f"Test part, percent, mean over seeds. A trial takes {seconds[0]:.0f} to {seconds[-1]:.0f} s of processor time."
+    lines += [
+        "",
+        told,
+        "",
+        f"![Found and true boxes on three test images](images/{PICTURE.name})",
+        "",
+    ]
     told = "Solid: found with a score of 0.3 or more (blue: red cells, orange: white cells, pink: platelets); "
-    lines += [told + "dashed white: the truth. The first three images of the test part, first seed.", ""]
+    lines += [
+        told + "dashed white: the truth. The first three images of the test part, first seed.",
+        "",
+    ]
     return "\n".join([*lines, ""]) + made.render("md").replace("\n# ", "\n## ").rstrip("\n") + "\n"
 
 
@@ -143,10 +152,16 @@ def _first(entry: Entry) -> list:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--collect", type=Path, metavar="RUNS", help="pack these runs into the record first")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--collect", type=Path, metavar="RUNS", help="pack these runs into the record first"
+    )
     parser.add_argument("--data-dir", help="where BCCD lies, for what chance gives")
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the page is up to date"
+    )
     options = parser.parse_args(arguments)
     if options.collect:
         collect(options.collect, options.data_dir)

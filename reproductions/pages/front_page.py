@@ -29,7 +29,11 @@ def cases() -> str:
         table, entries = read_record(path)
         case = f"{situation.size}, {situation.task}, {situation.start}"
         better = [(e, c) for e, c in found[situation.record] if c.verdict == "better"]
-        told = f"{better[0][0].name}: {sentence(better[0][1], table.metric)}" if better else "no method is better"
+        told = (
+            f"{better[0][0].name}: {sentence(better[0][1], table.metric)}"
+            if better
+            else "no method is better"
+        )
         seeds = max(c.n for _, c in found[situation.record])
         limits = ", ".join(short for short, _ in design.limits(table, path, entries))
         lines.append(
@@ -69,7 +73,10 @@ def penalty() -> str:
     accuracy = lambda_page.families(found)["accuracy"]
     parts = []
     for curves in found:
-        verdicts = [accuracy[curves.name, lambda_page.IMPLICIT, row].verdict for row in lambda_page.forms(curves)]
+        verdicts = [
+            accuracy[curves.name, lambda_page.IMPLICIT, row].verdict
+            for row in lambda_page.forms(curves)
+        ]
         counts = f"{verdicts.count('better')} are significantly better and {verdicts.count('worse')} worse"
         parts.append(f"on {lambda_page.STUDIES[curves.name]} {counts} of {len(verdicts)} forms")
     return (
@@ -82,7 +89,9 @@ def _videos() -> str:
     """The same question on THUMOS14, in the family of its page."""
     table = committed_report(RECORDS / T3).tables[0]
     compared = [
-        e.comparison for e in table.compared() if "explicit" in e.name and "arora" not in e.name and e.comparison
+        e.comparison
+        for e in table.compared()
+        if "explicit" in e.name and "arora" not in e.name and e.comparison
     ]
     worse = [-c.difference for c in compared if c.verdict == "worse"]
     return stated(
@@ -101,8 +110,12 @@ FINDINGS: tuple[Callable[[], str], ...] = (decay, demo, when, depth, penalty)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the README is up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the README is up to date"
+    )
     options = parser.parse_args(arguments)
     text = README.read_text()
     findings = "\n".join(f"- {find()}" for find in FINDINGS)

@@ -66,7 +66,11 @@ by layer of a trained model:
 
 def plain_attention(x: Tensor, attn: Any) -> Tensor:
     """The model's own attention up to its heads, written plainly."""
-    q, k, v = F.linear(x, attn.qkv.weight, attn.qkv.bias).unflatten(-1, (3, attn.heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = (
+        F.linear(x, attn.qkv.weight, attn.qkv.bias)
+        .unflatten(-1, (3, attn.heads, -1))
+        .permute(2, 0, 3, 1, 4)
+    )
     return (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
@@ -86,7 +90,10 @@ def monte_carlo(x: Tensor, attn: Any, rate: float) -> tuple[float, float]:
     with torch.no_grad():
         o = plain_attention(x, attn)
         draws = torch.tensor(
-            [(plain_attention(F.dropout(x, rate), attn) - o).square().sum().item() for _ in range(DRAWS)]
+            [
+                (plain_attention(F.dropout(x, rate), attn) - o).square().sum().item()
+                for _ in range(DRAWS)
+            ]
         )
     return draws.mean().item(), draws.std().item() / DRAWS**0.5
 
@@ -123,7 +130,10 @@ def costs() -> dict[str, Any]:
     ):
         models = [dampen.models.ViT(**size).train() for _ in range(2)]
         reg = regularize(models[1], ExplicitDropout(joint=0.1, form="inverted"))
-        x, y = torch.randn(batch, 3, size["image_size"], size["image_size"]), torch.randint(10, (batch,))
+        x, y = (
+            torch.randn(batch, 3, size["image_size"], size["image_size"]),
+            torch.randint(10, (batch,)),
+        )
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(ROUNDS + 2):
             for i, model in enumerate(models):
@@ -133,7 +143,12 @@ def costs() -> dict[str, Any]:
                 times[i].append(time.process_time() - began)
                 model.zero_grad()
         paired = sorted(b / a for a, b in zip(*(t[2:] for t in times), strict=True))
-        found[name] = {"median": statistics.median(paired), "low": paired[2], "high": paired[-3], "rounds": ROUNDS}
+        found[name] = {
+            "median": statistics.median(paired),
+            "low": paired[2],
+            "high": paired[-3],
+            "rounds": ROUNDS,
+        }
     return found
 
 
@@ -143,7 +158,13 @@ def measure(runs: Path) -> None:
     model = trained([], 0, runs)
     images = model.data.test.batch(torch.arange(IMAGES))["inputs"][0]
     model.model.eval()
-    content = {"images": IMAGES, "draws": DRAWS, **about(), "layers": ratios(model.model, images), "cost": costs()}
+    content = {
+        "images": IMAGES,
+        "draws": DRAWS,
+        **about(),
+        "layers": ratios(model.model, images),
+        "cost": costs(),
+    }
     write_json(RECORD, content)
 
 
@@ -151,9 +172,15 @@ def page() -> str:
     """The derivation, the error over p, the cost."""
     record = json.loads(RECORD.read_text())
     rates = list(record["layers"][0])
-    lines = [HEAD, "| layer |" + "".join(f" p = {r} |" for r in rates), "|---" * (len(rates) + 1) + "|"]
+    lines = [
+        HEAD,
+        "| layer |" + "".join(f" p = {r} |" for r in rates),
+        "|---" * (len(rates) + 1) + "|",
+    ]
     for i, layer in enumerate(record["layers"]):
-        lines.append(f"| {i + 1} |" + "".join(f" {layer[r][0]:.3f} ± {layer[r][1]:.3f} |" for r in rates))
+        lines.append(
+            f"| {i + 1} |" + "".join(f" {layer[r][0]:.3f} ± {layer[r][1]:.3f} |" for r in rates)
+        )
     means = {r: statistics.fmean(layer[r][0] for layer in record["layers"]) for r in rates}
     size = record["model"]
     told = ", ".join(f"{m:.2f} at p = {r}" for r, m in means.items())

@@ -17,7 +17,17 @@ from typing import Any
 
 from dampen.studies import Entry, describe_metric, judge
 from reproductions.pages import design
-from reproductions.pages.curves import METRICS, Curves, Family, Tested, domain, family, points, read, verdicts
+from reproductions.pages.curves import (
+    METRICS,
+    Curves,
+    Family,
+    Tested,
+    domain,
+    family,
+    points,
+    read,
+    verdicts,
+)
 from reproductions.pages.publish import publish, stated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +90,8 @@ def by_nll() -> str:
         f"p {max(paper.corrected or 0, exact.corrected or 0):.3f} over the six forms, {paper.n} seeds on one split. "
         "A finding to be confirmed: these seeds chose the values too, and the rate lies at the end of its range",
         paper.verdict == exact.verdict == "better",
-        value[IMPLICIT] == max(next(iter(e.setting.grid.values())) for e in _entries(curves, IMPLICIT)),
+        value[IMPLICIT]
+        == max(next(iter(e.setting.grid.values())) for e in _entries(curves, IMPLICIT)),
     )
 
 
@@ -95,7 +106,9 @@ def _lowest_nll(curves: Curves, row: str) -> Entry:
 
 
 def _valid_nll(entry: Entry) -> float:
-    return statistics.fmean(r.final.valid["nll"] or 0.0 for r in entry.setting.finished().values() if r.final)
+    return statistics.fmean(
+        r.final.valid["nll"] or 0.0 for r in entry.setting.finished().values() if r.final
+    )
 
 
 def section(curves: Curves, found: dict[str, Family]) -> str:
@@ -139,36 +152,63 @@ def picture(curves: Curves) -> str:
     import altair as alt
     import vl_convert
 
-    drawn = [point for e in curves.table.entries if e.config.name.startswith(FORMS) for point in _points(e)]
-    dropped = [point for e in curves.table.entries if e.config.name.startswith(IMPLICIT) for point in _rates(e)]
+    drawn = [
+        point
+        for e in curves.table.entries
+        if e.config.name.startswith(FORMS)
+        for point in _points(e)
+    ]
+    dropped = [
+        point
+        for e in curves.table.entries
+        if e.config.name.startswith(IMPLICIT)
+        for point in _rates(e)
+    ]
     lines = [line for row in (PLAIN, IMPLICIT) for line in _lines(curves.entry(row), row)]
     rows = []
     for metric in METRICS:
         rules = alt.Chart(alt.Data(values=[r for r in lines if r["metric"] == metric]))
-        x = alt.X("lambda:Q", scale=alt.Scale(type="log"), title="lambda", axis=alt.Axis(tickCount=4))
+        x = alt.X(
+            "lambda:Q", scale=alt.Scale(type="log"), title="lambda", axis=alt.Axis(tickCount=4)
+        )
         scale = alt.Scale(zero=False, domain=domain([*drawn, *dropped], metric))
         legend = alt.Legend(orient="bottom", labelLimit=300)
-        color = alt.Color("gradient:N", title="gradient", scale=alt.Scale(range=["#0b6fa4", "#d97706"]), legend=legend)
+        color = alt.Color(
+            "gradient:N",
+            title="gradient",
+            scale=alt.Scale(range=["#0b6fa4", "#d97706"]),
+            legend=legend,
+        )
         panels = []
         for form in FORMS:
             here = [p for p in drawn if p["metric"] == metric and p["form"] == form]
             base = alt.Chart(alt.Data(values=here)).encode(x=x, color=color)
             y = alt.Y("mean:Q", title=describe_metric(metric).title, scale=scale)
-            band = base.mark_area(opacity=0.15, clip=True).encode(y=alt.Y("low:Q", scale=scale), y2="high:Q")
+            band = base.mark_area(opacity=0.15, clip=True).encode(
+                y=alt.Y("low:Q", scale=scale), y2="high:Q"
+            )
             curve = base.mark_line(point=True, clip=True).encode(y=y)
             rule = rules.mark_rule(strokeDash=[4, 3]).encode(y="mean:Q", color=alt.value("#444"))
-            label = rules.mark_text(align="left", dx=4, dy=-6).encode(y="mean:Q", x=alt.value(0), text="row:N")
-            panels.append(alt.layer(band, curve, rule, label).properties(width=250, height=200, title=form))
+            label = rules.mark_text(align="left", dx=4, dy=-6).encode(
+                y="mean:Q", x=alt.value(0), text="row:N"
+            )
+            panels.append(
+                alt.layer(band, curve, rule, label).properties(width=250, height=200, title=form)
+            )
         here = [p for p in dropped if p["metric"] == metric]
         dashes = alt.StrokeDash("places:N", title="dropout in", legend=legend)
-        base = alt.Chart(alt.Data(values=here)).encode(x=alt.X("rate:Q", title="rate"), strokeDash=dashes)
+        base = alt.Chart(alt.Data(values=here)).encode(
+            x=alt.X("rate:Q", title="rate"), strokeDash=dashes
+        )
         band = base.mark_area(opacity=0.1, clip=True, color="#444").encode(
             detail="places:N", y=alt.Y("low:Q", scale=scale), y2="high:Q"
         )
         y = alt.Y("mean:Q", title=describe_metric(metric).title, scale=scale)
         curve = base.mark_line(point=True, clip=True, color="#444").encode(y=y)
         plain = rules.mark_rule(strokeDash=[4, 3]).encode(y="mean:Q", color=alt.value("#444"))
-        panels.append(alt.layer(band, curve, plain).properties(width=250, height=200, title=IMPLICIT))
+        panels.append(
+            alt.layer(band, curve, plain).properties(width=250, height=200, title=IMPLICIT)
+        )
         rows.append(alt.hconcat(*panels))
     chart = alt.vconcat(*rows).configure(background="white")
     return vl_convert.vegalite_to_svg(chart.to_dict())
@@ -190,12 +230,20 @@ def _rates(entry: Entry) -> list[dict[str, Any]]:
 
 
 def _lines(entry: Entry, row: str) -> list[dict[str, Any]]:
-    return [{"metric": m, "mean": entry.metrics[m].mean, "row": row} for m in METRICS if m in entry.metrics]
+    return [
+        {"metric": m, "mean": entry.metrics[m].mean, "row": row}
+        for m in METRICS
+        if m in entry.metrics
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the page is up to date"
+    )
     options = parser.parse_args(arguments)
     found = studies()
     judged = families(found)

@@ -34,5 +34,7 @@ def maps_picture(table: ResultTable) -> str | None:
             )
     width, height = max(map(len, lines)) * (SIDE + GAP), len(lines) * (SIDE + TITLE + GAP)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    head += ' font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>'
+    head += (
+        ' font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>'
+    )
     return "\n".join([head, *drawn, "</svg>\n"])

@@ -30,7 +30,9 @@ def effects() -> dict[str, list[Effect]]:
     for path in sorted([*RECORDS.rglob("*.json"), *RECORDS.rglob("*.json.xz")]):
         try:
             table, entries = read(path)
-        except LabError:  # not a pack of runs: the small records of other benchmarks lie beside them
+        except (
+            LabError
+        ):  # not a pack of runs: the small records of other benchmarks lie beside them
             continue
         for entry in entries:
             names = {m["name"] for m in entry.config.methods}
@@ -39,6 +41,14 @@ def effects() -> dict[str, list[Effect]]:
             told = f"{table.metric.label}: {sentence(entry.comparison, table.metric)}"
             how = design.summary(table, path)
             where = str(path.relative_to(RECORDS))
-            effect = Effect(where, table.study.title, entry.name, entry.reference or "", entry.comparison.n, how, told)
+            effect = Effect(
+                where,
+                table.study.title,
+                entry.name,
+                entry.reference or "",
+                entry.comparison.n,
+                how,
+                told,
+            )
             found.setdefault(names.pop(), []).append(effect)
     return found

@@ -59,7 +59,10 @@ def slope(table: ResultTable, method: str, start: float, family: int, step: floa
     points = {value: values for value, values in series(table, method).items() if value >= start}
     seeds = set.intersection(*(set(values) for values in points.values()))
     slopes = [
-        step * statistics.linear_regression(list(points), [values[seed] for values in points.values()]).slope
+        step
+        * statistics.linear_regression(
+            list(points), [values[seed] for values in points.values()]
+        ).slope
         for seed in sorted(seeds, key=int)
     ]
     return _signed(slopes, family)
@@ -67,7 +70,9 @@ def slope(table: ResultTable, method: str, start: float, family: int, step: floa
 
 def gap(table: ResultTable, ours: str, theirs: str) -> Found:
     """The paired difference of two configurations."""
-    return _signed(paired_differences(all_runs(table.entry(ours)), all_runs(table.entry(theirs))), 1)
+    return _signed(
+        paired_differences(all_runs(table.entry(ours)), all_runs(table.entry(theirs))), 1
+    )
 
 
 def _signed(values: Sequence[float], family: int) -> Found:
@@ -131,7 +136,11 @@ def judged_by_depth(table: ResultTable) -> dict[str, Verdict]:
                 all_runs(entry),
                 all_runs(table.entry(f"{kind}, {depth}")),
             )
-    return {name: c for pairs in families.values() for name, c in judge_pairs(pairs, table.metric).items()}
+    return {
+        name: c
+        for pairs in families.values()
+        for name, c in judge_pairs(pairs, table.metric).items()
+    }
 
 
 def ratio(table: ResultTable, ours: str, theirs: str, family: int) -> Found:
@@ -140,7 +149,9 @@ def ratio(table: ResultTable, ours: str, theirs: str, family: int) -> Found:
     The outcome is that of a published contrast of one tenth: significant and half to twice that size.
     """
     a, b = table.entry(ours).values, table.entry(theirs).values
-    logs = paired_differences({s: math.log(v) for s, v in a.items()}, {s: math.log(v) for s, v in b.items()})
+    logs = paired_differences(
+        {s: math.log(v) for s, v in a.items()}, {s: math.log(v) for s, v in b.items()}
+    )
     low, high = (math.exp(v) for v in paired_interval(logs, LEVEL / family))
     if high < 1:
         outcome = "published" if low < 1 - TENTH / 2 and high > 1 - 2 * TENTH else "lower"
@@ -155,14 +166,26 @@ def winners(table: ResultTable) -> str:
     """Which methods are significantly better than the reference, in a sentence."""
     reference = table.main_reference
     assert reference is not None
-    rows = [(e, e.comparison) for e in table.compared() if not e.name.startswith("baseline") and e.comparison]
-    better = [f"{e.name} ({sentence(c, table.metric).partition(': ')[2]})" for e, c in rows if c.verdict == "better"]
+    rows = [
+        (e, e.comparison)
+        for e in table.compared()
+        if not e.name.startswith("baseline") and e.comparison
+    ]
+    better = [
+        f"{e.name} ({sentence(c, table.metric).partition(': ')[2]})"
+        for e, c in rows
+        if c.verdict == "better"
+    ]
     n = max((c.n for _, c in rows), default=0)
     counted = f"of {len(rows)} methods tuned in the same way"
     against = f"the tuned {reference.name}" if table.study.search else f"the {reference.name}"
     told = f"{listed(better)}, {counted}" if better else f"none {counted}"
     undecided = [c.detectable for _, c in rows if c.verdict == "inconclusive"]
-    power = f" The study has 80 % power to detect {max(undecided):.2f}{table.metric.points}" if undecided else ""
+    power = (
+        f" The study has 80 % power to detect {max(undecided):.2f}{table.metric.points}"
+        if undecided
+        else ""
+    )
     inconclusive = f"{power}; {len(undecided)} methods are inconclusive." if undecided else ""
     return f"Significantly better than {against}: {told} ({n} seeds, Holm).{inconclusive}"
 
@@ -172,7 +195,11 @@ def leaders(table: ResultTable) -> str:
     best, *others = table.ranked()
     found = judge_pairs({e.name: (e.values, best.values) for e in others}, table.metric)
     alike = [e.name for e in others if found[e.name].verdict != "worse"]
-    told = f"cannot be told apart from it: {listed(alike)}" if alike else "every other one is significantly worse"
+    told = (
+        f"cannot be told apart from it: {listed(alike)}"
+        if alike
+        else "every other one is significantly worse"
+    )
     return f"The highest mean is that of {best.name}; {told}."
 
 

@@ -21,7 +21,9 @@ def renew(text: str, start: str, end: str, content: str, where: str) -> str:
     'a\\n<!-- x -->\\nnew\\n<!-- /x -->\\nb\\n'
     """
     if start not in text or end not in text:
-        raise ValueError(f"{where} has no place for what is generated: add the lines {start} and {end}.")
+        raise ValueError(
+            f"{where} has no place for what is generated: add the lines {start} and {end}."
+        )
     head, rest = text.split(start, 1)
     return f"{head}{start}\n{content}\n{end}{rest.split(end, 1)[1]}"
 
@@ -66,9 +68,18 @@ def measure_and_publish(
     arguments: Sequence[str] | None,
 ) -> int:
     """The command of a page whose record is made by training first: `--measure RUNS`, then the page, or `--check`."""
-    parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", type=Path, metavar="RUNS", help="train in this folder and write the record first")
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser = argparse.ArgumentParser(
+        description=told, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="RUNS",
+        help="train in this folder and write the record first",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the page is up to date"
+    )
     options = parser.parse_args(arguments)
     if options.measure:
         import torch

@@ -40,7 +40,8 @@ class Question:
 
 
 QUESTIONS = tuple(
-    Question(**found) for found in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["question"]
+    Question(**found)
+    for found in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["question"]
 )
 ATTACKED = "robust"
 """The question whose figure is accuracy over the strength of an attack."""
@@ -86,11 +87,18 @@ def page(question: Question, table: ResultTable, advice: Advice) -> str:
     lines += [f"- **Regime**: {told}" for told in (regime(table.entries),) if told]
     lines += [f"- **Cost**: {advice.cost.headline}. {' '.join(advice.cost.details)}"]
     lines += [f"- **Correction family**: {_family(question, table)}"]
-    trust = advice.trust.details[question.slug == ATTACKED :]  # there the power of accuracy says nothing
+    trust = advice.trust.details[
+        question.slug == ATTACKED :
+    ]  # there the power of accuracy says nothing
     lines += [f"- **Trust**: {' '.join(trust)}"]
     command = question.command if question.record != WEIGHT_DECAY else table.study.header["command"]
-    lines += [f"- **Record**: `reproductions/{question.record}`, {len(table.study.runs())} runs; again by `{command}`"]
-    lines += [f"- [All rows, metrics, published figures and departures]({question.slug}_table.md)", ""]
+    lines += [
+        f"- **Record**: `reproductions/{question.record}`, {len(table.study.runs())} runs; again by `{command}`"
+    ]
+    lines += [
+        f"- [All rows, metrics, published figures and departures]({question.slug}_table.md)",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -124,8 +132,12 @@ def attack_picture(table: ResultTable) -> str:
     )
     y = alt.Y("mean:Q", title="accuracy on 256 test images (%)")
     band = base.mark_area(opacity=0.1).encode(y=alt.Y("low:Q"), y2="high:Q")
-    chart = alt.layer(band, base.mark_line(point=True).encode(y=y)).properties(width=520, height=300)
-    return vl_convert.vegalite_to_svg(chart.configure(background="white", padding=PADDING).to_dict())
+    chart = alt.layer(band, base.mark_line(point=True).encode(y=y)).properties(
+        width=520, height=300
+    )
+    return vl_convert.vegalite_to_svg(
+        chart.configure(background="white", padding=PADDING).to_dict()
+    )
 
 
 def picture(table: ResultTable) -> str | None:
@@ -133,7 +145,9 @@ def picture(table: ResultTable) -> str | None:
     import vl_convert
 
     reference = table.main_reference
-    figure = forest(table, Palette([e.name for e in table.entries], [reference.name] if reference else []))
+    figure = forest(
+        table, Palette([e.name for e in table.entries], [reference.name] if reference else [])
+    )
     if figure is None:
         return None
     around = {"width": 520, "background": "white", "padding": PADDING}
@@ -157,8 +171,12 @@ def index(answers: Sequence[tuple[Question, ResultTable, Advice]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the pages are up to date"
+    )
     options = parser.parse_args(arguments)
     found: dict[Question, Report] = {
         q: committed_report(path) for q in QUESTIONS if (path := RECORDS / q.record).is_file()
@@ -170,10 +188,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answers.append((question, table, advise(table)))
         pages[DOCS / "results" / f"{question.slug}.md"] = page(*answers[-1])
         head = [MADE.format(question.record), "", *design.note(table, RECORDS / question.record)]
-        pages[DOCS / "results" / f"{question.slug}_table.md"] = "\n".join([*head, report.render("md")])
+        pages[DOCS / "results" / f"{question.slug}_table.md"] = "\n".join(
+            [*head, report.render("md")]
+        )
         draw = attack_picture if question.slug == ATTACKED else picture
         drawn = {} if options.check else {"": draw(table), "_maps": maps_picture(table)}
-        for kind, svg in drawn.items():  # not checked: pictures differ in their last digits between machines
+        for (
+            kind,
+            svg,
+        ) in drawn.items():  # not checked: pictures differ in their last digits between machines
             if svg is not None:
                 pages[DOCS / "images" / f"{question.slug}{kind}.svg"] = svg
     pages[DOCS / "results.md"] = index(answers)

@@ -58,27 +58,43 @@ def picture(curves: Curves) -> str:
     import vl_convert
 
     entries = [e for e in curves.table.entries if e.setting.grid]
-    drawn = [p for e in entries for p in points(e, rate=next(iter(e.setting.grid.values())), row=e.config.name)]
+    drawn = [
+        p
+        for e in entries
+        for p in points(e, rate=next(iter(e.setting.grid.values())), row=e.config.name)
+    ]
     plain = points(curves.entry(PLAIN), row=PLAIN)
-    color = alt.Color("row:N", title=None, legend=alt.Legend(symbolOpacity=1, symbolType="stroke", symbolStrokeWidth=2))
+    color = alt.Color(
+        "row:N",
+        title=None,
+        legend=alt.Legend(symbolOpacity=1, symbolType="stroke", symbolStrokeWidth=2),
+    )
     panels = []
     for metric in METRICS:
         here = alt.Chart(alt.Data(values=[p for p in drawn if p["metric"] == metric]))
         scale = alt.Scale(zero=False, domain=domain([*drawn, *plain], metric))
         base = here.encode(x=alt.X("rate:Q", title="ratio"), color=color)
-        band = base.mark_area(opacity=0.12, clip=True).encode(y=alt.Y("low:Q", scale=scale), y2="high:Q")
+        band = base.mark_area(opacity=0.12, clip=True).encode(
+            y=alt.Y("low:Q", scale=scale), y2="high:Q"
+        )
         y = alt.Y("mean:Q", title=describe_metric(metric).title, scale=scale)
         curve = base.mark_line(point=True, clip=True).encode(y=y)
         rules = alt.Chart(alt.Data(values=[p for p in plain if p["metric"] == metric]))
         rule = rules.mark_rule(strokeDash=[4, 3]).encode(y="mean:Q", color=alt.value("#444"))
-        label = rules.mark_text(align="left", dx=4, dy=-6).encode(y="mean:Q", x=alt.value(0), text="row:N")
+        label = rules.mark_text(align="left", dx=4, dy=-6).encode(
+            y="mean:Q", x=alt.value(0), text="row:N"
+        )
         panels.append(alt.layer(band, curve, rule, label).properties(width=340, height=240))
     return vl_convert.vegalite_to_svg(alt.hconcat(*panels).configure(background="white").to_dict())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the page is up to date"
+    )
     options = parser.parse_args(arguments)
     curves = read(RECORD, "rates_digits")
     pages = {PAGE: page(curves)}

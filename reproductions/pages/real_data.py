@@ -38,19 +38,44 @@ model can get. The test part is evaluated once, with the weights that validation
 
 def command(name: str) -> list[str]:
     """What a user types, without the folders of this machine."""
-    return ["dampen", "compare", "--data", name, "--methods", "plain", "--seeds", "1", "--partial", "--no-weights"]
+    return [
+        "dampen",
+        "compare",
+        "--data",
+        name,
+        "--methods",
+        "plain",
+        "--seeds",
+        "1",
+        "--partial",
+        "--no-weights",
+    ]
 
 
 def run(name: str, runs: Path, data: str) -> dict[str, Any]:
     """Train the plain model, and keep what came out."""
     where = ["--data-dir", data, "--out", str(runs), "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "dampen", *command(name)[1:], *where], stdout=subprocess.PIPE, check=True
+        [sys.executable, "-m", "dampen", *command(name)[1:], *where],
+        stdout=subprocess.PIPE,
+        check=True,
     )
     folder = Path(json.loads(done.stdout)["folder"])
     (path,) = folder.glob("*/final.json")
-    final, config = (json.loads((path.parent / name).read_text()) for name in ("final.json", "config.json"))
-    kept = ("id", "test", "valid", "train", "steps", "epochs", "selected_epoch", "parameters", "seconds")
+    final, config = (
+        json.loads((path.parent / name).read_text()) for name in ("final.json", "config.json")
+    )
+    kept = (
+        "id",
+        "test",
+        "valid",
+        "train",
+        "steps",
+        "epochs",
+        "selected_epoch",
+        "parameters",
+        "seconds",
+    )
     session = json.loads((path.parent / "environment.json").read_text())["sessions"][-1]
     told = {key: final["data"][key] for key in ("examples", "partial", "departures")}
     metric, mode = final["primary"]
@@ -61,7 +86,9 @@ def run(name: str, runs: Path, data: str) -> dict[str, Any]:
         "chance": chance(name, data),
         "model": config["model"],
         "data": told,
-        "machine": {key: session[key] for key in ("cpu", "threads", "python", "packages", "commit")},
+        "machine": {
+            key: session[key] for key in ("cpu", "threads", "python", "packages", "commit")
+        },
         "run": {key: final[key] for key in kept},
     }
 
@@ -72,7 +99,9 @@ def chance(name: str, folder: str) -> dict[str, Any]:
 
     data = load_data(name, folder, partial=True)
     if data.task in ("image", "audio"):
-        train, test = (split.batch(range(len(split)))["target"] for split in (data.train, data.test))
+        train, test = (
+            split.batch(range(len(split)))["target"] for split in (data.train, data.test)
+        )
         share = float((test == train.mode().values).float().mean())
         return {"value": share, "how": "the most frequent class of the training part"}
     if data.task == "detection":
@@ -84,7 +113,10 @@ def chance(name: str, folder: str) -> dict[str, Any]:
             seen = counted if seen is None else seen + counted
             frames = int(valid.sum()) + (frames or 0)
         assert seen is not None
-        return {"value": float((seen / frames).mean()), "how": "the mean share of frames of a class"}
+        return {
+            "value": float((seen / frames).mean()),
+            "how": "the mean share of frames of a class",
+        }
     if data.task == "language":
         text = (Path(folder) / name / "input.txt").read_text()
         counts = Counter(text[: int(0.9 * len(text))])
@@ -93,13 +125,23 @@ def chance(name: str, folder: str) -> dict[str, Any]:
         return {"value": entropy, "how": "the entropy of single characters"}
     import sacrebleu
 
-    source, target = ((Path(folder) / name / f"test_2016_flickr.{s}").read_text().splitlines() for s in ("en", "de"))
-    return {"value": sacrebleu.corpus_bleu(source, [target]).score, "how": "the source sentence, untranslated"}
+    source, target = (
+        (Path(folder) / name / f"test_2016_flickr.{s}").read_text().splitlines()
+        for s in ("en", "de")
+    )
+    return {
+        "value": sacrebleu.corpus_bleu(source, [target]).score,
+        "how": "the source sentence, untranslated",
+    }
 
 
 def page(record: dict[str, Any]) -> str:
     """The table, with the command of each run."""
-    lines = [HEAD, "| data | metric | test | chance | trained on | processor time |", "|---" * 6 + "|"]
+    lines = [
+        HEAD,
+        "| data | metric | test | chance | trained on | processor time |",
+        "|---" * 6 + "|",
+    ]
     notes = []
     for name, entry in record.items():
         times, run = 1 if entry["metric"] in ("bpc", "bleu") else 100, entry["run"]
@@ -109,18 +151,31 @@ def page(record: dict[str, Any]) -> str:
             f"| {name} | {entry['metric']} {sign} | {run['test'][entry['metric']] * times:.2f} | {known} "
             f"| {entry['data']['examples']['train']} examples | {run['seconds']['cpu']:.0f} s |"
         )
-        notes.append(f"- `{entry['command']}`" + "".join(f"; {d}" for d in entry["data"]["departures"]))
+        notes.append(
+            f"- `{entry['command']}`" + "".join(f"; {d}" for d in entry["data"]["departures"])
+        )
     machine = next(iter(record.values()))["machine"]
-    lines += ["", f"{machine['cpu']}, {machine['threads']} thread(s) per run. The commands:", "", *notes]
+    lines += [
+        "",
+        f"{machine['cpu']}, {machine['threads']} thread(s) per run. The commands:",
+        "",
+        *notes,
+    ]
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, metavar="RUNS", help="train first, with runs in this folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="RUNS", help="train first, with runs in this folder"
+    )
     parser.add_argument("--data-dir", help="where the data sets lie")
     parser.add_argument("--only", nargs="*", choices=SETS, default=SETS, help="train only on these")
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the page is up to date"
+    )
     options = parser.parse_args(arguments)
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if options.run:
@@ -128,7 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record[name] = run(name, options.run, options.data_dir)
             record = {n: record[n] for n in SETS if n in record}
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
-            print(f"{name}: {record[name]['run']['test']}, chance {record[name]['chance']}", flush=True)
+            print(
+                f"{name}: {record[name]['run']['test']}, chance {record[name]['chance']}",
+                flush=True,
+            )
     return publish({PAGE: page(record)}, options.check)
 
 

@@ -26,17 +26,38 @@ PAGE, PICTURE = DOCS / "results" / "when.md", DOCS / "images" / "when.svg"
 STUDIES = {  # record: the case in words, the page of the study
     WEIGHT_DECAY: ("337 digits, a new split for each seed", "weight_decay.md"),
     "small_data/results/demo.json.xz": ("337 digits", "../verdicts.md"),
-    "attentiondrop/results/digits-study.json.xz": ("337 digits, AttentionDrop's methods", "attentiondrop.md"),
-    "attentiondrop/results/robust_digits-study.json.xz": ("337 digits, to be attacked", "robust.md"),
-    "attentiondrop/results/sweeps_digits-study.json.xz": ("337 digits, AttentionDrop's p and w", "sweeps.md"),
+    "attentiondrop/results/digits-study.json.xz": (
+        "337 digits, AttentionDrop's methods",
+        "attentiondrop.md",
+    ),
+    "attentiondrop/results/robust_digits-study.json.xz": (
+        "337 digits, to be attacked",
+        "robust.md",
+    ),
+    "attentiondrop/results/sweeps_digits-study.json.xz": (
+        "337 digits, AttentionDrop's p and w",
+        "sweeps.md",
+    ),
     "dropkey/results/rates_digits-study.json.xz": ("337 digits, DropKey's schedules", "dropkey.md"),
-    "dropkey/results/structures_digits-study.json.xz": ("337 digits, DropKey's structures", "structures.md"),
-    "explicit_dropout/results/lambda_digits-study.json.xz": ("337 digits, penalties", "../lambda.md"),
-    "always_skip_attention/results/graying_digits-study.json.xz": ("337 digits, Token Graying", "graying.md"),
+    "dropkey/results/structures_digits-study.json.xz": (
+        "337 digits, DropKey's structures",
+        "structures.md",
+    ),
+    "explicit_dropout/results/lambda_digits-study.json.xz": (
+        "337 digits, penalties",
+        "../lambda.md",
+    ),
+    "always_skip_attention/results/graying_digits-study.json.xz": (
+        "337 digits, Token Graying",
+        "graying.md",
+    ),
     "attentiondrop/results/cross_modal.json.xz": ("digits and captions", "cross_modal.md"),
     "explicit_dropout/results/spoken_digits-study.json.xz": ("200 spoken digits", "spoken.md"),
     "explicit_dropout/results/table_4-study.json.xz": ("GTZAN", "gtzan.md"),
-    "explicit_dropout/results/lambda_cifar10-study.json.xz": ("2,100 images of CIFAR-10, penalties", "../lambda.md"),
+    "explicit_dropout/results/lambda_cifar10-study.json.xz": (
+        "2,100 images of CIFAR-10, penalties",
+        "../lambda.md",
+    ),
     "explicit_dropout/results/table_1-study.json.xz": ("4,500 images of CIFAR-10", "cifar10.md"),
     "attentiondrop/results/cifar10-study.json.xz": (
         "4,500 images, AttentionDrop's methods",
@@ -46,7 +67,10 @@ STUDIES = {  # record: the case in words, the page of the study
         "12,600 images of CIFAR-10, crop and flip",
         "augmented.md",
     ),
-    "dropkey/results/schedules_cifar100-study.json.xz": ("4,200 images of CIFAR-100", "attention.md"),
+    "dropkey/results/schedules_cifar100-study.json.xz": (
+        "4,200 images of CIFAR-100",
+        "attention.md",
+    ),
     "explicit_dropout/results/table_2-study.json.xz": ("8,750 images of CIFAR-100", "cifar100.md"),
     "attentiondrop/results/cifar100-study.json.xz": (
         "8,750 images, AttentionDrop's methods",
@@ -54,7 +78,10 @@ STUDIES = {  # record: the case in words, the page of the study
     ),
     "explicit_dropout/results/table_3-study.json.xz": ("188 videos of THUMOS14", "thumos.md"),
     "finetuning/results/banking77.json.xz": ("MiniLM on banking77, 8 epochs", "finetuning.md"),
-    "finetuning/results/banking77_long.json.xz": ("MiniLM on banking77, 24 epochs", "finetuning_long.md"),
+    "finetuning/results/banking77_long.json.xz": (
+        "MiniLM on banking77, 24 epochs",
+        "finetuning_long.md",
+    ),
     "finetuning/results/mrpc.json.xz": ("MiniLM on MRPC", "mrpc.md"),
     "finetuning/results/rte.json.xz": ("MiniLM on RTE", "rte.md"),
 }
@@ -100,7 +127,11 @@ class Case:
     def split(self) -> tuple[str, ...]:
         """What makes two studies train on the same examples."""
         run = next(run for run in self.table.study.runs() if run.final)
-        asked = {k: v for k, v in run.config["data"].items() if k in ("limit", "train_fraction", "split_seed", "seed")}
+        asked = {
+            k: v
+            for k, v in run.config["data"].items()
+            if k in ("limit", "train_fraction", "split_seed", "seed")
+        }
         return self.data, *(f"{k}={v}" for k, v in sorted(asked.items()))
 
     def better(self) -> int:
@@ -128,9 +159,19 @@ def regime(entries: Sequence[Entry]) -> str | None:
 def cases() -> list[Case]:
     """Every study that has a record and a regime, from memorizing to underfitting."""
     tables = {record: read(RECORDS / record) for record in STUDIES if (RECORDS / record).is_file()}
-    ends = {record: found for record, (_, entries) in tables.items() if (found := losses(entries)) is not None}
+    ends = {
+        record: found
+        for record, (_, entries) in tables.items()
+        if (found := losses(entries)) is not None
+    }
     found = [
-        Case(*STUDIES[record], record, *ends[record], tables[record][0], [(e.config.name, c) for e, c in rows])
+        Case(
+            *STUDIES[record],
+            record,
+            *ends[record],
+            tables[record][0],
+            [(e.config.name, c) for e, c in rows],
+        )
         for record, rows in judged(ends).items()
     ]
     return sorted(found, key=lambda c: c.train / c.test)
@@ -159,13 +200,17 @@ def page(found: Sequence[Case]) -> str:
     """A line for each study, from memorizing to underfitting."""
     numbers = {split: i for i, split in enumerate(dict.fromkeys(c.split for c in found), 1)}
     lines = [HEAD.format(f"{answer(found)}.", sum(c.rows() for c in found))]
-    lines += ["| study | split | baseline: training loss | test NLL | better | worse | of | splits, tuning | record |"]
+    lines += [
+        "| study | split | baseline: training loss | test NLL | better | worse | of | splits, tuning | record |"
+    ]
     lines += ["|---" * 9 + "|"]
     for case in found:
         ends = f"{numbers[case.split]} | {case.train:.2f} | {case.test:.2f}"
         counts = f"{case.better()} | {case.worse()} | {case.rows()}"
         how = design.summary(case.table, RECORDS / case.record)
-        lines += [f"| [{case.name}]({case.page}) | {ends} | {counts} | {how} | `reproductions/{case.record}` |"]
+        lines += [
+            f"| [{case.name}]({case.page}) | {ends} | {counts} | {how} | `reproductions/{case.record}` |"
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -184,7 +229,9 @@ def picture(found: Sequence[Case]) -> str:
     axis = alt.Axis(values=[-50, -20, -10, -5, -2, 0, 2, 5, 10], grid=True)
     x = alt.X("difference:Q", title="points against the baseline", scale=scale, axis=axis)
     words = {"better": "#1b7837", "worse": "#b2182b"}
-    color = alt.Color("verdict:N", scale=alt.Scale(domain=[*words], range=[*words.values()]), legend=None)
+    color = alt.Color(
+        "verdict:N", scale=alt.Scale(domain=[*words], range=[*words.values()]), legend=None
+    )
     base = alt.Chart(alt.Data(values=dots)).encode(
         x=x, y=alt.Y("study:N", sort=[*names.values()], title=None, axis=alt.Axis(labelLimit=400))
     )
@@ -200,8 +247,12 @@ def picture(found: Sequence[Case]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the page is up to date"
+    )
     options = parser.parse_args(arguments)
     found = cases()
     pages = {PAGE: page(found)}

@@ -55,9 +55,15 @@ def collect(runs: Path) -> None:
         content = {
             "command": f"dampen run {plan.name} --scale {plan.scale}",
             "departures": plan.departures,
-            "data": {key: data[key] for key in ("name", "examples", "partial", "departures") if key in data},
+            "data": {
+                key: data[key]
+                for key in ("name", "examples", "partial", "departures")
+                if key in data
+            },
             "machine": {
-                key: machine[key] for key in ("torch", "threads", "cpu", "machine", "packages") if key in machine
+                key: machine[key]
+                for key in ("torch", "threads", "cpu", "machine", "packages")
+                if key in machine
             },
             "published": {row.name: row.published for row in plan.configs if row.published},
             "rows": rows,
@@ -65,12 +71,17 @@ def collect(runs: Path) -> None:
         RECORDS.mkdir(parents=True, exist_ok=True)
         path = RECORDS / f"{plan.name.rsplit('/', 1)[-1]}.json"
         path.write_text(json.dumps(content, indent=None, separators=(",", ":")) + "\n")
-        print(f"{path.relative_to(ROOT)}: {sum(map(len, rows.values()))} of {len(plan.runs)} trials")
+        print(
+            f"{path.relative_to(ROOT)}: {sum(map(len, rows.values()))} of {len(plan.runs)} trials"
+        )
 
 
 def _trial(seed: int, final: dict[str, Any], lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     kept: dict[str, Any] = {"seed": seed, "status": final["status"], "steps": final["steps"]}
-    kept |= {"cpu_seconds": final["seconds"]["cpu"], "step_cpu_seconds": final.get("step_cpu_seconds")}
+    kept |= {
+        "cpu_seconds": final["seconds"]["cpu"],
+        "step_cpu_seconds": final.get("step_cpu_seconds"),
+    }
     if final["status"] == "finished":
         kept |= {"accuracy": final["test"]["accuracy"], "train_loss": final["train"]["task"]}
     if "pretrain" in final:
@@ -79,7 +90,8 @@ def _trial(seed: int, final: dict[str, Any], lines: Iterable[Mapping[str, Any]])
     if measured:
         kept["ln_condition"] = {
             str(m["step"]): [
-                {k: round(v["log_mean"], 2) for k, v in layer.items() if k != "name"} for layer in m["layers"]
+                {k: round(v["log_mean"], 2) for k, v in layer.items() if k != "name"}
+                for layer in m["layers"]
             ]
             for m in measured
         }
@@ -90,11 +102,14 @@ def accuracies(rows: Rows) -> dict[str, dict[str, float]]:
     """Test accuracy in percent by row and seed; a diverged trial counts as chance would not: it is left out and
     said."""
     return {
-        name: {str(t["seed"]): 100 * t["accuracy"] for t in trials if "accuracy" in t} for name, trials in rows.items()
+        name: {str(t["seed"]): 100 * t["accuracy"] for t in trials if "accuracy" in t}
+        for name, trials in rows.items()
     }
 
 
-def accuracy_table(content: dict[str, Any], reference: str, against: Mapping[str, str] | None = None) -> list[str]:
+def accuracy_table(
+    content: dict[str, Any], reference: str, against: Mapping[str, str] | None = None
+) -> list[str]:
     """Published and ours side by side, with n, spread and the paired difference from the reference row."""
     rows, published = accuracies(content["rows"]), content.get("published", {})
     header = "| row | published | ours, mean ± sd (n) | difference from its reference, corrected interval | verdict |"
@@ -116,7 +131,9 @@ def accuracy_table(content: dict[str, Any], reference: str, against: Mapping[str
         losses = [t["train_loss"] for t in content["rows"][name] if "train_loss" in t]
         cells.append(f"{statistics.fmean(losses):.2f}" if losses else "")
         ours = f"{s.mean:.1f}{spread} ({s.n})"
-        lines.append(f"| {name} | {'' if said is None else f'{said:.1f}'} | {ours} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {name} | {'' if said is None else f'{said:.1f}'} | {ours} | {' | '.join(cells)} |"
+        )
     return lines
 
 
@@ -131,10 +148,17 @@ def layer_table(rows: Rows, names: Sequence[str], last: bool = True) -> list[str
     return lines
 
 
-def training_table(rows: Rows, kinds: Sequence[str] = ("tokens", "attention", "attention+skip")) -> list[str]:
+def training_table(
+    rows: Rows, kinds: Sequence[str] = ("tokens", "attention", "attention+skip")
+) -> list[str]:
     """ln kappa over training, the mean over layers and seeds, with the spread over seeds at the end."""
-    steps = sorted({int(s) for trials in rows.values() for t in trials for s in t.get("ln_condition", {})})
-    lines = ["| row | of | " + " | ".join(f"step {s}" for s in steps) + " |", "|---" * (2 + len(steps)) + "|"]
+    steps = sorted(
+        {int(s) for trials in rows.values() for t in trials for s in t.get("ln_condition", {})}
+    )
+    lines = [
+        "| row | of | " + " | ".join(f"step {s}" for s in steps) + " |",
+        "|---" * (2 + len(steps)) + "|",
+    ]
     for name, trials in rows.items():
         for kind in kinds:
             cells = []
@@ -171,11 +195,16 @@ def mae_table(content: dict[str, Any]) -> list[str]:
 
 def cost_table(content: dict[str, Any]) -> list[str]:
     """Ratios of processor time of a step."""
-    lines = ["| variant | ratio to the plain step, 95 % interval | n | target |", "|---|---|---|---|"]
+    lines = [
+        "| variant | ratio to the plain step, 95 % interval | n | target |",
+        "|---|---|---|---|",
+    ]
     for name, r in content["ratios"].items():
         target = content["targets"].get(name)
         ratio = f"{r['median']:.3f} [{r['low']:.3f}, {r['high']:.3f}]"
-        lines.append(f"| {name} | {ratio} | {r['rounds']} | {'' if target is None else f'≤ {target}'} |")
+        lines.append(
+            f"| {name} | {ratio} | {r['rounds']} | {'' if target is None else f'≤ {target}'} |"
+        )
     return lines
 
 
@@ -184,7 +213,9 @@ def depth_table(table: ResultTable) -> list[str]:
     lines = ["| row | against the same depth with its skips | runs that fail |", "|---|---|---|"]
     for entry in (e for e in table.entries if e.comparison):
         told = sentence(entry.comparison, table.metric) if entry.comparison else ""
-        lines.append(f"| {entry.name} | {told} | {claims.failed(table, entry.name)} of {entry.setting.planned} |")
+        lines.append(
+            f"| {entry.name} | {told} | {claims.failed(table, entry.name)} of {entry.setting.planned} |"
+        )
     return lines
 
 
@@ -197,9 +228,14 @@ def sections() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     records = {p.stem: json.loads(p.read_text()) for p in RECORDS.glob("*.json")}
     if (skips := records.get("skip_ablation")) is not None:
-        against = {"ConvMixer, no skips": "ConvMixer, skips", "ConvMixer, skips": "ConvMixer, skips"}
+        against = {
+            "ConvMixer, no skips": "ConvMixer, skips",
+            "ConvMixer, skips": "ConvMixer, skips",
+        }
         found["skips"] = accuracy_table(skips, "ViT, all skips", against)
-        found["skip layers"] = layer_table(skips["rows"], [n for n in skips["rows"] if n.startswith("ViT")])
+        found["skip layers"] = layer_table(
+            skips["rows"], [n for n in skips["rows"] if n.startswith("ViT")]
+        )
         found["skip training"] = training_table(skips["rows"])
     if (graying := records.get("token_graying_svd")) is not None:
         found["graying"] = accuracy_table(graying, "plain (eps 1)")
@@ -224,9 +260,15 @@ def page(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--collect", type=Path, metavar="RUNS", help="make records from run folders first")
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--collect", type=Path, metavar="RUNS", help="make records from run folders first"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the page is up to date"
+    )
     options = parser.parse_args(arguments)
     if options.collect:
         collect(options.collect)

@@ -49,8 +49,16 @@ def weight_decay() -> str:
     table, entries = read(RECORDS / WEIGHT_DECAY)
     found = judge({e.name: e.values for e in entries}, PLAIN, table.metric)
     decay, patch, key = "params(weight_decay=1.0)", "patch_dropout(rate=0.3)", "drop_key(rate=0.2)"
-    rows = found[decay], found[patch], found[key], found[f"{patch} + {decay}"], found[f"{key} + {decay}"]
-    alone, patches, keys, patches_too, keys_too = (f"{c.difference:+.1f} ({c.low:.1f} to {c.high:.1f})" for c in rows)
+    rows = (
+        found[decay],
+        found[patch],
+        found[key],
+        found[f"{patch} + {decay}"],
+        found[f"{key} + {decay}"],
+    )
+    alone, patches, keys, patches_too, keys_too = (
+        f"{c.difference:+.1f} ({c.low:.1f} to {c.high:.1f})" for c in rows
+    )
     return stated(
         f"On 337 digits weight decay 1.0 instead of 0.05 gains {alone} points by itself, PatchDropout {patches} and "
         f"DropKey {keys}; with that decay, PatchDropout {patches_too} and DropKey {keys_too}. {found[decay].n} seeds, "
@@ -97,7 +105,12 @@ class Situation:
 
 
 SITUATIONS = (
-    Situation("a few hundred examples", "image classification", "from scratch", "small_data/results/demo.json.xz"),
+    Situation(
+        "a few hundred examples",
+        "image classification",
+        "from scratch",
+        "small_data/results/demo.json.xz",
+    ),
     Situation(
         "a few hundred examples, penalties",
         "image classification",
@@ -140,7 +153,10 @@ SITUATIONS = (
         "explicit_dropout/results/augmented_cifar10-study.json.xz",
     ),
     Situation(
-        "200 videos", "action detection on features", "from scratch", "explicit_dropout/results/table_3-study.json.xz"
+        "200 videos",
+        "action detection on features",
+        "from scratch",
+        "explicit_dropout/results/table_3-study.json.xz",
     ),
     Situation(
         "200 clips",
@@ -175,14 +191,24 @@ def judged(records: Iterable[str]) -> dict[str, list[tuple[Entry, Verdict]]]:
         table, entries = read(RECORDS / record)
         metric = table.metric
         if not (metric.percent and metric.better == "max" and metric.margin == FAMILY.margin):
-            raise ValueError(f"{record}: {metric.label} cannot join one family with {FAMILY.label}.")
+            raise ValueError(
+                f"{record}: {metric.label} cannot join one family with {FAMILY.label}."
+            )
         reference = plain(entries)
         rows[record] = [e for e in entries if reference is not None and e is not reference]
         values = {id(e): e.by_seed[table.study.metric] for e in entries}
-        pairs |= {f"{record}: {e.name}": (values[id(e)], values[id(reference)]) for e in rows[record]}
+        pairs |= {
+            f"{record}: {e.name}": (values[id(e)], values[id(reference)]) for e in rows[record]
+        }
     found = judge_pairs(pairs, FAMILY)
-    judged_rows = {record: [(e, found[f"{record}: {e.name}"]) for e in entries] for record, entries in rows.items()}
-    return {record: sorted(pairs, key=lambda p: -p[1].difference) for record, pairs in judged_rows.items()}
+    judged_rows = {
+        record: [(e, found[f"{record}: {e.name}"]) for e in entries]
+        for record, entries in rows.items()
+    }
+    return {
+        record: sorted(pairs, key=lambda p: -p[1].difference)
+        for record, pairs in judged_rows.items()
+    }
 
 
 def recorded() -> list[Situation]:
@@ -196,7 +222,9 @@ def advice(situation: Situation, found: Sequence[tuple[Entry, Verdict]]) -> str:
     where = f"{situation.size} | {situation.task} | {situation.start}"
     table, entries = read(path)
     better = [
-        f"**{e.config.name}**{_setting(e)}: {sentence(c, table.metric)}" for e, c in found if c.verdict == "better"
+        f"**{e.config.name}**{_setting(e)}: {sentence(c, table.metric)}"
+        for e, c in found
+        if c.verdict == "better"
     ]
     n = max((c.n for _, c in found), default=0)
     worse = [e.config.name for e, c in found if c.verdict == "worse"]
@@ -213,12 +241,19 @@ def _setting(entry: Entry) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the page is up to date"
+    )
     options = parser.parse_args(arguments)
     found = judged(s.record for s in recorded())
     lines = [HEAD.format(panel(), sum(map(len, found.values())))]
-    lines += ["| training examples | task | start | significantly better | limits | record |", "|---" * 6 + "|"]
+    lines += [
+        "| training examples | task | start | significantly better | limits | record |",
+        "|---" * 6 + "|",
+    ]
     lines += [advice(situation, found[situation.record]) for situation in recorded()]
     return publish({PAGE: "\n".join(lines) + "\n"}, options.check)
 

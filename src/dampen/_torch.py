@@ -109,7 +109,10 @@ def inductor_draws_as_eager() -> AbstractContextManager[Any]:
 def forward_hooks(module: torch.nn.Module, not_of: str) -> bool:
     """Whether hooks run after this module's forward (`Module._forward_hooks`, torch 0.1 and newer),
     those of one package left out."""
-    return any(not getattr(hook, "__module__", "").startswith(not_of) for hook in module._forward_hooks.values())
+    return any(
+        not getattr(hook, "__module__", "").startswith(not_of)
+        for hook in module._forward_hooks.values()
+    )
 
 
 def in_backward() -> bool:
@@ -124,7 +127,10 @@ def in_backward() -> bool:
 def half_in_hardware() -> bool:
     """Whether this CPU multiplies 16-bit numbers in hardware: `torch.cpu._is_*`, torch 2.4 and
     newer; else no."""
-    checks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    checks = (
+        getattr(torch.cpu, name, None)
+        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    )
     return any(bool(check()) for check in checks if check is not None)
 
 
@@ -302,7 +308,9 @@ def shared_until_written(t: torch.Tensor) -> torch.Tensor:
         return t.detach().clone()
     try:
         return cast(torch.Tensor, lazy(t.detach()))
-    except RuntimeError:  # memory that torch did not take itself: a file of weights mapped by safetensors, an array
+    except (
+        RuntimeError
+    ):  # memory that torch did not take itself: a file of weights mapped by safetensors, an array
         return t.detach().clone()
 
 
@@ -342,7 +350,9 @@ def cure_torchvision() -> bool:
 def _extension_loads(spec: importlib.machinery.ModuleSpec) -> bool:
     """Whether torchvision's own extension registers its operators, as torchvision.extension would
     make it."""
-    extension = next((p for root in spec.submodule_search_locations or [] for p in _extensions(root)), None)
+    extension = next(
+        (p for root in spec.submodule_search_locations or [] for p in _extensions(root)), None
+    )
     if extension is None:
         return False
     try:
@@ -353,7 +363,9 @@ def _extension_loads(spec: importlib.machinery.ModuleSpec) -> bool:
 
 
 def _extensions(root: str) -> list[str]:
-    return sorted(str(p) for p in Path(root).glob("_C*.so")) + sorted(str(p) for p in Path(root).glob("_C*.pyd"))
+    return sorted(str(p) for p in Path(root).glob("_C*.so")) + sorted(
+        str(p) for p in Path(root).glob("_C*.pyd")
+    )
 
 
 def keep_sizes(t: torch.Tensor, dims: tuple[int, ...]) -> None:

@@ -41,7 +41,9 @@ class Site:
     name: str
     index: int = 0
     total: int = 1
-    stack: tuple[int, int] | None = None  # its place in its own stack (encoder, decoder), and how many stand there
+    stack: tuple[int, int] | None = (
+        None  # its place in its own stack (encoder, decoder), and how many stand there
+    )
 
     @property
     def depth(self) -> float:
@@ -61,9 +63,15 @@ class LinearCall:
     module: nn.Module | None = None
     site: Site | None = None
     valid: Tensor | None = None  # (B, N) bool, False on padded tokens; None when nothing is padded
-    output: Tensor | None = None  # x W^T + b, known to `product` and in attention; None where x or W was changed
-    counted: list[Any] = field(default_factory=list)  # the penalties that were made of it; see `Call.is_first`
-    tokens: int | Tensor | None = None  # of an expert: the valid tokens of the whole batch, of which it gets some
+    output: Tensor | None = (
+        None  # x W^T + b, known to `product` and in attention; None where x or W was changed
+    )
+    counted: list[Any] = field(
+        default_factory=list
+    )  # the penalties that were made of it; see `Call.is_first`
+    tokens: int | Tensor | None = (
+        None  # of an expert: the valid tokens of the whole batch, of which it gets some
+    )
     adapter: LowRank | None = None  # LoRA beside the map, which weight and output do not contain
 
     def clean_output(self) -> Tensor:
@@ -71,7 +79,9 @@ class LinearCall:
         kept: a checkpoint would not make it again, and miss it."""
         if self.output is not None:
             return self.output
-        both = torch.promote_types(self.input.dtype, self.weight.dtype)  # they differ where autocast is left
+        both = torch.promote_types(
+            self.input.dtype, self.weight.dtype
+        )  # they differ where autocast is left
         bias = None if self.bias is None else self.bias.to(both)
         return functional.linear(self.input.to(both), self.weight.to(both), bias)
 
@@ -84,9 +94,15 @@ class BranchCall:
     role: str
     residual: Tensor
     site: Site | None = None
-    batch_axis: int | None = None  # 1 where the block was seen to work on (N, B, D); None: by convention
-    skip: bool = True  # a method that sets it False takes the residual away: the branch goes on alone
-    memory: dict[int, Any] = field(default_factory=dict)  # what a clone keeps for the later branches of this forward
+    batch_axis: int | None = (
+        None  # 1 where the block was seen to work on (N, B, D); None: by convention
+    )
+    skip: bool = (
+        True  # a method that sets it False takes the residual away: the branch goes on alone
+    )
+    memory: dict[int, Any] = field(
+        default_factory=dict
+    )  # what a clone keeps for the later branches of this forward
 
 
 @dataclass(eq=False)
@@ -98,10 +114,16 @@ class Call:
     cross: bool = False
     given: Sequence[int] | None = None  # the shape of the first tensor that the module got
     is_causal: bool = False  # the flag was given; no mask tensor stands for it
-    mask: Tensor | None = None  # the model's own bool mask (B or 1, H or 1, N or 1, M), True may be seen
+    mask: Tensor | None = (
+        None  # the model's own bool mask (B or 1, H or 1, N or 1, M), True may be seen
+    )
     bias: Tensor | None = None  # the model's own score bias (relative positions), hidden places 0
-    blind: Tensor | None = None  # bool (..., N or 1, 1): queries from which a number hides every key; see `ModelMask`
-    scores: Tensor | None = None  # the final scores (B, H, N, M), where they are there before keys are hidden
+    blind: Tensor | None = (
+        None  # bool (..., N or 1, 1): queries from which a number hides every key; see `ModelMask`
+    )
+    scores: Tensor | None = (
+        None  # the final scores (B, H, N, M), where they are there before keys are hidden
+    )
     scale: float = 1.0
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # B, H, N, M
     kv_heads: int = 0  # as seen at the socket; a library may have repeated grouped keys before it
@@ -110,13 +132,23 @@ class Call:
     device: torch.device | None = None
     rows: slice | None = None  # which queries this call stands for, when the queries come in chunks
     valid: Tensor | None = None  # (B, N) bool, False on padded queries; None when nothing is padded
-    seen: Tensor | None = None  # the valid keys of all queries, which a chunk's own mask does not tell
+    seen: Tensor | None = (
+        None  # the valid keys of all queries, which a chunk's own mask does not tell
+    )
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
-    cuts: dict[str, tuple[str, Any]] = field(default_factory=dict)  # q, k, v: which map, and its rows, where it is seen
-    unknown: dict[str, str] = field(default_factory=dict)  # q, k, v: the fused map whose rows for it cannot be told
+    cuts: dict[str, tuple[str, Any]] = field(
+        default_factory=dict
+    )  # q, k, v: which map, and its rows, where it is seen
+    unknown: dict[str, str] = field(
+        default_factory=dict
+    )  # q, k, v: the fused map whose rows for it cannot be told
     followed: Any = None  # from which channels the operands come; see `hooks/channels.py`
-    weights: Tensor | None = None  # A in `heads`, where the model computes it itself and its rows may not sum to 1
-    memory: dict[int, Any] = field(default_factory=dict)  # what a clone (by its serial number) keeps for later stages
+    weights: Tensor | None = (
+        None  # A in `heads`, where the model computes it itself and its rows may not sum to 1
+    )
+    memory: dict[int, Any] = field(
+        default_factory=dict
+    )  # what a clone (by its serial number) keeps for later stages
 
     @property
     def role(self) -> str:
@@ -317,7 +349,11 @@ def total(values: Sequence[Penalty]) -> Penalty:
         return first
     parts: list[Any] = []
     for value in values:
-        if not isinstance(value, Deferred) or not isinstance(first, Deferred) or value.sum_up is not first.sum_up:
+        if (
+            not isinstance(value, Deferred)
+            or not isinstance(first, Deferred)
+            or value.sum_up is not first.sum_up
+        ):
             out = now(first)
             for other in values[1:]:
                 out = out + now(other).to(out.device)
@@ -367,7 +403,9 @@ def consume(clone: Regularizer) -> dict[str, Penalty]:
 class Penalties:
     """The penalties of one regularized model: which wait, and whether a backward went past them."""
 
-    def __init__(self, model: nn.Module | None, clones: Iterable[Regularizer], strict: bool) -> None:
+    def __init__(
+        self, model: nn.Module | None, clones: Iterable[Regularizer], strict: bool
+    ) -> None:
         self.model, self.clones, self.strict = model, list(clones), strict
         for clone in self.clones:
             clone.ledger = self
@@ -377,12 +415,18 @@ class Penalties:
 
     def fresh(self) -> None:
         """Nothing has happened yet."""
-        self.askers: list[str] = []  # threads inside `reg.loss`, which takes what its forwards make, whatever the mode
+        self.askers: list[
+            str
+        ] = []  # threads inside `reg.loss`, which takes what its forwards make, whatever the mode
         self.inside: list[str] = []  # threads inside the model's own forward
-        self.gradients = False  # the model's forward is under way, and was entered with gradients on
+        self.gradients = (
+            False  # the model's forward is under way, and was entered with gradients on
+        )
         self.outside = False  # a training forward that a two-pass method should have seen ran outside `reg.loss`
         self.alarm = False  # whether `passed` has anyone in it; alone, because a graph is guarded by what it reads
-        self.passed: set[str] = set()  # the threads whose backward went past penalties, or past a two-pass method
+        self.passed: set[str] = (
+            set()
+        )  # the threads whose backward went past penalties, or past a two-pass method
         self.hooks: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
 
     # while a forward runs
@@ -394,7 +438,9 @@ class Penalties:
             return True
         if not clone.training:
             return False
-        if not torch.is_grad_enabled():  # reentrant checkpointing turns gradients off inside a forward that has them
+        if (
+            not torch.is_grad_enabled()
+        ):  # reentrant checkpointing turns gradients off inside a forward that has them
             clone.lost = clone.lost or self.gradients or clone.input_has_gradient
             return False
         self.check()
@@ -405,7 +451,12 @@ class Penalties:
     def keeps_nothing(self) -> bool:
         """Whether no penalty of the model's forward under way would be kept: it has no gradients (`generate`), and
         `reg.loss` did not ask for it."""
-        return not torch.is_grad_enabled() and not self.gradients and self.is_inside() and not self.asked()
+        return (
+            not torch.is_grad_enabled()
+            and not self.gradients
+            and self.is_inside()
+            and not self.asked()
+        )
 
     def enter(self, training: bool, input_has_gradient: bool = False) -> None:
         """The model's own forward starts; `leave` ends it, whatever happens. An input with a gradient
@@ -470,7 +521,11 @@ class Penalties:
     def _waiting(self) -> set[str]:
         """The threads whose penalties wait, as far as they could change the training."""
         waiting = [slot for c in self.clones for slot in list(c._penalties.items())]
-        return {key.partition("@")[2] for key, value in waiting if isinstance(value, Deferred) or value.requires_grad}
+        return {
+            key.partition("@")[2]
+            for key, value in waiting
+            if isinstance(value, Deferred) or value.requires_grad
+        }
 
     def forget(self) -> None:
         """Drop what waits in this thread, after an error: its step is over."""
@@ -503,17 +558,24 @@ class Penalties:
             module, name, parameter = clone.watched
             if parameter.requires_grad and own_parameter(module, name) is parameter:
                 return
-        clone.watched = _first_trained(clone.neighbors) or _first_trained([] if self.model is None else [self.model])
+        clone.watched = _first_trained(clone.neighbors) or _first_trained(
+            [] if self.model is None else [self.model]
+        )
         if clone.watched is not None:
             parameter = clone.watched[2]
             if id(parameter) not in self.hooks:
-                self.hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(self.saw_backward)
+                self.hooks[id(parameter)] = (
+                    parameter,
+                    parameter.register_post_accumulate_grad_hook(self.saw_backward),
+                )
 
     def saw_backward(self, parameter: Tensor) -> None:
         """A backward has reached a watched parameter."""
         waiting = self._waiting()
         if parameter.device.type == "cpu":
-            waiting &= {owner()}  # there a backward runs in the thread that called it; elsewhere in one of torch's own
+            waiting &= {
+                owner()
+            }  # there a backward runs in the thread that called it; elsewhere in one of torch's own
         if self.outside:
             waiting.add(owner())
         self.passed |= waiting
@@ -528,12 +590,19 @@ class Penalties:
             clone.watched = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "clones": self.clones, "strict": self.strict, "comparing": self.comparing}
+        return {
+            "model": self.model,
+            "clones": self.clones,
+            "strict": self.strict,
+            "comparing": self.comparing,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.fresh()  # a copy has a step of its own; its parameters come without hooks
-        for clone in self.clones:  # a clone does not carry its ledger along: a copy of one block would copy the model
+        for clone in (
+            self.clones
+        ):  # a clone does not carry its ledger along: a copy of one block would copy the model
             clone.ledger = self
 
 
@@ -570,11 +639,17 @@ def makes_penalties(clone: Regularizer) -> bool:
 def class_penalizes(method: type) -> bool:
     """Whether the code of a class mentions `penalize`."""
     functions = (f for cls in method.__mro__ if not _is_base(cls) for f in vars(cls).values())
-    return any("penalize" in getattr(getattr(f, "__code__", None), "co_names", ()) for f in functions)
+    return any(
+        "penalize" in getattr(getattr(f, "__code__", None), "co_names", ()) for f in functions
+    )
 
 
 def _is_base(cls: type) -> bool:
-    return cls.__module__ == "dampen.regularizer" or not cls.__module__ or cls.__module__.startswith("torch.")
+    return (
+        cls.__module__ == "dampen.regularizer"
+        or not cls.__module__
+        or cls.__module__.startswith("torch.")
+    )
 
 
 def _first_trained(modules: Iterable[nn.Module]) -> tuple[nn.Module, str, nn.Parameter] | None:

@@ -64,7 +64,11 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, type):
         return []
     if dataclasses.is_dataclass(value):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        return [
+            (f.name, getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if hasattr(value, f.name)
+        ]
     if isinstance(value, SimpleNamespace) or hasattr(type(value), "__attrs_attrs__"):
         return list(vars(value).items())
     return []

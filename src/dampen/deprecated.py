@@ -45,7 +45,9 @@ def accepts_old_arguments(function: Callable[P, R]) -> Callable[P, R]:
         for old, new in ARGUMENTS.items():
             if old in kwargs:
                 if new in kwargs:
-                    raise TypeError(f"{function.__name__}() got {old}= and {new}=, its new name. Give {new}= alone.")
+                    raise TypeError(
+                        f"{function.__name__}() got {old}= and {new}=, its new name. Give {new}= alone."
+                    )
                 warn_renamed(f"{function.__name__}({old}=...)", f"{function.__name__}({new}=...)")
                 kwargs[new] = kwargs.pop(old)
         return function(*args, **kwargs)

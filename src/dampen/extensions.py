@@ -58,7 +58,17 @@ def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
 
 MOVED = {
     "dampen.data": (
-        *("cifar10", "cifar100", "digit_captions", "gtzan", "fsdd", "thumos14", "bccd", "voc", "coco"),
+        *(
+            "cifar10",
+            "cifar100",
+            "digit_captions",
+            "gtzan",
+            "fsdd",
+            "thumos14",
+            "bccd",
+            "voc",
+            "coco",
+        ),
         *("multi30k", "parallel", "tinyshakespeare", "text"),
     ),
     "dampen.transforms": ("noise",),
@@ -225,7 +235,9 @@ def from_file(reference: str) -> Any:
     module = _imported(path.resolve())
     if not hasattr(module, match["name"]):
         public = sorted(n for n in vars(module) if not n.startswith("_"))
-        raise ValueError(f"{path} has no {match['name']!r}. It has: {', '.join(public) or 'nothing public'}.")
+        raise ValueError(
+            f"{path} has no {match['name']!r}. It has: {', '.join(public) or 'nothing public'}."
+        )
     return getattr(module, match["name"])
 
 
@@ -258,7 +270,9 @@ def _loaded(point: metadata.EntryPoint) -> Any:
     try:
         return point.load()
     except Exception as error:  # whatever a stranger's import raises, its package is named
-        raise ValueError(f"{_origin(point)} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{_origin(point)} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _origin(point: metadata.EntryPoint) -> str:

@@ -70,7 +70,9 @@ def regularize(
     >>> reg.remove()
     """
     if methods is None or isinstance(methods, str):
-        raise TypeError(f"regularize takes regularizers such as DropKey(0.1), or a list of them, got {methods!r}.")
+        raise TypeError(
+            f"regularize takes regularizers such as DropKey(0.1), or a list of them, got {methods!r}."
+        )
     chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
     check_model(model)
     use_native_kernels()
@@ -102,7 +104,9 @@ def _attach_to_loss(reg: Handle, scale: bool | float) -> None:
             "attach penalties only."
         )
     if scale is not True and not (isinstance(scale, int | float) and scale > 0):
-        raise ValueError(f"attach_to_loss is True, or the positive number to scale the penalties by, got {scale!r}.")
+        raise ValueError(
+            f"attach_to_loss is True, or the positive number to scale the penalties by, got {scale!r}."
+        )
     swap(reg.model, "carrier", CarrierSite(reg, None if scale is True else float(scale)))
 
 
@@ -127,7 +131,9 @@ class Handle(OldNames):
         for clone in clones:
             if clone.passes > 1 or makes_penalties(clone):
                 self._ledger.watch(clone)  # now, because a compiled forward cannot
-        self.attached: dict[str, Tensor] = {}  # with `attach_to_loss`, the penalties of the last training forward
+        self.attached: dict[
+            str, Tensor
+        ] = {}  # with `attach_to_loss`, the penalties of the last training forward
         self._progress = 0.0
         self.progress(0.0)
 
@@ -177,7 +183,9 @@ class Handle(OldNames):
         outputs: list[Any] = []
         if self.model.training and torch.is_grad_enabled():
             self._ledger.check()
-        terms = self._taken()  # what waits from forwards before this one counts once, however many passes follow
+        terms = (
+            self._taken()
+        )  # what waits from forwards before this one counts once, however many passes follow
         comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]
         passes = max((r.passes for r in comparing), default=1)
         with self._ledger.asking():
@@ -198,7 +206,9 @@ class Handle(OldNames):
                 for r in comparing:
                     r.outputs(taken, valid)
             terms |= self._taken()
-        tasks = [criterion(o) for o in outputs]  # in a tiny model each operation counts, a division by one too
+        tasks = [
+            criterion(o) for o in outputs
+        ]  # in a tiny model each operation counts, a division by one too
         task = sum(tasks[1:], start=tasks[0]) / len(tasks) if len(tasks) > 1 else tasks[0]
         return sum(terms.values(), start=task), {"task": task, **terms}
 
@@ -231,7 +241,9 @@ class Handle(OldNames):
             bare = r.name if lost else None  # a term without gradient
             for name, value in consume(r).items():  # layers may lie on several devices
                 found.setdefault(name, []).append(value)
-                if isinstance(value, Tensor) and not value.requires_grad:  # what is deferred has one
+                if (
+                    isinstance(value, Tensor) and not value.requires_grad
+                ):  # what is deferred has one
                     bare = name
             if bare is not None and torch.is_grad_enabled():
                 self._check_gradient(r, bare)
@@ -279,15 +291,25 @@ class Handle(OldNames):
     def state_dict(self) -> dict[str, Any]:
         """The position of the schedules, the learned values, and the weights that Mixout started from. The model's own
         state_dict has nothing of them. Where weights are sharded, call it in every process."""
-        learnt = {f"{i}.{name}": p.detach().clone() for i, r in enumerate(self.clones) for name, p in r.saved().items()}
-        state = {"progress": self._progress, "parameters": learnt, "methods": [r.name for r in self.methods]}
+        learnt = {
+            f"{i}.{name}": p.detach().clone()
+            for i, r in enumerate(self.clones)
+            for name, p in r.saved().items()
+        }
+        state = {
+            "progress": self._progress,
+            "parameters": learnt,
+            "methods": [r.name for r in self.methods],
+        }
         return state | ({} if self.passes == 1 else {"never_doubled": self.prefix.doubled.why})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         missing = {"progress", "parameters", "methods"} - set(state)
         if missing:
-            raise ValueError(f"not a state of a Handle: {', '.join(sorted(missing))} missing, got {sorted(state)}.")
+            raise ValueError(
+                f"not a state of a Handle: {', '.join(sorted(missing))} missing, got {sorted(state)}."
+            )
         if list(state["methods"]) != [r.name for r in self.methods]:
             raise ValueError(
                 f"the state is of the methods {list(state['methods'])}, but this model carries "
@@ -295,7 +317,9 @@ class Handle(OldNames):
             )
         own = {f"{i}.{name}": (r, name) for i, r in enumerate(self.clones) for name in r.saved()}
         if set(own) != set(state["parameters"]):
-            raise ValueError(f"learnable values differ: expected {sorted(own)}, got {sorted(state['parameters'])}.")
+            raise ValueError(
+                f"learnable values differ: expected {sorted(own)}, got {sorted(state['parameters'])}."
+            )
         for key, value in state["parameters"].items():
             r, name = own[key]
             r.restore(name, value)
@@ -320,7 +344,10 @@ class Handle(OldNames):
 
     @torch.no_grad()
     def mc_average(
-        self, forward: Callable[[], Any], samples: int = 16, logits: Callable[[Any], Tensor] | None = None
+        self,
+        forward: Callable[[], Any],
+        samples: int = 16,
+        logits: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """Class probabilities averaged over `samples` random forwards: DropKey's remedy for the gap between training
         and test."""
@@ -343,7 +370,9 @@ class Handle(OldNames):
         return rates if target_modules == "*" else choose_own(rates, target_modules)
 
     @accepts_old_arguments
-    def set_builtin_dropout(self, rate: Value, target_modules: str | Sequence[str] = "*") -> list[OwnRate]:
+    def set_builtin_dropout(
+        self, rate: Value, target_modules: str | Sequence[str] = "*"
+    ) -> list[OwnRate]:
         """Give the dropout that is part of the model other rates from now on, and return those that were set.
 
         `remove()` gives back what was. A rate is a plain number of the model, so a compiled graph is compiled again
@@ -377,7 +406,12 @@ class Handle(OldNames):
 
     def kernels(self) -> dict[str, str]:
         """For each attention, the kernel that ran in its last forward, and why."""
-        return {name: kernel for layer in self.layers for name, kernel in layer.kernels.items() if kernel}
+        return {
+            name: kernel
+            for layer in self.layers
+            for name, kernel in layer.kernels.items()
+            if kernel
+        }
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""
@@ -387,7 +421,9 @@ class Handle(OldNames):
 
     def _alive(self) -> None:
         if "_dampen_model" not in vars(self.model):
-            raise RuntimeError("this regularization was removed from its model. Call dampen.regularize again.")
+            raise RuntimeError(
+                "this regularization was removed from its model. Call dampen.regularize again."
+            )
 
     def _settle_order(self) -> None:
         """Put the layers in the order in which the last forward ran them."""

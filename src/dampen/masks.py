@@ -54,7 +54,9 @@ def bernoulli(shape: Sequence[int], rate: Rate, device: torch.device | None = No
     return out.view(torch.bool)
 
 
-def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def keep_factor(
+    shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
     """The factor of inverted dropout: 0 with probability `rate`, else 1 / (1 - rate), independently
     per entry.
 
@@ -74,7 +76,9 @@ def keep_factor(shape: Sequence[int], rate: Rate, dtype: torch.dtype, device: to
     return torch.ge(draws, threshold, out=out).mul_(scale)
 
 
-def few_kept(shape: Sequence[int], rate: Rate, device: torch.device | None = None, guard: bool = False) -> Tensor:
+def few_kept(
+    shape: Sequence[int], rate: Rate, device: torch.device | None = None, guard: bool = False
+) -> Tensor:
     """1.0 with probability 1 - rate, else 0.0, for what is one draw per sample, head or layer:
     three operations.
 
@@ -99,7 +103,9 @@ def few_kept(shape: Sequence[int], rate: Rate, device: torch.device | None = Non
     return draws.ge_(limit)
 
 
-def _draws(shape: Sequence[int], rate: Rate, device: torch.device | None) -> tuple[Tensor, Tensor | int]:
+def _draws(
+    shape: Sequence[int], rate: Rate, device: torch.device | None
+) -> tuple[Tensor, Tensor | int]:
     """Uniform 16-bit numbers, and the threshold below which a share `rate` of them lies: an int
     where that is cheap. Above 1 - 2^-16 it may be `_ABOVE_ALL`, which no int16 holds.
 
@@ -231,7 +237,9 @@ def causal_rows(queries: int, keys: int, rows: slice | None, device: torch.devic
         device: of the result.
     """
     start, stop = (0, queries) if rows is None else (rows.start, rows.stop)
-    return torch.arange(keys, device=device) <= torch.arange(start, stop, device=device).unsqueeze(-1)
+    return torch.arange(keys, device=device) <= torch.arange(start, stop, device=device).unsqueeze(
+        -1
+    )
 
 
 HIDDEN = 80.0
@@ -251,7 +259,9 @@ class ModelMask:
         blind: rows in which no key is seen.
     """
 
-    def __init__(self, keep: Tensor, bias: Tensor | None = None, blind: Tensor | None = None) -> None:
+    def __init__(
+        self, keep: Tensor, bias: Tensor | None = None, blind: Tensor | None = None
+    ) -> None:
         self.keep = keep  # bool, True may be seen
         # added to the scores, 0 at hidden keys; None for a bool mask
         self.bias = bias
@@ -293,7 +303,9 @@ def hides(mask: Tensor) -> tuple[Tensor, Tensor]:
     ([[True, True, False], [True, True, True]], [False, True])
     """
     if mask.shape[-1] == 0:
-        return torch.ones_like(mask, dtype=torch.bool), mask.new_zeros((*mask.shape[:-1], 1), dtype=torch.bool)
+        return torch.ones_like(mask, dtype=torch.bool), mask.new_zeros(
+            (*mask.shape[:-1], 1), dtype=torch.bool
+        )
     largest = mask.amax(-1, keepdim=True)
     # the difference is compared, not the sum: the smallest number less 80 is the smallest number,
     # and -inf + inf hides
@@ -317,7 +329,11 @@ class MaskMemory:
         if not _counted(parts):
             return None
         for known, versions, value in self.entries:
-            if len(known) == len(parts) and all(map(_same, known, parts)) and versions == _versions(parts):
+            if (
+                len(known) == len(parts)
+                and all(map(_same, known, parts))
+                and versions == _versions(parts)
+            ):
                 return value
         return None
 
@@ -367,7 +383,12 @@ def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
     views = a._base is not None and a._base is b._base and a.dtype is b.dtype
-    return views and a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    return (
+        views
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+    )
 
 
 def _counted(parts: Sequence[Any]) -> bool:
@@ -380,7 +401,9 @@ def _versions(parts: Sequence[Any]) -> list[int]:
     return [version_of(t) for t in parts if isinstance(t, Tensor)]
 
 
-def keep_keys(allowed: Tensor | None, hidden: Sequence[Tensor], keys: int, *, guard: bool = True) -> Tensor:
+def keep_keys(
+    allowed: Tensor | None, hidden: Sequence[Tensor], keys: int, *, guard: bool = True
+) -> Tensor:
     """Merge what the model allows with what the regularizers hide; a row that lost all keys gets
     back one, at random.
 

@@ -64,7 +64,10 @@ def printable(text: str) -> str:
     >>> printable("\x1b[2Jplain")
     '\\x1b[2Jplain'
     """
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else ascii(c)[1:-1] for c in text)
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else ascii(c)[1:-1]
+        for c in text
+    )
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

@@ -17,10 +17,16 @@ def methods() -> dict[str, type[Regularizer]]:
     True
     """
     classes = [getattr(_methods, name) for name in _methods.__all__]
-    found = {snake_case(c.__name__): c for c in classes if isinstance(c, type) and issubclass(c, Regularizer)}
+    found = {
+        snake_case(c.__name__): c
+        for c in classes
+        if isinstance(c, type) and issubclass(c, Regularizer)
+    }
     for name, thing in from_plugins("dampen.methods").items():
         if name in found:
-            raise ValueError(f"a package offers a method {name!r}, which dampen has itself. It needs another name.")
+            raise ValueError(
+                f"a package offers a method {name!r}, which dampen has itself. It needs another name."
+            )
         found[name] = _checked(name, thing)
     return dict(sorted(found.items()))
 

@@ -27,7 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import graph_task_id, has_numbers, has_parameters, placed_like, whole_tensor
-from dampen.calls import MAIN_THREAD, Penalties, Penalty, class_penalizes, consume, now, settle, total
+from dampen.calls import (
+    MAIN_THREAD,
+    Penalties,
+    Penalty,
+    class_penalizes,
+    consume,
+    now,
+    settle,
+    total,
+)
 from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
 from dampen.calls import LinearCall as LinearCall
@@ -136,7 +145,9 @@ class Regularizer(nn.Module):
         super().__init_subclass__(**kwargs)
         if "neutral" in vars(cls) and "zero_is_identity" not in vars(cls):
             cls.zero_is_identity = False
-        cls._name = snake_case(cls.__name__)  # once per class: a cached function may not be called inside a graph
+        cls._name = snake_case(
+            cls.__name__
+        )  # once per class: a cached function may not be called inside a graph
         cls.stages = frozenset(s for s in STAGES if getattr(cls, s) is not getattr(Regularizer, s))
         if "per_sample" not in vars(cls) and any(s in vars(cls) for s in STAGES):
             cls.per_sample = False  # what a method says of its own stages says nothing of those that replace them
@@ -149,19 +160,31 @@ class Regularizer(nn.Module):
         super().__init__()
         self.serial = next(_serials)
         self.site: Site | None = None
-        self._schedules: dict[str, tuple[Schedule, float]] = {}  # name -> (schedule, upper end of the range)
+        self._schedules: dict[
+            str, tuple[Schedule, float]
+        ] = {}  # name -> (schedule, upper end of the range)
         self._given = self._schedules  # as they were before the clone was placed
-        self._numbers: dict[str, float] = {}  # the scheduled values as plain numbers, beside their tensors
+        self._numbers: dict[
+            str, float
+        ] = {}  # the scheduled values as plain numbers, beside their tensors
         self._progress = 0.0
         self._penalties: dict[str, Penalty] = {}
-        self.neighbors: list[nn.Module] = []  # the layer's own modules, to know whether anything here is being trained
+        self.neighbors: list[
+            nn.Module
+        ] = []  # the layer's own modules, to know whether anything here is being trained
         self.linears: list[tuple[nn.Module, str]] = []  # the layer's linear maps with their roles
         self.input_has_gradient = False  # whether the layer's last input did
         self.asleep = False  # left out for a moment, though it is attached
         self.idle = False  # every scheduled value is 0 now: in eager mode the stages are not run
-        self.idle_forever = False  # and will stay so, by construction: then they are not in a compiled graph either
-        self.lost = False  # a penalty was made where gradients are off inside a forward that has them
-        self.watched: tuple[nn.Module, str, nn.Parameter] | None = None  # tells the ledger of a backward
+        self.idle_forever = (
+            False  # and will stay so, by construction: then they are not in a compiled graph either
+        )
+        self.lost = (
+            False  # a penalty was made where gradients are off inside a forward that has them
+        )
+        self.watched: tuple[nn.Module, str, nn.Parameter] | None = (
+            None  # tells the ledger of a backward
+        )
 
     @classmethod
     def canonical(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +258,10 @@ class Regularizer(nn.Module):
         high).
 
         Use `high=math.inf` for weights. Never branch in Python on the tensor's value: it changes between steps."""
-        self._schedules[name] = (as_schedule(value, f"{type(self).__name__}({name}=...)", high), high)
+        self._schedules[name] = (
+            as_schedule(value, f"{type(self).__name__}({name}=...)", high),
+            high,
+        )
         self.register_buffer(name, torch.zeros(()), persistent=False)
         self._numbers.pop(name, None)
         self.at(self._progress)
@@ -285,19 +311,25 @@ class Regularizer(nn.Module):
 
     def neutral(self) -> None:
         """Make this clone do nothing: every rate and weight 0, always. Override where another value is the identity."""
-        self._given = self._schedules = {name: (constant(0.0), high) for name, (_, high) in self._schedules.items()}
+        self._given = self._schedules = {
+            name: (constant(0.0), high) for name, (_, high) in self._schedules.items()
+        }
         self.at(self._progress)
 
     def at(self, progress: float) -> None:
         """Set the scheduled values for this clone's depth at `progress`."""
-        self.__dict__["_progress"] = progress  # in every step: `nn.Module` takes a microsecond to set an attribute
+        self.__dict__["_progress"] = (
+            progress  # in every step: `nn.Module` takes a microsecond to set an attribute
+        )
         depth = 0.0 if self.site is None else self.site.depth
         changed = has_parameters(self)  # what is learned may have been frozen meanwhile
         for name, (schedule, high) in self._schedules.items():
             value = schedule(depth, progress)
             if self._numbers.get(name) == value:
                 continue  # most schedules are constant: nothing to check, nothing to set
-            what = f"{type(self).__name__}({name}=...) at depth {depth:.3g}, progress {progress:.3g}"
+            what = (
+                f"{type(self).__name__}({name}=...) at depth {depth:.3g}, progress {progress:.3g}"
+            )
             self._numbers[name] = check_value(value, what, high)
             # a rate next to 1 must not become 1 in float32, which would scale by 1 / 0
             getattr(self, name).fill_(min(value, _BELOW_1) if high == 1.0 else value)
@@ -308,7 +340,11 @@ class Regularizer(nn.Module):
     def _is_idle(self) -> bool:
         """Whether nothing would change if the stages were not run now: every value is 0, or the weight of a method that
         is a penalty and no more. Override where other zeros are enough."""
-        if not self.zero_is_identity or not self._numbers or any(p.requires_grad for p in self.parameters()):
+        if (
+            not self.zero_is_identity
+            or not self._numbers
+            or any(p.requires_grad for p in self.parameters())
+        ):
             return False
         if not self.stochastic and "weight" in self._numbers:
             return self._numbers["weight"] == 0
@@ -329,7 +365,9 @@ class Regularizer(nn.Module):
                 self._schedules = dict(self._schedules)
                 self._schedules[name] = (constant(schedule.values[site.index]), high)
         if (site.total if site.stack is None else site.stack[1]) == 1:
-            self._schedules = {name: (as_only_layer(s), high) for name, (s, high) in self._schedules.items()}
+            self._schedules = {
+                name: (as_only_layer(s), high) for name, (s, high) in self._schedules.items()
+            }
         self.site = site
         self.at(self._progress)
         self.idle = self._is_idle()  # what decides may have been set after the last value
@@ -357,7 +395,11 @@ class Regularizer(nn.Module):
         """Whether every scheduled value is 0 in this clone's layer for the whole of training, by construction."""
         depth = 0.0 if self.site is None else self.site.depth
         learns = any(p.requires_grad for p in self.parameters())
-        return not learns and bool(self._schedules) and all(always_zero(s, depth) for s, _ in self._schedules.values())
+        return (
+            not learns
+            and bool(self._schedules)
+            and all(always_zero(s, depth) for s, _ in self._schedules.values())
+        )
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -373,7 +415,9 @@ class Regularizer(nn.Module):
     def wants_gradient(self) -> bool:
         """Whether the clone's layer, or anything before it, is being trained; a frozen backbone is fine without
         gradient."""
-        return self.input_has_gradient or any(p.requires_grad for m in self.neighbors for p in m.parameters())
+        return self.input_has_gradient or any(
+            p.requires_grad for m in self.neighbors for p in m.parameters()
+        )
 
     def saved(self) -> dict[str, Tensor]:
         """What the handle's state_dict keeps of a clone, by name: the learned values."""
@@ -421,13 +465,21 @@ def in_order(regularizers: Iterable[Regularizer]) -> list[Regularizer]:
     given = list(regularizers)
     names = [r.name for r in given]
     # what a method prints tells two of one class apart; a graph may not depend on the numbers in it
-    several = {} if torch.compiler.is_compiling() else {r: repr(r) for r in given if names.count(r.name) > 1}
-    return sorted(given, key=lambda r: (not r.only_reads, not r.acts_first, r.name, several.get(r, "")))
+    several = (
+        {}
+        if torch.compiler.is_compiling()
+        else {r: repr(r) for r in given if names.count(r.name) > 1}
+    )
+    return sorted(
+        given, key=lambda r: (not r.only_reads, not r.acts_first, r.name, several.get(r, ""))
+    )
 
 
 def check_only_reads(r: Regularizer, stage: str, given: Tensor, returned: Tensor) -> Tensor:
     """What a stage returned; raise where a method that says that it only reads has changed it."""
-    looked_at = r.only_reads and returned is not given and has_numbers(given) and has_numbers(returned)
+    looked_at = (
+        r.only_reads and returned is not given and has_numbers(given) and has_numbers(returned)
+    )
     if looked_at and (returned.data_ptr() != given.data_ptr() or returned.shape != given.shape):
         raise RuntimeError(
             f"{type(r).__name__}.{stage} returned another tensor than it got, but a method that makes penalties and "

@@ -148,7 +148,9 @@ class warmup:
         _check_fraction("until", self.until)
 
     def __call__(self, depth: float, progress: float) -> float:
-        return _inner(self.value, depth, progress) * (min(1.0, progress / self.until) if self.until else 1.0)
+        return _inner(self.value, depth, progress) * (
+            min(1.0, progress / self.until) if self.until else 1.0
+        )
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,9 @@ def always_zero(schedule: Schedule, depth: float) -> bool:
         return schedule.start == schedule.end == 0
     if isinstance(schedule, vshape):
         return schedule.start == schedule.end == 0
-    return isinstance(schedule, constant | per_layer | linear | cosine) and schedule(depth, 0.0) == 0
+    return (
+        isinstance(schedule, constant | per_layer | linear | cosine) and schedule(depth, 0.0) == 0
+    )
 
 
 def as_schedule(value: Value, what: str, high: float = 1.0) -> Schedule:
@@ -255,8 +259,12 @@ def as_schedule(value: Value, what: str, high: float = 1.0) -> Schedule:
         return value
     if isinstance(value, Sequence) and not isinstance(value, str):
         if not value:
-            raise ValueError(f"{what} is an empty list. Give one value per layer, or one number for all.")
-        return per_layer(tuple(check_value(v, f"{what}, layer {i}", high) for i, v in enumerate(value)))
+            raise ValueError(
+                f"{what} is an empty list. Give one value per layer, or one number for all."
+            )
+        return per_layer(
+            tuple(check_value(v, f"{what}, layer {i}", high) for i, v in enumerate(value))
+        )
     return constant(check_value(value, what, high))
 
 
@@ -308,5 +316,7 @@ def check_progress(t: object) -> float:
     if isinstance(t, bool) or not isinstance(t, int | float):
         raise TypeError(f"progress takes a number in [0, 1], got {t!r}.")
     if not 0 <= t <= 1:  # NaN too
-        raise ValueError(f"progress is the fraction of training done, in [0, 1], got {t}. Give step / steps.")
+        raise ValueError(
+            f"progress is the fraction of training done, in [0, 1], got {t}. Give step / steps."
+        )
     return float(t)

@@ -18,14 +18,14 @@ from dampen import Consistency, DropHead, DropKey, ExplicitDropout, Regularizer
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 Z = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-LEFT_OUT = (
-    r"(?s)a backward pass ran through the model while its penalties \(value_norm.v\).*reg.penalty\(\).*strict=False"
-)
+LEFT_OUT = r"(?s)a backward pass ran through the model while its penalties \(value_norm.v\).*reg.penalty\(\).*strict=False"
 
 
 def vit(depth=2):
     torch.manual_seed(0)
-    return dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=depth, heads=2, mlp=12).train()
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, width=8, depth=depth, heads=2, mlp=12
+    ).train()
 
 
 class ValueNorm(Regularizer):
@@ -210,7 +210,9 @@ def test_reentrant_checkpointing_is_still_found(frozen):
         reg.penalty()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at the penalties that wait
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # dynamo looks at the penalties that wait
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiled(fullgraph):
     """The same alarm; one graph over the steps of a loop, and one more for the second forward of a siamese step."""
@@ -348,7 +350,9 @@ def test_threads_do_not_blame_each_other():
     assert reg.penalty() > 0
 
 
-@pytest.mark.parametrize("method", [ExplicitDropout(), dampen.SkipAblation(), dampen.AroraDropout()])
+@pytest.mark.parametrize(
+    "method", [ExplicitDropout(), dampen.SkipAblation(), dampen.AroraDropout()]
+)
 def test_a_method_of_which_nothing_was_asked_is_refused(method):
     model = vit()
     with pytest.raises(ValueError, match=rf"{type(method).__name__}\(\) would do nothing"):
@@ -363,7 +367,9 @@ def test_lora_after_regularize_is_told_for_what_it_is():
     model = vit()
     reg = dampen.regularize(model, ExplicitDropout(value=0.1, ffn=0.1))
     adapted = peft.get_peft_model(model, config).train()
-    with pytest.raises(RuntimeError, match=r"an adapter \(LoRA\) was put around 'blocks.0.* after regularize"):
+    with pytest.raises(
+        RuntimeError, match=r"an adapter \(LoRA\) was put around 'blocks.0.* after regularize"
+    ):
         reg.loss(lambda: adapted(X), lambda out: out.mean())
     model = vit()
     reg = dampen.regularize(model, DropKey(0.1))

@@ -12,7 +12,9 @@ X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("name", methods())
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch"
+)
 def test_one_graph_over_the_first_steps(name):
     torch._dynamo.reset()
     torch.manual_seed(0)

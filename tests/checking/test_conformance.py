@@ -33,11 +33,15 @@ def _cases():
 
 
 @pytest.mark.parametrize(("name", "contract", "subject"), list(_cases()))
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch"
+)
 def test_contract(name, contract, subject):
     outcome = check_contract(METHODS[name], contract, subject)
     assert outcome.state in ("kept", "refused"), str(outcome)
-    assert outcome.state == "kept" or subject != "vit", f"no method may refuse the own ViT: {outcome}"
+    assert outcome.state == "kept" or subject != "vit", (
+        f"no method may refuse the own ViT: {outcome}"
+    )
 
 
 def test_every_file_of_a_method_is_listed():

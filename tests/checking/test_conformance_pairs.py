@@ -35,9 +35,13 @@ def method_pairs() -> list[tuple[str, str]]:
     if FULL:
         return list(itertools.combinations(METHODS, 2))
     members = list(families().values())
-    pairs = {tuple(sorted(pair)) for pair in itertools.combinations([names[0] for names in members], 2)}
+    pairs = {
+        tuple(sorted(pair)) for pair in itertools.combinations([names[0] for names in members], 2)
+    }
     pairs |= {tuple(sorted(names[:2])) for names in members if len(names) > 1}
-    pairs |= {tuple(sorted((a, b))) for a in METHODS for b in ("drop_key", "explicit_dropout") if a != b}
+    pairs |= {
+        tuple(sorted((a, b))) for a in METHODS for b in ("drop_key", "explicit_dropout") if a != b
+    }
     return sorted(pairs)
 
 
@@ -61,33 +65,50 @@ def test_pair(first, second):
             continue
         if not any(m.in_eval for m in trial.reg.methods):
             plain, model = subject.model().eval(), trial.model.eval()
-            same(subject.logits(model(**trial.inputs)), subject.logits(plain(**trial.inputs)), "eval")
+            same(
+                subject.logits(model(**trial.inputs)), subject.logits(plain(**trial.inputs)), "eval"
+            )
             model.train()
         check_finite(trial)
         same(trial.step()[0], trial.step()[0], "two steps with one seed")
         check_leak(trial)
         neutral = Attached(makes, subject, neutral=True).step()[2]
-        same(neutral, subject.logits(subject.model()(**trial.inputs)), "rate 0 and no regularizer", 1e-5)
+        same(
+            neutral,
+            subject.logits(subject.model()(**trial.inputs)),
+            "rate 0 and no regularizer",
+            1e-5,
+        )
 
 
 # --- order and clean operands -------------------------------------------------------------------
 
-ATTENDED = {form: partial(dampen.ExplicitDropout, attended_value=0.3, form=form) for form in ("paper", "exact")}
+ATTENDED = {
+    form: partial(dampen.ExplicitDropout, attended_value=0.3, form=form)
+    for form in ("paper", "exact")
+}
 TERMS = {"query": 0.3, "key": 0.2, "value": 0.2, "query_key": 0.1, "ffn": 0.4, "output": 0.2}
 SETTINGS = {
     **METHODS,
-    **{f"explicit_{f}": partial(dampen.ExplicitDropout, **TERMS, residual=0.1, form=f) for f in FORMS},
+    **{
+        f"explicit_{f}": partial(dampen.ExplicitDropout, **TERMS, residual=0.1, form=f)
+        for f in FORMS
+    },
     "explicit_detached": partial(dampen.ExplicitDropout, **TERMS, form="exact", detach_inputs=True),
     "explicit_visible": partial(
         dampen.ExplicitDropout, query=0.3, query_key=0.2, visible_only=True, reduction="token_mean"
     ),
-    "explicit_shared": partial(dampen.ExplicitDropout, query_key=0.3, form="exact", shared_mask=True),
+    "explicit_shared": partial(
+        dampen.ExplicitDropout, query_key=0.3, form="exact", shared_mask=True
+    ),
     **{f"attended_{form}": make for form, make in ATTENDED.items()},
     "arora_all": partial(dampen.AroraDropout, query=0.1, key=0.1, value=0.1, ffn=0.1),
     "explicit_mixout_detached": partial(dampen.ExplicitMixout, detach_inputs=True),
     "entropy_all": partial(dampen.AttentionEntropy, 1.0, floor=1.0),
     "drop_connect_all": partial(dampen.DropConnect, 0.3, targets="all"),
-    "projection_dropout_all": partial(dampen.ProjectionDropout, 0.3, targets=["q", "k", "v", "qkv", "kv", "out"]),
+    "projection_dropout_all": partial(
+        dampen.ProjectionDropout, 0.3, targets=["q", "k", "v", "qkv", "kv", "out"]
+    ),
     "drop_attention_plain": partial(dampen.DropAttention, 0.3, normalized=False),
     "drop_attention_columns": partial(dampen.DropAttention, 0.3, unit="column", normalized=False),
     "drop_key_columns": partial(dampen.DropKey, 0.3, unit="column"),
@@ -110,7 +131,9 @@ def _pairs():
     settings, subjects = (SETTINGS, SUBJECTS) if FULL else (COMPANIONS, ("llama", "bert"))
     for first, second in itertools.combinations_with_replacement(settings, 2):
         for subject in subjects:
-            yield pytest.param(settings[first], settings[second], subject, id=f"{first}-{second}-{subject}")
+            yield pytest.param(
+                settings[first], settings[second], subject, id=f"{first}-{second}-{subject}"
+            )
 
 
 @pytest.mark.parametrize(("first", "second", "subject"), list(_pairs()))

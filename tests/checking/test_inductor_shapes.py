@@ -17,7 +17,9 @@ LENGTHS = (11, 12, 13, 16, 17, 18, 25, 27, 31, 33, 37, 40)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch"
+)
 def test_twelve_shapes(name):
     with inductor_draws_as_eager():
         make = with_example(methods()[name])

@@ -48,4 +48,6 @@ def test_torch_func_has_the_gradients_of_autograd(name, monkeypatch):
     (loss + reg.penalty() if one_pass else loss).backward()
     for n, p in model.named_parameters():
         expected = torch.zeros_like(p) if p.grad is None else p.grad
-        torch.testing.assert_close(found[n], expected, rtol=1e-4, atol=1e-6, msg=lambda m, n=n: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[n], expected, rtol=1e-4, atol=1e-6, msg=lambda m, n=n: f"{n}: {m}"
+        )

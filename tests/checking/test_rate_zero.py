@@ -34,10 +34,14 @@ def calls(model):
     return count.calls
 
 
-RATES = sorted(name for name, cls in methods().items() if cls.stages - {"inputs", "embeddings", "outputs"})
+RATES = sorted(
+    name for name, cls in methods().items() if cls.stages - {"inputs", "embeddings", "outputs"}
+)
 
 
-@pytest.mark.parametrize("name", [n for n in RATES if n not in ("skip_ablation", "blurred_attention", "mixout")])
+@pytest.mark.parametrize(
+    "name", [n for n in RATES if n not in ("skip_ablation", "blurred_attention", "mixout")]
+)
 def test_a_value_of_zero_makes_no_call(name):
     """As many calls as the plain model, then more once the schedule starts."""
     cls = methods()[name]
@@ -111,15 +115,23 @@ def one_layer():
 
 @pytest.mark.parametrize(
     "method",
-    [dampen.DropPath(), dampen.DropKey(linear(0.0, 0.3)), dampen.DropHead(late(linear(0.0, 0.3), 0.5))],
+    [
+        dampen.DropPath(),
+        dampen.DropKey(linear(0.0, 0.3)),
+        dampen.DropHead(late(linear(0.0, 0.3), 0.5)),
+    ],
     ids=lambda m: type(m).__name__,
 )
 def test_a_schedule_that_leaves_nothing_is_refused(method):
     """DropPath's default rises with depth from 0, and a model of one layer has no depth but 0."""
     model = one_layer()
     before = [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=r"rate=.*linear.* would do nothing: on the 1 layer\(s\) chosen"):
-        dampen.regularize(model, [dampen.DropKey(0.1), method] if method.name != "drop_key" else method)
+    with pytest.raises(
+        ValueError, match=r"rate=.*linear.* would do nothing: on the 1 layer\(s\) chosen"
+    ):
+        dampen.regularize(
+            model, [dampen.DropKey(0.1), method] if method.name != "drop_key" else method
+        )
     assert [type(m) for m in model.modules()] == before
     with pytest.raises(ValueError, match="would do nothing"):
         dampen.regularize(vit(), method, target_modules="blocks.1")  # the only layer chosen

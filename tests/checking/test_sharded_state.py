@@ -37,7 +37,9 @@ def work(rank, folder):
         try:
             check(make, rank)
         except Exception as error:  # every failure is reported, with its method
-            failures.append(f"{check.__name__}, {make().name} {make.keywords}: {type(error).__name__}: {error}")
+            failures.append(
+                f"{check.__name__}, {make().name} {make.keywords}: {type(error).__name__}: {error}"
+            )
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     Path(folder, f"rank{rank}.txt").write_text("\n".join(failures))

@@ -32,7 +32,11 @@ MODELS = {
     "all at once": lambda: Sparse(lambda: AllAtOnce(3)),
     "blocks": lambda: nn.Sequential(NanoBlock(), NanoBlock(), NanoBlock()),
 }
-NAMES = [name for name, cls in methods().items() if cls().stages - set(MODEL_STAGES) - {"tokens"} or name in ARGUMENTS]
+NAMES = [
+    name
+    for name, cls in methods().items()
+    if cls().stages - set(MODEL_STAGES) - {"tokens"} or name in ARGUMENTS
+]
 
 
 def make(name):
@@ -70,7 +74,9 @@ def acting(model, plain, reg, given):
     for name, block in layers_of(model).items():
         for seed in range(6):
             torch.manual_seed(seed)
-            differs = not torch.allclose(block(*given[name]), reference[name](*given[name]), atol=1e-6)
+            differs = not torch.allclose(
+                block(*given[name]), reference[name](*given[name]), atol=1e-6
+            )
             made = [v for v in reg._taken().values() if v.item() != 0]
             if differs or made:
                 found.add(name)
@@ -78,7 +84,11 @@ def acting(model, plain, reg, given):
     return found
 
 
-REFUSED = {(name, kind) for name in ("mixout", "explicit_mixout") for kind in ("parameter experts", "all at once")}
+REFUSED = {
+    (name, kind)
+    for name in ("mixout", "explicit_mixout")
+    for kind in ("parameter experts", "all at once")
+}
 
 
 @pytest.mark.parametrize("where", ["*", "one"])
@@ -90,7 +100,9 @@ def test_a_method_acts_where_it_is_listed_and_nowhere_else(name, subject, where)
     method, last = make(name), list(layers_of(model))[-1]
     sites = "*" if where == "*" else [last, f"{last}.*"]
     if (name, subject) in REFUSED:
-        with pytest.raises(UnsupportedModel, match=r"slices of parameters \(.*experts.gate_up_proj"):
+        with pytest.raises(
+            UnsupportedModel, match=r"slices of parameters \(.*experts.gate_up_proj"
+        ):
             dampen.regularize(model, method, target_modules=sites)
         return
     plain = copy.deepcopy(model)
@@ -103,4 +115,6 @@ def test_a_method_acts_where_it_is_listed_and_nowhere_else(name, subject, where)
     listed = {layer.site.name for layer in reg.layers if layer.reached.get(method.name)}
     assert listed <= ({last} if where == "one" else set(layers_of(model)))
     assert acting(model, plain, reg, given) == listed
-    assert ("(partial)" in str(reg)) == any(layer.reached.get(method.name) != parts_of(method) for layer in reg.layers)
+    assert ("(partial)" in str(reg)) == any(
+        layer.reached.get(method.name) != parts_of(method) for layer in reg.layers
+    )

@@ -60,7 +60,8 @@ def tiny(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["list"], ["list", "recipes"], ["show", "drop_key"], ["run", "--help"]]
+    "arguments",
+    [["--help"], ["list"], ["list", "recipes"], ["show", "drop_key"], ["run", "--help"]],
 )
 def test_what_only_informs_does_not_import_torch(arguments):
     code = f"import sys; from dampen.cli import main\ntry: main({arguments!r})\nfinally: print('torch' in sys.modules)"
@@ -131,7 +132,11 @@ def test_run_trains_skips_what_is_done_and_selects_on_validation(capsys, tiny, t
     assert first["trials"] == {"finished": 6}  # plain x 2 seeds, drop key x 2 strengths x 2 seeds
     plain, dropped = first["rows"]
     assert plain["verdict"] == "reference"
-    assert (dropped["verdict"], dropped["comparison"]["p"], dropped["n"]) == ("inconclusive", None, 2)
+    assert (dropped["verdict"], dropped["comparison"]["p"], dropped["n"]) == (
+        "inconclusive",
+        None,
+        2,
+    )
     assert dropped["cost"]["ratio"] > 0
     assert (plain["n"], dropped["n"]) == (2, 2)
     folder = out_dir / "tiny-laptop"
@@ -153,7 +158,19 @@ def test_run_trains_skips_what_is_done_and_selects_on_validation(capsys, tiny, t
 
 @pytest.mark.slow
 def test_run_one_row_one_seed_with_a_changed_setting(capsys, tiny, tmp_path):
-    arguments = ["run", tiny, "--out", tmp_path, "--row", "plain", "--seed", "1", "--set", "train.lr=0.01", "--json"]
+    arguments = [
+        "run",
+        tiny,
+        "--out",
+        tmp_path,
+        "--row",
+        "plain",
+        "--seed",
+        "1",
+        "--set",
+        "train.lr=0.01",
+        "--json",
+    ]
     code, out, _ = run(capsys, *arguments)
     assert code == 0
     answer = json.loads(out)
@@ -173,7 +190,15 @@ def test_dry_run_runs_nothing(capsys, tiny, tmp_path):
 
 def test_dry_run_of_a_tuned_recipe_counts_what_will_run(capsys, tmp_path):
     """11 rows, of which 8 choose from three points with one seed; then each at one point with ten seeds."""
-    asked = ["run", "attentiondrop/noise_digits", "--scale", "study", "--out", tmp_path / "runs", "--dry-run"]
+    asked = [
+        "run",
+        "attentiondrop/noise_digits",
+        "--scale",
+        "study",
+        "--out",
+        tmp_path / "runs",
+        "--dry-run",
+    ]
     _, out, _ = run(capsys, *asked)
     assert "24 runs for selection on validation, then 110 would run" in out
     _, out, _ = run(capsys, *asked, "--row", "plain", "--row", "DropKey", "--seed", "0", "--json")
@@ -183,7 +208,11 @@ def test_dry_run_of_a_tuned_recipe_counts_what_will_run(capsys, tmp_path):
 
 def test_all_errors_of_a_recipe_come_at_once(capsys, tmp_path):
     path = tmp_path / "bad.toml"
-    bad = TINY.replace("EPOCHS", "0").replace("drop_key", "drop_kye").replace("patch_size", "patchsize")
+    bad = (
+        TINY.replace("EPOCHS", "0")
+        .replace("drop_key", "drop_kye")
+        .replace("patch_size", "patchsize")
+    )
     path.write_text(bad.replace('name = "digits"', 'name = "digit"'))
     code, _, err = run(capsys, "run", path, "--out", tmp_path)
     assert code == 2
@@ -194,7 +223,9 @@ def test_all_errors_of_a_recipe_come_at_once(capsys, tmp_path):
     for hint in ("'drop_key'", "'patch_size'", "'digits'"):
         assert f"did you mean {hint}?" in err, err
     path.write_text(
-        TINY.replace("metric", "metrik").replace("[grid]", "[gird]").replace("seeds = [0, 1]", "seeds = []")
+        TINY.replace("metric", "metrik")
+        .replace("[grid]", "[gird]")
+        .replace("seeds = [0, 1]", "seeds = []")
     )
     code, _, err = run(capsys, "run", path, "--json", "--out", tmp_path)
     assert code == 2
@@ -213,18 +244,40 @@ def test_missing_data_has_its_own_exit_code(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_compare_says_plain_words(capsys, tmp_path):
-    settings = ["--set", "train.epochs=1", "--set", "data.limit=200", "--set", "data.test_limit=100"]
+    settings = [
+        "--set",
+        "train.epochs=1",
+        "--set",
+        "data.limit=200",
+        "--set",
+        "data.test_limit=100",
+    ]
     model = "vit(patch_size=4, width=16, depth=1, heads=2, mlp=16)"
     methods = "drop_key(rate=0.5), drop_key + feed_forward_dropout(rate=0.2)"
-    arguments = ["compare", "--data", "digits", "--model", model, "--methods", methods, "--seeds", 3, *settings]
+    arguments = [
+        "compare",
+        "--data",
+        "digits",
+        "--model",
+        model,
+        "--methods",
+        methods,
+        "--seeds",
+        3,
+        *settings,
+    ]
     code, out, err = run(capsys, *arguments, "--out", tmp_path, "--json")
     assert code == 0
     answer = json.loads(out)
     assert answer["trials"] == {"finished": 9}
     assert [r["name"] for r in answer["rows"]] == ["plain", *methods.split(", ")]
-    assert all(r["verdict"] in ("inconclusive", "equal", "better", "worse") for r in answer["rows"][1:])
+    assert all(
+        r["verdict"] in ("inconclusive", "equal", "better", "worse") for r in answer["rows"][1:]
+    )
     assert "finished" in err  # progress goes to standard error
-    code, out, _ = run(capsys, "compare", "--data", "digits", "--methods", "drop_kye", "--out", tmp_path)
+    code, out, _ = run(
+        capsys, "compare", "--data", "digits", "--methods", "drop_kye", "--out", tmp_path
+    )
     assert code == 2
 
 
@@ -233,19 +286,36 @@ def test_a_second_comparison_keeps_what_the_first_recorded(capsys, tmp_path):
     common = ["--out", tmp_path, "--set", "train.max_steps=2", "--json"]
     code, out, _ = run(capsys, "compare", "--methods", "drop_key", "--seeds", "2", *common)
     assert code == 0
-    code, out, _ = run(capsys, "compare", "--methods", "drop_path(rate=0.1)", "--seeds", "1", *common)
+    code, out, _ = run(
+        capsys, "compare", "--methods", "drop_path(rate=0.1)", "--seeds", "1", *common
+    )
     result = json.loads(out)
-    assert (code, result["trials"]) == (0, {"finished": 2})  # what was asked for now: plain and drop_path
-    assert {row["name"]: row["n"] for row in result["rows"]} == {"plain": 2, "drop_path(rate=0.1)": 1, "drop_key": 2}
+    assert (code, result["trials"]) == (
+        0,
+        {"finished": 2},
+    )  # what was asked for now: plain and drop_path
+    assert {row["name"]: row["n"] for row in result["rows"]} == {
+        "plain": 2,
+        "drop_path(rate=0.1)": 1,
+        "drop_key": 2,
+    }
     plan = json.loads((Path(result["folder"]) / "plan.json").read_text())
     first, second = plan["header"]["command"].split(" && ")
-    assert first == "dampen compare --data digits --methods drop_key --seeds 2 --set train.max_steps=2"
+    assert (
+        first == "dampen compare --data digits --methods drop_key --seeds 2 --set train.max_steps=2"
+    )
     assert "'drop_path(rate=0.1)' --seeds 1" in second
-    run(capsys, "compare", "--methods", "drop_path(rate=0.1)", "--seeds", "1", *common)  # the same again adds nothing
-    assert json.loads((Path(result["folder"]) / "plan.json").read_text())["header"] == plan["header"]
+    run(
+        capsys, "compare", "--methods", "drop_path(rate=0.1)", "--seeds", "1", *common
+    )  # the same again adds nothing
+    assert (
+        json.loads((Path(result["folder"]) / "plan.json").read_text())["header"] == plan["header"]
+    )
 
 
-@pytest.mark.parametrize(("accelerator", "words"), [("gpu", "got 'gpu'"), ("cuda", "no cuda device here; use cpu")])
+@pytest.mark.parametrize(
+    ("accelerator", "words"), [("gpu", "got 'gpu'"), ("cuda", "no cuda device here; use cpu")]
+)
 def test_a_bad_accelerator_is_found_before_anything_runs(capsys, tmp_path, accelerator, words):
     if accelerator == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has one")
@@ -290,27 +360,46 @@ def test_what_the_demo_says_to_type_next_can_be_typed(capsys, tmp_path, monkeypa
     (tmp_path / "train.py").write_text("def train(trial):\n    return {'accuracy': 1.0}\n")
     seen = []
     monkeypatch.setattr(
-        "dampen.cli.compare.preview", lambda asked, *_: seen.append([r.name for r in asked.plan.configs])
+        "dampen.cli.compare.preview",
+        lambda asked, *_: seen.append([r.name for r in asked.plan.configs]),
     )
     for line in NEXT:
         arguments = shlex.split(line, comments=True)[1:]
-        code, out, err = run(capsys, *arguments, *(["--dry-run"] if arguments[0] == "compare" else []))
+        code, out, err = run(
+            capsys, *arguments, *(["--dry-run"] if arguments[0] == "compare" else [])
+        )
         assert code == 0, out + err
-    assert seen == [["plain", "patch_dropout", "drop_key"], ["plain", "drop_key", "r_drop + drop_head"]]
+    assert seen == [
+        ["plain", "patch_dropout", "drop_key"],
+        ["plain", "drop_key", "r_drop + drop_head"],
+    ]
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_run_that_the_same_command_resumes(tmp_path):
     path = tmp_path / "long.toml"
     path.write_text(TINY.replace("EPOCHS", "60"))
-    command = ["run", str(path), "--row", "plain", "--seed", "0", "--workers", "2", "--out", str(tmp_path / "runs")]
+    command = [
+        "run",
+        str(path),
+        "--row",
+        "plain",
+        "--seed",
+        "0",
+        "--workers",
+        "2",
+        "--out",
+        str(tmp_path / "runs"),
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "dampen", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored under `nohup make test &`
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored under `nohup make test &`
     )
     deadline = time.monotonic() + 200
     while not list((tmp_path / "runs").glob("*/*/log.jsonl")) and time.monotonic() < deadline:
@@ -322,7 +411,10 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_resumes(tmp_path):
     assert list((tmp_path / "runs").glob("*/*/checkpoint-*.pt"))
     assert not list((tmp_path / "runs").glob("*/*/final.json"))
     done = subprocess.run(
-        [sys.executable, "-m", "dampen", *command, "--json"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "dampen", *command, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     (final,) = (tmp_path / "runs").glob("*/*/final.json")
@@ -334,7 +426,9 @@ def test_doctor_and_data(capsys, tmp_path):
     code, out, _ = run(capsys, "doctor", "--json", "--data-dir", tmp_path)
     answer = json.loads(out)
     assert answer["ok"] is (code == 0)
-    assert "--tune was removed" in run(capsys, "doctor", "--json", "--data-dir", tmp_path, "--tune")[2]
+    assert (
+        "--tune was removed" in run(capsys, "doctor", "--json", "--data-dir", tmp_path, "--tune")[2]
+    )
     found = {f["what"]: f for f in answer["findings"]}
     assert found["fused attention"]["ok"]
     assert found["data digits"]["found"] == "embedded"
@@ -354,7 +448,9 @@ def test_doctor_and_data(capsys, tmp_path):
 def test_missing_data_stops_every_trial_with_its_own_exit_code(capsys, tmp_path):
     """Trials that were therefore never started are not 'interrupted'."""
     arguments = ["--data", "cifar10", "--methods", "drop_key", "--seeds", "2", "--workers", "1"]
-    code, out, err = run(capsys, "compare", *arguments, "--data-dir", tmp_path / "none", "--out", tmp_path / "runs")
+    code, out, err = run(
+        capsys, "compare", *arguments, "--data-dir", tmp_path / "none", "--out", tmp_path / "runs"
+    )
     assert code == 3
     assert "To resume" not in out + err
     assert "Next" not in out + err
@@ -362,9 +458,15 @@ def test_missing_data_stops_every_trial_with_its_own_exit_code(capsys, tmp_path)
 
 @pytest.mark.parametrize(
     ("method", "example"),
-    [("explicit_dropout", "value=0.05"), ("arora_dropout", "value=0.05"), ("skip_ablation", "attention=True")],
+    [
+        ("explicit_dropout", "value=0.05"),
+        ("arora_dropout", "value=0.05"),
+        ("skip_ablation", "attention=True"),
+    ],
 )
-def test_a_method_that_would_do_nothing_is_refused_with_an_example(capsys, tmp_path, method, example):
+def test_a_method_that_would_do_nothing_is_refused_with_an_example(
+    capsys, tmp_path, method, example
+):
     code, _, err = run(capsys, "compare", "--methods", method, "--out", tmp_path)
     assert code == 2
     assert "does nothing" in err
@@ -376,7 +478,9 @@ def test_a_method_that_would_do_nothing_is_refused_with_an_example(capsys, tmp_p
 
 def test_paths_that_cannot_be_used_are_told_in_a_line(capsys, tmp_path):
     (tmp_path / "file").write_text("mine")
-    code, _, err = run(capsys, "compare", "--methods", "drop_key", "--seeds", "1", "--out", tmp_path / "file")
+    code, _, err = run(
+        capsys, "compare", "--methods", "drop_key", "--seeds", "1", "--out", tmp_path / "file"
+    )
     assert code == 2
     assert "cannot be used" in err
     assert (tmp_path / "file").read_text() == "mine"

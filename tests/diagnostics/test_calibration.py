@@ -53,7 +53,12 @@ def from_confidences(confidences):
     return torch.stack([p.log(), (1 - p).log()], dim=1)
 
 
-@given(seed=st.integers(0, 10_000), n=st.integers(1, 200), classes=st.integers(2, 6), bins=st.sampled_from([1, 5, 15]))
+@given(
+    seed=st.integers(0, 10_000),
+    n=st.integers(1, 200),
+    classes=st.integers(2, 6),
+    bins=st.sampled_from([1, 5, 15]),
+)
 @settings(max_examples=60, deadline=None)
 def test_all_numbers_match_numpy(seed, n, classes, bins):
     generator = torch.Generator().manual_seed(seed)
@@ -64,12 +69,19 @@ def test_all_numbers_match_numpy(seed, n, classes, bins):
     assert result.ece == pytest.approx(numpy_ece(logits, labels, bins), abs=2e-6)
     assert result.adaptive_ece == pytest.approx(numpy_adaptive(logits, labels, bins), abs=1e-9)
     assert result.nll == pytest.approx(log_loss(labels, probs, labels=range(classes)), rel=1e-6)
-    assert result.brier == pytest.approx(np.mean(np.sum((probs - np.eye(classes)[labels]) ** 2, axis=1)), rel=1e-6)
+    assert result.brier == pytest.approx(
+        np.mean(np.sum((probs - np.eye(classes)[labels]) ** 2, axis=1)), rel=1e-6
+    )
     assert result.accuracy == np.mean(probs.argmax(axis=1) == labels.numpy())
-    for diagram, error in ((result.reliability, result.ece), (result.adaptive_reliability, result.adaptive_ece)):
+    for diagram, error in (
+        (result.reliability, result.ece),
+        (result.adaptive_reliability, result.adaptive_ece),
+    ):
         assert sum(diagram.count) == n
         assert diagram.error() == pytest.approx(error, abs=2e-6)
-        for low, high, confidence in zip(diagram.low, diagram.high, diagram.confidence, strict=True):
+        for low, high, confidence in zip(
+            diagram.low, diagram.high, diagram.confidence, strict=True
+        ):
             assert confidence is None or low - 1e-6 <= confidence <= high + 1e-6
 
 
@@ -86,10 +98,14 @@ def test_confidence_of_exactly_one(dtype):
     assert diagram.accuracy[0] is None
 
 
-@pytest.mark.parametrize("gap", [27.0, 500.0])  # confidence 1 - 2e-12, which float32 rounds to 1, and exactly 1
+@pytest.mark.parametrize(
+    "gap", [27.0, 500.0]
+)  # confidence 1 - 2e-12, which float32 rounds to 1, and exactly 1
 def test_confidence_one_shares_the_last_bin_with_its_neighbors(gap):
     """Two right at 0.96, one of two right at 1: one bin gives |3/4 - 0.98| = 0.23, a bin apart for 1 gives 0.27."""
-    logits = torch.cat([from_confidences([0.96, 0.96]), torch.tensor([[gap, 0.0]] * 2, dtype=torch.double)])
+    logits = torch.cat(
+        [from_confidences([0.96, 0.96]), torch.tensor([[gap, 0.0]] * 2, dtype=torch.double)]
+    )
     labels = torch.tensor([0, 0, 1, 0])
     assert expected_calibration_error(logits, labels) == pytest.approx(0.23, abs=1e-6)
     assert reliability(logits, labels).error() == pytest.approx(0.23, abs=1e-6)
@@ -144,8 +160,14 @@ def test_model_is_measured_in_eval_mode_and_the_record_is_json():
         (lambda: wilson_interval(0, 0), "n >= 1"),
         (lambda: wilson_interval(1, 2, level=1.0), "level"),
         (lambda: calibration_of(torch.zeros(2, 1), torch.tensor([0, 0])), "at least two classes"),
-        (lambda: calibration_of(torch.zeros(2, 2), torch.tensor([0, 0]), bins=0), "bins must be at least 1"),
-        (lambda: calibration_of(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long)), "nothing to measure"),
+        (
+            lambda: calibration_of(torch.zeros(2, 2), torch.tensor([0, 0]), bins=0),
+            "bins must be at least 1",
+        ),
+        (
+            lambda: calibration_of(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long)),
+            "nothing to measure",
+        ),
     ],
 )
 def test_errors(call, message):

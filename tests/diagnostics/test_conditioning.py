@@ -28,7 +28,15 @@ KINDS = ["tokens", "attention", "attention+skip", "ffn", "ffn+skip"]
 
 def small_vit(**arguments):
     torch.manual_seed(0)
-    sizes = {"image_size": 16, "patch_size": 4, "width": 12, "depth": 3, "heads": 2, "mlp": 20, **arguments}
+    sizes = {
+        "image_size": 16,
+        "patch_size": 4,
+        "width": 12,
+        "depth": 3,
+        "heads": 2,
+        "mlp": 20,
+        **arguments,
+    }
     return dampen.models.ViT(**sizes)
 
 
@@ -39,7 +47,9 @@ def images(n=3, side=16):
 def by_hand(model, x):
     """The tokens around each branch of an own ViT, in float64 by numpy."""
     model = model.eval()
-    x = torch.cat([(model.cls_token + model.pos_embed[:, :1]).expand(len(x), -1, -1), model.embed(x)], dim=1)
+    x = torch.cat(
+        [(model.cls_token + model.pos_embed[:, :1]).expand(len(x), -1, -1), model.embed(x)], dim=1
+    )
     for b in model.blocks:
         found = {"tokens": x}
         found["attention"] = b.attn(b.norm1(x) if b.norm_first else x)
@@ -62,7 +72,9 @@ def test_against_numpy(norm_first):
         for kind, condition in layer.conditions.items():
             np.testing.assert_allclose(condition.numbers, hand[kind], rtol=1e-3)
             assert condition.log_mean == pytest.approx(np.log(hand[kind]).mean(), rel=1e-4)
-            assert condition.log_sd == pytest.approx(np.log(hand[kind]).std(ddof=1), rel=1e-2, abs=1e-5)
+            assert condition.log_sd == pytest.approx(
+                np.log(hand[kind]).std(ddof=1), rel=1e-2, abs=1e-5
+            )
     assert "attention+skip" in str(result)
 
 
@@ -106,18 +118,30 @@ def families():
     import timm
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, ViTConfig, ViTModel
 
-    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 20}
+    sizes = {
+        "hidden_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 20,
+    }
     ids = {"input_ids": torch.randint(1, 19, (2, 7))}
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[1, 4:] = 0
     yield small_vit(), images(2)
     yield (
-        timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=2),
+        timm.create_model(
+            "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=2
+        ),
         images(2),
     )
     yield (
         timm.create_model(
-            "swin_tiny_patch4_window7_224", img_size=32, window_size=2, embed_dim=8, depths=(2, 2), num_heads=(2, 2)
+            "swin_tiny_patch4_window7_224",
+            img_size=32,
+            window_size=2,
+            embed_dim=8,
+            depths=(2, 2),
+            num_heads=(2, 2),
         ),
         images(2, 32),
     )
@@ -125,7 +149,9 @@ def families():
     yield BertModel(BertConfig(**sizes, vocab_size=19)), {**ids, "attention_mask": mask}
     yield LlamaModel(LlamaConfig(**sizes, vocab_size=19)), ids
     for norm_first in (True, False):
-        layer = nn.TransformerEncoderLayer(12, 2, 20, norm_first=norm_first)  # (N, B, D), with dropout
+        layer = nn.TransformerEncoderLayer(
+            12, 2, 20, norm_first=norm_first
+        )  # (N, B, D), with dropout
         yield nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(7, 2, 12)
     sequences = (torch.randint(1, 9, (2, 7)), torch.randint(1, 9, (2, 5)))
     yield Seq2Seq(9, 9, width=12, depth=2, heads=2, mlp=20), sequences
@@ -134,7 +160,10 @@ def families():
 def snapshot(model):
     """All that a measurement must not change."""
     state = {k: v.clone() for k, v in model.state_dict().items()}
-    modules = {n: (type(m), m.training, sorted(vars(m)), len(m._forward_hooks)) for n, m in model.named_modules()}
+    modules = {
+        n: (type(m), m.training, sorted(vars(m)), len(m._forward_hooks))
+        for n, m in model.named_modules()
+    }
     return state, modules, torch.get_rng_state()
 
 
@@ -163,7 +192,9 @@ def test_any_supported_model_is_left_as_it_was(index, regularized):
         assert set(KINDS) <= set(layer.conditions)
         for kind, condition in layer.conditions.items():
             assert len(condition.numbers) == 2
-            np.testing.assert_allclose(condition.log_mean, same.conditions[kind].log_mean, rtol=1e-3)
+            np.testing.assert_allclose(
+                condition.log_mean, same.conditions[kind].log_mean, rtol=1e-3
+            )
     if regularized:
         assert str(reg) == printed
         reg.remove()
@@ -253,7 +284,10 @@ def test_bound_of_linear_attention_holds(n, d):
     for scale in (0.0, 1.0, 3.0):
         x = draw(50, n, d) * torch.logspace(0, -scale, d, dtype=torch.float64)
         wq, wk, wv = draw(d, d), draw(d, d), draw(d, d)
-        kappa, bound = linear_attention_condition(x, wq, wk, wv), linear_attention_bound(x, wq, wk, wv)
+        kappa, bound = (
+            linear_attention_condition(x, wq, wk, wv),
+            linear_attention_bound(x, wq, wk, wv),
+        )
         slow = np.linalg.cond(reference.linear_attention(x, wq, wk, wv).numpy())
         near = slow < 1e11  # beyond, float64 rounds differently in the two
         np.testing.assert_allclose(kappa.numpy()[near], slow[near], rtol=1e-2)
@@ -282,7 +316,9 @@ def test_bound_by_layer(index):
     assert_unchanged(model, before)
     for layer in result.layers:
         linear, bound = layer.conditions["linear_attention"], layer.conditions["bound"]
-        assert all(1 < k <= b * (1 + 1e-6) for k, b in zip(linear.numbers, bound.numbers, strict=True))
+        assert all(
+            1 < k <= b * (1 + 1e-6) for k, b in zip(linear.numbers, bound.numbers, strict=True)
+        )
 
 
 def test_bound_by_layer_reads_the_layers_own_weights():
@@ -291,8 +327,12 @@ def test_bound_by_layer_reads_the_layers_own_weights():
     block.attn.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     result = measure_conditioning(model, images(side=8), bound=True)
     q, k, v = (w.mT for w in block.attn.qkv.weight.detach().chunk(3))
-    expected = np.linalg.cond(reference.linear_attention(*(t.double() for t in (seen[0], q, k, v))).numpy())
-    np.testing.assert_allclose(result.layers[0].conditions["linear_attention"].numbers, expected, rtol=1e-3)
+    expected = np.linalg.cond(
+        reference.linear_attention(*(t.double() for t in (seen[0], q, k, v))).numpy()
+    )
+    np.testing.assert_allclose(
+        result.layers[0].conditions["linear_attention"].numbers, expected, rtol=1e-3
+    )
 
 
 # --- Jacobians --------------------------------------------------------------------------------------------------------
@@ -330,7 +370,9 @@ def test_jacobians_of_a_vit_against_the_whole_matrix(norm_first):
     found = measure_jacobian(model, x, sample=1, steps=100)
     assert_unchanged(model, before)
     exact = copy.deepcopy(model).double().eval()
-    tokens = torch.cat([exact.cls_token + exact.pos_embed[:, :1], exact.embed(x[1:].double())], dim=1)
+    tokens = torch.cat(
+        [exact.cls_token + exact.pos_embed[:, :1], exact.embed(x[1:].double())], dim=1
+    )
     for i, b in enumerate(exact.blocks):
         branches = {
             "attention": lambda t, b=b: b.attn(b.norm1(t) if norm_first else t),
@@ -344,19 +386,28 @@ def test_jacobians_of_a_vit_against_the_whole_matrix(norm_first):
             got = found[f"blocks.{i}"][role]
             assert got.size == 30
             assert got.largest == pytest.approx(s[0].item(), rel=1e-6)
-            if norm_first:  # LayerNorm forgets mean and length of each token: singular up to its own epsilon
+            if (
+                norm_first
+            ):  # LayerNorm forgets mean and length of each token: singular up to its own epsilon
                 assert got.kappa > 1e4
             else:
                 assert got.kappa == pytest.approx((s[0] / s[-1]).item(), rel=1e-4)
             s = reference.jacobian_spectrum(lambda t, f=f: t + f(t), stream[role])
-            assert found[f"blocks.{i}"][f"{role}+skip"].kappa == pytest.approx((s[0] / s[-1]).item(), rel=1e-6)
+            assert found[f"blocks.{i}"][f"{role}+skip"].kappa == pytest.approx(
+                (s[0] / s[-1]).item(), rel=1e-6
+            )
         tokens = b(tokens)
 
 
 def test_jacobians_of_a_library_model_and_of_a_regularized_one():
     from transformers import ViTConfig, ViTModel
 
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     model = ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4))
     plain = measure_jacobian(model, {"pixel_values": images(1, 8)}, steps=6)
     dampen.regularize(model, dampen.DropKey(0.3))
@@ -393,7 +444,10 @@ def test_probe_does_not_disturb_training():
         torch.manual_seed(3)
         for step in range(4):
             probe(step, model, (images(), torch.arange(3)))
-            loss, _ = reg.loss(lambda: model(images()), lambda out: nn.functional.cross_entropy(out, torch.arange(3)))
+            loss, _ = reg.loss(
+                lambda: model(images()),
+                lambda out: nn.functional.cross_entropy(out, torch.arange(3)),
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -429,10 +483,16 @@ def test_where_there_is_no_bound_it_says_why():
     layer = nn.TransformerDecoderLayer(16, 2, 16, batch_first=True)
     x = torch.randn(2, 5, 16)
     found = measure_conditioning(layer, (x, x), bound=True)
-    assert re.fullmatch(r"no bound for .*: it is for self-attention .*no cross-attention\)", found.notes[0])
+    assert re.fullmatch(
+        r"no bound for .*: it is for self-attention .*no cross-attention\)", found.notes[0]
+    )
     assert found.notes[0] in str(found)
     assert measure_conditioning(layer, (x, x)).notes == ()
-    encoder = dampen.models.FeatureEncoder(features=4, width=16, depth=1, heads=2, mlp=16, classes=2)
+    encoder = dampen.models.FeatureEncoder(
+        features=4, width=16, depth=1, heads=2, mlp=16, classes=2
+    )
     padding = torch.zeros(2, 6, dtype=torch.bool)
-    padded = measure_conditioning(encoder, (torch.randn(2, 6, 4), padding), bound=True, valid=~padding)
+    padded = measure_conditioning(
+        encoder, (torch.randn(2, 6, 4), padding), bound=True, valid=~padding
+    )
     assert padded.notes == ("no bound: it is for batches without padding",)

@@ -13,7 +13,9 @@ from dampen.diagnostics.robustness import add_noise, blur
 def test_blur_matches_scipy():
     images = torch.rand(2, 3, 9, 7, dtype=torch.double)
     for sigma in (0.5, 1.0, 1.5):
-        expected = gaussian_filter(images.numpy(), (0, 0, sigma, sigma), mode="nearest", radius=int(np.ceil(4 * sigma)))
+        expected = gaussian_filter(
+            images.numpy(), (0, 0, sigma, sigma), mode="nearest", radius=int(np.ceil(4 * sigma))
+        )
         np.testing.assert_allclose(blur(images, sigma).numpy(), expected, atol=1e-12)
 
 
@@ -25,7 +27,9 @@ def test_noise_has_the_stated_size():
         assert noise.std().item() == pytest.approx(amount, rel=0.02)
         # The amount is a share of the range, and what leaves the bounds is cut.
         expected = (gray + 20 * noise).clamp(-5, 15)
-        torch.testing.assert_close(corrupt(gray, "noise", severity, bounds=(-5.0, 15.0)), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            corrupt(gray, "noise", severity, bounds=(-5.0, 15.0)), expected, atol=1e-4, rtol=0
+        )
 
 
 def test_contrast_keeps_the_mean_and_scales_the_rest():
@@ -79,11 +83,17 @@ def test_accuracy_follows_by_hand():
     # Neither the split into batches nor the global random state matters.
     torch.manual_seed(5)
     assert measure_corruptions(model, [(images, labels)]) == result
-    assert measure_corruptions(model, [(images, labels)], seed=1).accuracy["noise"] != result.accuracy["noise"]
+    assert (
+        measure_corruptions(model, [(images, labels)], seed=1).accuracy["noise"]
+        != result.accuracy["noise"]
+    )
 
 
 def test_normalized_data_give_the_same_answer():
-    images, labels = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 2
+    images, labels = (
+        torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(1)),
+        torch.arange(50) % 2,
+    )
     model = Bright()  # its decision is unchanged by one shift and scale of all pixels
     raw = measure_corruptions(model, [(images, labels)])
     pixels = Pixels(mean=[0.5], std=[0.5], normalized=True)

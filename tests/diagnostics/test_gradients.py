@@ -16,7 +16,10 @@ def test_equals_numpy_on_the_same_batches():
     generator = torch.Generator().manual_seed(0)
     model = nn.Linear(3, 1, bias=False).double()
     data = [
-        (torch.randn(4, 3, generator=generator).double(), torch.randn(4, generator=generator).double())
+        (
+            torch.randn(4, 3, generator=generator).double(),
+            torch.randn(4, generator=generator).double(),
+        )
         for _ in range(7)
     ]
     w = model.weight.detach().numpy()[0]
@@ -76,13 +79,17 @@ def test_model_is_left_alone():
     model[0].weight.grad = torch.ones(4, 4)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     state = torch.get_rng_state()
-    result = gradient_variance(model, [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)])
+    result = gradient_variance(
+        model, [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)]
+    )
     assert result.by_parameter["unused"] == 0
     assert model[0].weight.grad.eq(1).all()
     assert model[3].weight.grad is None
     assert [m.training for m in model.modules()] == [True, True, True, False, True]
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    torch.set_rng_state(state)  # the data above were drawn before; the measurement itself must not have drawn
+    torch.set_rng_state(
+        state
+    )  # the data above were drawn before; the measurement itself must not have drawn
     drawn = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)]
     after = torch.get_rng_state()
     gradient_variance(model, drawn)

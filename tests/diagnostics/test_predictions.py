@@ -27,7 +27,13 @@ def test_all_batch_forms_agree():
     torch.manual_seed(0)
     model, x, y = Wrapped(), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
     expected = model.inner(x)
-    for batch in [(x, y), [x, y], ((x,), y), ({"x": x}, y), {"x": x, "shift": torch.zeros(1), "labels": y}]:
+    for batch in [
+        (x, y),
+        [x, y],
+        ((x,), y),
+        ({"x": x}, y),
+        {"x": x, "shift": torch.zeros(1), "labels": y},
+    ]:
         logits, labels = predict(model, [batch])
         assert torch.equal(logits, expected)
         assert torch.equal(labels, y)
@@ -64,7 +70,12 @@ def test_predictions_per_token_leave_out_the_ignored():
         (torch.zeros(3, 2), torch.tensor([0, 1, 2]), ValueError, r"\[0, 2\).*got 0 to 2"),
         (torch.zeros(3, 2), torch.tensor([0, 1, -1]), ValueError, "got -1 to 1"),
         (torch.zeros(3, 2), torch.zeros(3), TypeError, "integer class indices"),
-        (torch.tensor([[0.0, torch.nan], [0.0, 1.0]]), torch.tensor([0, 1]), ValueError, "1 of 2 predictions hold NaN"),
+        (
+            torch.tensor([[0.0, torch.nan], [0.0, 1.0]]),
+            torch.tensor([0, 1]),
+            ValueError,
+            "1 of 2 predictions hold NaN",
+        ),
     ],
 )
 def test_bad_predictions_are_refused(logits, labels, error, message):

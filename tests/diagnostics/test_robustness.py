@@ -34,12 +34,17 @@ def test_linear_model_without_touching_the_bounds(eps):
     model, images, labels = linear_case()
     margin, w = margins(model, images, labels)
     expected = (margin > eps * w.abs().sum(dim=1)).double().mean().item()
-    wide, data = Pixels(bounds=(-5.0, 5.0)), [(images[:40], labels[:40]), (images[40:], labels[40:])]
+    wide, data = (
+        Pixels(bounds=(-5.0, 5.0)),
+        [(images[:40], labels[:40]), (images[40:], labels[40:])],
+    )
     first = fgsm(model, data, eps, wide)
     assert first.accuracy == pytest.approx(expected)
     assert first.clean_accuracy == pytest.approx(55 / 60)
     assert (first.eps, first.step, first.steps, first.n) == (eps, eps, 1, 60)
-    assert pgd(model, data, eps, step=eps / 2, steps=6, pixels=wide).accuracy == pytest.approx(expected)
+    assert pgd(model, data, eps, step=eps / 2, steps=6, pixels=wide).accuracy == pytest.approx(
+        expected
+    )
 
 
 def test_linear_model_at_the_bounds():
@@ -53,7 +58,9 @@ def test_linear_model_at_the_bounds():
     free = (margin > eps * w.abs().sum(dim=1)).double().mean().item()
     assert expected > free  # the bounds matter here
     assert fgsm(model, [(images, labels)], eps).accuracy == pytest.approx(expected)
-    assert pgd(model, [(images, labels)], eps, step=0.1, steps=10).accuracy == pytest.approx(expected)
+    assert pgd(model, [(images, labels)], eps, step=0.1, steps=10).accuracy == pytest.approx(
+        expected
+    )
 
 
 def test_normalization_is_part_of_the_attacked_function():
@@ -76,7 +83,9 @@ def test_normalization_is_part_of_the_attacked_function():
 def trained():
     """A tiny ViT fitted to synthetic images, and its data."""
     torch.manual_seed(0)
-    model = ViT(image_size=8, patch_size=4, channels=1, classes=2, width=16, depth=1, heads=2, mlp=16)
+    model = ViT(
+        image_size=8, patch_size=4, channels=1, classes=2, width=16, depth=1, heads=2, mlp=16
+    )
     images, labels = torch.rand(64, 1, 8, 8), torch.arange(64) % 2
     images[labels == 1, :, :4] *= 0.6
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -112,10 +121,15 @@ def test_model_and_random_state_are_left_alone(trained):
 
 def test_stronger_attacks_leave_less(trained):
     model, data = trained
-    accuracy = [pgd(model, data, eps=e, step=e / 4, steps=8).accuracy for e in (0.0, 0.02, 0.05, 0.1)]
+    accuracy = [
+        pgd(model, data, eps=e, step=e / 4, steps=8).accuracy for e in (0.0, 0.02, 0.05, 0.1)
+    ]
     assert accuracy == sorted(accuracy, reverse=True)
     assert accuracy[0] == pgd(model, data, eps=0.0).clean_accuracy
-    assert pgd(model, data, eps=0.05, step=0.0125, steps=8).accuracy <= fgsm(model, data, eps=0.05).accuracy
+    assert (
+        pgd(model, data, eps=0.05, step=0.0125, steps=8).accuracy
+        <= fgsm(model, data, eps=0.05).accuracy
+    )
 
 
 def test_same_seed_same_result(trained):
@@ -126,10 +140,30 @@ def test_same_seed_same_result(trained):
 @pytest.mark.parametrize(
     ("data", "arguments", "error", "message"),
     [
-        ([(torch.full((2, 1, 8, 8), 2.0), torch.tensor([0, 1]))], {}, ValueError, r"leave the bounds \[0, 1\]"),
-        ([(torch.zeros(2, 1, 8, 8).long(), torch.tensor([0, 1]))], {}, TypeError, "floating-point images"),
-        ([(torch.zeros(2, 8, 8), torch.tensor([0, 1]))], {}, TypeError, r"got torch.float32 \(2, 8, 8\)"),
-        ([(torch.zeros(2, 1, 8, 8), torch.tensor([0, -100]))], {}, ValueError, "one labeled prediction per image"),
+        (
+            [(torch.full((2, 1, 8, 8), 2.0), torch.tensor([0, 1]))],
+            {},
+            ValueError,
+            r"leave the bounds \[0, 1\]",
+        ),
+        (
+            [(torch.zeros(2, 1, 8, 8).long(), torch.tensor([0, 1]))],
+            {},
+            TypeError,
+            "floating-point images",
+        ),
+        (
+            [(torch.zeros(2, 8, 8), torch.tensor([0, 1]))],
+            {},
+            TypeError,
+            r"got torch.float32 \(2, 8, 8\)",
+        ),
+        (
+            [(torch.zeros(2, 1, 8, 8), torch.tensor([0, -100]))],
+            {},
+            ValueError,
+            "one labeled prediction per image",
+        ),
         ([], {}, ValueError, "nothing to attack"),
         ([], {"eps": -0.1}, ValueError, "got eps=-0.1"),
         ([], {"steps": 0}, ValueError, "steps=0"),

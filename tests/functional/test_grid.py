@@ -12,19 +12,27 @@ IMAGES = torch.randn(2, 3, 8, 8)
 
 def vit(**arguments):
     return dampen.models.ViT(
-        **{"image_size": 8, "patch_size": 2, "width": 16, "depth": 1, "heads": 2, "mlp": 16} | arguments
+        **{"image_size": 8, "patch_size": 2, "width": 16, "depth": 1, "heads": 2, "mlp": 16}
+        | arguments
     )
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (2, 8), (4, 3)])
 @pytest.mark.parametrize(
-    "method", [lambda grid: BlurredAttention(grid=grid), lambda grid: DropKey(0.3, unit="block", window=2, grid=grid)]
+    "method",
+    [
+        lambda grid: BlurredAttention(grid=grid),
+        lambda grid: DropKey(0.3, unit="block", window=2, grid=grid),
+    ],
 )
 def test_a_grid_that_is_not_the_models_is_refused(method, grid):
     """4 x 4 patches and a class token: 5 more prefix tokens, or another shape with as many patches, would be silent."""
     model = vit()
     regularize(model, method(grid))
-    with pytest.raises(ValueError, match=r"does not match the model: its patches lie on \(4, 4\). Give grid=\(4, 4\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"does not match the model: its patches lie on \(4, 4\). Give grid=\(4, 4\)",
+    ):
         model(IMAGES)
 
 
@@ -42,9 +50,16 @@ def test_windows_have_grids_of_their_own():
 
 def test_models_tell_their_grid():
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
     assert model_grid(transformers.ViTModel(config)) == (14, 14)
     timm = pytest.importorskip("timm")
     assert model_grid(timm.create_model("vit_tiny_patch16_224", depth=1)) == (14, 14)
     assert model_grid(vit(image_size=(8, 12))) == (4, 6)
-    assert model_grid(dampen.models.FeatureEncoder(features=4, width=16, depth=1, heads=2, mlp=16, classes=2)) is None
+    assert (
+        model_grid(
+            dampen.models.FeatureEncoder(features=4, width=16, depth=1, heads=2, mlp=16, classes=2)
+        )
+        is None
+    )

@@ -11,7 +11,13 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import BlurredAttention, HardMasking, regularize
-from dampen.functional.learnable import count_heads, rate_divergence, scale_divergence, soft_bernoulli, soft_top
+from dampen.functional.learnable import (
+    count_heads,
+    rate_divergence,
+    scale_divergence,
+    soft_bernoulli,
+    soft_top,
+)
 from dampen.functional.top_k import in_top, top_share
 from dampen.regularizer import Call
 
@@ -28,7 +34,9 @@ IDS = ["rate", "top", "rate and top", "zero fill", "sigma", "sigma per head"]
 
 def vit():
     torch.manual_seed(0)
-    return dampen.models.ViT(image_size=8, patch_size=2, classes=3, width=16, depth=2, heads=2, mlp=16)
+    return dampen.models.ViT(
+        image_size=8, patch_size=2, classes=3, width=16, depth=2, heads=2, mlp=16
+    )
 
 
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -114,12 +122,19 @@ def test_by_default_they_move_but_do_not_collapse_while_a_model_learns_digits():
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=2, channels=1, width=32, depth=2, heads=4, mlp=32)
-    methods = [HardMasking(0.3, top=0.3, learn=["rate", "top"]), BlurredAttention(sigma=1.0, learn=True)]
+    model = dampen.models.ViT(
+        image_size=8, patch_size=2, channels=1, width=32, depth=2, heads=4, mlp=32
+    )
+    methods = [
+        HardMasking(0.3, top=0.3, learn=["rate", "top"]),
+        BlurredAttention(sigma=1.0, learn=True),
+    ]
     reg = regularize(model, methods)
     learned = {id(p) for p in reg.parameters()}
     own = [p for p in model.parameters() if id(p) not in learned]
-    optimizer = torch.optim.Adam([{"params": own, "lr": 2e-3}, {"params": reg.parameters(), "lr": 5e-2}])
+    optimizer = torch.optim.Adam(
+        [{"params": own, "lr": 2e-3}, {"params": reg.parameters(), "lr": 5e-2}]
+    )
     for _ in range(200):
         batch = torch.randint(0, len(x), (64,))
         loss, terms = reg.loss(lambda: model(x[batch]), lambda out: F.cross_entropy(out, y[batch]))  # noqa: B023
@@ -132,7 +147,9 @@ def test_by_default_they_move_but_do_not_collapse_while_a_model_learns_digits():
     assert min(r.min() for r in rates) > 0.1
     assert min(s.min() for s in sigmas) > 0.4
     assert min(r.min() for r in rates) < 0.25  # they did learn
-    assert re.search(r"HardMasking\(rate=0\.\d+\.\.0\.\d+, top=0\.\d+\.\.0\.\d+", str(reg))  # and that is shown
+    assert re.search(
+        r"HardMasking\(rate=0\.\d+\.\.0\.\d+, top=0\.\d+\.\.0\.\d+", str(reg)
+    )  # and that is shown
 
 
 def test_soft_top_becomes_the_hard_top():
@@ -157,7 +174,9 @@ def test_soft_draws_have_the_stated_rate():
     hard = soft_bernoulli(odds, (200000,), 1e-3)
     assert (hard > 0.5).double().mean().item() == pytest.approx(0.3, abs=0.005)
     assert ((hard < 1e-3) | (hard > 1 - 1e-3)).double().mean() > 0.99
-    assert (soft_bernoulli(odds, (200000,), 0.3) > 0.5).double().mean().item() == pytest.approx(0.3, abs=0.005)
+    assert (soft_bernoulli(odds, (200000,), 0.3) > 0.5).double().mean().item() == pytest.approx(
+        0.3, abs=0.005
+    )
 
 
 @pytest.mark.parametrize("fill", ["-inf", "zero"])
@@ -172,7 +191,9 @@ def test_a_cold_learned_method_has_the_hard_ones_distribution(fill):
         HardMasking(0.4, 0.2, fill),
         HardMasking(0.4, 0.2, fill, learn=["rate", "top"], heads=2, temperature=0.01),
     ):
-        out = torch.stack([dampen.attention(q, k, v, regularizers=[method]).detach() for _ in range(800)]).mean(0)
+        out = torch.stack(
+            [dampen.attention(q, k, v, regularizers=[method]).detach() for _ in range(800)]
+        ).mean(0)
         means.append(out.gather(-1, best.unsqueeze(-1)))
     torch.testing.assert_close(*means, atol=0.03, rtol=0.05)
 
@@ -218,7 +239,8 @@ class Mute(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda **o: HardMasking(learn="rate", **o), lambda **o: BlurredAttention(learn=True, **o)]
+    "make",
+    [lambda **o: HardMasking(learn="rate", **o), lambda **o: BlurredAttention(learn=True, **o)],
 )
 def test_heads_that_the_model_does_not_tell(make):
     with pytest.raises(ValueError, match="heads=8"):

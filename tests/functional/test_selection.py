@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dampen.functional import top_k as selection
-from dampen.functional.top_k import comparators, in_top, in_top_of_rows, kth_largest, largest, top_share
+from dampen.functional.top_k import (
+    comparators,
+    in_top,
+    in_top_of_rows,
+    kth_largest,
+    largest,
+    top_share,
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -52,6 +59,9 @@ def test_the_two_largest_of_rows_are_those_of_the_network(keys, ties, top):
         return
     s = torch.randn(2, 3, 5, keys, generator=torch.Generator().manual_seed(keys))
     s = s.round() if ties else s
-    found, expected = in_top_of_rows(s, top_share(top)), in_top(s.mT.contiguous(), None, top_share(top)).mT
+    found, expected = (
+        in_top_of_rows(s, top_share(top)),
+        in_top(s.mT.contiguous(), None, top_share(top)).mT,
+    )
     assert found is None or torch.equal(found, expected)
     assert (found is None) == (keys * top > 2 if isinstance(top, float) else False)

@@ -28,14 +28,18 @@ class Attention(nn.Module):
         self.to_out = nn.Linear(D, D, bias=False)
 
     def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (H, -1)).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+        q, k, v = (
+            f(x).unflatten(-1, (H, -1)).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v)
+        )
         return self.to_out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
     def __init__(self):
         super().__init__()
-        self.ff = nn.Sequential(nn.Sequential(nn.Linear(D, 24), nn.GELU()), nn.Dropout(0.0), nn.Linear(24, D))
+        self.ff = nn.Sequential(
+            nn.Sequential(nn.Linear(D, 24), nn.GELU()), nn.Dropout(0.0), nn.Linear(24, D)
+        )
 
     def forward(self, x):
         return self.ff(x)
@@ -60,7 +64,9 @@ class Paired(nn.Module):
 
     def __init__(self, depth=2, flash=False):
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([Attention(flash), FeedForward()]) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            nn.ModuleList([Attention(flash), FeedForward()]) for _ in range(depth)
+        )
 
     def forward(self, x):
         for attention, feed in self.layers:
@@ -75,7 +81,9 @@ class MultiheadAttention(nn.Module):
         self.W_q, self.W_k, self.W_v, self.W_out = (nn.Linear(D, D) for _ in range(4))
 
     def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (H, -1)).transpose(1, 2) for f in (self.W_q, self.W_k, self.W_v))
+        q, k, v = (
+            f(x).unflatten(-1, (H, -1)).transpose(1, 2) for f in (self.W_q, self.W_k, self.W_v)
+        )
         return self.W_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
 
 
@@ -117,7 +125,9 @@ class Mixer(nn.Module):
 
 class Softmax(MultiheadAttention):
     def forward(self, x, mask=None):
-        q, k, v = (f(x).unflatten(-1, (H, -1)).transpose(1, 2) for f in (self.W_q, self.W_k, self.W_v))
+        q, k, v = (
+            f(x).unflatten(-1, (H, -1)).transpose(1, 2) for f in (self.W_q, self.W_k, self.W_v)
+        )
         mask = None if mask is None else mask[:, None, None].bool()
         return self.W_out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(-2))
 
@@ -166,7 +176,8 @@ class Experts(nn.Module):
     def __init__(self, count, hidden=24):
         super().__init__()
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(D, hidden), nn.GELU(), nn.Linear(hidden, D)) for _ in range(count)
+            nn.Sequential(nn.Linear(D, hidden), nn.GELU(), nn.Linear(hidden, D))
+            for _ in range(count)
         )
 
     def forward(self, x):
@@ -207,7 +218,10 @@ class ParameterExperts(nn.Module):
 class ParameterMixture(nn.Module):
     def __init__(self, count, transposed=False):
         super().__init__()
-        self.gate, self.experts = nn.Linear(D, count), ParameterExperts(count, transposed=transposed)
+        self.gate, self.experts = (
+            nn.Linear(D, count),
+            ParameterExperts(count, transposed=transposed),
+        )
 
     def forward(self, x):
         flat = x.reshape(-1, D)

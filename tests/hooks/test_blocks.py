@@ -72,8 +72,14 @@ class Block(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.kind, self.attn = kind, Attention()
-        self.mlp = Experts() if "moe" in kind else nn.Sequential(nn.Linear(C, 24), nn.GELU(), nn.Linear(24, C))
-        self.norm1, self.norm2 = (OwnNorm() if "norm" in kind else nn.LayerNorm(C) for _ in range(2))
+        self.mlp = (
+            Experts()
+            if "moe" in kind
+            else nn.Sequential(nn.Linear(C, 24), nn.GELU(), nn.Linear(24, C))
+        )
+        self.norm1, self.norm2 = (
+            OwnNorm() if "norm" in kind else nn.LayerNorm(C) for _ in range(2)
+        )
 
     def forward(self, x, a=1.0, f=1.0, p=1.0):
         """The block, with its branches multiplied by hand; 1 is the block itself."""
@@ -111,7 +117,9 @@ def test_branches_are_those_of_the_block(kind):
     model = nn.Sequential(Block(kind)).double().train()
     x = torch.randn(3, 5, C, dtype=torch.float64)
     expected = model[0](x, 0.5, 3.0, 0.25)
-    wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()), allow_unused=True)
+    wanted = torch.autograd.grad(
+        expected.square().sum(), list(model.parameters()), allow_unused=True
+    )
     reg = dampen.regularize(model, Scaled())
     got = model(x)
     torch.testing.assert_close(got, expected)
@@ -150,7 +158,10 @@ class SequenceFirst(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.attn, self.mlp = SequenceFirstAttention(), nn.Sequential(nn.Linear(C, 24), nn.GELU(), nn.Linear(24, C))
+        self.attn, self.mlp = (
+            SequenceFirstAttention(),
+            nn.Sequential(nn.Linear(C, 24), nn.GELU(), nn.Linear(24, C)),
+        )
 
     def forward(self, x):
         x = x + self.attn(self.norm(x))
@@ -220,7 +231,12 @@ def test_what_cannot_be_dropped_is_refused():
 
 def _tiny(cls, config, **kw):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     return cls(config(vocab_size=60, **{**sizes, **kw})).train()
 
 
@@ -262,7 +278,13 @@ def test_distilbert_has_both_feed_forward_maps():
 
 def test_a_pooling_head_has_no_branch_to_drop():
     model = timm.create_model(
-        "vit_base_patch16_siglip_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5
+        "vit_base_patch16_siglip_224",
+        img_size=32,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        num_classes=5,
     ).train()
     reg = dampen.regularize(model, [DropPath(0.3), DropHead(0.3)])
     model(IMAGES).sum().backward()
@@ -279,10 +301,16 @@ def test_encoder_and_decoder_each_have_their_own_depth():
     assert rates == [0.4, 0.2, 0.0, 0.4, 0.0]
     reg.remove()
     reg = dampen.regularize(model, DropKey(linear(0.4, 0.0)), depth="model")
-    torch.testing.assert_close(torch.stack([c.rate for c in reg.clones]), torch.linspace(0.4, 0.0, 5))
+    torch.testing.assert_close(
+        torch.stack([c.rate for c in reg.clones]), torch.linspace(0.4, 0.0, 5)
+    )
     reg.remove()
-    reg = dampen.regularize(model, DropKey([0.1, 0.2, 0.3, 0.4, 0.5]))  # one value per layer counts all of them
-    torch.testing.assert_close(torch.stack([c.rate for c in reg.clones]), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]))
+    reg = dampen.regularize(
+        model, DropKey([0.1, 0.2, 0.3, 0.4, 0.5])
+    )  # one value per layer counts all of them
+    torch.testing.assert_close(
+        torch.stack([c.rate for c in reg.clones]), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+    )
     reg.remove()
     with pytest.raises(ValueError, match="depth must be 'stack' or 'model', got 'both'"):
         dampen.regularize(model, DropKey(0.1), depth="both")
@@ -295,8 +323,15 @@ class Projected(nn.Module):
         super().__init__()
         self.kind, wide = kind, 2 * C if kind == "shortcut" else C
         self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(wide)
-        self.attn, self.mlp = Attention(), nn.Sequential(nn.Linear(wide, 9), nn.GELU(), nn.Linear(9, wide))
-        self.shortcut, self.widen, self.remake = nn.Linear(C, 2 * C), nn.Linear(C, 2 * C), nn.Linear(C, C)
+        self.attn, self.mlp = (
+            Attention(),
+            nn.Sequential(nn.Linear(wide, 9), nn.GELU(), nn.Linear(9, wide)),
+        )
+        self.shortcut, self.widen, self.remake = (
+            nn.Linear(C, 2 * C),
+            nn.Linear(C, 2 * C),
+            nn.Linear(C, C),
+        )
 
     def forward(self, x, a=1.0, f=1.0):
         if self.kind == "shortcut":
@@ -315,12 +350,16 @@ def test_streams_that_change_their_size(kind):
     model = nn.Sequential(Projected(kind)).double().train()
     x = torch.randn(3, 6, C, dtype=torch.float64)
     expected = model[0](x, 0.5, 3.0)
-    wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()), allow_unused=True)
+    wanted = torch.autograd.grad(
+        expected.square().sum(), list(model.parameters()), allow_unused=True
+    )
     reg = dampen.regularize(model, Scaled())
     for _ in range(6):  # the first is followed, the others are compared with it
         got = model(x)
         torch.testing.assert_close(got, expected)
-        gradients = torch.autograd.grad(got.square().sum(), list(model.parameters()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            got.square().sum(), list(model.parameters()), allow_unused=True
+        )
         torch.testing.assert_close(gradients, wanted)
     memory = reg.layers[0].residual_memory
     assert memory is not None
@@ -382,6 +421,10 @@ class ConvBlock(nn.Module):
 def test_the_blocks_of_a_stage_are_layers_with_their_own_depth():
     model = nn.Sequential(Stage(), Stage())
     reg = dampen.regularize(model, DropPath(dampen.linear(0.5, 0.0)))
-    assert [layer.site.name for layer in reg.layers] == [f"{s}.blocks.{i}" for s in range(2) for i in range(3)]
-    assert [float(layer.clones[0].rate) for layer in reg.layers] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    assert [layer.site.name for layer in reg.layers] == [
+        f"{s}.blocks.{i}" for s in range(2) for i in range(3)
+    ]
+    assert [float(layer.clones[0].rate) for layer in reg.layers] == pytest.approx(
+        [0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    )
     reg.remove()

@@ -55,7 +55,12 @@ def test_in_the_stock_trainer(tmp_path, accumulation, language):
     stock = make(model, data, arguments(tmp_path, accumulation), None)
     assert type(stock) is Trainer
     stock.train()
-    installed = make(twin, data, arguments(tmp_path, accumulation), dampen.regularize(twin, ExplicitDropout(value=3.0)))
+    installed = make(
+        twin,
+        data,
+        arguments(tmp_path, accumulation),
+        dampen.regularize(twin, ExplicitDropout(value=3.0)),
+    )
     installed.train()
     same(weights(model), weights(twin), tolerance=1e-6)
     assert logged(stock) == pytest.approx(logged(installed, "dampen/task"), rel=1e-5)
@@ -66,13 +71,17 @@ def full_texts(count):
     """Without padding: every micro-batch has the same number of labels."""
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randint(1, 30, (6,), generator=generator) for _ in range(count)]
-    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids} for ids in rows]
+    return [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids} for ids in rows
+    ]
 
 
 def test_without_a_loss_a_number_says_how_much():
     torch.manual_seed(0)
     x, y = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
-    model = dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16).train()
+    model = dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16
+    ).train()
     twin = copy.deepcopy(model)
     reg = dampen.regularize(model, ExplicitDropout(value=3.0), attach_to_loss=0.25)
     other = dampen.regularize(twin, ExplicitDropout(value=3.0))
@@ -87,7 +96,9 @@ def test_no_loss_and_no_number_is_refused():
     dampen.regularize(model, ExplicitDropout(value=3.0), attach_to_loss=True)
     inputs = batch(sentences(4))
     inputs.pop("labels")
-    with pytest.raises(RuntimeError, match="returned a SequenceClassifierOutput without one. Call it with labels"):
+    with pytest.raises(
+        RuntimeError, match="returned a SequenceClassifierOutput without one. Call it with labels"
+    ):
         model(**inputs)
     assert model.eval()(**inputs).loss is None
 

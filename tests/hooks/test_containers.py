@@ -70,7 +70,13 @@ KINDS = {
 def hidden_of(value, kind):
     """What a model's own code reads, in the way of the container; an error where it is another kind of thing."""
     assert type(value) is type(KINDS[kind](None)), type(value)
-    inner = value.hidden if hasattr(value, "hidden") else value["hidden"] if isinstance(value, dict) else value[0]
+    inner = (
+        value.hidden
+        if hasattr(value, "hidden")
+        else value["hidden"]
+        if isinstance(value, dict)
+        else value[0]
+    )
     return inner[0] if kind == "nested" else inner
 
 
@@ -153,7 +159,11 @@ def run(kind, eager, make, training):
         )
         loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return hidden_of(seen[-1], kind).detach(), loss.detach(), torch.cat([g.flatten() for g in grads])
+    return (
+        hidden_of(seen[-1], kind).detach(),
+        loss.detach(),
+        torch.cat([g.flatten() for g in grads]),
+    )
 
 
 @pytest.mark.parametrize("name", methods())
@@ -177,7 +187,9 @@ def test_every_method_gives_back_what_it_got(name):
 def test_in_graphs(kind):
     torch.compiler.reset()
     model = net(kind)
-    dampen.regularize(model, [dampen.DropKey(0.3), dampen.LayerDrop(0.2), dampen.DropPath(0.3), dampen.NEFTune()])
+    dampen.regularize(
+        model, [dampen.DropKey(0.3), dampen.LayerDrop(0.2), dampen.DropPath(0.3), dampen.NEFTune()]
+    )
     torch.manual_seed(0)
     expected = hidden_of(model(IDS), kind)
     torch.manual_seed(0)
@@ -230,5 +242,7 @@ def test_what_holds_no_tensor_that_can_be_found_is_refused_in_words():
 
     model = Around().train()
     dampen.regularize(model, dampen.LayerDrop(0.3))
-    with pytest.raises(RuntimeError, match="returned a Own in which no tensor was found, so LayerDrop"):
+    with pytest.raises(
+        RuntimeError, match="returned a Own in which no tensor was found, so LayerDrop"
+    ):
         model(torch.randn(2, 5, 16))

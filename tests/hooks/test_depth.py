@@ -28,7 +28,9 @@ TIMM = {
 def in_order(model, inputs, attentions):
     """The attentions in the order in which they first run."""
     ran = []
-    hooks = [m.register_forward_pre_hook(lambda m, _, n=n: ran.append(n)) for n, m in attentions.items()]
+    hooks = [
+        m.register_forward_pre_hook(lambda m, _, n=n: ran.append(n)) for n, m in attentions.items()
+    ]
     with torch.no_grad():
         model(**inputs)
     for hook in hooks:
@@ -46,7 +48,9 @@ def check(model, inputs):
     rates = [layer.clones[0].rate.item() for layer in order]
     last = len(rates) - 1
     assert last > 0
-    assert rates == pytest.approx([0.3 * (1 - i / last) for i in range(last + 1)]), [x.site.name for x in order]
+    assert rates == pytest.approx([0.3 * (1 - i / last) for i in range(last + 1)]), [
+        x.site.name for x in order
+    ]
     assert all(len(layer.attentions) <= 2 for layer in order), "a stage is no layer"
 
 
@@ -107,7 +111,9 @@ def test_depth_is_the_order_in_which_layers_run(name, how):
     run, stages = PATHS[name]
     model = Path(run, **stages).train()
     wanted = expected(model)
-    reg = dampen.regularize(model, DropHead(linear(0.0, 0.3)), example=X if how == "example" else None)
+    reg = dampen.regularize(
+        model, DropHead(linear(0.0, 0.3)), example=X if how == "example" else None
+    )
     if how != "example":
         model.train(how == "forward")(X)
         reg.progress(0.0)
@@ -123,9 +129,9 @@ def test_the_second_forward_uses_what_the_first_has_shown():
     reg = dampen.regularize(model, DropHead(linear(0.0, 0.3)))
     model(X)
     model(X)
-    assert [c.rate.item() for layer in model.blocks for c in layer.mixer.dampen_regularizers] == pytest.approx(
-        [0.3, 0.15, 0.0]
-    )
+    assert [
+        c.rate.item() for layer in model.blocks for c in layer.mixer.dampen_regularizers
+    ] == pytest.approx([0.3, 0.15, 0.0])
     assert [layer.site.name for layer in copy.deepcopy(reg)._model_site.order.layers] == [
         "blocks.2",
         "blocks.1",
@@ -135,7 +141,9 @@ def test_the_second_forward_uses_what_the_first_has_shown():
 
 def test_layers_that_a_forward_leaves_out_keep_their_places():
     skipped = {1}
-    model = Path(lambda m: [b for i, b in enumerate(m.blocks) if i not in skipped], blocks=4).train()
+    model = Path(
+        lambda m: [b for i, b in enumerate(m.blocks) if i not in skipped], blocks=4
+    ).train()
     reg = dampen.regularize(model, DropHead(linear(0.0, 0.3)))
     for left_out in ({1}, {0, 3}, set()):
         skipped.clear()
@@ -171,11 +179,15 @@ def test_copies_and_pickles_know_the_order():
 def test_a_copy_made_while_the_order_is_watched():
     model = Path(_backwards, blocks=3).train()
     dampen.regularize(model, DropHead(linear(0.0, 0.3)))
-    for copied in (copy.deepcopy(model), copy.deepcopy(model.blocks), pickle.loads(pickle.dumps(model))):
+    for copied in (
+        copy.deepcopy(model),
+        copy.deepcopy(model.blocks),
+        pickle.loads(pickle.dumps(model)),
+    ):
         layers = copied.blocks if isinstance(copied, Path) else copied
-        assert [c.rate.item() for layer in layers for c in layer.mixer.dampen_regularizers] == pytest.approx(
-            [0, 0.15, 0.3]
-        )
+        assert [
+            c.rate.item() for layer in layers for c in layer.mixer.dampen_regularizers
+        ] == pytest.approx([0, 0.15, 0.3])
     assert copy.deepcopy(model.blocks[0])._dampen_block.layer.order is None
     copied = copy.deepcopy(model)
     copied(X)
@@ -207,9 +219,15 @@ TOWERS = {
         ["model.vision_tower.encoder.layers.0", "model.language_model.layers.0"],
         ["model.vision_tower", "model.language_model"],
     ),
-    "speech": (["text_encoder.layers.0", "text_decoder.layers.0"], ["text_encoder", "text_decoder"]),
+    "speech": (
+        ["text_encoder.layers.0", "text_decoder.layers.0"],
+        ["text_encoder", "text_decoder"],
+    ),
     "t5": (["encoder.block.0", "decoder.block.0"], ["encoder", "decoder"]),
-    "unet": (["down_blocks.0.attentions.0", "mid_block.attentions.0", "up_blocks.0.attentions.0"], ["", "", ""]),
+    "unet": (
+        ["down_blocks.0.attentions.0", "mid_block.attentions.0", "up_blocks.0.attentions.0"],
+        ["", "", ""],
+    ),
     "nest": (["levels.0.transformer_encoder.0", "levels.1.transformer_encoder.0"], ["", ""]),
     "lumina": (["noise_refiner.0", "context_refiner.0", "layers.0"], ["", "", ""]),
 }
@@ -228,9 +246,9 @@ def test_a_pooling_head_is_the_last_layer_of_its_tower():
         vision_config={**size, "num_hidden_layers": 3, "image_size": 32, "patch_size": 16},
     )
     reg = dampen.regularize(tr.SiglipModel(config), DropHead(linear(0.0, 0.3)))
-    assert [layer.clones[0].rate.item() for layer in reg.layers if "vision" in layer.site.name] == pytest.approx(
-        [0.0, 0.1, 0.2, 0.3]
-    )
-    assert [layer.clones[0].rate.item() for layer in reg.layers if "text" in layer.site.name] == pytest.approx(
-        [0.0, 0.3]
-    )
+    assert [
+        layer.clones[0].rate.item() for layer in reg.layers if "vision" in layer.site.name
+    ] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert [
+        layer.clones[0].rate.item() for layer in reg.layers if "text" in layer.site.name
+    ] == pytest.approx([0.0, 0.3])

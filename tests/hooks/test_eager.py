@@ -109,17 +109,33 @@ class Attention(nn.Module):
 
     def bmm(self, x, bias, keep):
         q, k, v = (t.transpose(1, 2).reshape(-1, x.shape[1], D) for t in self._split(x))
-        s = torch.bmm(q, k.transpose(1, 2)).mul_(D**-0.5).view(x.shape[0], H, x.shape[1], x.shape[1]) + bias
+        s = (
+            torch.bmm(q, k.transpose(1, 2))
+            .mul_(D**-0.5)
+            .view(x.shape[0], H, x.shape[1], x.shape[1])
+            + bias
+        )
         s = s if keep is None else torch.where(keep, s, torch.tensor(float("-inf"), dtype=s.dtype))
         a = self.drop(torch.softmax(s, -1)).view(-1, x.shape[1], x.shape[1])
         return torch.bmm(a, v).view(x.shape[0], H, x.shape[1], D).transpose(1, 2).flatten(-2)
 
     def baddbmm(self, x, bias, keep):
         q, k, v = (t.transpose(1, 2).reshape(-1, x.shape[1], D) for t in self._split(x))
-        base = bias.expand(x.shape[0], H, x.shape[1], x.shape[1]).reshape(-1, x.shape[1], x.shape[1])
+        base = bias.expand(x.shape[0], H, x.shape[1], x.shape[1]).reshape(
+            -1, x.shape[1], x.shape[1]
+        )
         s = base.baddbmm(batch1=q, batch2=k.mT, beta=1.0, alpha=D**-0.5)
-        s = s if keep is None else s.masked_fill(~keep.expand(len(x), H, x.shape[1], -1).flatten(0, 1), float("-inf"))
-        return torch.bmm(s.softmax(-1), v).view(x.shape[0], H, x.shape[1], D).transpose(1, 2).flatten(-2)
+        s = (
+            s
+            if keep is None
+            else s.masked_fill(~keep.expand(len(x), H, x.shape[1], -1).flatten(0, 1), float("-inf"))
+        )
+        return (
+            torch.bmm(s.softmax(-1), v)
+            .view(x.shape[0], H, x.shape[1], D)
+            .transpose(1, 2)
+            .flatten(-2)
+        )
 
     def einsum(self, x, bias, keep):
         q, k, v = (t.transpose(1, 2) for t in self._split(x))
@@ -151,7 +167,9 @@ class Attention(nn.Module):
         """Scores taken apart by `view` and put together again, as relative positions of images do."""
         q, k, v = (t.transpose(1, 2) for t in self._split(x))
         s = (q * D**-0.5) @ k.mT
-        s = (s.unsqueeze(-1).view(*s.shape[:2], x.shape[1], 1, x.shape[1]) + bias.unsqueeze(-2)).view(s.shape)
+        s = (
+            s.unsqueeze(-1).view(*s.shape[:2], x.shape[1], 1, x.shape[1]) + bias.unsqueeze(-2)
+        ).view(s.shape)
         s = s if keep is None else s.masked_fill(~keep, float("-inf"))
         return (s.softmax(-1) @ v).transpose(1, 2).flatten(-2)
 
@@ -171,7 +189,9 @@ def set_up(way):
 
 
 def padding_mask():
-    return torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()[:, None, None] | torch.eye(N).bool()
+    return (
+        torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()[:, None, None] | torch.eye(N).bool()
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -267,7 +287,12 @@ def _hf(implementation, build):
     return model
 
 
-_SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+_SIZES = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 BOTH = {
     "bert": lambda: tr.BertModel(tr.BertConfig(vocab_size=50, **_SIZES)),
     "llama": lambda: tr.LlamaModel(tr.LlamaConfig(vocab_size=50, **_SIZES, num_key_value_heads=1)),
@@ -296,10 +321,16 @@ def test_transformers_eager_equals_its_sdpa(name, stage):
     for implementation in ("sdpa", "eager"):
         model = _hf(implementation, BOTH[name])
         dampen.regularize(model, [Layers(stage), ExplicitDropout(query=0.3, value=0.2, ffn=0.1)])
-        out = output(model(input_ids=TEXT, attention_mask=PADDING, **_stay(implementation)))[PADDING.bool()]
+        out = output(model(input_ids=TEXT, attention_mask=PADDING, **_stay(implementation)))[
+            PADDING.bool()
+        ]
         loss = out.square().mean()
-        results.append((out.detach(), torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-6)  # their softmax is in float32
+        results.append(
+            (out.detach(), torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+        )
+    torch.testing.assert_close(
+        results[0], results[1], rtol=1e-3, atol=1e-6
+    )  # their softmax is in float32
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -323,7 +354,11 @@ def test_weights_that_are_asked_for_are_the_regularized_ones():
 def test_swin_v2_equals_a_reference():
     """Cosine attention with a learned scale, a bias of positions and window masks."""
     torch.manual_seed(0)
-    attention = timm.models.swin_transformer_v2.WindowAttention(8, (2, 2), 2, qkv_bias=True).double().train()
+    attention = (
+        timm.models.swin_transformer_v2.WindowAttention(8, (2, 2), 2, qkv_bias=True)
+        .double()
+        .train()
+    )
     x = torch.randn(4, 4, 8, dtype=torch.float64)
     mask = torch.zeros(2, 4, 4, dtype=torch.float64)
     mask[1, :2, 2:] = mask[1, 2:, :2] = -100.0
@@ -413,7 +448,9 @@ class OverChannels(nn.Module):
     def __init__(self, kind, tokens=False):
         super().__init__()
         self.kind, self.tokens, self.num_heads = kind, tokens, H
-        self.qkv = nn.Conv2d(H * D, 3 * H * D, 1) if "image" in kind else nn.Linear(H * D, 3 * H * D)
+        self.qkv = (
+            nn.Conv2d(H * D, 3 * H * D, 1) if "image" in kind else nn.Linear(H * D, 3 * H * D)
+        )
         self.temperature = nn.Parameter(torch.ones(H, 1, 1))
 
     def forward(self, x):
@@ -540,8 +577,16 @@ def test_merged_heads_drop_heads():
             self.num_heads, self.qkv = H, nn.Linear(H * D, 3 * H * D)
 
         def forward(self, x):
-            q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2).flatten(0, 1) for t in self.qkv(x).chunk(3, -1))
-            return F.scaled_dot_product_attention(q, k, v).unflatten(0, (-1, H)).transpose(1, 2).flatten(-2)
+            q, k, v = (
+                t.unflatten(-1, (H, D)).transpose(1, 2).flatten(0, 1)
+                for t in self.qkv(x).chunk(3, -1)
+            )
+            return (
+                F.scaled_dot_product_attention(q, k, v)
+                .unflatten(0, (-1, H))
+                .transpose(1, 2)
+                .flatten(-2)
+            )
 
     torch.manual_seed(0)
     model = nn.Sequential(MergedAttention()).train()
@@ -585,7 +630,9 @@ def test_values_that_go_through_unfold():
     x = torch.randn(2, 5, 8)
     plain = model(x)
     dampen.regularize(model, Known("heads"))
-    expected = plain * torch.tensor([0.3, 2.0]).repeat_interleave(4)  # nothing follows the heads but their order
+    expected = plain * torch.tensor([0.3, 2.0]).repeat_interleave(
+        4
+    )  # nothing follows the heads but their order
     torch.testing.assert_close(model(x), expected)
 
 

@@ -12,7 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 import dampen
 from dampen import DropHead, DropKey
-from tests.hooks.test_eager import WAYS, Attention, B, D, H, Known, N, padding_mask, reference, set_up
+from tests.hooks.test_eager import (
+    WAYS,
+    Attention,
+    B,
+    D,
+    H,
+    Known,
+    N,
+    padding_mask,
+    reference,
+    set_up,
+)
 
 
 class Softmaxes(TorchFunctionMode):
@@ -53,7 +64,9 @@ def test_later_forwards_equal_the_dense_reference(way, stage, masked):
 def test_later_forwards_compute_one_softmax(way):
     model, x, bias = set_up(way)
     dampen.regularize(model, DropHead(0.5))
-    later = 2 if way == "baddbmm" else 1  # heads merged into the batch are told by following channels every time
+    later = (
+        2 if way == "baddbmm" else 1
+    )  # heads merged into the batch are told by following channels every time
     assert [softmaxes(lambda: model[0](x, bias)) for _ in range(3)] == [2, later, later]
 
 
@@ -65,7 +78,9 @@ def test_a_mask_that_comes_and_goes(way, masks):
     dampen.regularize(model, Known("mask"))
     for masked in masks:
         keep = padding_mask() if masked else None
-        torch.testing.assert_close(model[0](x, bias, keep), reference(x, model[0].qkv.weight, bias, keep, "mask"))
+        torch.testing.assert_close(
+            model[0](x, bias, keep), reference(x, model[0].qkv.weight, bias, keep, "mask")
+        )
 
 
 def test_its_own_dropout_draws_as_in_the_first_forward():
@@ -126,7 +141,10 @@ class Sometimes(Attention):
 def test_weights_that_a_later_forward_uses_elsewhere_are_refused(when):
     torch.manual_seed(0)
     model = nn.Sequential(Sometimes("at")).double().train()
-    x, bias = torch.randn(B, N, H * D, dtype=torch.float64), torch.zeros(1, H, N, N, dtype=torch.float64)
+    x, bias = (
+        torch.randn(B, N, H * D, dtype=torch.float64),
+        torch.zeros(1, H, N, N, dtype=torch.float64),
+    )
     dampen.regularize(model, DropKey(0.4))
     for _ in range(2):
         model[0](x, bias)
@@ -148,7 +166,9 @@ class Sinks(nn.Module):
     def forward(self, x, cut=True):
         q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         s = q @ k.mT * D**-0.5
-        s = torch.cat([s, self.sinks.reshape(1, -1, 1, 1).expand(len(x), -1, x.shape[1], -1)], dim=-1)
+        s = torch.cat(
+            [s, self.sinks.reshape(1, -1, 1, 1).expand(len(x), -1, x.shape[1], -1)], dim=-1
+        )
         a = (s - s.max(dim=-1, keepdim=True).values).softmax(-1)
         v = v if cut else torch.cat([v, v[:, :, :1]], 2)
         return ((a[..., :-1] if cut else a) @ v).transpose(1, 2).flatten(-2)
@@ -176,7 +196,9 @@ def test_attention_sinks(stage):
     for _ in range(2):
         got = attention(x)
         torch.testing.assert_close(got, expected)
-        torch.testing.assert_close(torch.autograd.grad(got.square().sum(), (x, attention.sinks)), wanted)
+        torch.testing.assert_close(
+            torch.autograd.grad(got.square().sum(), (x, attention.sinks)), wanted
+        )
     with pytest.raises(RuntimeError, match="not multiplied with one value per key"):
         attention(x, cut=False)
 

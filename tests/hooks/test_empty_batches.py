@@ -20,13 +20,21 @@ def images():
 
 
 def text(path):
-    mask = torch.zeros(0, 1, 1, masked.TOKENS) if path == "eager" else torch.ones(0, 1, 1, masked.TOKENS).bool()
+    mask = (
+        torch.zeros(0, 1, 1, masked.TOKENS)
+        if path == "eager"
+        else torch.ones(0, 1, 1, masked.TOKENS).bool()
+    )
     return masked.build(path, torch.float32), (masked.ids()[:0], mask)
 
 
 def encoder():
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True, norm_first=True, dropout=0.0)
-    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (torch.zeros(0, 5, 16),)
+    layer = torch.nn.TransformerEncoderLayer(
+        16, 2, 16, batch_first=True, norm_first=True, dropout=0.0
+    )
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (
+        torch.zeros(0, 5, 16),
+    )
 
 
 def cross():
@@ -71,14 +79,18 @@ def test_full_batches_after_an_empty_one_are_what_they_were(name):
     for empty in (False, True):
         model, inputs = images()
         model.train()
-        reg = dampen.regularize(model, with_companion([with_example(methods()[name])()]), strict=False)
+        reg = dampen.regularize(
+            model, with_companion([with_example(methods()[name])()]), strict=False
+        )
         if empty:
             model(*inputs)
             reg._taken()
         for step in range(5):
             torch.manual_seed(step)
             x = torch.randn(3, 3, 16, 16)
-            found.append(reg.loss(functools.partial(model, x), lambda out: out.square().mean())[0].detach())
+            found.append(
+                reg.loss(functools.partial(model, x), lambda out: out.square().mean())[0].detach()
+            )
     half = len(found) // 2
     assert torch.equal(torch.stack(found[:half]), torch.stack(found[half:]))
 
@@ -87,9 +99,19 @@ def test_a_forward_outside_of_the_model_too():
     empty = torch.zeros(0, 4, 8)
     assert dampen.NEFTune(5.0).embeddings(empty).shape == (0, 4, 8)
     q = torch.zeros(0, 2, 4, 8)
-    for method in (dampen.DropKey(0.3), dampen.HardMasking(0.3), dampen.DropAttention(0.3), dampen.DropHead(0.3)):
+    for method in (
+        dampen.DropKey(0.3),
+        dampen.HardMasking(0.3),
+        dampen.DropAttention(0.3),
+        dampen.DropHead(0.3),
+    ):
         assert dampen.attention(q, q, q, regularizers=[method]).shape == (0, 2, 4, 8)
     none, some = torch.zeros(2, 2, 0, 8), torch.ones(2, 2, 4, 8)  # no tokens
     assert not dampen.attention(some, none, none, regularizers=[dampen.DropKey(0.3)]).any()
-    for method in (dampen.DropKey(0.3), dampen.HardMasking(0.3), dampen.DropAttention(0.3), dampen.DropHead(0.3)):
+    for method in (
+        dampen.DropKey(0.3),
+        dampen.HardMasking(0.3),
+        dampen.DropAttention(0.3),
+        dampen.DropHead(0.3),
+    ):
         assert dampen.attention(none, none, none, regularizers=[method]).shape == (2, 2, 0, 8)

@@ -16,7 +16,9 @@ X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 def vit(depth=2):
     torch.manual_seed(0)
-    return dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=depth, heads=2, mlp=12).train()
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, width=8, depth=depth, heads=2, mlp=12
+    ).train()
 
 
 def features(model, x=X):
@@ -28,7 +30,10 @@ def features(model, x=X):
 def test_what_needs_the_models_forward_says_so(training):
     model = vit().train(training)
     reg = dampen.regularize(model, TokenGraying("dct", eps=0.5))
-    with pytest.raises(RuntimeError, match=r"TokenGraying acts on the model's input.*forward_features.*strict=False"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"TokenGraying acts on the model's input.*forward_features.*strict=False",
+    ):
         features(model)
     model(X)
     with reg.disable():
@@ -91,7 +96,9 @@ def test_skipped_attentions_are_named():
     assert "skipped" not in repr(reg)
     assert "(left out)  layers.2.attn: not chosen by target_modules= or attention=" in repr(reg)
     model(torch.randn(2, 5, 8))
-    assert "(skipped)  layers.1.attn: not run by the forwards so far, though others were" in repr(reg)
+    assert "(skipped)  layers.1.attn: not run by the forwards so far, though others were" in repr(
+        reg
+    )
     model(torch.randn(2, 5, 8), all_of_them=True)
     assert "skipped" not in repr(reg)
 
@@ -120,7 +127,9 @@ def test_an_example_tells_at_once():
     before, state = [type(m) for m in model.modules()], copy.deepcopy(model.state_dict())
     random = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="TalkingAttention"):
-        dampen.regularize(model, DropKey(0.1), example=torch.randn(2, 3, 4, generator=torch.Generator()))
+        dampen.regularize(
+            model, DropKey(0.1), example=torch.randn(2, 3, 4, generator=torch.Generator())
+        )
     assert [type(m) for m in model.modules()] == before
     assert not any(m.training for m in model.modules())
     for name, value in model.state_dict().items():
@@ -128,11 +137,15 @@ def test_an_example_tells_at_once():
     assert torch.equal(torch.get_rng_state(), random)
 
 
-@pytest.mark.parametrize("example", [X, (X,), [X], {"images": X}], ids=["tensor", "tuple", "list", "dict"])
+@pytest.mark.parametrize(
+    "example", [X, (X,), [X], {"images": X}], ids=["tensor", "tuple", "list", "dict"]
+)
 def test_an_example_that_works(example):
     model = vit().eval()
     random = torch.get_rng_state()
-    reg = dampen.regularize(model, [DropKey(0.1), dampen.ExplicitDropout(value=0.1)], example=example)
+    reg = dampen.regularize(
+        model, [DropKey(0.1), dampen.ExplicitDropout(value=0.1)], example=example
+    )
     assert torch.equal(torch.get_rng_state(), random)
     assert not model.training
     assert reg.penalties() == {}

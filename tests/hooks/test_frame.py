@@ -95,7 +95,10 @@ def state_of(layer):
 def test_an_error_in_any_stage_leaves_the_model_as_new(name, stage):
     family = FAMILIES[name]
     model = family.model()
-    if stage == "embeddings" and name in ("encoder_pre_seq_first", "decoder_post"):  # models of features
+    if stage == "embeddings" and name in (
+        "encoder_pre_seq_first",
+        "decoder_post",
+    ):  # models of features
         with pytest.raises(UnsupportedModel):
             dampen.regularize(model, [*everything(), Trap(stage)])
         return
@@ -154,7 +157,9 @@ def test_an_error_of_the_model_itself_leaves_nothing():
     with pytest.raises(ZeroDivisionError):
         loss_of(model, reg, family.inputs)
     hook.remove()
-    assert torch.equal(loss_of(model, reg, family.inputs)[0], loss_of(fresh.model, fresh, family.inputs)[0])
+    assert torch.equal(
+        loss_of(model, reg, family.inputs)[0], loss_of(fresh.model, fresh, family.inputs)[0]
+    )
 
 
 # --- threads
@@ -185,12 +190,16 @@ def test_threads_that_train_one_model_compute_the_right_penalties(name):
     """Deterministic penalties of other data in each thread, with padding: each thread has its own, every time."""
     family = FAMILIES[name]
     model = family.model()
-    reg = dampen.regularize(model, ExplicitDropout(query=0.3, value=0.5, attended_value=0.2, ffn=0.4))
+    reg = dampen.regularize(
+        model, ExplicitDropout(query=0.3, value=0.5, attended_value=0.2, ffn=0.4)
+    )
 
     def inputs(i):
         changed = dict(family.inputs)
         key = next(iter(changed))
-        changed[key] = changed[key].roll(i + 1, -1) * (1 if changed[key].dtype == torch.long else 1 + i / 4)
+        changed[key] = changed[key].roll(i + 1, -1) * (
+            1 if changed[key].dtype == torch.long else 1 + i / 4
+        )
         return changed
 
     def step(i):
@@ -244,7 +253,9 @@ def test_two_pass_steps_in_two_threads_are_refused():
 
     _, errors = in_threads(step, 2)
     assert any("two passes is under way in another thread" in str(e) for e in errors)
-    assert torch.isfinite(reg.loss(lambda: model(**family.inputs), criterion)[0])  # and nothing is left behind
+    assert torch.isfinite(
+        reg.loss(lambda: model(**family.inputs), criterion)[0]
+    )  # and nothing is left behind
 
 
 def test_data_parallel_replicas_are_refused_with_the_reason():
@@ -255,7 +266,9 @@ def test_data_parallel_replicas_are_refused_with_the_reason():
     with pytest.raises(RuntimeError, match="nn.DataParallel runs a copy .*DistributedDataParallel"):
         replica(IMAGES)
     model.eval()
-    assert torch.equal(as_replica(model)(IMAGES), model(IMAGES))  # without regularizers at work replicas are fine
+    assert torch.equal(
+        as_replica(model)(IMAGES), model(IMAGES)
+    )  # without regularizers at work replicas are fine
     model.train()
     nn.DataParallel(model)(IMAGES)  # on one device, or none, it makes no copies
 
@@ -284,7 +297,9 @@ def test_copies_made_in_the_middle_of_a_forward_are_whole():
     copied = copies[0]
     copied.model.blocks[-1]._forward_hooks.clear()
     assert not any(layer.frames for layer in copied.layers)
-    assert torch.equal(loss_of(copied.model, copied, family.inputs)[0], loss_of(model, reg, family.inputs)[0])
+    assert torch.equal(
+        loss_of(copied.model, copied, family.inputs)[0], loss_of(model, reg, family.inputs)[0]
+    )
 
 
 class LooseLayers(nn.Module):
@@ -333,7 +348,9 @@ def test_checkpointed_blocks_have_frames_of_their_own():
 
 
 @pytest.mark.parametrize("part", ["self_attn", "linear1"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # dynamo's own
 def test_a_part_compiled_inside_an_eager_block_finds_its_frame(part):
     class Block(nn.Module):
         def __init__(self):

@@ -117,7 +117,9 @@ def test_a_wrapper_of_a_linear_map_is_refused_and_nothing_changed():
     model = vit()
     wrapped(model.blocks[1].mlp.fc1)
     kinds = [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match=r"'blocks.1.mlp.fc1' \(Linear\) has a forward of its own.*target_modules="):
+    with pytest.raises(
+        ValueError, match=r"'blocks.1.mlp.fc1' \(Linear\) has a forward of its own.*target_modules="
+    ):
         dampen.regularize(model, FeedForwardDropout(0.5))
     assert [type(m) for m in model.modules()] == kinds
     dampen.regularize(model, DropKey(0.5))  # which does not look at it
@@ -126,7 +128,9 @@ def test_a_wrapper_of_a_linear_map_is_refused_and_nothing_changed():
 def test_a_wrapper_of_torch_attention_is_refused():
     model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     wrapped(model.self_attn)
-    with pytest.raises(ValueError, match=r"'self_attn' \(MultiheadAttention\) has a forward of its own"):
+    with pytest.raises(
+        ValueError, match=r"'self_attn' \(MultiheadAttention\) has a forward of its own"
+    ):
         dampen.regularize(model, DropKey(0.5))
 
 
@@ -171,7 +175,9 @@ def test_quantized_weights_are_refused_where_they_are_read():
     model = vit()
     for block in model.blocks:
         block.mlp.fc1 = Int8Linear(block.mlp.fc1)
-    with pytest.raises(ValueError, match=r"'blocks.0.mlp.fc1' \(Int8Linear\) keeps its weight as torch.int8"):
+    with pytest.raises(
+        ValueError, match=r"'blocks.0.mlp.fc1' \(Int8Linear\) keeps its weight as torch.int8"
+    ):
         dampen.regularize(model, FeedForwardDropout(0.1))
     dampen.regularize(model, DropKey(0.5))
     assert not torch.equal(model(X), model(X))

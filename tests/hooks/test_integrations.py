@@ -60,13 +60,17 @@ def test_every_socket_is_seen(family):
     assert [role for role, _, _ in last.branches] == family.branches
     for clone in reg.clones:
         for call in clone.seen_maps:  # each map with its own input, weight and bias
-            torch.testing.assert_close(call.output, F.linear(call.input, call.weight, call.bias), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                call.output, F.linear(call.input, call.weight, call.bias), rtol=1e-4, atol=1e-5
+            )
         for _q, _k, v, call, maps in clone.attentions:
             assert maps["q"].weight.shape[0] == call.shape[1] * call.head_size
             assert maps["k"].weight.shape == (maps["v"].weight.shape[0], maps["k"].input.shape[-1])
             bare = maps["v"].output.unflatten(-1, (-1, v.shape[3])).transpose(1, 2)
             if bare.shape[0] == v.shape[0]:  # not windows
-                bare = bare.repeat_interleave(v.shape[1] // bare.shape[1], 1)  # grouped values may come repeated
+                bare = bare.repeat_interleave(
+                    v.shape[1] // bare.shape[1], 1
+                )  # grouped values may come repeated
                 torch.testing.assert_close(bare, v)  # the captured map is the one that makes v
 
 
@@ -142,7 +146,9 @@ def test_detr_projections_have_their_own_inputs():
     torch.testing.assert_close(maps["q"].input, maps["k"].input)
 
 
-@pytest.mark.parametrize("name", ["hf_bert", "hf_llama", "own_encoder", "encoder_post", "encoder_pre_seq_first"])
+@pytest.mark.parametrize(
+    "name", ["hf_bert", "hf_llama", "own_encoder", "encoder_post", "encoder_pre_seq_first"]
+)
 def test_padding_reaches_every_linear_map(name):
     """After the layer's attention, the feed-forward's maps know which tokens are padding."""
     family = FAMILIES[name]
@@ -183,16 +189,22 @@ def test_projections_can_be_said():
 
 
 def test_cait_with_its_talking_heads():
-    model = timm.create_model("cait_xxs24_224", img_size=32, depth=2, num_classes=5, init_values=1.0).train()
+    model = timm.create_model(
+        "cait_xxs24_224", img_size=32, depth=2, num_classes=5, init_values=1.0
+    ).train()
     plain = model(IMAGES)
     reg = dampen.regularize(model, DropKey(0.5))
     assert not torch.allclose(model(IMAGES), plain)
     kernels = reg.kernels()
-    assert all(kernel.startswith("eager") for name, kernel in kernels.items() if name.startswith("blocks."))
+    assert all(
+        kernel.startswith("eager") for name, kernel in kernels.items() if name.startswith("blocks.")
+    )
     assert "blocks.0.attn" in kernels
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers' DeBERTa still scripts its helpers
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # transformers' DeBERTa still scripts its helpers
 def test_library_models_without_sdpa_or_registry():
     """XLNet keeps its projections as bare parameters and writes einsums, DeBERTa computes by hand: both are seen."""
     config = tr.XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=16, dropout=0.0)
@@ -204,7 +216,12 @@ def test_library_models_without_sdpa_or_registry():
     reg = dampen.regularize(xlnet, DropKey(0.3))
     assert not torch.allclose(xlnet(TEXT)[0], plain)
     assert all(kernel.startswith("eager") for kernel in reg.kernels().values())
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     model = tr.DebertaModel(tr.DebertaConfig(vocab_size=50, **sizes)).train()
     reg = dampen.regularize(model, DropKey(0.1))
     model(TEXT)
@@ -218,9 +235,12 @@ def test_library_models_without_sdpa_or_registry():
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize(
-    "options", [{}, {"kdim": 12, "vdim": 10}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}]
+    "options",
+    [{}, {"kdim": 12, "vdim": 10}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}],
 )
-@pytest.mark.parametrize("masks", ["none", "bool", "float", "padding", "padding+bool", "three", "float_padding"])
+@pytest.mark.parametrize(
+    "masks", ["none", "bool", "float", "padding", "padding+bool", "three", "float_padding"]
+)
 def test_multihead_attention_is_a_drop_in(batch_first, need_weights, average, options, masks):
     """With nothing at work in it, our forward gives what nn.MultiheadAttention gives: output, weights, gradients."""
     torch.manual_seed(0)
@@ -248,7 +268,9 @@ def test_multihead_attention_is_a_drop_in(batch_first, need_weights, average, op
         torch.testing.assert_close(weights, expected_weights)
     else:
         assert weights is None
-    for a, b in zip(torch.autograd.grad(got.square().sum(), list(model.parameters())), gradients, strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), list(model.parameters())), gradients, strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -266,10 +288,14 @@ def test_multihead_attention_unbatched_and_causal():
 def test_multihead_attention_in_training_mode_drops():
     model = nn.MultiheadAttention(16, 2, batch_first=True).train()
     dampen.regularize(model, DropKey(0.5))
-    assert not torch.equal(model(FEATURES, FEATURES, FEATURES)[0], model(FEATURES, FEATURES, FEATURES)[0])
+    assert not torch.equal(
+        model(FEATURES, FEATURES, FEATURES)[0], model(FEATURES, FEATURES, FEATURES)[0]
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning")  # new name in 5.x
+@pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
+)  # new name in 5.x
 def test_huggingface_gradient_checkpointing():
     """transformers' own checkpointing gives the same gradients, with the same draws."""
     family = FAMILIES["hf_llama"]
@@ -279,10 +305,15 @@ def test_huggingface_gradient_checkpointing():
         reg = dampen.regularize(model, [DropKey(0.3), FeedForwardDropout(0.2)])
         if checkpointing:
             # transformers 5 renamed it and warns about the older name
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable = getattr(
+                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+            )
             enable({"use_reentrant": False})
         torch.manual_seed(1)
-        loss, _ = reg.loss(lambda m=model: m(**family.inputs, use_cache=False), lambda out: out.logits.square().mean())
+        loss, _ = reg.loss(
+            lambda m=model: m(**family.inputs, use_cache=False),
+            lambda out: out.logits.square().mean(),
+        )
         loss.backward()
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):

@@ -24,7 +24,16 @@ from dampen import (
     SkipAblation,
 )
 from dampen.regularizer import Regularizer
-from tests.hooks.odd_layers import Alternating, D, Dictionary, Hybrid, HybridWithoutMask, Paired, Softmax, Sparse
+from tests.hooks.odd_layers import (
+    Alternating,
+    D,
+    Dictionary,
+    Hybrid,
+    HybridWithoutMask,
+    Paired,
+    Softmax,
+    Sparse,
+)
 from tests.hooks.odd_layers import Experts as ExpertModules
 
 with warnings.catch_warnings():
@@ -65,7 +74,11 @@ def changed_linears(model, *inputs):
 
 
 def named(model, *endings):
-    return {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and any(e in n for e in endings)}
+    return {
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and any(e in n for e in endings)
+    }
 
 
 FEEDING = {
@@ -79,7 +92,9 @@ FEEDING = {
 
 
 @pytest.mark.parametrize("name", FEEDING)
-@pytest.mark.parametrize("method", [FeedForwardDropout(0.5), DropConnect(0.5)], ids=["dropout", "connect"])
+@pytest.mark.parametrize(
+    "method", [FeedForwardDropout(0.5), DropConnect(0.5)], ids=["dropout", "connect"]
+)
 def test_feed_forward_methods_change_feed_forward_layers_and_no_others(name, method):
     build, endings = FEEDING[name]
     torch.manual_seed(0)
@@ -87,7 +102,9 @@ def test_feed_forward_methods_change_feed_forward_layers_and_no_others(name, met
     reg = dampen.regularize(model, method)
     assert changed_linears(model, X) == named(model, *endings)
     names = {id(m): n for n, m in model.named_modules()}
-    assert {names[id(m)] for c in reg.clones for m, role in c.linears if role in c.roles} == named(model, *endings)
+    assert {names[id(m)] for c in reg.clones for m, role in c.linears if role in c.roles} == named(
+        model, *endings
+    )
 
 
 @pytest.mark.parametrize("name", FEEDING)
@@ -114,7 +131,9 @@ def test_value_and_feed_forward_penalties_are_those_of_the_hooked_inputs(name):
         return hook
 
     for n in values | feeds:
-        hooks.append(model.get_submodule(n).register_forward_hook(add("value" if n in values else "feeds")))
+        hooks.append(
+            model.get_submodule(n).register_forward_hook(add("value" if n in values else "feeds"))
+        )
     model(X)
     for hook in hooks:
         hook.remove()
@@ -280,11 +299,21 @@ def test_whole_layers_that_are_no_module_are_refused(build):
 
 @pytest.mark.parametrize("name", ["vit", "simple_vit", "encoder", "decoder"])
 @pytest.mark.parametrize(
-    "method", [DropPath(0.5), HiddenDropout(0.5), SkipAblation(attention=True)], ids=lambda m: m.name
+    "method",
+    [DropPath(0.5), HiddenDropout(0.5), SkipAblation(attention=True)],
+    ids=lambda m: m.name,
 )
 def test_libraries_that_add_residuals_themselves(name, method):
     torch.manual_seed(0)
-    sizes = {"image_size": 16, "patch_size": 8, "num_classes": 3, "dim": 16, "depth": 2, "heads": 2, "mlp_dim": 24}
+    sizes = {
+        "image_size": 16,
+        "patch_size": 8,
+        "num_classes": 3,
+        "dim": 16,
+        "depth": 2,
+        "heads": 2,
+        "mlp_dim": 24,
+    }
     build = {
         "vit": lambda: ViT(**sizes),
         "simple_vit": lambda: SimpleViT(**sizes),
@@ -322,7 +351,9 @@ def test_methods_without_attention_act_in_every_layer_of_a_hybrid():
 
 
 def test_partial_coverage_is_printed():
-    reg = dampen.regularize(Hybrid(), [DropKey(0.1), FeedForwardDropout(0.1), SkipAblation(attention=True)])
+    reg = dampen.regularize(
+        Hybrid(), [DropKey(0.1), FeedForwardDropout(0.1), SkipAblation(attention=True)]
+    )
     lines = str(reg).split("\n")
     assert "  (partial)  DropKey: attention in 2 of 5 layers" in lines
     assert "  (partial)  SkipAblation: blocks in 2 of 5 layers" in lines
@@ -351,7 +382,9 @@ VALID = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
 
 
 @pytest.mark.parametrize("kinds", [(0, 0, 1), (1, 0)])
-@pytest.mark.parametrize("method", [ExplicitDropout(ffn=1.0), ExplicitDropout(ffn=1.0, form="inverted")])
+@pytest.mark.parametrize(
+    "method", [ExplicitDropout(ffn=1.0), ExplicitDropout(ffn=1.0, form="inverted")]
+)
 def test_padding_counts_nowhere_in_layers_without_attention(kinds, method):
     """The recurrence is causal and padding stands at the end, so valid tokens do not see it."""
     torch.manual_seed(0)
@@ -399,7 +432,9 @@ class OneHead(Softmax):
 
     def forward(self, x, mask=None):
         return self.W_out(
-            F.scaled_dot_product_attention(*(f(x)[:, None] for f in (self.W_q, self.W_k, self.W_v)))[:, 0]
+            F.scaled_dot_product_attention(
+                *(f(x)[:, None] for f in (self.W_q, self.W_k, self.W_v))
+            )[:, 0]
         )
 
 
@@ -440,7 +475,9 @@ class TwoStreams(nn.Module):
     def __init__(self):
         super().__init__()
         self.self_attn = Softmax()
-        self.ffs = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D)) for _ in range(2))
+        self.ffs = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D)) for _ in range(2)
+        )
 
     def forward(self, streams):
         return [x + ff(x + self.self_attn(x)) for x, ff in zip(streams, self.ffs, strict=True)]
@@ -451,7 +488,9 @@ def test_feed_forwards_of_several_streams_are_no_experts():
     model = TwoStreams().train()
     streams, given = [X, X[:, :2]], []
     hooks = [
-        m.register_forward_pre_hook(lambda m, a: given.append((m, a[0]))) for ff in model.ffs for m in (ff[0], ff[2])
+        m.register_forward_pre_hook(lambda m, a: given.append((m, a[0])))
+        for ff in model.ffs
+        for m in (ff[0], ff[2])
     ]
     model(streams)
     expected = sum(0.02 * F.linear(x, m.weight).square().sum(-1).mean().item() for m, x in given)
@@ -467,7 +506,9 @@ def test_feed_forwards_of_several_streams_are_no_experts():
 
 def test_sites_take_exclusions():
     model = Hybrid()
-    reg = dampen.regularize(model, FeedForwardDropout(0.1), target_modules=["layers.*", "!layers.[13]"])
+    reg = dampen.regularize(
+        model, FeedForwardDropout(0.1), target_modules=["layers.*", "!layers.[13]"]
+    )
     assert [layer.site.name for layer in reg.layers] == ["layers.0", "layers.2", "layers.4"]
     reg.remove()
     reg = dampen.regularize(model, DropKey(0.1), target_modules="!layers.2")
@@ -561,7 +602,9 @@ class ConvolvedAttention(nn.Module):
 
     def forward(self, x):
         q, k, v = (t.flatten(2).unflatten(1, (2, -1)).mT for t in self.to_qkv(x).chunk(3, 1))
-        o = torch.einsum("bhij,bhjd->bhid", self.attend(torch.einsum("bhid,bhjd->bhij", q, k) / 3), v)
+        o = torch.einsum(
+            "bhij,bhjd->bhid", self.attend(torch.einsum("bhid,bhjd->bhij", q, k) / 3), v
+        )
         return self.to_out(o.mT.flatten(1, 2).view_as(x))
 
 

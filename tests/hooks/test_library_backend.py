@@ -13,8 +13,18 @@ import dampen
 from dampen import DropHead, DropKey, DropPath, ExplicitDropout
 from tests.families import PADDING, TEXT, graphs_of_a_step, output
 
-_SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-HIDDEN = ["flex_attention", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"]
+_SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+HIDDEN = [
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "kernels-community/flash-attn2",
+]
 
 
 def llama(implementation="sdpa", **more):
@@ -26,7 +36,9 @@ def llama(implementation="sdpa", **more):
 def bert(implementation="sdpa"):
     torch.manual_seed(0)
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return loaded(tr.BertModel(tr.BertConfig(vocab_size=50, **_SIZES, **none)).train(), implementation)
+    return loaded(
+        tr.BertModel(tr.BertConfig(vocab_size=50, **_SIZES, **none)).train(), implementation
+    )
 
 
 def mistral(implementation="sdpa"):
@@ -37,7 +49,9 @@ def mistral(implementation="sdpa"):
 
 def gemma2(implementation="eager"):
     torch.manual_seed(0)
-    config = tr.Gemma2Config(vocab_size=50, **_SIZES, num_key_value_heads=1, head_dim=8, attn_logit_softcapping=0.5)
+    config = tr.Gemma2Config(
+        vocab_size=50, **_SIZES, num_key_value_heads=1, head_dim=8, attn_logit_softcapping=0.5
+    )
     return loaded(tr.Gemma2Model(config).train(), implementation)
 
 
@@ -60,13 +74,17 @@ def step(model, method, seed=3):
     torch.manual_seed(seed)
     out = output(model(input_ids=TEXT, attention_mask=PADDING))[PADDING.bool()]
     loss = out.square().mean() + reg.penalty()
-    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    gradients = torch.autograd.grad(
+        loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True
+    )
     return reg, out.detach(), gradients
 
 
 @pytest.mark.parametrize("implementation", HIDDEN)
 @pytest.mark.parametrize("build", [llama, bert, mistral], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("method", [DropKey(0.4), DropHead(0.5), ExplicitDropout(query=0.2, value=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "method", [DropKey(0.4), DropHead(0.5), ExplicitDropout(query=0.2, value=0.1)], ids=str
+)
 def test_training_is_the_sdpa_model_s(implementation, build, method):
     _, wanted, wanted_gradients = step(build(), method)
     model = build(implementation)
@@ -92,7 +110,9 @@ def stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):
     heads = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(heads, 1) for t in (key, value))
     causal = query.shape[2] > 1 and module.is_causal
-    return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling).transpose(1, 2), None
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=causal, scale=scaling
+    ).transpose(1, 2), None
 
 
 @pytest.fixture
@@ -129,7 +149,9 @@ def test_forwards_without_a_method_at_work_keep_the_back_end(flash):
         model(input_ids=TEXT)
     assert flash.calls == 2
     reg.remove()
-    dampen.regularize(model, DropPath(0.4))  # it acts on branches: the kernel inside them is the model's own affair
+    dampen.regularize(
+        model, DropPath(0.4)
+    )  # it acts on branches: the kernel inside them is the model's own affair
     model(input_ids=TEXT)
     assert flash.calls == 4
 
@@ -153,7 +175,10 @@ def test_a_part_that_prepares_masks_may_be_entered_and_others_say_so():
     assert torch.equal(inner, reference.model(input_ids=TEXT).last_hidden_state)
     x = torch.randn(2, 7, 16)
     position = model.model.rotary_emb(x, torch.arange(7)[None])
-    with pytest.raises(RuntimeError, match=r"without the model around it, so its masks are those of 'flex_attention'"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"without the model around it, so its masks are those of 'flex_attention'",
+    ):
         model.model.layers[0](x, position_embeddings=position)
     assert model.config._attn_implementation == "flex_attention"
 
@@ -168,7 +193,9 @@ def test_a_mask_of_flex_is_refused():
         model(input_ids=TEXT, attention_mask=mask)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning")  # new name in 5.x
+@pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
+)  # new name in 5.x
 def test_checkpointing_recomputes_with_the_same_back_end():
     _, wanted, wanted_gradients = step(llama("flash_attention_2"), DropKey(0.4))
     model = llama("flash_attention_2")
@@ -185,7 +212,9 @@ def test_copies_have_configs_of_their_own(flash):
     twin = copy.deepcopy(model)
     seen = []
     twin.model.layers[0].register_forward_hook(
-        lambda *_: seen.append((twin.config._attn_implementation, model.config._attn_implementation))
+        lambda *_: seen.append(
+            (twin.config._attn_implementation, model.config._attn_implementation)
+        )
     )
     twin(input_ids=TEXT)
     assert seen == [("sdpa", "flash_attention_2")]
@@ -206,7 +235,9 @@ def test_a_back_end_of_the_user_s_own_is_entered_where_it_calls_sdpa(monkeypatch
     assert reg.kernels()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # dynamo's
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)  # dynamo's
 def test_compiled_once():
     model = llama("flex_attention")
     assert graphs_of_a_step(model) == 1

@@ -27,9 +27,13 @@ _KV = {"num_key_value_heads": 1, "head_dim": 8}
 SWITCHED = {
     "bert": lambda: tr.BertModel(tr.BertConfig(**_SIZES)),
     "llama": lambda: tr.LlamaForCausalLM(tr.LlamaConfig(**_SIZES, num_key_value_heads=1)),
-    "mistral": lambda: tr.MistralModel(tr.MistralConfig(**_SIZES, num_key_value_heads=1, sliding_window=3)),
+    "mistral": lambda: tr.MistralModel(
+        tr.MistralConfig(**_SIZES, num_key_value_heads=1, sliding_window=3)
+    ),
     "t5": lambda: tr.T5EncoderModel(
-        tr.T5Config(vocab_size=50, d_model=16, d_kv=8, num_layers=2, num_heads=2, d_ff=24, dropout_rate=0.0)
+        tr.T5Config(
+            vocab_size=50, d_model=16, d_kv=8, num_layers=2, num_heads=2, d_ff=24, dropout_rate=0.0
+        )
     ),
 }
 KEPT = {
@@ -69,7 +73,9 @@ def eager(build):
 def step(model, **more):
     """One training step: what valid tokens give, and the gradients."""
     out = output(model(input_ids=TEXT, attention_mask=PADDING, **more))[PADDING.bool()]
-    return out.detach(), torch.autograd.grad(out.square().mean(), list(model.parameters()), allow_unused=True)
+    return out.detach(), torch.autograd.grad(
+        out.square().mean(), list(model.parameters()), allow_unused=True
+    )
 
 
 @pytest.fixture
@@ -110,7 +116,9 @@ def test_rate_zero_is_the_plain_eager_model(name, calls):
 
 
 @pytest.mark.parametrize("name", SWITCHED)
-@pytest.mark.parametrize("method", [DropKey(0.4), DropHead(0.5), ExplicitDropout(query=0.2, value=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "method", [DropKey(0.4), DropHead(0.5), ExplicitDropout(query=0.2, value=0.1)], ids=str
+)
 def test_stages_draw_as_in_the_eager_socket(name, method):
     """The same draws in the same places, whichever socket they meet."""
     results = []
@@ -137,7 +145,11 @@ def test_what_sdpa_does_not_compute_stays_eager(name, calls):
 
 def test_eval_and_removal_are_exact(calls):
     model = eager(SWITCHED["llama"]).eval()
-    plain, classes, keys = model(input_ids=TEXT).logits, [type(m) for m in model.modules()], list(model.state_dict())
+    plain, classes, keys = (
+        model(input_ids=TEXT).logits,
+        [type(m) for m in model.modules()],
+        list(model.state_dict()),
+    )
     config = model.config.to_json_string()
     reg = dampen.regularize(model, DropKey(0.4))
     assert torch.equal(model(input_ids=TEXT).logits, plain)
@@ -165,10 +177,14 @@ def test_weights_that_are_asked_for_keep_eager(calls):
     assert len(model(input_ids=TEXT).attentions) == 2
     model.config.output_attentions = False
     assert not calls
-    model(input_ids=TEXT)  # the library's own hooks, which it leaves in place, are no reason to stay
+    model(
+        input_ids=TEXT
+    )  # the library's own hooks, which it leaves in place, are no reason to stay
     assert len(calls) == 2
     seen = []
-    hook = model.encoder.layer[0].attention.self.register_forward_hook(lambda m, i, o: seen.append(o[1]))
+    hook = model.encoder.layer[0].attention.self.register_forward_hook(
+        lambda m, i, o: seen.append(o[1])
+    )
     model(input_ids=TEXT)
     assert seen[0].shape == (2, 2, 7, 7)
     hook.remove()
@@ -205,7 +221,9 @@ def test_an_attention_alone_has_the_masks_of_eager(calls):
     model = eager(SWITCHED["llama"])
     x = torch.randn(2, 7, 16)
     position = model.model.rotary_emb(x, torch.arange(7)[None])
-    plain = model.model.layers[0](x, position_embeddings=position)  # no mask: not causal in eager, causal in sdpa
+    plain = model.model.layers[0](
+        x, position_embeddings=position
+    )  # no mask: not causal in eager, causal in sdpa
     dampen.regularize(model, Idle())
     model(input_ids=TEXT)
     assert len(calls) == 2
@@ -214,13 +232,17 @@ def test_an_attention_alone_has_the_masks_of_eager(calls):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning")  # new name in 5.x
+@pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
+)  # new name in 5.x
 def test_checkpointing_recomputes_with_the_same_back_end(reentrant, calls):
     results = []
     for checkpointed in (False, True):
         model = eager(SWITCHED["llama"])
         if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+            )
             model.enable_input_require_grads()
         dampen.regularize(model, DropKey(0.4))
         torch.manual_seed(3)
@@ -249,7 +271,9 @@ def test_copies_are_independent(calls):
         assert len(calls) == before + 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # dynamo's
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)  # dynamo's
 def test_compiled_once():
     model = eager(SWITCHED["llama"])
     assert graphs_of_a_step(model) == 1
@@ -274,7 +298,9 @@ def unfused(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224"], ids=lambda n: n[:5]
+    "name",
+    ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224"],
+    ids=lambda n: n[:5],
 )
 def test_timm_s_fused_attn_is_on_in_training_forwards_only(name):
     def train():
@@ -288,7 +314,9 @@ def test_timm_s_fused_attn_is_on_in_training_forwards_only(name):
     reg = dampen.regularize(model, Idle())
     torch.testing.assert_close(train(), wanted, rtol=1e-4, atol=1e-6)
     assert not any("computes its scores itself" in kernel for kernel in reg.kernels().values())
-    assert f"fused_attn=False of {len(attentions)} attentions is True in training forwards" in repr(reg)
+    assert f"fused_attn=False of {len(attentions)} attentions is True in training forwards" in repr(
+        reg
+    )
     assert torch.equal(model.eval()(x), plain)
     assert not any(m.fused_attn for m in attentions)
     reg.remove()

@@ -114,7 +114,9 @@ def test_a_row_masked_everywhere_by_one_number_stays_as_it_is(path, low):
 
 
 PENALTIES = {
-    "explicit": lambda: dampen.ExplicitDropout(query=1.0, key=1.0, value=1.0, attended_value=1.0, query_key=1.0, ffn=1),
+    "explicit": lambda: dampen.ExplicitDropout(
+        query=1.0, key=1.0, value=1.0, attended_value=1.0, query_key=1.0, ffn=1
+    ),
     "arora": lambda: dampen.AroraDropout(query=1.0, key=1.0, value=1.0, ffn=1.0),
     "entropy": lambda: dampen.AttentionEntropy(1.0, floor=0.99),
     "diversity": lambda: dampen.HeadDiversity(1.0),
@@ -142,7 +144,8 @@ def test_a_padded_query_that_sees_nothing_makes_no_padding_count(penalty, path):
     short = masked.build(path, torch.float64)
     reg = dampen.regularize(short, PENALTIES[penalty]())
     short(
-        masked.ids()[:, 2:], torch.zeros(5, 5).double().masked_fill(~torch.ones(5, 5).tril().bool(), -1e9)[None, None]
+        masked.ids()[:, 2:],
+        torch.zeros(5, 5).double().masked_fill(~torch.ones(5, 5).tril().bool(), -1e9)[None, None],
     )
     expected = reg.penalty().item()
     assert expected > 0
@@ -162,14 +165,18 @@ def test_a_bias_stays_beside_a_mask_and_gets_its_gradient(form, path):
     expected = torch.zeros(2, 3, 5, 4, dtype=torch.float64)
     for b, h, i in itertools.product(range(2), range(3), range(5)):
         keys = [j for j in range(5) if seen[b, 0, i, j]]
-        weights = torch.stack([(q[b, h, i] @ k[b, h, j]) / 2 + bias[0, h, i, j] for j in keys]).softmax(0)
+        weights = torch.stack(
+            [(q[b, h, i] @ k[b, h, j]) / 2 + bias[0, h, i, j] for j in keys]
+        ).softmax(0)
         expected[b, h, i] = sum(w * v[b, h, j] for w, j in zip(weights, keys, strict=True))
     expected_gradient = torch.autograd.grad(expected.square().sum(), bias)[0]
     mask = bias + masked.forms_of(seen, torch.float64)[form]
     # a probability of 1e-12 hides nothing and keeps every stage open
     out = dampen.attention(q, k, v, attn_mask=mask, regularizers=[dampen.DropKey(1e-12)])
     torch.testing.assert_close(out, expected.detach(), atol=1e-9, rtol=0)
-    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), bias)[0], expected_gradient, atol=1e-8, rtol=0)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.square().sum(), bias)[0], expected_gradient, atol=1e-8, rtol=0
+    )
 
 
 @pytest.mark.parametrize("form", ["-1e9", "-1e4", "-100", "-inf", "the smallest number"])
@@ -185,7 +192,9 @@ def test_blocks_of_queries_take_every_form(form, monkeypatch):
         out = []
         for mask in (seen, masked.forms_of(seen, torch.float64)[form]):
             torch.manual_seed(1)
-            got = dampen.attention(q, k, v, attn_mask=mask, regularizers=[dampen.DropKey(0.4), *matrix])
+            got = dampen.attention(
+                q, k, v, attn_mask=mask, regularizers=[dampen.DropKey(0.4), *matrix]
+            )
             out.append((got, *torch.autograd.grad(got.square().sum(), (q, k, v))))
         for a, b in zip(*out, strict=True):
             torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
@@ -203,7 +212,9 @@ def native(tmp_path_factory):
     library.reset()
 
 
-@pytest.mark.parametrize("method", [lambda: dampen.DropKey(0.5), lambda: dampen.HardMasking(0.5, top=0.9)])
+@pytest.mark.parametrize(
+    "method", [lambda: dampen.DropKey(0.5), lambda: dampen.HardMasking(0.5, top=0.9)]
+)
 def test_native_kernels_and_float_masks_hide_alike(native, method):
     """A bool mask goes to the native kernel and a float mask to torch, which draws otherwise: the share of each weight
     that is hidden agrees, and no key of the future is ever seen."""

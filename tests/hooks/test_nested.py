@@ -51,7 +51,9 @@ def jagged():
 
 
 @pytest.mark.parametrize("name", methods())
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", "ignore::DeprecationWarning"
+)
 def test_jagged_batches_are_refused_in_words(name):
     model = Net().train()
     assert model(jagged()).is_nested
@@ -68,7 +70,9 @@ def test_jagged_batches_are_refused_in_words(name):
 
 
 def test_an_attention_of_its_own():
-    q = torch.nested.nested_tensor([torch.randn(9, 2, 8), torch.randn(6, 2, 8)], layout=torch.jagged).transpose(1, 2)
+    q = torch.nested.nested_tensor(
+        [torch.randn(9, 2, 8), torch.randn(6, 2, 8)], layout=torch.jagged
+    ).transpose(1, 2)
     assert dampen.attention(q, q, q).is_nested
     with pytest.raises(RuntimeError, match="attention got a nested tensor"):
         dampen.attention(q, q, q, regularizers=[dampen.DropKey(0.3)])

@@ -120,7 +120,9 @@ def test_mixed_weights_stop_only_methods_about_scores_and_weights():
     attention = model.attention
     normal = attention(X)
     reg = dampen.regularize(model, HeadsOnly())
-    torch.testing.assert_close(attention(X) - attention.to_out.bias, 2 * (normal - attention.to_out.bias))
+    torch.testing.assert_close(
+        attention(X) - attention.to_out.bias, 2 * (normal - attention.to_out.bias)
+    )
     reg.remove()
     reg = dampen.regularize(model, DropKey(0.5))
     with pytest.raises(RuntimeError, match="also uses its attention weights in 'add'"):
@@ -173,7 +175,9 @@ def test_the_function_of_torch_for_many_heads_is_entered():
     reg = dampen.regularize(model, Hide())
     out = model(X)
     torch.testing.assert_close(out, plain)
-    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), model.attention.v_proj.weight)[0], want)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.square().sum(), model.attention.v_proj.weight)[0], want
+    )
     reg.remove()
     reg = dampen.regularize(model, ExplicitDropout(value=1.0, rate=0.2))
     model(X)
@@ -187,12 +191,17 @@ class Memory(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.to_q, self.to_k, self.to_v, self.to_out = (
+            nn.Linear(D, D, bias=False) for _ in range(4)
+        )
         self.memory = nn.Parameter(torch.randn(2, 1, H, 3, D // H))
 
     def forward(self, x, keep=None):
         q, k, v = (split(f(x)) for f in (self.to_q, self.to_k, self.to_v))
-        k, v = (torch.cat([m.expand(len(x), -1, -1, -1), t], 2) for m, t in zip(self.memory, (k, v), strict=True))
+        k, v = (
+            torch.cat([m.expand(len(x), -1, -1, -1), t], 2)
+            for m, t in zip(self.memory, (k, v), strict=True)
+        )
         keep = torch.ones(len(x), N, dtype=torch.bool) if keep is None else keep
         s = (q @ k.mT).masked_fill(~F.pad(keep, (3, 0), value=True)[:, None, None], -1e9)
         return self.to_out((s.softmax(-1) @ v).transpose(1, 2).flatten(-2))
@@ -202,7 +211,9 @@ def test_more_keys_than_tokens_are_no_padding_where_all_are_seen():
     torch.manual_seed(0)
     model = Block(Memory()).train()
     inputs = []
-    handle = model.feed_forward.ff[2].register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
+    handle = model.feed_forward.ff[2].register_forward_pre_hook(
+        lambda _, given: inputs.append(given[0].detach())
+    )
     reg = dampen.regularize(model, ExplicitDropout(ffn2=1.0, rate=0.2))
     model(X)
     y = inputs[0] @ model.feed_forward.ff[2].weight.T
@@ -229,7 +240,9 @@ class Attend(nn.Module):
 class Calling(nn.Module):
     def __init__(self):
         super().__init__()
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.to_q, self.to_k, self.to_v, self.to_out = (
+            nn.Linear(D, D, bias=False) for _ in range(4)
+        )
         self.attention = Attend()
 
     def forward(self, x):
@@ -256,7 +269,9 @@ class OwnResidual(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.to_q, self.to_k, self.to_v, self.to_out = (
+            nn.Linear(D, D, bias=False) for _ in range(4)
+        )
 
     def forward(self, x):
         q, k, v = (split(f(x)) for f in (self.to_q, self.to_k, self.to_v))
@@ -290,8 +305,16 @@ class Stage(nn.Sequential):
 
     def __init__(self):
         super().__init__(
-            nn.Sequential(nn.Conv1d(N, N, 3, padding=1), nn.GELU(), nn.Conv1d(N, N, 3, padding=1), nn.Linear(D, D)),
-            *(Residual(make()) for make in (CallingAttention, FeedForward, CallingAttention, FeedForward)),
+            nn.Sequential(
+                nn.Conv1d(N, N, 3, padding=1),
+                nn.GELU(),
+                nn.Conv1d(N, N, 3, padding=1),
+                nn.Linear(D, D),
+            ),
+            *(
+                Residual(make())
+                for make in (CallingAttention, FeedForward, CallingAttention, FeedForward)
+            ),
         )
 
 
@@ -308,7 +331,11 @@ class Wrapped(nn.Module):
 
     def __init__(self, width=D):
         super().__init__()
-        self.project_in, self.fn, self.project_out = nn.Linear(D, width), CallingAttention(), nn.Linear(width, D)
+        self.project_in, self.fn, self.project_out = (
+            nn.Linear(D, width),
+            CallingAttention(),
+            nn.Linear(width, D),
+        )
 
     def forward(self, x):
         return self.project_out(self.fn(self.project_in(x)))
@@ -402,7 +429,9 @@ class Slots(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.to_q, self.to_k, self.to_v, self.to_out = (
+            nn.Linear(D, D, bias=False) for _ in range(4)
+        )
 
     def forward(self, x):
         q, k, v = (split(f(x)) for f in (self.to_q, self.to_k, self.to_v))
@@ -431,12 +460,16 @@ class TokensFirst(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.to_q, self.to_k, self.to_v, self.to_out = (
+            nn.Linear(D, D, bias=False) for _ in range(4)
+        )
         self.num_heads = H
 
     def forward(self, x, keep):
         n, b, _ = x.shape
-        q, k, v = (f(x).view(n, b * H, D // H).transpose(0, 1) for f in (self.to_q, self.to_k, self.to_v))
+        q, k, v = (
+            f(x).view(n, b * H, D // H).transpose(0, 1) for f in (self.to_q, self.to_k, self.to_v)
+        )
         s = torch.bmm(q, k.transpose(1, 2)).view(b, H, n, n).masked_fill(~keep[:, None, None], -1e9)
         o = torch.bmm(s.view(b * H, n, n).softmax(-1), v)
         return self.to_out(o.transpose(0, 1).reshape(n, b, D))
@@ -452,7 +485,9 @@ def test_padding_is_known_where_tokens_come_first():
     keep = torch.ones(B, N, dtype=torch.bool)
     keep[1, -2:] = False
     inputs = []
-    model.feed_forward.ff[2].register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
+    model.feed_forward.ff[2].register_forward_pre_hook(
+        lambda _, given: inputs.append(given[0].detach())
+    )
     reg = dampen.regularize(model, ExplicitDropout(ffn2=1.0, rate=0.2))
     model(X.transpose(0, 1), keep=keep)
     squares = (inputs[0] @ model.feed_forward.ff[2].weight.T).square().sum(-1).transpose(0, 1)
@@ -483,7 +518,9 @@ class Laser(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.to_q, self.to_k, self.to_v, self.to_out = (
+            nn.Linear(D, D, bias=False) for _ in range(4)
+        )
 
     def forward(self, x):
         q, k, v = (split(f(x)) for f in (self.to_q, self.to_k, self.to_v))

@@ -68,7 +68,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
-        return F.scaled_dot_product_attention(q, k, v, None, 0.5 if self.training else 0.0).squeeze(1)
+        return F.scaled_dot_product_attention(q, k, v, None, 0.5 if self.training else 0.0).squeeze(
+            1
+        )
 
 
 FEATURES = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -108,7 +110,10 @@ def test_rates_kept_as_numbers_are_listed():
         f"layers.{i}.self_attn.attention_dropout: attention dropout 0.3" for i in range(2)
     ]
     assert {r.kind for r in find_own(encoder())} == {"attention dropout", "dropout"}
-    assert {(r.kind, r.rate) for r in find_own(bert()) if r.rate} == {("dropout", 0.2), ("dropout", 0.3)}
+    assert {(r.kind, r.rate) for r in find_own(bert()) if r.rate} == {
+        ("dropout", 0.2),
+        ("dropout", 0.3),
+    }
 
 
 def test_records_of_rates_that_nothing_reads_are_not_listed():
@@ -136,7 +141,9 @@ def test_own_sets_schedules_and_gives_back():
     reg = dampen.regularize(model, DropKey(0.1))
     chosen = reg.set_builtin_dropout(rate=linear(0.4, 0.0), target_modules="*.attn_drop")
     assert [r.rate for r in chosen] == pytest.approx([0.4, 0.2, 0.0])
-    reg.set_builtin_dropout(rate=linear(0.0, 0.2, along="progress"), target_modules=["drop path", "head_drop"])
+    reg.set_builtin_dropout(
+        rate=linear(0.0, 0.2, along="progress"), target_modules=["drop path", "head_drop"]
+    )
     assert model.head_drop.p == 0.0
     reg.progress(0.5)
     assert model.head_drop.p == pytest.approx(0.1)
@@ -169,9 +176,13 @@ def test_own_switched_off_is_the_plain_model():
 
 def test_bad_rates_and_sites():
     reg = dampen.regularize(timm_vit(), DropKey(0.1))
-    with pytest.raises(ValueError, match=r"(?s)no dropout .* target_modules='nowhere'.*blocks.0.attn.attn_drop"):
+    with pytest.raises(
+        ValueError, match=r"(?s)no dropout .* target_modules='nowhere'.*blocks.0.attn.attn_drop"
+    ):
         reg.set_builtin_dropout(rate=0.1, target_modules="nowhere")
-    with pytest.raises(ValueError, match=r"reg.set_builtin_dropout\(rate=...\) must be a probability"):
+    with pytest.raises(
+        ValueError, match=r"reg.set_builtin_dropout\(rate=...\) must be a probability"
+    ):
         reg.set_builtin_dropout(rate=1.5)
     with pytest.raises(ValueError, match="has 2 values, but the model has 3 layers"):
         reg.set_builtin_dropout(rate=[0.1, 0.2])
@@ -190,7 +201,9 @@ def test_mc_mode_samples_it_and_nothing_else_changes(name):
     reg = dampen.regularize(model, DropKey(0.0))
     classes, modes = [type(m) for m in model.modules()], [m.training for m in model.modules()]
     with torch.no_grad():
-        assert torch.equal(run(model, x), expected) or name == "encoder"  # whose fused eval path our sites pass by
+        assert (
+            torch.equal(run(model, x), expected) or name == "encoder"
+        )  # whose fused eval path our sites pass by
         still = run(model, x)
         with reg.mc_mode():
             with reg.mc_mode():
@@ -218,7 +231,9 @@ def test_mc_mode_of_own_dropout_leaves_deterministic_methods_alone():
     model = llama().eval()
     plain = run(model, IDS)
     reg = dampen.regularize(model, [Doubled(), dampen.HeadDiversity(1.0), DropKey(0.0)])
-    reg.set_builtin_dropout(rate=1e-7, target_modules="attention dropout")  # sampled, and drops nothing
+    reg.set_builtin_dropout(
+        rate=1e-7, target_modules="attention dropout"
+    )  # sampled, and drops nothing
     with reg.mc_mode():
         torch.testing.assert_close(run(model, IDS), plain)
     assert reg.penalties() == {}
@@ -267,7 +282,10 @@ def test_deterministic_under_checkpointing():
     model = timm_vit().train()
     for block in model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    with pytest.raises(RuntimeError, match=r"Put loss.backward\(\) inside"), dampen.deterministic(model):
+    with (
+        pytest.raises(RuntimeError, match=r"Put loss.backward\(\) inside"),
+        dampen.deterministic(model),
+    ):
         model(IMAGES)
     with torch.no_grad(), dampen.deterministic(model):
         model(IMAGES)
@@ -285,11 +303,16 @@ def test_what_is_not_dropout_is_named():
             return x + torch.randn_like(x)
 
     model = Noisy()
-    with pytest.warns(UserWarning, match="Noisy drew random numbers .* by randn_like"), dampen.deterministic(model):
+    with (
+        pytest.warns(UserWarning, match="Noisy drew random numbers .* by randn_like"),
+        dampen.deterministic(model),
+    ):
         model(FEATURES)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at what a hook gets
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # dynamo looks at what a hook gets
 def test_deterministic_and_compile():
     torch._dynamo.reset()
     model = Functional().train()

@@ -30,7 +30,9 @@ class Base(nn.Module):
         self.qkv, self.proj, self.num_heads = nn.Linear(8, 24), nn.Linear(8, 8), 2
 
     def split(self, x):
-        return (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return (
+            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
 
 
 class LinearKernelAttention(Base):

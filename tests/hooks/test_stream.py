@@ -108,7 +108,9 @@ def steady(model, x):
         model(x)
 
 
-@pytest.mark.parametrize("way", ["function", "in place", "positions", "ffn first", "in place on the sum"])
+@pytest.mark.parametrize(
+    "way", ["function", "in place", "positions", "ffn first", "in place on the sum"]
+)
 def test_a_block_that_changes_late_is_run_again_and_followed(way):
     torch.manual_seed(0)
     model, x = Model().train(), torch.randn(3, 5, 8)
@@ -281,7 +283,9 @@ def test_a_method_may_add_to_the_stream_that_it_reads():
 def test_a_step_leaves_no_circle_of_references(method):
     """A circle keeps a step's tensors until Python looks for it, and the next step takes fresh memory."""
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16).train()
+    model = dampen.models.ViT(
+        image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16
+    ).train()
     reg, x = dampen.regularize(model, method), torch.randn(2, 3, 8, 8)
 
     def step():
@@ -292,7 +296,9 @@ def test_a_step_leaves_no_circle_of_references(method):
     found = []
     gc.disable()
     try:
-        for _ in range(3):  # a circle of a step is there after each; what a first import leaves behind, after one
+        for _ in range(
+            3
+        ):  # a circle of a step is there after each; what a first import leaves behind, after one
             gc.collect()
             step()
             found.append(gc.collect())

@@ -19,8 +19,24 @@ with warnings.catch_warnings():
 X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
 IDS = torch.randint(1, 20, (2, 6), generator=torch.Generator().manual_seed(0))
-SIZES = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 32}
-OPEN_CLIP = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "heads": 2, "mlp_ratio": 2, "output_dim": 8}
+SIZES = {
+    "image_size": 32,
+    "patch_size": 8,
+    "num_classes": 5,
+    "dim": 32,
+    "depth": 2,
+    "heads": 2,
+    "mlp_dim": 32,
+}
+OPEN_CLIP = {
+    "image_size": 32,
+    "patch_size": 8,
+    "width": 32,
+    "layers": 2,
+    "heads": 2,
+    "mlp_ratio": 2,
+    "output_dim": 8,
+}
 
 
 def torchtune_llama():
@@ -31,16 +47,23 @@ def torchtune_llama():
             from torchtune.models.llama3 import llama3
         except ImportError as error:
             pytest.skip(f"torchtune cannot be imported here: {error}")
-    return llama3(vocab_size=20, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=32, max_seq_len=8)
+    return llama3(
+        vocab_size=20, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=32, max_seq_len=8
+    )
 
 
 MODELS = {
     "vit_pytorch.ViT": (lambda: ViT(**SIZES), X),
     "vit_pytorch.SimpleViT": (lambda: SimpleViT(**SIZES), X),
     "x_transformers.Encoder": (lambda: Encoder(dim=32, depth=2, heads=2), TOKENS),
-    "open_clip.VisionTransformer": (lambda: open_clip.transformer.VisionTransformer(**OPEN_CLIP), X),
+    "open_clip.VisionTransformer": (
+        lambda: open_clip.transformer.VisionTransformer(**OPEN_CLIP),
+        X,
+    ),
     "open_clip.TextTransformer": (
-        lambda: open_clip.transformer.TextTransformer(6, vocab_size=20, width=32, heads=2, layers=2, output_dim=8),
+        lambda: open_clip.transformer.TextTransformer(
+            6, vocab_size=20, width=32, heads=2, layers=2, output_dim=8
+        ),
         IDS,
     ),
     "torchvision.VisionTransformer": (

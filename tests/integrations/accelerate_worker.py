@@ -23,7 +23,9 @@ HALF = 4
 
 def vit(seed=0):
     torch.manual_seed(seed)
-    return dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16).train()
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16
+    ).train()
 
 
 def batches():
@@ -56,7 +58,9 @@ def train(wrapped, reg, accelerator, optimizer, accumulation, start=0, rank=0, r
                 loss = F.cross_entropy(wrapped(x[part]), y[part])
             else:
                 reg.progress(step // accumulation / (8 // accumulation))
-                loss, _ = reg.loss(lambda x=x[part]: wrapped(x), lambda out, y=y[part]: F.cross_entropy(out, y))
+                loss, _ = reg.loss(
+                    lambda x=x[part]: wrapped(x), lambda out, y=y[part]: F.cross_entropy(out, y)
+                )
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -68,12 +72,16 @@ def run(folder, kind, accumulation):
     """Losses and weights in one go, and those of a run that was resumed in the middle from other weights."""
     folder, found = Path(folder), []
     for resume in (False, True):
-        accelerator, model, wrapped, reg, optimizer = prepared(kind, accumulation, seed=5 if resume else 0)
+        accelerator, model, wrapped, reg, optimizer = prepared(
+            kind, accumulation, seed=5 if resume else 0
+        )
         if resume:
             accelerator.load_state(str(folder))
         options = {"start": HALF} if resume else {"save": folder}
         losses = train(wrapped, reg, accelerator, optimizer, accumulation, **options)
-        found.append({"losses": losses, "weights": {n: p.clone() for n, p in model.state_dict().items()}})
+        found.append(
+            {"losses": losses, "weights": {n: p.clone() for n, p in model.state_dict().items()}}
+        )
         accelerator.free_memory()
     return found
 
@@ -83,11 +91,17 @@ def main(folder):
     results = {}
     for kind in METHODS:
         for accumulation in (1, 4):
-            results[f"{kind}-{accumulation}"] = run(Path(folder) / f"{kind}-{accumulation}", kind, accumulation)
+            results[f"{kind}-{accumulation}"] = run(
+                Path(folder) / f"{kind}-{accumulation}", kind, accumulation
+            )
         accelerator, model, wrapped, reg, optimizer = prepared(kind, 2)
         rank, ranks = accelerator.process_index, accelerator.num_processes
         losses = train(wrapped, reg, accelerator, optimizer, 2, rank=rank, ranks=ranks)
-        results[f"{kind}-halves"] = {"losses": losses, "weights": model.state_dict(), "ranks": ranks}
+        results[f"{kind}-halves"] = {
+            "losses": losses,
+            "weights": model.state_dict(),
+            "ranks": ranks,
+        }
     if accelerator.is_main_process:
         torch.save(results, Path(folder) / "out.pt")
     accelerator.wait_for_everyone()

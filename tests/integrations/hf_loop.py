@@ -77,7 +77,9 @@ def micro_loss(
 
     def task(out):
         if smoothing:
-            return LabelSmoother(epsilon=smoothing)(out, labels, shift_labels=language, num_items_in_batch=items)
+            return LabelSmoother(epsilon=smoothing)(
+                out, labels, shift_labels=language, num_items_in_batch=items
+            )
         return out.loss
 
     valid = labels != -100 if tokens else None
@@ -87,7 +89,9 @@ def micro_loss(
         if reg is None:
             return task(model(**given, num_items_in_batch=items))
         _, terms = reg.loss(lambda: model(**given, num_items_in_batch=items), task, valid=valid)
-    return sum((v / accumulation for name, v in terms.items() if name != "task"), start=terms["task"])
+    return sum(
+        (v / accumulation for name, v in terms.items() if name != "task"), start=terms["task"]
+    )
 
 
 def regularized(model, kind):

@@ -18,12 +18,20 @@ from dampen import DropKey, ExplicitDropout, ExplicitMixout, HiddenDropout, Mixo
 STEPS = 3
 KINDS = {
     "plain": lambda: None,
-    "stochastic": lambda: [DropKey(dampen.linear(0.4, 0.1, along="progress")), HiddenDropout(0.1), NEFTune(5.0)],
+    "stochastic": lambda: [
+        DropKey(dampen.linear(0.4, 0.1, along="progress")),
+        HiddenDropout(0.1),
+        NEFTune(5.0),
+    ],
     "penalty": lambda: [ExplicitDropout(value=3.0, ffn=dampen.linear(5.0, 1.0, along="progress"))],
     "exact": lambda: [ExplicitDropout(value=3.0, ffn=2.0, form="exact")],
     "query_key": lambda: [ExplicitDropout(query=1.0, key=1.0, query_key=1.0, form="exact")],
     "two_pass": lambda: [DropKey(0.3), RDrop(2.0)],
-    "two_pass_penalty": lambda: [DropKey(0.3), RDrop(2.0), ExplicitDropout(value=3.0, form="exact")],
+    "two_pass_penalty": lambda: [
+        DropKey(0.3),
+        RDrop(2.0),
+        ExplicitDropout(value=3.0, form="exact"),
+    ],
     "mixout": lambda: [Mixout(0.7)],
     "explicit_mixout": lambda: [ExplicitMixout(5.0)],
 }
@@ -31,13 +39,17 @@ KINDS = {
 
 def vit():
     torch.manual_seed(0)
-    return dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16).train()
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16
+    ).train()
 
 
 def batches():
     """Synthetic: 4 images a step."""
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(4, 3, 8, 8, generator=generator), torch.arange(4) % 3) for _ in range(STEPS)]
+    return [
+        (torch.randn(4, 3, 8, 8, generator=generator), torch.arange(4) % 3) for _ in range(STEPS)
+    ]
 
 
 def trained(model):
@@ -85,11 +97,16 @@ def fsdp1(model, reg):
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    wrap = functools.partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu"))
+    wrap = functools.partial(
+        FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu")
+    )
     sharded = wrap(model, auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}))
     losses = train(sharded, reg, stepper(torch.optim.SGD(trained(sharded), lr=0.1)))
     with FullyShardedDataParallel.summon_full_params(sharded):
-        clean = {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in sharded.named_parameters()}
+        clean = {
+            n.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
+            for n, p in sharded.named_parameters()
+        }
     return losses, {n: p for n, p in clean.items() if "dampen_" not in n}, held_here(reg)
 
 
@@ -105,12 +122,16 @@ def fsdp2(model, reg):
 
 def held_here(reg):
     """Of each starting weight: how many numbers this process keeps, and how many it has."""
-    starts = [] if reg is None else [s for c in reg.clones for s in getattr(c, "starts", {}).items()]
+    starts = (
+        [] if reg is None else [s for c in reg.clones for s in getattr(c, "starts", {}).items()]
+    )
     return {n: (s.value.numel(), s.shape.numel()) for n, s in starts}
 
 
 def reads_weights(reg):
-    return reg is not None and any(isinstance(m, ExplicitDropout | ExplicitMixout | Mixout) for m in reg.methods)
+    return reg is not None and any(
+        isinstance(m, ExplicitDropout | ExplicitMixout | Mixout) for m in reg.methods
+    )
 
 
 def zero(stage, leaves=True):
@@ -128,7 +149,9 @@ def zero(stage, leaves=True):
         ):  # a block's weights stay whole until its forward ends
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
         optimizer = torch.optim.SGD(trained(model), lr=0.1)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
 
         def step(loss):
             engine.backward(loss)
@@ -154,7 +177,13 @@ def shares(sizes):
     return held
 
 
-WAYS = {"fsdp1": fsdp1, "fsdp2": fsdp2, "zero2": zero(2), "zero3": zero(3), "zero3_no_leaves": zero(3, leaves=False)}
+WAYS = {
+    "fsdp1": fsdp1,
+    "fsdp2": fsdp2,
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "zero3_no_leaves": zero(3, leaves=False),
+}
 
 
 def main(way, file, *kinds):

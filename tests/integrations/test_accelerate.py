@@ -73,7 +73,9 @@ def test_two_processes(tmp_path):
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     got = torch.load(tmp_path / "out.pt", weights_only=True)
     for kind in METHODS:
@@ -110,7 +112,9 @@ def test_save_state_and_load_state_carry_schedules_and_learned_rates(tmp_path):
                 accelerator.save_state(str(tmp_path / "half"))
             torch.manual_seed(step)
             reg.progress(step / 8)
-            loss, _ = reg.loss(lambda x=x, m=wrapped: m(x), lambda out, y=y: F.cross_entropy(out, y))
+            loss, _ = reg.loss(
+                lambda x=x, m=wrapped: m(x), lambda out, y=y: F.cross_entropy(out, y)
+            )
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

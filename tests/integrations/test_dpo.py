@@ -22,7 +22,11 @@ def dpo(folder, model, accumulation, reference=True, **options):
 
     generator = torch.Generator().manual_seed(0)
     rows = [
-        {"prompt": words(3, generator), "chosen": " " + words(3, generator), "rejected": " " + words(4, generator)}
+        {
+            "prompt": words(3, generator),
+            "chosen": " " + words(3, generator),
+            "rejected": " " + words(4, generator),
+        }
         for _ in range(32)
     ]
     return trl.DPOTrainer(
@@ -34,12 +38,18 @@ def dpo(folder, model, accumulation, reference=True, **options):
 
 def installed(trainer, kind):
     methods = METHODS[kind]()
-    return trainer if methods is None else hf.install(trainer, dampen.regularize(trainer.model, methods))
+    return (
+        trainer
+        if methods is None
+        else hf.install(trainer, dampen.regularize(trainer.model, methods))
+    )
 
 
 def log_probability(out, inputs):
     """Of each completion."""
-    logp = out.logits[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None]).squeeze(-1)
+    logp = (
+        out.logits[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None]).squeeze(-1)
+    )
     return (logp * inputs["completion_mask"][:, 1:]).sum(1)
 
 
@@ -48,7 +58,9 @@ def by_hand(model, kind, batches, accumulation, beta=0.1):
     methods, reference = METHODS[kind](), llama().eval()
     reg = None if methods is None else dampen.regularize(model, methods)
     if reg is not None:
-        reg.prefix.doubled.why = "TRL gives the model more than its batch"  # two passes, which draw in another order
+        reg.prefix.doubled.why = (
+            "TRL gives the model more than its batch"  # two passes, which draw in another order
+        )
 
     def micro_loss(inputs, micro):
         given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
@@ -94,14 +106,22 @@ def test_dpo_wants_no_noise_unless_it_is_said(tmp_path):
 def test_dpo_reference_pass_of_an_adapter_is_plain(tmp_path):
     """Policy and reference are one model in training mode there; random methods act in passes with gradient alone."""
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     reg = dampen.regularize(model, DropKey(0.4), target_modules="*")
-    trainer = hf.install(dpo(tmp_path, model, 1, reference=False, disable_dropout=False, max_steps=2), reg)
+    trainer = hf.install(
+        dpo(tmp_path, model, 1, reference=False, disable_dropout=False, max_steps=2), reg
+    )
     seen = []
     for layer in reg.clones:
         original = layer.mask
-        object.__setattr__(layer, "native_hiding", lambda keys: None)  # a native kernel would not ask for the mask
-        object.__setattr__(layer, "mask", lambda *a, f=original: (seen.append(torch.is_grad_enabled()), f(*a))[1])
+        object.__setattr__(
+            layer, "native_hiding", lambda keys: None
+        )  # a native kernel would not ask for the mask
+        object.__setattr__(
+            layer, "mask", lambda *a, f=original: (seen.append(torch.is_grad_enabled()), f(*a))[1]
+        )
     trainer.train()
     assert seen
     assert all(seen)

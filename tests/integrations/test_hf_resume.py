@@ -15,7 +15,11 @@ pytestmark = [
 ]
 
 
-KINDS = {**METHODS, "learned": lambda: [HardMasking(0.3, learn="rate")], "mixout": lambda: [Mixout(0.5)]}
+KINDS = {
+    **METHODS,
+    "learned": lambda: [HardMasking(0.3, learn="rate")],
+    "mixout": lambda: [Mixout(0.5)],
+}
 
 
 @pytest.mark.parametrize(("kind", "accumulation"), product(KINDS, [1, 4]))
@@ -33,7 +37,9 @@ def test_resumed_in_the_middle_equals_a_loop_by_hand(tmp_path, kind, accumulatio
         model, reg = made(5 if resume else 0)
         args = arguments(tmp_path / str(resume), accumulation, save_strategy="steps", save_steps=2)
         trainer = make(model, data, args, reg)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "False" / "checkpoint-2") if resume else None)
+        trainer.train(
+            resume_from_checkpoint=str(tmp_path / "False" / "checkpoint-2") if resume else None
+        )
         same(weights(model), weights(twin))
         if reg is not None:
             learnt = reg.state_dict()["parameters"]

@@ -28,7 +28,9 @@ KINDS = {**METHODS, "learned": lambda: [HardMasking(0.3, learn="rate")]}
 
 def vit(seed=0):
     torch.manual_seed(seed)
-    return dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16)
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16
+    )
 
 
 def images(count=32):
@@ -98,7 +100,10 @@ def train(model, reg, data, accumulation, folder, ckpt=None, callbacks=(), **opt
 def bare(model, reg, data, accumulation):
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     model.train()
-    losses, batches = [], [next(iter(DataLoader(data[i : i + 2], batch_size=2))) for i in range(0, len(data), 2)]
+    losses, batches = (
+        [],
+        [next(iter(DataLoader(data[i : i + 2], batch_size=2))) for i in range(0, len(data), 2)],
+    )
     steps = len(batches) // accumulation
     for index, (x, y) in enumerate(batches):
         torch.manual_seed(100 + index)
@@ -126,7 +131,9 @@ def test_same_losses_and_weights_as_a_loop_by_hand(tmp_path, kind, accumulation)
     model, twin, data = vit(), vit(), images()
     _, losses = train(model, regularized(model, kind), data, accumulation, tmp_path)
     expected = bare(twin, regularized(twin, kind), data, accumulation)
-    scale = losses[0] / expected[0]  # Lightning reports a micro-batch's loss before or after dividing it
+    scale = (
+        losses[0] / expected[0]
+    )  # Lightning reports a micro-batch's loss before or after dividing it
     assert [v / scale for v in losses] == pytest.approx(expected, rel=1e-6)
     assert min(abs(scale - s) for s in (1.0, accumulation)) < 1e-6
     same(weights(model), weights(twin))
@@ -205,7 +212,9 @@ def test_a_fit_that_raised_leaves_nothing_to_the_next(tmp_path):
     model.load_state_dict(twin.state_dict())
     reg = regularized(model, "two_pass")
     model.register_forward_hook(lambda *a: calls.append(1))
-    lightning.Trainer(**options, callbacks=[Seeded(), Regularize(reg)]).fit(task, DataLoader(images(), batch_size=2))
+    lightning.Trainer(**options, callbacks=[Seeded(), Regularize(reg)]).fit(
+        task, DataLoader(images(), batch_size=2)
+    )
     assert len(calls) == 2 * 16
     bare(twin, regularized(twin, "two_pass"), images(), 1)
     same(weights(model), weights(twin))
@@ -219,15 +228,22 @@ def by_fabric(folder, kind, accumulation, resume):
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     model.train()
-    wrapped, optimizer = fabric.setup(model, optimizer) if reg is None else setup(fabric, reg, optimizer)
-    state, losses = {"model": wrapped, "optimizer": optimizer, "reg": {} if reg is None else reg.state_dict()}, []
+    wrapped, optimizer = (
+        fabric.setup(model, optimizer) if reg is None else setup(fabric, reg, optimizer)
+    )
+    state, losses = (
+        {"model": wrapped, "optimizer": optimizer, "reg": {} if reg is None else reg.state_dict()},
+        [],
+    )
     if resume:
         fabric.load(folder / "half.ckpt", state)
         if reg is not None:
             reg.load_state_dict(state["reg"])
     for index in range(8 if resume else 0, 16):
         if index == 8 and not resume:
-            fabric.save(folder / "half.ckpt", {**state, "reg": {} if reg is None else reg.state_dict()})
+            fabric.save(
+                folder / "half.ckpt", {**state, "reg": {} if reg is None else reg.state_dict()}
+            )
         x, y = next(iter(DataLoader(data[2 * index : 2 * index + 2], batch_size=2)))
         torch.manual_seed(100 + index)
         if reg is None:

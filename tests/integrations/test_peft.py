@@ -19,7 +19,12 @@ INPUTS = batch(texts(4))
 
 def config(**options):
     return peft.LoraConfig(
-        r=2, lora_alpha=6, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False, **options
+        r=2,
+        lora_alpha=6,
+        target_modules=TARGETS,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        **options,
     )
 
 
@@ -51,7 +56,9 @@ def test_penalties_are_those_of_the_merged_model(form, detach, dropout, order):
         plain = adapted(llama(), lora_dropout=dropout)
         merged = plain.merge_and_unload().train()
     other = dampen.regularize(merged.requires_grad_(), method())  # peft left it frozen
-    if dropout:  # switch the noise of the forward off, keeping its place: inputs of later layers must agree
+    if (
+        dropout
+    ):  # switch the noise of the forward off, keeping its place: inputs of later layers must agree
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
@@ -75,7 +82,9 @@ def test_penalties_are_those_of_the_merged_model(form, detach, dropout, order):
 def test_gradients_equal_those_through_the_merged_weight():
     """Of A and B of one value projection, against autograd through W + s B A."""
     model = adapted(llama())
-    reg = dampen.regularize(model, ExplicitDropout(value=1.0, form="exact"), target_modules="*layers.0*")
+    reg = dampen.regularize(
+        model, ExplicitDropout(value=1.0, form="exact"), target_modules="*layers.0*"
+    )
     lora = model.base_model.model.model.layers[0].self_attn.v_proj
     seen = []
     lora.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
@@ -93,8 +102,13 @@ def test_gradients_equal_those_through_the_merged_weight():
 
 def test_lora_dropout_does_not_enter_the_penalty():
     model = adapted(llama(), lora_dropout=0.5)
-    reg = dampen.regularize(model, ExplicitDropout(value=1.0, form="exact"), target_modules="*layers.0*")
-    values = [reg.loss(lambda: model(**INPUTS), lambda out: out.loss)[1]["explicit_dropout.value"] for _ in range(2)]
+    reg = dampen.regularize(
+        model, ExplicitDropout(value=1.0, form="exact"), target_modules="*layers.0*"
+    )
+    values = [
+        reg.loss(lambda: model(**INPUTS), lambda out: out.loss)[1]["explicit_dropout.value"]
+        for _ in range(2)
+    ]
     torch.testing.assert_close(values[0], values[1])  # the first layer's input has no noise in it
 
 
@@ -110,7 +124,9 @@ def test_disabled_and_merged_adapters():
     model.merge_adapter()
     with torch.no_grad():
         got = reg.loss(lambda: model(**INPUTS), lambda out: out.loss)[1]
-    torch.testing.assert_close(got["explicit_dropout.value"], whole["explicit_dropout.value"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        got["explicit_dropout.value"], whole["explicit_dropout.value"], rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -164,20 +180,28 @@ def test_output_and_branches_are_those_of_the_merged_model(term, form):
     """BERT's output projection lies in a wrapper of the attention, and ends a branch as the second map does."""
     torch.manual_seed(5)
     lora = peft.LoraConfig(
-        r=2, lora_alpha=6, target_modules=["output.dense"], task_type="SEQ_CLS", init_lora_weights=False
+        r=2,
+        lora_alpha=6,
+        target_modules=["output.dense"],
+        task_type="SEQ_CLS",
+        init_lora_weights=False,
     )
     model = peft.get_peft_model(bert(), lora).train()
     merged = copy.deepcopy(model).merge_and_unload().train()
     inputs, values = batch(sentences(4)), []
     for m in (model, merged):
         reg = dampen.regularize(m, ExplicitDropout(**{term: 1.0}, form=form))
-        values.append(reg.loss(lambda m=m: m(**inputs), lambda out: out.loss)[1][f"explicit_dropout.{term}"])
+        values.append(
+            reg.loss(lambda m=m: m(**inputs), lambda out: out.loss)[1][f"explicit_dropout.{term}"]
+        )
     torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-6)
 
 
 def test_projection_dropout_stays_out_of_the_adapter():
     """One mask on the input of the frozen map; the two maps of LoRA beside it are not the output projection."""
-    lora = peft.LoraConfig(r=2, target_modules=["output.dense"], task_type="SEQ_CLS", init_lora_weights=False)
+    lora = peft.LoraConfig(
+        r=2, target_modules=["output.dense"], task_type="SEQ_CLS", init_lora_weights=False
+    )
     model = peft.get_peft_model(bert(), lora).train()
     dampen.regularize(model, ProjectionDropout(0.5))
     dense = model.base_model.model.bert.encoder.layer[0].attention.output.dense

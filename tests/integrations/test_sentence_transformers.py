@@ -72,7 +72,9 @@ def test_equals_a_loop_by_hand_also_when_resumed(tmp_path, kind, accumulation):
     model = embedder(tmp_path)
     trainer, seen = make(tmp_path / "one", model, accumulation, kind), []
     take = trainer.collect_features
-    trainer.collect_features = lambda inputs: (seen.append(dict(inputs)), take(inputs))[1]  # it shuffles by itself
+    trainer.collect_features = lambda inputs: (seen.append(dict(inputs)), take(inputs))[
+        1
+    ]  # it shuffles by itself
     trainer.train()
     batches = seen[::2] if kind == "two_pass" else seen  # each pass asks for its features
     twin = embedder(tmp_path)

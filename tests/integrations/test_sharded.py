@@ -13,7 +13,9 @@ from tests.integrations.sharded_worker import KINDS, by_hand
 from tests.integrations.tiny import same
 
 ROOT = Path(__file__).resolve().parents[2]
-DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
+)
 
 
 def launched(way, folder, kinds):
@@ -25,15 +27,28 @@ def launched(way, folder, kinds):
         way, str(out), *kinds,
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out, weights_only=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way", ["fsdp1", "fsdp2", pytest.param("zero2", marks=DEEPSPEED), pytest.param("zero3", marks=DEEPSPEED)]
+    "way",
+    [
+        "fsdp1",
+        "fsdp2",
+        pytest.param("zero2", marks=DEEPSPEED),
+        pytest.param("zero3", marks=DEEPSPEED),
+    ],
 )
 def test_losses_and_weights_of_one_process(way, tmp_path):
     """Every kind of method; and Mixout's starting weights are held once over all ranks, as the weights are."""
@@ -56,4 +71,6 @@ def test_losses_and_weights_of_one_process(way, tmp_path):
 def test_zero3_without_whole_blocks_says_what_to_do(tmp_path):
     """Weights that are read where the attention runs are gone by then; the feed-forward's are read in their own map."""
     got = launched("zero3_no_leaves", tmp_path, ["exact", "query_key", "explicit_mixout"])
-    assert all("set_z3_leaf_modules(model, [type(block)])" in found["error"] for found in got.values())
+    assert all(
+        "set_z3_leaf_modules(model, [type(block)])" in found["error"] for found in got.values()
+    )

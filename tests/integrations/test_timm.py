@@ -20,14 +20,23 @@ UPDATES = {1: 8, 4: 2}
 def vit(seed=0):
     torch.manual_seed(seed)
     return timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3
+        "vit_tiny_patch16_224",
+        img_size=16,
+        patch_size=8,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        num_classes=3,
     ).train()
 
 
 def loader():
     """Synthetic: 8 batches of 2 images."""
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(2, 3, 16, 16, generator=generator), torch.arange(2) + i % 2) for i in range(BATCHES)]
+    return [
+        (torch.randn(2, 3, 16, 16, generator=generator), torch.arange(2) + i % 2)
+        for i in range(BATCHES)
+    ]
 
 
 def forward_with_loss(model, reg, input, target, loss_fn):
@@ -43,15 +52,21 @@ def script(folder, kind, accum_steps, resume):
     """What `train.py` does, with timm's parts; it saves after an epoch, or resumes there from other weights."""
     model, methods = vit(seed=5 if resume else 0), METHODS[kind]()
     reg = None if methods is None else dampen.regularize(model, methods)
-    optimizer = timm.optim.create_optimizer_v2(model, opt="momentum", lr=0.1, momentum=0.0, weight_decay=0.0)
+    optimizer = timm.optim.create_optimizer_v2(
+        model, opt="momentum", lr=0.1, momentum=0.0, weight_decay=0.0
+    )
     scheduler, _ = timm.scheduler.create_scheduler_v2(
         optimizer, sched="step", num_epochs=EPOCHS, decay_epochs=1, decay_rate=0.5
     )
     loss_fn = timm.loss.LabelSmoothingCrossEntropy(0.1)
-    saver = timm.utils.CheckpointSaver(model, optimizer, checkpoint_dir=str(folder), recovery_dir=str(folder))
+    saver = timm.utils.CheckpointSaver(
+        model, optimizer, checkpoint_dir=str(folder), recovery_dir=str(folder)
+    )
     start, losses = 0, []
     if resume:
-        timm.models.resume_checkpoint(model, str(folder / "last.pth.tar"), optimizer, log_info=False)
+        timm.models.resume_checkpoint(
+            model, str(folder / "last.pth.tar"), optimizer, log_info=False
+        )
         if reg is not None:
             reg.load_state_dict(torch.load(folder / "dampen.pt", weights_only=True))
         start = 1
@@ -127,8 +142,14 @@ def test_the_task_of_newer_scripts(kind):
         reg = dampen.regularize(model, METHODS[kind]())
         torch.manual_seed(3)
         if tasked:
-            task = tasks.ClassificationTask(model, timm.loss.LabelSmoothingCrossEntropy(0.1), verbose=False)
-            loss, _ = reg.loss(lambda: task(input, target), lambda r: r["loss"], logits=lambda r: r["output"])  # noqa: B023
+            task = tasks.ClassificationTask(
+                model, timm.loss.LabelSmoothingCrossEntropy(0.1), verbose=False
+            )
+            loss, _ = reg.loss(
+                lambda: task(input, target),  # noqa: B023
+                lambda r: r["loss"],
+                logits=lambda r: r["output"],
+            )
         else:
             loss, _ = reg.loss(
                 lambda: model(input), lambda out: F.cross_entropy(out, target, label_smoothing=0.1)  # noqa: B023

@@ -18,7 +18,10 @@ def sft(folder, model, accumulation, **options):
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(0)
-    rows = [{"prompt": words(3, generator), "completion": " " + words(3 + i % 3, generator)} for i in range(32)]
+    rows = [
+        {"prompt": words(3, generator), "completion": " " + words(3 + i % 3, generator)}
+        for i in range(32)
+    ]
     return trl.SFTTrainer(
         model=model, args=arguments(trl.SFTConfig, folder, accumulation, **options), processing_class=tokenizer(),
         train_dataset=Dataset.from_list(rows), **plain_sgd(model),
@@ -27,7 +30,11 @@ def sft(folder, model, accumulation, **options):
 
 def installed(trainer, kind):
     methods = METHODS[kind]()
-    return trainer if methods is None else hf.install(trainer, dampen.regularize(trainer.model, methods))
+    return (
+        trainer
+        if methods is None
+        else hf.install(trainer, dampen.regularize(trainer.model, methods))
+    )
 
 
 def by_hand(model, kind, batches, accumulation):
@@ -35,7 +42,9 @@ def by_hand(model, kind, batches, accumulation):
     methods = METHODS[kind]()
     reg = None if methods is None else dampen.regularize(model, methods)
     if reg is not None:
-        reg.prefix.doubled.why = "TRL gives the model more than its batch"  # two passes, which draw in another order
+        reg.prefix.doubled.why = (
+            "TRL gives the model more than its batch"  # two passes, which draw in another order
+        )
 
     def micro_loss(inputs, micro):
         items = sum((m["labels"][:, 1:] != -100).sum() for m in micro)
@@ -43,7 +52,10 @@ def by_hand(model, kind, batches, accumulation):
         given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
 
         def task(out):
-            return F.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum") / items
+            return (
+                F.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+                / items
+            )
 
         if reg is None:
             return task(model(**given))

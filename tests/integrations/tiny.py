@@ -6,7 +6,12 @@ import transformers as tr
 import dampen
 from dampen import DropKey, ExplicitDropout, RDrop
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 METHODS = {
     "plain": lambda: None,
@@ -18,7 +23,9 @@ METHODS = {
 
 def bert(labels=3, seed=0, **options):
     torch.manual_seed(seed)
-    return tr.BertForSequenceClassification(tr.BertConfig(vocab_size=30, **SIZES, **OFF, num_labels=labels, **options))
+    return tr.BertForSequenceClassification(
+        tr.BertConfig(vocab_size=30, **SIZES, **OFF, num_labels=labels, **options)
+    )
 
 
 def llama(seed=0):
@@ -36,14 +43,23 @@ def sentences(count=24, length=7, labels=3, seed=1):
         mask = torch.ones(length, dtype=torch.long)
         mask[length - i % 3 :] = 0
         ids = torch.randint(1, 30, (length,), generator=generator) * mask
-        rows.append({"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(int(ids.sum()) % labels)})
+        rows.append(
+            {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "labels": torch.tensor(int(ids.sum()) % labels),
+            }
+        )
     return rows
 
 
 def texts(count=24, length=7, seed=1):
     """Synthetic: token ids that are their own labels, padding ignored."""
     rows = sentences(count, length, seed=seed)
-    return [{**row, "labels": row["input_ids"].masked_fill(row["attention_mask"] == 0, -100)} for row in rows]
+    return [
+        {**row, "labels": row["input_ids"].masked_fill(row["attention_mask"] == 0, -100)}
+        for row in rows
+    ]
 
 
 def batch(rows):
@@ -59,6 +75,8 @@ def same(a, b, tolerance=None):
     assert a.keys() == b.keys()
     for name in a:
         if tolerance is None:
-            assert torch.equal(a[name], b[name]), f"{name} differs by {(a[name] - b[name]).abs().max():.3g}"
+            assert torch.equal(a[name], b[name]), (
+                f"{name} differs by {(a[name] - b[name]).abs().max():.3g}"
+            )
         else:
             torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)

@@ -12,7 +12,9 @@ def tokenizer():
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 30)}}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def words(count, generator):
@@ -40,7 +42,10 @@ def plain_sgd(model):
 def loop(model, reg, batches, accumulation, micro_loss, steps=4):
     """The bare loop: `micro_loss(inputs, items)` gives a task loss that is averaged over the step already, or one that
     is not (then it divides by itself), and the penalties of that micro-batch."""
-    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE), []
+    optimizer, losses = (
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE),
+        [],
+    )
     model.train()
     for step in range(steps):
         micro = batches[step * accumulation : (step + 1) * accumulation]

@@ -47,7 +47,9 @@ def problems(draw):
     n, m, d = draw(st.integers(1, 6)), draw(st.integers(1, 6)), draw(st.sampled_from([1, 4, 8]))
     gqa = len(leading) == 2 and draw(st.booleans())
     heads = (2, 4) if gqa else leading
-    mask = draw(st.sampled_from(["none", "causal", "bool", "float", "bool_row", "bool_full", "empty_row"]))
+    mask = draw(
+        st.sampled_from(["none", "causal", "bool", "float", "bool_row", "bool_full", "empty_row"])
+    )
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
     scale = draw(st.sampled_from([None, 0.3]))
     return heads, leading, n, m, d, gqa, mask, dtype, scale, draw(st.integers(0, 2**16))
@@ -62,7 +64,8 @@ def test_agrees_with_sdpa(kernel, problem):
     torch.manual_seed(seed)
     kv = (2, 2) if gqa else leading
     q, k, v = (
-        torch.randn(*lead, length, d, dtype=dtype).requires_grad_() for lead, length in ((heads, n), (kv, m), (kv, m))
+        torch.randn(*lead, length, d, dtype=dtype).requires_grad_()
+        for lead, length in ((heads, n), (kv, m), (kv, m))
     )
     mask = {
         "bool": torch.rand(n, m) < 0.7,
@@ -71,7 +74,12 @@ def test_agrees_with_sdpa(kernel, problem):
         "float": torch.randn(n, m, dtype=dtype),
         "empty_row": torch.zeros(n, m, dtype=torch.bool),
     }.get(mask_kind)
-    options = {"attn_mask": mask, "is_causal": mask_kind == "causal", "scale": scale, "enable_gqa": gqa}
+    options = {
+        "attn_mask": mask,
+        "is_causal": mask_kind == "causal",
+        "scale": scale,
+        "enable_gqa": gqa,
+    }
     expected = F.scaled_dot_product_attention(q, k, v, **options)
     weight = torch.randn_like(expected)
     expected_grads = torch.autograd.grad((expected * weight).sum(), (q, k, v))
@@ -80,7 +88,12 @@ def test_agrees_with_sdpa(kernel, problem):
         regularizers[0].logits = lambda s, call: s
     got = dampen.attention(q, k, v, **options, regularizers=regularizers)
     got_grads = torch.autograd.grad((got * weight).sum(), (q, k, v))
-    tolerance = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.01}[dtype]
+    tolerance = {
+        torch.float64: 1e-9,
+        torch.float32: 2e-5,
+        torch.bfloat16: 0.06,
+        torch.float16: 0.01,
+    }[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     for a, b in zip(got_grads, expected_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=4 * tolerance, atol=4 * tolerance)
@@ -98,7 +111,8 @@ def test_broadcast_operands():
 
 
 @pytest.mark.parametrize(
-    ("stage", "factor"), [("qkv", 0.5), ("probs", 0.5), ("heads", 0.5), ("logits", None), ("mask", None)]
+    ("stage", "factor"),
+    [("qkv", 0.5), ("probs", 0.5), ("heads", 0.5), ("logits", None), ("mask", None)],
 )
 def test_stages_are_open(stage, factor):
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind(0)
@@ -128,7 +142,9 @@ def test_logits_see_the_bias_but_no_infinities():
     torch.testing.assert_close(seen[0], expected)
 
 
-@pytest.mark.parametrize("regularizer", [DropKey(0.4), DropAttention(0.4, normalized=False)], ids=["fused", "plain"])
+@pytest.mark.parametrize(
+    "regularizer", [DropKey(0.4), DropAttention(0.4, normalized=False)], ids=["fused", "plain"]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_chunks_equal_the_whole(regularizer, causal):
     """Chunked over the queries: the same distribution, finite gradients, and the same draws in forward and backward."""
@@ -156,10 +172,14 @@ def test_chunks_equal_the_whole(regularizer, causal):
 def test_chunks_without_a_draw_are_sdpa(causal):
     q, k, v = torch.randn(3, 1, 2, 2049, 4).unbind(0)
     got = dampen.attention(q, k, v, is_causal=causal, regularizers=[DropKey(0.0)])
-    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, is_causal=causal), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        got, F.scaled_dot_product_attention(q, k, v, is_causal=causal), rtol=1e-4, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("method", [DropKey, lambda rate, unit: DropAttention(rate, unit, normalized=False)])
+@pytest.mark.parametrize(
+    "method", [DropKey, lambda rate, unit: DropAttention(rate, unit, normalized=False)]
+)
 def test_columns_are_the_same_in_all_chunks(method):
     """What all queries share is drawn once, not once per chunk."""
     torch.manual_seed(0)
@@ -176,7 +196,9 @@ def test_kernel_choice():
     short, long = torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 256, 8)
     very_long = torch.zeros(1, 1, 4096, 8)
     assert choose_kernel(long, long, [DropKey(0.1)]).name == "fused"
-    assert choose_kernel(short, short, [DropKey(0.1)]).name == "plain"  # measured: faster below 48 keys in float32
+    assert (
+        choose_kernel(short, short, [DropKey(0.1)]).name == "plain"
+    )  # measured: faster below 48 keys in float32
     plain = choose_kernel(long, long, [DropAttention(0.1, normalized=False)])
     assert plain.name == "plain"
     assert "drop_attention" in plain.why
@@ -187,18 +209,33 @@ def test_kernel_choice():
 
 def test_empty_sequences():
     """No queries give an empty result, no keys give zeros; neither raises nor gives NaN."""
-    for regularizer in (DropKey(0.5), DropAttention(0.5, normalized=False), DropKey(0.5, unit="column")):
+    for regularizer in (
+        DropKey(0.5),
+        DropAttention(0.5, normalized=False),
+        DropKey(0.5, unit="column"),
+    ):
         none, some = torch.randn(2, 3, 0, 4), torch.randn(2, 3, 5, 4)
         assert dampen.attention(none, some, some, regularizers=[regularizer]).shape == (2, 3, 0, 4)
-        assert torch.equal(dampen.attention(some, none, none, regularizers=[regularizer]), torch.zeros(2, 3, 5, 4))
-        assert dampen.attention(*(torch.randn(0, 3, 5, 4) for _ in range(3)), regularizers=[regularizer]).shape[0] == 0
+        assert torch.equal(
+            dampen.attention(some, none, none, regularizers=[regularizer]), torch.zeros(2, 3, 5, 4)
+        )
+        assert (
+            dampen.attention(
+                *(torch.randn(0, 3, 5, 4) for _ in range(3)), regularizers=[regularizer]
+            ).shape[0]
+            == 0
+        )
 
 
 def test_fully_padded_rows_give_zeros_and_finite_gradients():
     q, k, v = (torch.randn(2, 3, 5, 4, requires_grad=True) for _ in range(3))
     mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
     mask[1] = False
-    for regularizer in (DropKey(0.5), DropAttention(0.5, normalized=False), DropAttention(0.5, unit="column")):
+    for regularizer in (
+        DropKey(0.5),
+        DropAttention(0.5, normalized=False),
+        DropAttention(0.5, unit="column"),
+    ):
         out = dampen.attention(q, k, v, mask, regularizers=[regularizer])
         assert torch.equal(out[1], torch.zeros(3, 5, 4))
         for g in torch.autograd.grad(out.square().sum(), (q, k, v)):
@@ -222,7 +259,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("method", [dampen.DropKey(0.5), dampen.HardMasking(0.5), dampen.DropHead(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "method", [dampen.DropKey(0.5), dampen.HardMasking(0.5), dampen.DropHead(0.5)], ids=str
+)
 def test_operands_that_do_not_fit_are_refused(what, method):
     """A native kernel would read past their ends."""
     q, k, v = (torch.randn(shape) for shape in WRONG[what])
@@ -230,7 +269,9 @@ def test_operands_that_do_not_fit_are_refused(what, method):
         dampen.attention(q, k, v, enable_gqa="heads" in what, regularizers=[method.train()])
 
 
-@pytest.mark.parametrize("shapes", [(2, 4, 2), (2, 2, 4), (1, 2, 2)], ids=["values", "keys", "batch"])
+@pytest.mark.parametrize(
+    "shapes", [(2, 4, 2), (2, 2, 4), (1, 2, 2)], ids=["values", "keys", "batch"]
+)
 @pytest.mark.parametrize(
     "method", [dampen.DropKey(1e-7), dampen.HardMasking(1e-7), dampen.DropAttention(1e-7)], ids=str
 )
@@ -243,9 +284,13 @@ def test_grouped_keys_and_values_of_different_numbers(shapes, method):
     k, v = (torch.randn(batch, h, 13, 8, requires_grad=True) for h in (keys, values))
     repeated = (t.repeat_interleave(4 // t.shape[1], 1).expand(2, -1, -1, -1) for t in (k, v))
     weight = torch.randn(2, 4, 13, 8)
-    wanted = torch.autograd.grad((F.scaled_dot_product_attention(q, *repeated) * weight).sum(), (q, k, v))
+    wanted = torch.autograd.grad(
+        (F.scaled_dot_product_attention(q, *repeated) * weight).sum(), (q, k, v)
+    )
     found = dampen.attention(q, k, v, enable_gqa=True, regularizers=[method.train()])
-    torch.testing.assert_close(torch.autograd.grad((found * weight).sum(), (q, k, v)), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.autograd.grad((found * weight).sum(), (q, k, v)), wanted, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("leading", [(), (2,), (2, 3)])
@@ -256,5 +301,7 @@ def test_shared_keys_and_values_with_any_number_of_leading_dimensions(leading):
     k, v = (torch.randn(*leading, 2, 7, 8) for _ in range(2))
     repeated = (t.repeat_interleave(2, dim=-3) for t in (k, v))
     expected = F.scaled_dot_product_attention(q, *repeated)
-    found = dampen.attention(q, k, v, enable_gqa=True, regularizers=[dampen.DropKey(rate=0.0).train()])
+    found = dampen.attention(
+        q, k, v, enable_gqa=True, regularizers=[dampen.DropKey(rate=0.0).train()]
+    )
     torch.testing.assert_close(found, expected)

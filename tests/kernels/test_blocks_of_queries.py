@@ -41,11 +41,16 @@ def few_rows(monkeypatch):
 
 def operands(n=11, m=11, heads=2, kv=2, dtype=torch.float64):
     torch.manual_seed(0)
-    return [torch.randn(3, h, t, 8, dtype=dtype, requires_grad=True) for h, t in ((heads, n), (kv, m), (kv, m))]
+    return [
+        torch.randn(3, h, t, 8, dtype=dtype, requires_grad=True)
+        for h, t in ((heads, n), (kv, m), (kv, m))
+    ]
 
 
 def gradients(out, tensors):
-    return torch.autograd.grad(out, tensors, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape))
+    return torch.autograd.grad(
+        out, tensors, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    )
 
 
 def counted(monkeypatch):
@@ -80,7 +85,9 @@ def test_blocks_equal_dense_attention(model, monkeypatch):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("method", [DropKey(0.4), HardMasking(0.4, top=3)], ids=["drop_key", "hard_masking"])
+@pytest.mark.parametrize(
+    "method", [DropKey(0.4), HardMasking(0.4, top=3)], ids=["drop_key", "hard_masking"]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_backward_draws_the_masks_of_the_forward(method, causal, monkeypatch):
     """The oracle is the checkpointed path with blocks of the same size, which computes every forward again."""
@@ -123,7 +130,9 @@ def test_inside_a_checkpoint():
     torch.manual_seed(3)
     plain = gradients(run(q, k, v), (q, k, v))
     torch.manual_seed(3)
-    again = gradients(torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False), (q, k, v))
+    again = gradients(
+        torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False), (q, k, v)
+    )
     for a, b in zip(plain, again, strict=True):
         assert torch.equal(a, b)
 
@@ -137,7 +146,10 @@ def test_a_penalty_made_in_a_mask_keeps_its_gradient(monkeypatch):
 
 
 def test_a_learned_bias_keeps_its_gradient(monkeypatch):
-    runs, bias = counted(monkeypatch), torch.zeros(1, 2, 11, 11, dtype=torch.float64, requires_grad=True)
+    runs, bias = (
+        counted(monkeypatch),
+        torch.zeros(1, 2, 11, 11, dtype=torch.float64, requires_grad=True),
+    )
     q, k, v = operands()
     dampen.attention(q, k, v, bias, regularizers=[DropKey(0.2)]).sum().backward()
     assert not runs

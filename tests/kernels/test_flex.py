@@ -11,7 +11,10 @@ from dampen.kernels import flex
 
 def grid(b, h, n, m):
     sizes = (b, h, n, m)
-    return [torch.arange(size).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(sizes)]
+    return [
+        torch.arange(size).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, size in enumerate(sizes)
+    ]
 
 
 def test_philox_known_answer():
@@ -58,7 +61,9 @@ def test_equals_dense_attention(kv, monkeypatch):
     torch.testing.assert_close(ours, theirs)
     weight = torch.randn_like(ours)
     for a, b in zip(
-        torch.autograd.grad(ours, (q, k, v), weight), torch.autograd.grad(theirs, (q, k, v), weight), strict=True
+        torch.autograd.grad(ours, (q, k, v), weight),
+        torch.autograd.grad(theirs, (q, k, v), weight),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

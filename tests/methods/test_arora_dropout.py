@@ -16,7 +16,11 @@ MAPS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
 def plain(x, w, p):
     """p/(1-p) sum_j (mean_i x_ij^2) ||W_:j||^2, letter by letter, for a list of samples without padding."""
     tokens = torch.cat(list(x))
-    return p / (1 - p) * sum((tokens[:, j] ** 2).mean() * (w[:, j] ** 2).sum() for j in range(w.shape[1]))
+    return (
+        p
+        / (1 - p)
+        * sum((tokens[:, j] ** 2).mean() * (w[:, j] ** 2).sum() for j in range(w.shape[1]))
+    )
 
 
 GROUPED = Case(causal=True, layer={"heads": 4, "kv_heads": 2, "size": 1})
@@ -38,12 +42,16 @@ def test_every_term(case):
     for term, name in MAPS.items():
         expected = plain(cut(layer.attn.seen[0]), getattr(layer.attn, name).weight, 0.25)
         torch.testing.assert_close(terms[f"arora_dropout.{term}"], expected, rtol=1e-12, atol=0)
-    both = plain(cut(layer.ffn_input), layer.fc1.weight, 0.25) + plain(cut(layer.hidden), layer.fc2.weight, 0.25)
+    both = plain(cut(layer.ffn_input), layer.fc1.weight, 0.25) + plain(
+        cut(layer.hidden), layer.fc2.weight, 0.25
+    )
     torch.testing.assert_close(terms["arora_dropout.ffn"], both, rtol=1e-12, atol=0)
     got = torch.autograd.grad(
         terms["arora_dropout.ffn"], [layer.fc1.weight, layer.attn.q_proj.weight], retain_graph=True
     )
-    for a, b in zip(got, torch.autograd.grad(both, [layer.fc1.weight, layer.attn.q_proj.weight]), strict=True):
+    for a, b in zip(
+        got, torch.autograd.grad(both, [layer.fc1.weight, layer.attn.q_proj.weight]), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
@@ -58,7 +66,10 @@ def test_it_is_the_expectation_of_real_dropout():
 def test_twice_the_inverted_form():
     layer, inputs = Case().build()
     values = []
-    for method in (AroraDropout(value=1.0, ffn=1.0), ExplicitDropout(value=1.0, ffn=1.0, form="inverted")):
+    for method in (
+        AroraDropout(value=1.0, ffn=1.0),
+        ExplicitDropout(value=1.0, ffn=1.0, form="inverted"),
+    ):
         reg = dampen.regularize(layer, method)
         layer(**inputs)
         values.append(reg.penalty())
@@ -71,7 +82,9 @@ def test_switches_and_printing():
     assert AroraDropout(query=0.1).stages == {"qkv"}
     assert AroraDropout(ffn=0.1).stages == {"product"}
     assert str(AroraDropout()) == "AroraDropout(every weight is 0, rate=0.2)"
-    with pytest.raises(ValueError, match=r"AroraDropout\(key=...\) must be a finite number >= 0, got -1"):
+    with pytest.raises(
+        ValueError, match=r"AroraDropout\(key=...\) must be a finite number >= 0, got -1"
+    ):
         AroraDropout(key=-1)
 
 

@@ -15,12 +15,17 @@ B, H, N, D = 2, 3, 11, 4
 
 def operands(keys=N, heads=H):
     torch.manual_seed(0)
-    return [torch.randn(B, h, n, D, dtype=torch.float64) for h, n in ((H, N), (heads, keys), (heads, keys))]
+    return [
+        torch.randn(B, h, n, D, dtype=torch.float64)
+        for h, n in ((H, N), (heads, keys), (heads, keys))
+    ]
 
 
 def fixed(monkeypatch, fraction):
     """Let the draw from U(0, 1) be `fraction`."""
-    monkeypatch.setattr(torch, "rand", lambda shape=(), device=None: torch.full(tuple(shape), fraction))
+    monkeypatch.setattr(
+        torch, "rand", lambda shape=(), device=None: torch.full(tuple(shape), fraction)
+    )
 
 
 def make_masks():
@@ -51,7 +56,12 @@ def oracle(q, k, v, mask, sigma, width, **options):
     visible = torch.ones_like(s, dtype=torch.bool) if mask is None else mask.expand_as(s)
     blurred = torch.stack(
         [
-            torch.stack([blur_scores(s[b, h], sigma, width, visible[b, h], **options) for h in range(s.shape[1])])
+            torch.stack(
+                [
+                    blur_scores(s[b, h], sigma, width, visible[b, h], **options)
+                    for h in range(s.shape[1])
+                ]
+            )
             for b in range(len(s))
         ]
     )
@@ -66,7 +76,9 @@ def test_equals_blurring_the_scores(monkeypatch, mask, dense, edge):
     monkeypatch.setattr(blur, "DENSE_UP_TO", 256 if dense else 0)
     q, k, v = operands()
     got = dampen.attention(q, k, v, MASKS[mask], regularizers=[BlurredAttention(5, 2.0, edge=edge)])
-    torch.testing.assert_close(got, oracle(q, k, v, MASKS[mask], 1.4, 5, edge=edge), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        got, oracle(q, k, v, MASKS[mask], 1.4, 5, edge=edge), atol=1e-6, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("mask", ["none", "padding"])
@@ -86,7 +98,9 @@ def test_causal_flag_equals_causal_mask():
     results = []
     for arguments in ({"is_causal": True}, {"attn_mask": MASKS["causal"]}):
         torch.manual_seed(3)
-        results.append(dampen.attention(q, k, v, **arguments, regularizers=[BlurredAttention(5, 2.0)]))
+        results.append(
+            dampen.attention(q, k, v, **arguments, regularizers=[BlurredAttention(5, 2.0)])
+        )
     torch.testing.assert_close(*results)
 
 
@@ -108,7 +122,9 @@ def test_matches_the_papers_convolution_away_from_edges(monkeypatch):
     fixed(monkeypatch, 0.6)
     q, k, v = operands()
     got = dampen.attention(q, k, v, regularizers=[BlurredAttention(5, 1.0, edge="zero")])
-    torch.testing.assert_close(got, blurred_attention(q @ k.mT / D**0.5, v, 0.6, 5), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        got, blurred_attention(q @ k.mT / D**0.5, v, 0.6, 5), atol=1e-6, rtol=1e-6
+    )
 
 
 def test_the_sketch_of_the_proof():
@@ -154,7 +170,11 @@ def test_sigma_is_uniform():
     torch.manual_seed(0)
     k = torch.zeros(1, 4000, 3, 1)
     k[:, :, 1] = 1
-    center = BlurredAttention(3, 3.0, draw="head").qkv(k, k, k, Call(kv_heads=4000))[1][0, :, 1, 0].double()
+    center = (
+        BlurredAttention(3, 3.0, draw="head")
+        .qkv(k, k, k, Call(kv_heads=4000))[1][0, :, 1, 0]
+        .double()
+    )
     s = (-0.5 / ((1 / center - 1) / 2).log()).sqrt()[center < 1 - 1e-6]
     assert abs((s.sum() / 4000).item() - 1.5) < 0.06
     assert s.max() <= 3.0

@@ -135,9 +135,9 @@ class Seen:
         """A of the queries and keys that arrive at the attention."""
         if self.attention.eager or self.attention.keep is None:
             return self.attention.weights(*(self.heads(self.y[n]) for n in ("q_proj", "k_proj")))
-        return self.attention.weights(*(self.heads(self.y[n]) for n in ("q_proj", "k_proj"))).nan_to_num(
-            0.0
-        )  # a query without keys gets nothing
+        return self.attention.weights(
+            *(self.heads(self.y[n]) for n in ("q_proj", "k_proj"))
+        ).nan_to_num(0.0)  # a query without keys gets nothing
 
 
 def model_and_input(**attention):
@@ -156,7 +156,9 @@ N = BATCH * TOKENS
 
 def parts(form, p=P):
     """Factors of bias and variance."""
-    return {"paper": (p * p, 0.0), "exact": (p * p, p * (1 - p)), "inverted": (0.0, p / (1 - p))}[form]
+    return {"paper": (p * p, 0.0), "exact": (p * p, p * (1 - p)), "inverted": (0.0, p / (1 - p))}[
+        form
+    ]
 
 
 def variance(x, w):
@@ -222,7 +224,9 @@ def entropy(seen):
 def diversity(seen):
     o = (seen.a() @ seen.heads(seen.y["v_proj"])).transpose(1, 2)  # (B, N, H, D)
     pairs = [(h, g) for h in range(HEADS) for g in range(h)]
-    return sum(F.cosine_similarity(o[:, :, h], o[:, :, g], dim=-1).square() for h, g in pairs).mean()
+    return sum(
+        F.cosine_similarity(o[:, :, h], o[:, :, g], dim=-1).square() for h, g in pairs
+    ).mean()
 
 
 def explicit(form="paper", **terms):
@@ -232,11 +236,19 @@ def explicit(form="paper", **terms):
 READERS = {
     **{
         f"{term}-{form}": (explicit(form, **{term: 1.0}), linear(name, form))
-        for term, name in (("value", "v_proj"), ("output", "out_proj"), ("ffn1", "fc1"), ("ffn2", "fc2"))
+        for term, name in (
+            ("value", "v_proj"),
+            ("output", "out_proj"),
+            ("ffn1", "fc1"),
+            ("ffn2", "fc2"),
+        )
         for form in ("paper", "exact", "inverted")
     },
     **{f"query-{f}": (explicit(f, query=1.0), query(f)) for f in ("paper", "exact")},
-    **{f"attended-{f}": (explicit(f, attended_value=1.0), attended(f)) for f in ("paper", "exact", "inverted")},
+    **{
+        f"attended-{f}": (explicit(f, attended_value=1.0), attended(f))
+        for f in ("paper", "exact", "inverted")
+    },
     "residual": (explicit(residual=1.0), residual),
     "arora": (lambda: AroraDropout(query=1.0, ffn=1.0, rate=P), arora),
     "mixout": (lambda: ExplicitMixout(1.0, rate=P), mixout),
@@ -259,10 +271,20 @@ OTHERS = {
     "hidden dropout": (lambda: HiddenDropout(0.5),),
     "layer drop": (lambda: LayerDrop(0.5),),
     "own attention dropout": (),
-    "several": (lambda: DropKey(0.3), lambda: DropConnect(0.5, targets="all"), lambda: DropHead(0.5)),
+    "several": (
+        lambda: DropKey(0.3),
+        lambda: DropConnect(0.5, targets="all"),
+        lambda: DropHead(0.5),
+    ),
 }
 
-OF_LINEAR_LAYERS = ("nothing", "feed-forward dropout", "projection dropout", "drop connect", "several")
+OF_LINEAR_LAYERS = (
+    "nothing",
+    "feed-forward dropout",
+    "projection dropout",
+    "drop connect",
+    "several",
+)
 
 
 def check(model, x, methods, formula, runs=1, single=False):
@@ -285,7 +307,8 @@ def check(model, x, methods, formula, runs=1, single=False):
     torch.testing.assert_close(got.double(), wanted, rtol=rtol, atol=1e-10)
     own = {n: p for n, p in model.named_parameters() if p.requires_grad}
     found, slow = (
-        torch.autograd.grad(value, own.values(), retain_graph=True, allow_unused=True) for value in (got, wanted)
+        torch.autograd.grad(value, own.values(), retain_graph=True, allow_unused=True)
+        for value in (got, wanted)
     )
     for name, p, a, b in zip(own, own.values(), found, slow, strict=True):
         a, b = (torch.zeros_like(p) if g is None else g for g in (a, b))
@@ -369,7 +392,9 @@ def test_a_query_without_keys_has_no_attended_value(per_head, other):
 
 @pytest.mark.parametrize("form", ["paper", "exact"])
 @pytest.mark.parametrize("kind", ["sink", "mask after the softmax"])
-@pytest.mark.parametrize("other", ["nothing", "own attention dropout", "drop attention", "drop head"])
+@pytest.mark.parametrize(
+    "other", ["nothing", "own attention dropout", "drop attention", "drop head"]
+)
 def test_attended_value_where_the_model_itself_takes_weight_away(kind, form, other):
     dropout = 0.4 if other == "own attention dropout" else 0.0
     model, x = model_and_input(eager=True, dropout=dropout, sink=kind == "sink")
@@ -521,7 +546,9 @@ class Doubles(OutputPenalty):
 def test_a_method_that_says_it_only_reads_may_not_change_anything():
     model, x = model_and_input()
     reg = regularize(model, Doubles())
-    with pytest.raises(RuntimeError, match="Doubles.heads returned another tensor.*only_reads = False"):
+    with pytest.raises(
+        RuntimeError, match="Doubles.heads returned another tensor.*only_reads = False"
+    ):
         model(x)
     reg.remove()
     Doubles.only_reads = False
@@ -545,7 +572,9 @@ class ConvolutionalAttention(nn.Module):
         self.out_proj = nn.Conv1d(HEADS * SIZE, WIDTH, 1)
 
     def forward(self, x):
-        q, k = (m(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for m in (self.q_proj, self.k_proj))
+        q, k = (
+            m(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for m in (self.q_proj, self.k_proj)
+        )
         v = self.v_proj(x.mT).unflatten(1, (HEADS, SIZE)).mT
         o = F.scaled_dot_product_attention(q, k, v)
         return self.out_proj(o.mT.flatten(1, 2)).mT
@@ -581,7 +610,9 @@ def test_a_convolution_of_one_position(hooks, other, form):
     got = handle.penalty()
     torch.testing.assert_close(got, wanted)
     weights = [model[0].weight, *(getattr(attention, name).weight for name in names)]
-    found, slow = (torch.autograd.grad(value, weights, retain_graph=True) for value in (got, wanted))
+    found, slow = (
+        torch.autograd.grad(value, weights, retain_graph=True) for value in (got, wanted)
+    )
     torch.testing.assert_close(found, slow)
 
 
@@ -626,7 +657,9 @@ def test_a_layer_with_a_low_rank_adapter(other, form):
     got = reg.penalty()
     torch.testing.assert_close(got, wanted)
     weights = [block.fc1.lora_A["a"].weight, block.fc2.lora_B["a"].weight]
-    found, slow = (torch.autograd.grad(value, weights, retain_graph=True) for value in (got, wanted))
+    found, slow = (
+        torch.autograd.grad(value, weights, retain_graph=True) for value in (got, wanted)
+    )
     torch.testing.assert_close(found, slow)
 
 
@@ -650,7 +683,13 @@ def test_under_autocast_and_in_sixteen_bits(dtype):
             model, x = model_and_input()
             inside = torch.float32 if autocast else cast
             model, x = model.to(inside), x.to(inside)
-            terms = {"value": 1.0, "attended_value": 1.0, "ffn": 1.0, "output": 1.0, "residual": 1.0}
+            terms = {
+                "value": 1.0,
+                "attended_value": 1.0,
+                "ffn": 1.0,
+                "output": 1.0,
+                "residual": 1.0,
+            }
             others = [DropConnect(0.5, targets="all"), ProjectionDropout(0.5, targets=["q", "v"])]
             reg = regularize(model, [*others, ExplicitDropout(**terms, form="exact")])
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -13,7 +13,9 @@ from tests.oracles.stochastic import divergence as slow_divergence
 
 def vit(**options):
     torch.manual_seed(0)
-    return dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16, **options)
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16, **options
+    )
 
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -34,7 +36,9 @@ def test_divergence_equals_the_slow_sum(masked):
     valid = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) < 0.6 if masked else None
     there, back = slow_divergence(a, b, valid), slow_divergence(b, a, valid)
     assert divergence(a, b, valid).item() == pytest.approx(there, rel=1e-5)
-    assert divergence(a, b, valid, symmetric=True).item() == pytest.approx((there + back) / 2, rel=1e-5)
+    assert divergence(a, b, valid, symmetric=True).item() == pytest.approx(
+        (there + back) / 2, rel=1e-5
+    )
 
 
 def test_padded_predictions_do_not_count_even_if_not_finite():
@@ -60,7 +64,9 @@ def test_the_classes_may_stand_on_another_axis():
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(("method", "symmetric"), [(Consistency(0.7), False), (RDrop(0.7), True)])
-def test_loss_is_the_mean_task_plus_the_divergence_of_two_independent_passes(method, symmetric, together):
+def test_loss_is_the_mean_task_plus_the_divergence_of_two_independent_passes(
+    method, symmetric, together
+):
     model = vit()
     reg = regularize(model, [DropKey(0.4), method])
     if not together:
@@ -86,10 +92,14 @@ def test_draws_that_are_one_per_forward_differ_between_the_passes():
 
 def test_penalties_of_other_methods_are_averaged_over_the_passes():
     model = vit()
-    reg = regularize(model, [DropKey(dampen.warmup(0.1)), dampen.HeadDiversity(1.0), Consistency(1.0)])
+    reg = regularize(
+        model, [DropKey(dampen.warmup(0.1)), dampen.HeadDiversity(1.0), Consistency(1.0)]
+    )
     two = reg.loss(lambda: model(X), criterion)[1]["head_diversity"]
     reg.remove()
-    one = regularize(model, dampen.HeadDiversity(1.0)).loss(lambda: model(X), criterion)[1]["head_diversity"]
+    one = regularize(model, dampen.HeadDiversity(1.0)).loss(lambda: model(X), criterion)[1][
+        "head_diversity"
+    ]
     torch.testing.assert_close(two, one)
 
 
@@ -142,9 +152,13 @@ def test_batch_norm_sees_each_pass_by_itself():
     loss, _ = reg.loss(lambda: model(X), criterion)
     torch.manual_seed(3)
     first, second = twin(X), twin(X)
-    expected = (criterion(first) + criterion(second)) / 2 + divergence(first, second, symmetric=True)
+    expected = (criterion(first) + criterion(second)) / 2 + divergence(
+        first, second, symmetric=True
+    )
     torch.testing.assert_close(loss, expected)
-    for (name, a), (_, b) in zip(model.state_dict().items(), twin.state_dict().items(), strict=True):
+    for (name, a), (_, b) in zip(
+        model.state_dict().items(), twin.state_dict().items(), strict=True
+    ):
         torch.testing.assert_close(a, b, msg=name)
     plain.remove()
 
@@ -158,7 +172,9 @@ def test_hugging_face_outputs_with_padding():
     valid = inputs["attention_mask"].bool()
     labels = torch.zeros_like(inputs["input_ids"])
     torch.manual_seed(0)
-    loss, terms = reg.loss(lambda: model(**inputs, labels=labels), lambda out: out.loss, valid=valid)
+    loss, terms = reg.loss(
+        lambda: model(**inputs, labels=labels), lambda out: out.loss, valid=valid
+    )
     torch.manual_seed(0)
     first, second = model(**inputs).logits, model(**inputs).logits
     torch.testing.assert_close(terms["r_drop"], divergence(first, second, valid, symmetric=True))
@@ -197,13 +213,16 @@ def test_outputs_that_hold_no_logits_say_how_to_name_them():
     with pytest.raises(TypeError, match="logits=lambda"):
         reg.loss(lambda: {"scores": model(X)}, lambda out: criterion(out["scores"]))
     loss, _ = reg.loss(
-        lambda: {"scores": model(X)}, lambda out: criterion(out["scores"]), logits=lambda out: out["scores"]
+        lambda: {"scores": model(X)},
+        lambda out: criterion(out["scores"]),
+        logits=lambda out: out["scores"],
     )
     assert torch.isfinite(loss)
 
 
 @pytest.mark.parametrize(
-    ("shape", "valid", "says"), [((4, 1), None, "two classes"), ((4, 3), torch.ones(5, dtype=torch.bool), "valid has")]
+    ("shape", "valid", "says"),
+    [((4, 1), None, "two classes"), ((4, 3), torch.ones(5, dtype=torch.bool), "valid has")],
 )
 def test_shapes_that_cannot_be_compared(shape, valid, says):
     with pytest.raises(ValueError, match=says):

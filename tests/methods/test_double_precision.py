@@ -13,7 +13,9 @@ TERMS = dict.fromkeys(("query", "key", "value", "attended_value", "query_key", "
 PENALTIES = {
     "explicit, paper": lambda w: dampen.ExplicitDropout(**dict.fromkeys(TERMS, w)),
     "explicit, exact": lambda w: dampen.ExplicitDropout(**dict.fromkeys(TERMS, w), form="exact"),
-    "explicit, inverted": lambda w: dampen.ExplicitDropout(**dict.fromkeys(TERMS, w), form="inverted"),
+    "explicit, inverted": lambda w: dampen.ExplicitDropout(
+        **dict.fromkeys(TERMS, w), form="inverted"
+    ),
     "arora": lambda w: dampen.AroraDropout(query=w, key=w, value=w, ffn=w),
     "mixout": lambda w: dampen.ExplicitMixout(w),
     "entropy": lambda w: dampen.AttentionEntropy(w, floor=0.999),
@@ -31,7 +33,9 @@ SEEN = masked.scenes()["causal and padded"][0]
 def penalty_of(model, reg):
     """The named terms' sum with the draws of one seed, in which only the weights may differ."""
     torch.manual_seed(3)
-    _, terms = reg.loss(lambda: model(masked.ids(), SEEN), lambda out: out.sum() * 0, valid=SEEN[:, 0].any(1))
+    _, terms = reg.loss(
+        lambda: model(masked.ids(), SEEN), lambda out: out.sum() * 0, valid=SEEN[:, 0].any(1)
+    )
     return sum(value for name, value in terms.items() if name != "task")
 
 

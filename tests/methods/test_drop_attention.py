@@ -36,7 +36,9 @@ def test_equals_the_papers_formula(unit, window, normalized, length):
     expected = reference.drop_attention(q, k, v, dropped, None if normalized else 0.3)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
     weight = torch.randn_like(got)
-    for a, b in zip(*(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (got, expected)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (got, expected)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
@@ -48,7 +50,9 @@ def test_element_and_normalized_is_drop_key():
     literal, key = reference.drop_attention(q, k, v, hidden), reference.drop_key(q, k, v, hidden)
     torch.testing.assert_close(literal, key)
     weight = torch.randn_like(literal)
-    for a, b in zip(*(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (literal, key)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (literal, key)), strict=True
+    ):
         torch.testing.assert_close(a, b)
     torch.manual_seed(2)
     ours = dampen.attention(q, k, v, regularizers=[DropAttention(0.4)])
@@ -83,7 +87,11 @@ def test_stages_and_kernel():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"unit": "block"}, "'element' or 'column'"), ({"window": 0}, "at least 1"), ({"rate": 2}, "probability")],
+    [
+        ({"unit": "block"}, "'element' or 'column'"),
+        ({"window": 0}, "at least 1"),
+        ({"rate": 2}, "probability"),
+    ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -12,7 +12,9 @@ from dampen.regularizer import LinearCall
 
 def vit():
     torch.manual_seed(0)
-    return dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16)
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16
+    )
 
 
 X = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -43,7 +45,9 @@ def test_one_mask_per_forward_for_all_samples_and_tokens():
 def test_unbiased_and_the_stated_rate():
     torch.manual_seed(0)
     weight = torch.ones(300, 300)
-    thinned = DropConnect(0.3).operands(weight, weight, LinearCall("ffn_in", weight, weight, None))[1]
+    thinned = DropConnect(0.3).operands(weight, weight, LinearCall("ffn_in", weight, weight, None))[
+        1
+    ]
     assert abs((thinned == 0).double().mean().item() - 0.3) < 4 * (0.21 / 90000) ** 0.5
     assert thinned.mean().item() == pytest.approx(1.0, abs=4 * (0.3 / 0.7 / 90000) ** 0.5)
 

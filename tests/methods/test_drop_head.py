@@ -24,7 +24,10 @@ def test_each_sample_keeps_a_head_and_the_rate_is_the_stated_one():
     kept = DropHead(rate).heads(torch.ones(batch, heads, 1, 1), Call()).flatten(1) > 0
     assert kept.any(-1).all()
     expected = rate - rate**heads / heads
-    assert abs((~kept).double().mean().item() - expected) < 4 * (expected * (1 - expected) / (batch * heads)) ** 0.5
+    assert (
+        abs((~kept).double().mean().item() - expected)
+        < 4 * (expected * (1 - expected) / (batch * heads)) ** 0.5
+    )
 
 
 def test_the_kept_weight_is_always_one():

@@ -13,7 +13,10 @@ from tests.oracles import attention as reference
 
 def operands(n=9, m=9, d=4, batch=2, heads=3, dtype=torch.float64):
     torch.manual_seed(0)
-    return [torch.randn(batch, heads, length, d, dtype=dtype, requires_grad=True) for length in (n, m, m)]
+    return [
+        torch.randn(batch, heads, length, d, dtype=dtype, requires_grad=True)
+        for length in (n, m, m)
+    ]
 
 
 @pytest.mark.parametrize("unit", ["element", "column", "block", "cross"])
@@ -32,7 +35,9 @@ def test_equals_the_papers_formula(unit, length):
     expected = reference.drop_key(q, k, v, hidden)
     torch.testing.assert_close(got, expected)
     weight = torch.randn_like(got)
-    for a, b in zip(*(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (got, expected)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (got, expected)), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -52,7 +57,9 @@ def test_structures_equal_loops(shape, window):
     assert torch.equal(got, torch.stack([plain(s, window) for s in seeds]))
 
 
-@pytest.mark.parametrize(("unit", "window"), [("element", 1), ("column", 1), ("block", 3), ("cross", 1), ("cross", 2)])
+@pytest.mark.parametrize(
+    ("unit", "window"), [("element", 1), ("column", 1), ("block", 3), ("cross", 1), ("cross", 2)]
+)
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_rate_away_from_borders(unit, window, rate):
     """Every key is hidden with probability p; keys near the border of a grid a little less."""
@@ -84,7 +91,9 @@ def test_no_rescaling():
     """The softmax renormalizes: each row of weights still sums to 1."""
     q, k, _ = operands()
     ones = torch.ones_like(k)
-    torch.testing.assert_close(dampen.attention(q, k, ones, regularizers=[DropKey(0.5)]), torch.ones_like(q))
+    torch.testing.assert_close(
+        dampen.attention(q, k, ones, regularizers=[DropKey(0.5)]), torch.ones_like(q)
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ def counted(rows, columns, window, unit):
 @pytest.mark.parametrize("unit", ["block", "cross"])
 @pytest.mark.parametrize("window", [1, 2, 3, 4])
 def test_the_seeds_that_reach_a_place_are_counted_right(grid, unit, window):
-    assert sorted(cover(*grid, window, unit).elements()) == sorted(counted(*grid, window, unit).flatten().tolist())
+    assert sorted(cover(*grid, window, unit).elements()) == sorted(
+        counted(*grid, window, unit).flatten().tolist()
+    )
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -48,29 +50,43 @@ def test_the_mean_over_the_grid_is_the_rate(grid, unit, rate):
 
 def test_today_a_small_grid_gets_less():
     assert hidden_share(seed_rate(0.3, 9), 4, 4, 3, "block") == pytest.approx(0.217, abs=5e-4)
-    assert exact_seed_rate(0.3, 4, 4, 1, "block") == pytest.approx(0.3)  # single places have no border
+    assert exact_seed_rate(0.3, 4, 4, 1, "block") == pytest.approx(
+        0.3
+    )  # single places have no border
     assert reach(5, 2) == [1, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("unit", "window"), [("block", 3), ("block", 2), ("cross", 1), ("cross", 2)])
+@pytest.mark.parametrize(
+    ("unit", "window"), [("block", 3), ("block", 2), ("cross", 1), ("cross", 2)]
+)
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_drawn_masks_hide_the_rate(unit, window, rate):
     """Counted over 40,000 draws of a 4 x 4 grid with a class token; five standard errors of the grids' own means."""
     torch.manual_seed(0)
     q, k = torch.zeros(100, 4, 100, 2), torch.zeros(100, 4, 17, 2)
     means = (
-        DropKey(rate, unit=unit, window=window, exact_rate=True).mask(q, k, dampen.Call())[..., 1:].double().mean(-1)
+        DropKey(rate, unit=unit, window=window, exact_rate=True)
+        .mask(q, k, dampen.Call())[..., 1:]
+        .double()
+        .mean(-1)
     )
     error = means.std() / means.numel() ** 0.5
     assert abs(means.mean() - rate) < 5 * error
-    nominal = DropKey(rate, unit=unit, window=window).mask(q, k, dampen.Call())[..., 1:].double().mean()
-    if (unit, window) != ("cross", 1):  # every place of a grid has as many seeds in its row and column
+    nominal = (
+        DropKey(rate, unit=unit, window=window).mask(q, k, dampen.Call())[..., 1:].double().mean()
+    )
+    if (unit, window) != (
+        "cross",
+        1,
+    ):  # every place of a grid has as many seeds in its row and column
         assert nominal < rate - 5 * error
 
 
 def test_one_graph_over_a_schedule():
     model = dampen.models.ViT(image_size=8, patch_size=2, width=8, depth=2, heads=2, mlp=8).train()
-    reg = regularize(model, DropKey(dampen.linear(0.4, 0.1), unit="block", window=2, exact_rate=True))
+    reg = regularize(
+        model, DropKey(dampen.linear(0.4, 0.1), unit="block", window=2, exact_rate=True)
+    )
     graphs = []
 
     def count(module, inputs):

@@ -41,7 +41,9 @@ def test_scale_is_zero_or_one_over_keep_and_unbiased():
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_each_branch_of_a_block_draws_for_itself(norm_first):
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16, norm_first=norm_first)
+    model = dampen.models.ViT(
+        image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16, norm_first=norm_first
+    )
     reg = regularize(model, Watch(0.5))
     model(torch.randn(16, 3, 8, 8))
     drawn = [scales(before, after) for clone in reg.clones for _, before, after in clone.seen]
@@ -54,7 +56,9 @@ def test_linear_in_depth_by_default_and_constant_for_a_number():
     reg = regularize(model, DropPath())
     assert [c.rate.item() for c in reg.clones] == pytest.approx([0.0, 0.05, 0.1])
     reg.remove()
-    assert [c.rate.item() for c in regularize(model, DropPath(0.2)).clones] == pytest.approx([0.2] * 3)
+    assert [c.rate.item() for c in regularize(model, DropPath(0.2)).clones] == pytest.approx(
+        [0.2] * 3
+    )
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -88,4 +92,6 @@ def test_without_a_batch_axis_it_raises():
 
 def test_schedule_over_depth_can_be_said():
     model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
-    assert [c.rate.item() for c in regularize(model, DropPath(linear(0.1, 0.3))).clones] == pytest.approx([0.1, 0.3])
+    assert [
+        c.rate.item() for c in regularize(model, DropPath(linear(0.1, 0.3))).clones
+    ] == pytest.approx([0.1, 0.3])

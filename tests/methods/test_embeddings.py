@@ -72,7 +72,9 @@ def test_t5_knows_which_mask_is_whose():
     model = FAMILIES["hf_t5"].model()
     other = torch.tensor([[1] * 3 + [0] * 4, [1] * 7])
     reg = regularize(model, Watch())
-    model(input_ids=TEXT, attention_mask=PADDING, decoder_input_ids=TEXT, decoder_attention_mask=other)
+    model(
+        input_ids=TEXT, attention_mask=PADDING, decoder_input_ids=TEXT, decoder_attention_mask=other
+    )
     masks = [valid for _, valid in reg.clones[0].seen]
     assert len(masks) == 2
     assert torch.equal(masks[0], PADDING.bool())
@@ -89,7 +91,10 @@ def test_neftune_noise_has_the_papers_size_and_spares_padding():
     assert (noise[1, 20:] == 0).all()
     for b in range(2):  # uniform: the norm is about alpha / sqrt(3)
         assert noise[b].norm().item() == pytest.approx(5 / 3**0.5, rel=0.05)
-        assert abs(noise[b][valid[b]].mean().item()) < 4 * bound[b].max().item() / (3 * valid[b].sum() * 40) ** 0.5
+        assert (
+            abs(noise[b][valid[b]].mean().item())
+            < 4 * bound[b].max().item() / (3 * valid[b].sum() * 40) ** 0.5
+        )
 
 
 def transformers_own():
@@ -140,12 +145,22 @@ def test_positions_stay_whole():
         model.token_embed.weight.fill_(1.0)
         model(torch.randint(0, 20, (4, 8)))
     rest = seen[0] - model.pos_embed.weight[:8]
-    assert torch.isclose(rest, torch.zeros(())).logical_or(torch.isclose(rest, torch.full((), 2.0))).all()
+    assert (
+        torch.isclose(rest, torch.zeros(()))
+        .logical_or(torch.isclose(rest, torch.full((), 2.0)))
+        .all()
+    )
 
 
 def test_two_passes_differ_and_nothing_is_shared():
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        num_classes=3,
     ).train()
     reg = regularize(model, [NEFTune(5.0), dampen.RDrop(1.0)])
     _, terms = reg.loss(lambda: model(IMAGES), lambda out: out.square().mean())
@@ -167,7 +182,9 @@ def test_sentence_transformer_like_models_give_a_dict():
         def __init__(self):
             super().__init__()
             self.auto_model = tr.BertModel(
-                tr.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+                tr.BertConfig(
+                    vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+                )
             )
 
         def forward(self, features):

@@ -22,7 +22,13 @@ LOOSE = {**ALL, "form": "exact", "rate": dampen.linear(0.3, 0.1, along="progress
 SETTINGS = {
     "paper": ALL,
     "exact": LOOSE,
-    "odd": {**ALL, "form": "inverted", "attended": "post", "visible_only": True, "reduction": "author"},
+    "odd": {
+        **ALL,
+        "form": "inverted",
+        "attended": "post",
+        "visible_only": True,
+        "reduction": "author",
+    },
     "detached": {**LOOSE, "detach_inputs": True},
     "shared": {"query_key": 0.1, "shared_mask": True, "form": "exact", "visible_only": True},
 }
@@ -52,19 +58,25 @@ def test_a_term_with_the_plain_weight_zero_is_not_there():
 
 def test_every_weight_zero_is_refused():
     """A method that would do nothing says so, and how it is written instead."""
-    with pytest.raises(ValueError, match=r"would do nothing.*ExplicitDropout\(value=0.05, ffn=0.05\)"):
+    with pytest.raises(
+        ValueError, match=r"would do nothing.*ExplicitDropout\(value=0.05, ffn=0.05\)"
+    ):
         dampen.regularize(blocks(), ExplicitDropout())
 
 
 def test_a_schedule_or_list_with_zeros_stays_on():
     model = blocks(3)
-    reg = dampen.regularize(model, ExplicitDropout(value=[0.0, 0.5, 0.0], ffn=dampen.late(1.0, start=0.5)))
+    reg = dampen.regularize(
+        model, ExplicitDropout(value=[0.0, 0.5, 0.0], ffn=dampen.late(1.0, start=0.5))
+    )
     model(data())
     early = reg.penalties()
     assert early["explicit_dropout.ffn1"] == 0
     values = []
     for k in range(3):
-        alone = dampen.regularize(other := blocks(3), ExplicitDropout(value=1.0), target_modules=f"{k}*")
+        alone = dampen.regularize(
+            other := blocks(3), ExplicitDropout(value=1.0), target_modules=f"{k}*"
+        )
         other(data())
         values.append(alone.penalty())
     torch.testing.assert_close(early["explicit_dropout.value"], 0.5 * values[1])
@@ -100,7 +112,11 @@ def test_it_prints_what_it_does():
     assert str(ExplicitDropout(query=1, heads="concat", form="exact")) == (
         "ExplicitDropout(query=1, rate=0.2, form=exact, reduction=mean, heads=concat)"
     )
-    text = str(ExplicitDropout(query_key=1, attended_value=2, shared_mask=True, visible_only=True, attended="post"))
+    text = str(
+        ExplicitDropout(
+            query_key=1, attended_value=2, shared_mask=True, visible_only=True, attended="post"
+        )
+    )
     assert text.endswith("attended=post, shared_mask, visible_only)")
 
 
@@ -109,12 +125,19 @@ def test_it_prints_what_it_does():
 
 def test_detached_inputs_leave_the_weights_alone_with_the_gradient():
     """The value is the same; the gradient of a map's own weight is what it is with the input held constant."""
-    for form, attended in (("paper", "pre"), ("exact", "pre"), ("exact", "post"), ("inverted", "pre")):
+    for form, attended in (
+        ("paper", "pre"),
+        ("exact", "pre"),
+        ("exact", "post"),
+        ("inverted", "pre"),
+    ):
         x = data().requires_grad_()
         values, grads = [], []
         for detach in (False, True):
             model = blocks(1)
-            reg = dampen.regularize(model, ExplicitDropout(**ALL, form=form, attended=attended, detach_inputs=detach))
+            reg = dampen.regularize(
+                model, ExplicitDropout(**ALL, form=form, attended=attended, detach_inputs=detach)
+            )
             model(x)
             value = reg.penalty()
             values.append(value.detach())
@@ -129,13 +152,17 @@ def test_detached_inputs_leave_the_weights_alone_with_the_gradient():
             "0.mlp.fc2.weight",
         ]
         # the second feed-forward map feeds no other penalty, so its own gradient is the same in both
-        torch.testing.assert_close(free["0.mlp.fc2.weight"], held["0.mlp.fc2.weight"], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            free["0.mlp.fc2.weight"], held["0.mlp.fc2.weight"], rtol=1e-4, atol=1e-6
+        )
 
 
 def test_biases_of_the_same_map_get_no_gradient():
     """Biases are in no penalty: what they would get through the output is taken back."""
     model = blocks(1)
-    reg = dampen.regularize(model, ExplicitDropout(query=1.0, key=1.0, value=1.0, query_key=1.0, form="exact"))
+    reg = dampen.regularize(
+        model, ExplicitDropout(query=1.0, key=1.0, value=1.0, query_key=1.0, form="exact")
+    )
     nn.init.normal_(model[0].attn.qkv.bias, std=3.0)
     model(data())
     grad = torch.autograd.grad(reg.penalty(), [model[0].attn.qkv.bias, model[0].attn.qkv.weight])
@@ -179,7 +206,9 @@ def test_float32_under_autocast(form, dtype):
     """The quartic terms would overflow float16; computed in float32 they agree with the float32 model."""
     x = 30 * data()
     model = blocks(1, norm_first=False)
-    reg = dampen.regularize(model, ExplicitDropout(**dict.fromkeys(TERMS, 1.0), form=form, reduction="sum"))
+    reg = dampen.regularize(
+        model, ExplicitDropout(**dict.fromkeys(TERMS, 1.0), form=form, reduction="sum")
+    )
     model(x)
     wide = reg.penalties()
     with torch.autocast("cpu", dtype):
@@ -190,7 +219,9 @@ def test_float32_under_autocast(form, dtype):
     for name, value in narrow.items():
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, wide[name], rtol=0.05, atol=0)
-    scale = 1.0 if dtype is torch.bfloat16 else 1e-7  # as GradScaler does: activations' gradients are float16
+    scale = (
+        1.0 if dtype is torch.bfloat16 else 1e-7
+    )  # as GradScaler does: activations' gradients are float16
     (scale * sum(narrow.values())).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
@@ -261,7 +292,11 @@ def test_copies_are_independent():
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_contracts(setting):
     make = functools.partial(ExplicitDropout, **SETTINGS[setting])
-    subjects = {"paper": ["vit", "bert"], "exact": ["timm_vit", "llama", "bert"], "odd": ["llama", "bert"]}
+    subjects = {
+        "paper": ["vit", "bert"],
+        "exact": ["timm_vit", "llama", "bert"],
+        "odd": ["llama", "bert"],
+    }
     names = [
         "identity",
         "shapes_and_dtypes",
@@ -280,25 +315,37 @@ def test_contracts(setting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("setting", "subject"), [("paper", "vit"), ("exact", "llama"), ("odd", "bert"), ("shared", "llama")]
+    ("setting", "subject"),
+    [("paper", "vit"), ("exact", "llama"), ("odd", "bert"), ("shared", "llama")],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch"
+)
 def test_compiled_in_one_graph(setting, subject):
-    outcome = check_contract(functools.partial(ExplicitDropout, **SETTINGS[setting]), "compiled", subject)
+    outcome = check_contract(
+        functools.partial(ExplicitDropout, **SETTINGS[setting]), "compiled", subject
+    )
     assert outcome.state == "kept", str(outcome)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch"
+)
 def test_compiled_by_inductor():
-    outcome = check_contract(functools.partial(ExplicitDropout, **SETTINGS["exact"]), "compiled_inductor", "vit")
+    outcome = check_contract(
+        functools.partial(ExplicitDropout, **SETTINGS["exact"]), "compiled_inductor", "vit"
+    )
     assert outcome.state == "kept", str(outcome)
 
 
 @pytest.mark.slow
 def test_two_processes_equal_one():
     check_distributed(
-        [functools.partial(ExplicitDropout, **ALL), functools.partial(ExplicitDropout, **ALL, form="exact")]
+        [
+            functools.partial(ExplicitDropout, **ALL),
+            functools.partial(ExplicitDropout, **ALL, form="exact"),
+        ]
     )
 
 
@@ -336,7 +383,8 @@ class NoFeedForward(nn.Module):
 
 def test_feed_forward_asked_for_where_there_is_none():
     with pytest.raises(
-        ValueError, match=r"ffn1=...\) penalizes layer 1 of the feed-forward, but 'layers.0' has none .*Set ffn1=0"
+        ValueError,
+        match=r"ffn1=...\) penalizes layer 1 of the feed-forward, but 'layers.0' has none .*Set ffn1=0",
     ):
         dampen.regularize(NoFeedForward(), ExplicitDropout(ffn=0.1))
     model = NoFeedForward().train()
@@ -353,17 +401,23 @@ class Riddle(nn.Module):
         self.alpha, self.beta, self.gamma, self.delta = (nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x):
-        q, k, v = (m(x).unflatten(-1, (2, -1)).transpose(1, 2) for m in (self.alpha, self.beta, self.gamma))
+        q, k, v = (
+            m(x).unflatten(-1, (2, -1)).transpose(1, 2) for m in (self.alpha, self.beta, self.gamma)
+        )
         return x + self.delta(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 def test_projections_that_cannot_be_found_can_be_said():
     torch.manual_seed(0)
     model = nn.Sequential(Riddle()).train()
-    with pytest.raises(ValueError, match=r"unknown which linear layer makes q at '0'.*projections=\{'q': 'name'"):
+    with pytest.raises(
+        ValueError, match=r"unknown which linear layer makes q at '0'.*projections=\{'q': 'name'"
+    ):
         dampen.regularize(model, ExplicitDropout(query=0.1))
     reg = dampen.regularize(
-        model, ExplicitDropout(value=1.0, rate=0.5), projections={"q": "alpha", "k": "beta", "v": "gamma"}
+        model,
+        ExplicitDropout(value=1.0, rate=0.5),
+        projections={"q": "alpha", "k": "beta", "v": "gamma"},
     )
     model(data())
     expected = 0.5 * 0.25 * (data() @ model[0].gamma.weight.T).square().sum() / 15

@@ -13,7 +13,11 @@ from tests.oracles import attention as reference
 def test_equals_the_formula_in_a_real_block():
     """The block's feed-forward with the masks that were drawn, values and gradients."""
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp=12).double().train()
+    model = (
+        dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp=12)
+        .double()
+        .train()
+    )
     mlp, x = model.blocks[0].mlp, torch.randn(2, 5, 8, dtype=torch.float64)
     for linear in (mlp.fc1, mlp.fc2):
         nn.init.zeros_(linear.bias)
@@ -26,7 +30,11 @@ def test_equals_the_formula_in_a_real_block():
     expected = reference.feed_forward_dropout(x, mlp.fc1.weight, mlp.fc2.weight, m1, m2, 0.4)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
     for a, b in zip(
-        *(torch.autograd.grad(o.square().sum(), list(mlp.parameters())[::2]) for o in (got, expected)), strict=True
+        *(
+            torch.autograd.grad(o.square().sum(), list(mlp.parameters())[::2])
+            for o in (got, expected)
+        ),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 

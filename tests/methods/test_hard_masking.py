@@ -33,7 +33,9 @@ def padding(m=N):
 def always(monkeypatch):
     """Every draw says: drop."""
     monkeypatch.setattr(
-        hard_masking, "bernoulli", lambda shape, rate, device=None: torch.ones(tuple(shape), dtype=torch.bool)
+        hard_masking,
+        "bernoulli",
+        lambda shape, rate, device=None: torch.ones(tuple(shape), dtype=torch.bool),
     )
 
 
@@ -43,14 +45,18 @@ def test_top_is_the_largest_visible_scores(top, keep):
     q, k, _ = operands()
     s = q @ k.mT
     visible = torch.ones(1, dtype=torch.bool) if keep is None else keep
-    assert torch.equal(in_top(s.mT.contiguous(), keep, top_share(top)).mT, top_keys(s, visible, top))
+    assert torch.equal(
+        in_top(s.mT.contiguous(), keep, top_share(top)).mT, top_keys(s, visible, top)
+    )
 
 
 def test_fraction_of_visible_keys_is_rounded_up_exactly():
     """0.1 * 30 is 3.0000000000000004 in floating point; the top of 30 keys is 3 of them."""
     s = torch.randn(1, 1, 30, 5)
     assert in_top(s, None, top_share(0.1)).sum(-2).tolist() == [[[3] * 5]]
-    assert in_top(s, torch.ones(5, 30, dtype=torch.bool), top_share(0.1)).sum(-2).tolist() == [[[3] * 5]]
+    assert in_top(s, torch.ones(5, 30, dtype=torch.bool), top_share(0.1)).sum(-2).tolist() == [
+        [[3] * 5]
+    ]
 
 
 @pytest.mark.parametrize("mask", [None, "causal", "padding", "bias"])
@@ -58,7 +64,9 @@ def test_minus_infinity_equals_softmax_over_the_rest(always, mask):
     q, k, v = operands()
     keep = {"causal": causal(), "padding": padding()}.get(mask)
     bias = torch.randn(1, H, N, N) * 3 if mask == "bias" else None
-    got = dampen.attention(q, k, v, keep if bias is None else bias, regularizers=[HardMasking(0.5, top=0.3)])
+    got = dampen.attention(
+        q, k, v, keep if bias is None else bias, regularizers=[HardMasking(0.5, top=0.3)]
+    )
     s = q @ k.mT / D**0.5 + (0 if bias is None else bias)
     visible = torch.ones(1, dtype=torch.bool) if keep is None else keep
     rest = visible & ~top_keys(s, visible, 0.3)
@@ -74,14 +82,18 @@ def test_zero_fill_sets_the_score_to_zero_and_raises_negative_scores(always):
     top = top_keys(s, torch.ones(1, dtype=torch.bool), 2)
     torch.testing.assert_close(got, attend_scores(s.masked_fill(top, 0), v))
     negative = s - s.amax() - 1  # METHODS: not shift-invariant
-    before, after = ((x.softmax(-1) * top).sum(-1) for x in (negative, negative.masked_fill(top, 0)))
+    before, after = (
+        (x.softmax(-1) * top).sum(-1) for x in (negative, negative.masked_fill(top, 0))
+    )
     assert (after > before).all()
 
 
 def test_grouped_queries_rank_by_their_own_scores(always):
     q, k, v = operands(heads=1)
     got = dampen.attention(q, k, v, enable_gqa=True, regularizers=[HardMasking(0.5, top=2)])
-    wide = dampen.attention(q, k.expand(-1, H, -1, -1), v.expand(-1, H, -1, -1), regularizers=[HardMasking(0.5, top=2)])
+    wide = dampen.attention(
+        q, k.expand(-1, H, -1, -1), v.expand(-1, H, -1, -1), regularizers=[HardMasking(0.5, top=2)]
+    )
     torch.testing.assert_close(got, wide)
 
 
@@ -110,7 +122,9 @@ def test_fused_kernel_and_long_sequences_agree_with_one_piece():
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, kernels.LONG + 8, 4, requires_grad=True) for _ in range(3))
-    regs = [HardMasking(0.0, top=0.01)]  # the draws differ with the chunks, so only rate 0 can be compared
+    regs = [
+        HardMasking(0.0, top=0.01)
+    ]  # the draws differ with the chunks, so only rate 0 can be compared
     out = dampen.attention(q, k, v, regularizers=regs)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v), atol=1e-5, rtol=1e-4)
     out.sum().backward()

@@ -26,7 +26,9 @@ def test_equals_the_slow_sum(masked):
 def test_one_for_equal_heads_zero_for_orthogonal_ones():
     o = outputs(1, 1, 3, 4).expand(-1, 4, -1, -1)
     assert squared_cosine(o).item() == pytest.approx(1.0)
-    assert squared_cosine(-o * torch.tensor([1.0, -2, 3, 4]).view(1, 4, 1, 1)).item() == pytest.approx(1.0)
+    assert squared_cosine(
+        -o * torch.tensor([1.0, -2, 3, 4]).view(1, 4, 1, 1)
+    ).item() == pytest.approx(1.0)
     assert squared_cosine(torch.eye(4).view(1, 4, 1, 4)).item() == pytest.approx(0.0, abs=1e-7)
 
 

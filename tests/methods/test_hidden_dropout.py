@@ -10,7 +10,9 @@ from dampen.regularizer import BranchCall
 
 def vit(depth=3):
     torch.manual_seed(0)
-    return dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=depth, heads=2, mlp=16)
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=16, depth=depth, heads=2, mlp=16
+    )
 
 
 X = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -29,7 +31,12 @@ def test_equals_the_models_own_hidden_dropout_in_law():
     """BERT's hidden_dropout_prob drops the same two places: the same spread of the output."""
     import transformers as tr
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     outputs = {}
     ids = torch.randint(1, 30, (64, 9), generator=torch.Generator().manual_seed(0))
     for own in (True, False):
@@ -43,7 +50,9 @@ def test_equals_the_models_own_hidden_dropout_in_law():
         torch.manual_seed(1)
         plain = model.eval()(ids).last_hidden_state
         model.train()
-        outputs[own] = torch.cat([(model(ids).last_hidden_state - plain).detach() for _ in range(4)])
+        outputs[own] = torch.cat(
+            [(model(ids).last_hidden_state - plain).detach() for _ in range(4)]
+        )
     assert outputs[True].std().item() == pytest.approx(outputs[False].std().item(), rel=0.02)
 
 
@@ -78,7 +87,9 @@ def test_r_drop_for_regression_is_the_squared_distance():
     model = vit()
     reg = regularize(model, [HiddenDropout(0.2), RDrop(0.7, distance="mse")])
     seen = []
-    _, terms = reg.loss(lambda: seen.append(model(X)[:, :1]) or seen[-1], lambda out: out.square().mean())
+    _, terms = reg.loss(
+        lambda: seen.append(model(X)[:, :1]) or seen[-1], lambda out: out.square().mean()
+    )
     torch.testing.assert_close(terms["r_drop"], 0.7 * (seen[0] - seen[1]).square().mean())
     assert terms["r_drop"] > 0
 
@@ -101,7 +112,11 @@ def test_r_drop_of_tokens_counts_valid_ones(distance):
     method.outputs([a, b], valid)
     got = method.take_penalties()["r_drop"]
     p, q = a.log_softmax(-1), b.log_softmax(-1)
-    each = (a - b).square().mean(-1) if distance == "mse" else ((p.exp() - q.exp()) * (p - q)).sum(-1) / 2
+    each = (
+        (a - b).square().mean(-1)
+        if distance == "mse"
+        else ((p.exp() - q.exp()) * (p - q)).sum(-1) / 2
+    )
     torch.testing.assert_close(got, each[valid].mean())
 
 
@@ -115,7 +130,12 @@ def test_a_rate_of_its_own_for_the_last_layer_as_text_and_for_the_head():
     reg = regularize(vit(3), build_methods(specs))
     assert [round(c.rate.item(), 6) for c in reg.clones] == [0.1, 0.1, 0.3]
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     model = tr.RobertaForSequenceClassification(tr.RobertaConfig(vocab_size=20, **sizes))
     reg = regularize(model, HiddenDropout(0.1))
     reg.set_builtin_dropout(rate=0.4, target_modules="classifier.dropout")

@@ -11,7 +11,9 @@ from reproductions.models.seq2seq import Seq2Seq
 
 def vit(depth=4):
     torch.manual_seed(0)
-    return dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=depth, heads=2, mlp=16)
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=16, depth=depth, heads=2, mlp=16
+    )
 
 
 X = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -71,7 +73,8 @@ def test_a_layer_that_changes_the_shape_cannot_be_skipped():
 
 
 @pytest.mark.parametrize(
-    ("layers", "rate", "out"), [(12, 0.5, [1, 3, 5, 7, 9, 11]), (12, 0.25, [3, 7, 11]), (5, 1 / 3, [2]), (1, 0.5, [])]
+    ("layers", "rate", "out"),
+    [(12, 0.5, [1, 3, 5, 7, 9, 11]), (12, 0.25, [3, 7, 11]), (5, 1 / 3, [2]), (1, 0.5, [])],
 )
 def test_every_other(layers, rate, out):
     assert every_other(layers, rate) == out
@@ -101,7 +104,11 @@ def test_pruning_a_hugging_face_model_renumbers_its_layers_so_that_generation_wo
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=19, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
+        vocab_size=19,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
     )
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(1, 19, (1, 5))

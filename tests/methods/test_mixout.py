@@ -15,7 +15,9 @@ from tests.oracles.stochastic import mixout
 
 def vit(seed=0):
     torch.manual_seed(seed)
-    return dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16)
+    return dampen.models.ViT(
+        image_size=8, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16
+    )
 
 
 X = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -35,7 +37,10 @@ class Seen(Mixout):
 
     def operands(self, x, weight, call):
         x, used = super().operands(x, weight, call)
-        self.seen = {**getattr(self, "seen", {}), call.role: (weight, weight - self.distance(call), used)}
+        self.seen = {
+            **getattr(self, "seen", {}),
+            call.role: (weight, weight - self.distance(call), used),
+        }
         return x, used
 
 
@@ -121,7 +126,9 @@ def test_the_start_shares_memory_until_the_weight_moves(move_by):
     model(X).square().sum().backward()
     maps = [m for block in model.blocks for m in (block.mlp.fc1, block.mlp.fc2)]
     starts = [p for c in reg.clones for p in c.saved().values()]
-    assert all(is_shared(t) for t in [*starts, *(m.weight for m in maps)])  # a forward and a backward only read
+    assert all(
+        is_shared(t) for t in [*starts, *(m.weight for m in maps)]
+    )  # a forward and a backward only read
     if move_by == "optimizer":
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
     elif move_by == "data":
@@ -133,7 +140,9 @@ def test_the_start_shares_memory_until_the_weight_moves(move_by):
     else:
         model.blocks[0].load_state_dict(vit(seed=4).blocks[0].state_dict())
     assert [is_shared(m.weight) for m in maps] == [False, False, True, True]
-    for start, name in zip(starts, ("0.mlp.fc1", "0.mlp.fc2", "1.mlp.fc1", "1.mlp.fc2"), strict=True):
+    for start, name in zip(
+        starts, ("0.mlp.fc1", "0.mlp.fc2", "1.mlp.fc1", "1.mlp.fc2"), strict=True
+    ):
         assert torch.equal(start, before[f"blocks.{name}.weight"])
     assert not torch.equal(maps[0].weight, starts[0])
 
@@ -155,7 +164,11 @@ def test_torchs_own_attention(same):
     torch.manual_seed(0)
     sizes = {} if same else {"kdim": 12, "vdim": 10}
     model = nn.MultiheadAttention(16, 2, batch_first=True, **sizes).train()
-    q, k, v = torch.randn(2, 5, 16), torch.randn(2, 5, 16 if same else 12), torch.randn(2, 5, 16 if same else 10)
+    q, k, v = (
+        torch.randn(2, 5, 16),
+        torch.randn(2, 5, 16 if same else 12),
+        torch.randn(2, 5, 16 if same else 10),
+    )
     plain = model(q, k, v)[0]
     regularize(model, Mixout(0.5, targets=["q", "k", "v"]))
     torch.testing.assert_close(model(q, k, v)[0], plain)
@@ -165,7 +178,9 @@ def test_torchs_own_attention(same):
 
 def test_gpt2_keeps_transposed_weights():
     torch.manual_seed(0)
-    model = tr.GPT2Model(tr.GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0))
+    model = tr.GPT2Model(
+        tr.GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0)
+    )
     model.train()
     ids = torch.randint(0, 20, (2, 5))
     regularize(model, Mixout(0.5))
@@ -175,7 +190,9 @@ def test_gpt2_keeps_transposed_weights():
 
 def test_refuses_what_has_no_start():
     with torch.device("meta"):
-        model = dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=1, heads=2, mlp=16)
+        model = dampen.models.ViT(
+            image_size=8, patch_size=4, classes=3, width=16, depth=1, heads=2, mlp=16
+        )
     with pytest.raises(UnsupportedModel, match="Load the pre-trained weights first"):
         regularize(model, Mixout())
 
@@ -189,8 +206,15 @@ def test_the_lists_of_the_model_stay_as_they_were(name):
     plain, model = vit(), vit()
     reg = regularize(model, METHODS[name]())
     kept = sum(start.numel() for c in reg.clones for start in c.saved().values())
-    assert kept == sum(m.weight.numel() for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear))
-    assert [(n, p.shape) for n, p in model.named_parameters()] == [(n, p.shape) for n, p in plain.named_parameters()]
+    assert kept == sum(
+        m.weight.numel()
+        for block in model.blocks
+        for m in block.modules()
+        if isinstance(m, nn.Linear)
+    )
+    assert [(n, p.shape) for n, p in model.named_parameters()] == [
+        (n, p.shape) for n, p in plain.named_parameters()
+    ]
     large = [n for n, b in model.named_buffers() if b.numel() > 1]
     assert large == [n for n, b in plain.named_buffers() if b.numel() > 1]
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -235,7 +259,9 @@ def test_explicit_is_half_the_expected_squared_change():
     x, w, u, rate = torch.randn(7, 6), torch.randn(4, 6), torch.randn(4, 6), 0.6
     method = Mixout(rate)
     method.distance = lambda call: w - u
-    changes = torch.stack([F.linear(x, method.operands(x, w, None)[1] - w).square().sum() for _ in range(20000)])
+    changes = torch.stack(
+        [F.linear(x, method.operands(x, w, None)[1] - w).square().sum() for _ in range(20000)]
+    )
     expected = 0.5 * rate / (1 - rate) * (x.square().sum(0) @ (w - u).square().sum(0))
     assert abs(changes.mean() / 2 - expected) < 4 * changes.std() / 2 / 20000**0.5
 
@@ -251,12 +277,18 @@ def test_explicit_on_a_model_equals_a_slow_reference(targets):
     for i, block in enumerate(model.blocks):
         for name in wanted:
             module = block.get_submodule(name)
-            module.register_forward_pre_hook(lambda m, args, key=(i, name): seen.update({key: args[0]}))
+            module.register_forward_pre_hook(
+                lambda m, args, key=(i, name): seen.update({key: args[0]})
+            )
     loss, terms = reg.loss(lambda: model(X), lambda out: out.sum() * 0)
     expected = 0.0
     for (i, name), x in seen.items():
-        gap = model.blocks[i].get_submodule(name).weight - start.blocks[i].get_submodule(name).weight
-        expected = expected + 2.0 * 0.5 * 0.3 / 0.7 * (x.square().mean((0, 1)) @ gap.square().sum(0))
+        gap = (
+            model.blocks[i].get_submodule(name).weight - start.blocks[i].get_submodule(name).weight
+        )
+        expected = expected + 2.0 * 0.5 * 0.3 / 0.7 * (
+            x.square().mean((0, 1)) @ gap.square().sum(0)
+        )
     torch.testing.assert_close(terms["explicit_mixout"], expected)
     weights = [m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)]
     for got, want in zip(
@@ -269,16 +301,24 @@ def test_explicit_on_a_model_equals_a_slow_reference(targets):
 
 def test_explicit_counts_valid_tokens_only():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = tr.BertModel(tr.BertConfig(vocab_size=20, **sizes, **off)).train()
     reg = regularize(model, ExplicitMixout(1.0))
     move(model)
     ids, mask = torch.randint(1, 20, (2, 5)), torch.ones(2, 5, dtype=torch.long)
-    alone = reg.loss(lambda: model(ids, attention_mask=mask), lambda out: out.last_hidden_state.sum() * 0)[0]
+    alone = reg.loss(
+        lambda: model(ids, attention_mask=mask), lambda out: out.last_hidden_state.sum() * 0
+    )[0]
     longer = F.pad(ids, (0, 3), value=9)
     padded = reg.loss(
-        lambda: model(longer, attention_mask=F.pad(mask, (0, 3))), lambda out: out.last_hidden_state.sum() * 0
+        lambda: model(longer, attention_mask=F.pad(mask, (0, 3))),
+        lambda out: out.last_hidden_state.sum() * 0,
     )[0]
     torch.testing.assert_close(alone, padded)
     assert alone > 0

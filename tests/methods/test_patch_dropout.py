@@ -29,7 +29,9 @@ def test_subsets_differ_between_samples_and_every_patch_has_the_same_chance():
     torch.manual_seed(0)
     out = PatchDropout(0.5, 1).tokens(numbered(20000, 9))[:, 1:, 0]
     counts = torch.bincount(out.flatten().long(), minlength=9)[1:] / 20000
-    torch.testing.assert_close(counts, torch.full((8,), 0.5), atol=4 * (0.25 / 20000) ** 0.5, rtol=0)
+    torch.testing.assert_close(
+        counts, torch.full((8,), 0.5), atol=4 * (0.25 / 20000) ** 0.5, rtol=0
+    )
     assert len({tuple(row.tolist()) for row in out[:50]}) > 10
 
 
@@ -40,7 +42,9 @@ def test_rate_zero_is_the_identity_to_the_bit():
 
 def test_all_layers_see_fewer_tokens_and_gradients_reach_the_kept_patches():
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=16, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16)
+    model = dampen.models.ViT(
+        image_size=16, patch_size=4, classes=3, width=16, depth=2, heads=2, mlp=16
+    )
     reg = regularize(model, PatchDropout(0.5))
     lengths = []
     for block in model.blocks:

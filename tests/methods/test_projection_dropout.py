@@ -15,7 +15,15 @@ FORMS = ("paper", "exact", "inverted")
 
 def vit(**more):
     torch.manual_seed(0)
-    size = {"image_size": 8, "patch_size": 4, "channels": 1, "width": 4, "depth": 1, "heads": 2, "mlp": 4} | more
+    size = {
+        "image_size": 8,
+        "patch_size": 4,
+        "channels": 1,
+        "width": 4,
+        "depth": 1,
+        "heads": 2,
+        "mlp": 4,
+    } | more
     return dampen.models.ViT(**size).double().train()
 
 
@@ -35,7 +43,9 @@ def seen(model, images):
     """The input and output of the output projection and of the second feed-forward map."""
     kept, block = {}, model.blocks[0]
     hooks = [
-        module.register_forward_hook(lambda m, i, o, name=name: kept.update({name: (i[0].detach(), o.detach())}))
+        module.register_forward_hook(
+            lambda m, i, o, name=name: kept.update({name: (i[0].detach(), o.detach())})
+        )
         for name, module in (("out", block.attn.proj), ("ffn_out", block.mlp.fc2))
     ]
     model(images)
@@ -91,7 +101,9 @@ def test_residual_is_the_expectation_over_all_masks(form):
     reg = regularize(model, ExplicitDropout(residual=1.0, rate=0.3, form=form))
     model(images)
     value = reg.penalty()
-    expected = sum(expectation(b, None, 0.3, "exact" if form == "paper" else form) for b in branches)
+    expected = sum(
+        expectation(b, None, 0.3, "exact" if form == "paper" else form) for b in branches
+    )
     assert value.item() == pytest.approx(expected * (0.3 if form == "paper" else 1), rel=1e-10)
     value.backward()
     assert model.blocks[0].mlp.fc2.bias.grad.abs().max() > 0  # the branch's bias is in it
@@ -104,8 +116,15 @@ def test_residual_agrees_with_hidden_dropout_itself():
     plain = block.attn(block.norm1(x)).detach()
     draws = 4000
     torch.manual_seed(3)
-    deviation = (torch.nn.functional.dropout(plain.expand(draws, -1, -1), 0.3) - plain).square().sum((1, 2)).mean()
-    assert 0.5 * deviation.item() / 5 == pytest.approx(expectation(plain, None, 0.3, "inverted"), rel=0.05)
+    deviation = (
+        (torch.nn.functional.dropout(plain.expand(draws, -1, -1), 0.3) - plain)
+        .square()
+        .sum((1, 2))
+        .mean()
+    )
+    assert 0.5 * deviation.item() / 5 == pytest.approx(
+        expectation(plain, None, 0.3, "inverted"), rel=0.05
+    )
     reg = regularize(model, HiddenDropout(0.3))
     assert not torch.equal(block(x), block(x))
     reg.remove()
@@ -113,7 +132,9 @@ def test_residual_agrees_with_hidden_dropout_itself():
 
 def test_padded_tokens_count_nowhere():
     torch.manual_seed(0)
-    model = dampen.models.FeatureEncoder(features=4, width=8, depth=2, heads=2, mlp=8, classes=3).train()
+    model = dampen.models.FeatureEncoder(
+        features=4, width=8, depth=2, heads=2, mlp=8, classes=3
+    ).train()
     reg = regularize(model, ExplicitDropout(output=1.0, residual=1.0))
     x = torch.randn(2, 6, 4)
     padding = torch.arange(6).expand(2, 6) >= torch.tensor([[6], [4]])
@@ -123,7 +144,11 @@ def test_padded_tokens_count_nowhere():
     for given in (x, other):
         model(given, padding)
         values.append(reg.penalties())
-    assert values[0].keys() == values[1].keys() == {"explicit_dropout.output", "explicit_dropout.residual"}
+    assert (
+        values[0].keys()
+        == values[1].keys()
+        == {"explicit_dropout.output", "explicit_dropout.residual"}
+    )
     for name, value in values[0].items():
         torch.testing.assert_close(value, values[1][name])
 
@@ -134,7 +159,9 @@ class NoProjection(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.attn = Heads()
-        self.mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)
+        )
 
     def forward(self, x):
         x = x + self.attn(x)
@@ -154,10 +181,22 @@ class Heads(torch.nn.Module):
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        ({"output": 1.0}, r"output=...\) penalizes the attention's output projection, but '0' has none"),
-        ({"output": 1.0, "residual": 1.0}, r"output=...\) penalizes the attention's output projection"),
-        ({"residual": 1.0}, r"residual=...\) reads each branch at its last linear map \(out for one"),
-        ({"residual": 1.0, "ffn": 1.0}, r"residual=...\) reads each branch at its last linear map \(out for one"),
+        (
+            {"output": 1.0},
+            r"output=...\) penalizes the attention's output projection, but '0' has none",
+        ),
+        (
+            {"output": 1.0, "residual": 1.0},
+            r"output=...\) penalizes the attention's output projection",
+        ),
+        (
+            {"residual": 1.0},
+            r"residual=...\) reads each branch at its last linear map \(out for one",
+        ),
+        (
+            {"residual": 1.0, "ffn": 1.0},
+            r"residual=...\) reads each branch at its last linear map \(out for one",
+        ),
     ],
 )
 def test_a_layer_without_an_output_projection_is_refused(terms, message):
@@ -169,7 +208,9 @@ def test_a_layer_without_an_output_projection_is_refused(terms, message):
 
 def test_a_layer_without_a_feed_forward_does_not_blame_ffn2_for_residual():
     model = torch.nn.ModuleList([vit().blocks[0].attn, vit().blocks[0].attn])
-    with pytest.raises(UnsupportedModel, match=r"residual=...\) reads each branch .*ffn_out for one") as caught:
+    with pytest.raises(
+        UnsupportedModel, match=r"residual=...\) reads each branch .*ffn_out for one"
+    ) as caught:
         regularize(model, ExplicitDropout(residual=1.0))
     assert "ffn2" not in str(caught.value)
 

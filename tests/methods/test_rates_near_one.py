@@ -25,11 +25,17 @@ def is_binomial(kept, total, share=1 - RATE):
     return abs(kept - mean) <= 5 * spread
 
 
-@pytest.mark.parametrize("rate", [RATE, torch.tensor(RATE), torch.full((ENTRIES, 1), RATE)], ids=["int", "0-d", "rows"])
+@pytest.mark.parametrize(
+    "rate", [RATE, torch.tensor(RATE), torch.full((ENTRIES, 1), RATE)], ids=["int", "0-d", "rows"]
+)
 def test_masks(rate):
     torch.manual_seed(0)
     shape = (ENTRIES, 1)
-    share = 1 - float(torch.as_tensor(rate).flatten()[0]) if isinstance(rate, torch.Tensor) else 1 - rate
+    share = (
+        1 - float(torch.as_tensor(rate).flatten()[0])
+        if isinstance(rate, torch.Tensor)
+        else 1 - rate
+    )
     kept = sum(int((~bernoulli(shape, rate)).sum()) for _ in range(CALLS))
     assert is_binomial(kept, ENTRIES * CALLS, share)
     factors = sum(int((keep_factor(shape, rate, torch.float32) > 0).sum()) for _ in range(CALLS))
@@ -40,7 +46,9 @@ def test_masks(rate):
 
 def test_masks_in_graphs():
     torch.compiler.reset()
-    run = torch.compile(lambda rate: (~bernoulli((ENTRIES,), rate)).sum(), fullgraph=True, backend="eager")
+    run = torch.compile(
+        lambda rate: (~bernoulli((ENTRIES,), rate)).sum(), fullgraph=True, backend="eager"
+    )
     torch.manual_seed(0)
     kept = sum(int(run(torch.tensor(RATE))) for _ in range(CALLS))
     assert is_binomial(kept, ENTRIES * CALLS, 1 - torch.tensor(RATE).item())
@@ -64,10 +72,16 @@ def test_native_draws(native):
 
     torch.manual_seed(0)
     x = torch.ones(ENTRIES)
-    assert is_binomial(sum(int((ops.dropout(x, RATE) > 0).sum()) for _ in range(CALLS)), ENTRIES * CALLS)
-    shown = sum(int((~ops.hidden_keys(1, 2, ENTRIES, RATE, seed)).sum()) for seed in range(CALLS // 2))
+    assert is_binomial(
+        sum(int((ops.dropout(x, RATE) > 0).sum()) for _ in range(CALLS)), ENTRIES * CALLS
+    )
+    shown = sum(
+        int((~ops.hidden_keys(1, 2, ENTRIES, RATE, seed)).sum()) for seed in range(CALLS // 2)
+    )
     emptied = (CALLS - 0) * (RATE**ENTRIES)  # rows that get one key back
-    assert abs(shown - ENTRIES * CALLS * (1 - RATE)) <= emptied + 5 * math.sqrt(ENTRIES * CALLS * (1 - RATE) * 2)
+    assert abs(shown - ENTRIES * CALLS * (1 - RATE)) <= emptied + 5 * math.sqrt(
+        ENTRIES * CALLS * (1 - RATE) * 2
+    )
 
 
 def stage(method):
@@ -112,7 +126,9 @@ def test_methods_keep_what_they_should(name):
     assert is_binomial(sum(int((m > 0).sum()) for m in made), ENTRIES * CALLS)
 
 
-RATED = [n for n, c in methods().items() if c.stochastic and "rate" in c.__init__.__code__.co_varnames]
+RATED = [
+    n for n, c in methods().items() if c.stochastic and "rate" in c.__init__.__code__.co_varnames
+]
 
 
 @pytest.mark.parametrize("name", RATED)
@@ -121,7 +137,9 @@ RATED = [n for n, c in methods().items() if c.stochastic and "rate" in c.__init_
 def test_every_method_stays_finite(name, rate):
     """1 - 1e-9 is 1 in float32: a tensor of it would scale by 1 / 0, and 0 times that is no number."""
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=16, patch_size=4, width=16, depth=2, heads=2, mlp=16).train()
+    model = dampen.models.ViT(
+        image_size=16, patch_size=4, width=16, depth=2, heads=2, mlp=16
+    ).train()
     reg = dampen.regularize(model, methods()[name](rate=rate))
     loss, _ = reg.loss(lambda: model(torch.randn(4, 3, 16, 16)), lambda out: out.square().mean())
     loss.backward()

@@ -48,7 +48,10 @@ def seq2seq():
 
 def loss_of(model, reg, source, seed=0):
     torch.manual_seed(seed)
-    return reg.loss(lambda: model(source, TARGET), lambda out: F.cross_entropy(out.flatten(0, 1), TARGET.flatten()))
+    return reg.loss(
+        lambda: model(source, TARGET),
+        lambda out: F.cross_entropy(out.flatten(0, 1), TARGET.flatten()),
+    )
 
 
 @pytest.mark.parametrize("attention", ["cross", "all"])
@@ -60,7 +63,10 @@ def test_cross_attention(method, attention):
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     plain = F.cross_entropy(seq2seq()(SOURCE, TARGET).flatten(0, 1), TARGET.flatten())
-    drawn = [terms, *(loss_of(model, reg, SOURCE, seed)[1] for seed in range(1, 5))]  # one draw may drop nothing
+    drawn = [
+        terms,
+        *(loss_of(model, reg, SOURCE, seed)[1] for seed in range(1, 5)),
+    ]  # one draw may drop nothing
     assert len(terms) > 1 or not all(torch.allclose(t["task"], plain) for t in drawn)  # it acts
 
 
@@ -84,7 +90,12 @@ def test_language_models_do_not_see_the_future(method):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "method",
-    [HardMasking(0.2, 0.01), HardMasking(0.2, 8, fill="zero"), BlurredAttention(), AttentionEntropy(1.0, 0.9)],
+    [
+        HardMasking(0.2, 0.01),
+        HardMasking(0.2, 8, fill="zero"),
+        BlurredAttention(),
+        AttentionEntropy(1.0, 0.9),
+    ],
     ids=["hard", "zero", "blur", "entropy"],
 )
 def test_more_than_4096_tokens(method, causal):

@@ -39,7 +39,9 @@ def own_reference(model, images, attention, ffn):
 def test_own_vit_to_the_bit(attention, ffn, norm_first):
     """Exactly the branch, not residual + (branch - residual): condition numbers see that rounding."""
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=2, width=16, depth=3, heads=2, mlp=24, norm_first=norm_first)
+    model = dampen.models.ViT(
+        image_size=8, patch_size=2, width=16, depth=3, heads=2, mlp=24, norm_first=norm_first
+    )
     x = torch.randn(2, 3, 8, 8)
     before = model(x)
     expected = own_reference(model, x, attention, ffn)
@@ -72,7 +74,9 @@ def torch_reference(layer, x, attention, ffn):
 def test_torch_encoder(attention, ffn, norm_first, batch_first):
     """Also without gradient in eval, where torch would take a fused path around our additions."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, norm_first=norm_first, batch_first=batch_first)
+    layer = nn.TransformerEncoderLayer(
+        16, 2, 24, dropout=0.0, norm_first=norm_first, batch_first=batch_first
+    )
     model = nn.TransformerEncoder(layer, 2)
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
@@ -92,7 +96,9 @@ def test_torch_encoder(attention, ffn, norm_first, batch_first):
 def test_torch_encoder_with_padding_in_eval():
     """nn.TransformerEncoder may make nested tensors of padded batches in eval, for layers that cannot take them now."""
     torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True), 2)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True), 2
+    )
     x, padding = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
     padding[1, 3:] = True
     dampen.regularize(model, dampen.SkipAblation(attention=True))
@@ -114,7 +120,11 @@ def test_decoder_blocks(norm_first):
     source, target = torch.randint(1, 20, (2, 6)), torch.randint(1, 20, (2, 4))
     d = model.decoder[0]
     assert isinstance(d, DecoderBlock)
-    x, memory, keep = torch.randn(2, 4, 16), torch.randn(2, 6, 16), torch.ones(4, 4, dtype=torch.bool).tril()
+    x, memory, keep = (
+        torch.randn(2, 4, 16),
+        torch.randn(2, 6, 16),
+        torch.ones(4, 4, dtype=torch.bool).tril(),
+    )
     if norm_first:
         y = d.self_attn(d.norm1(x), keep=keep)
         y = d.cross_attn(d.norm2(y), memory)
@@ -139,12 +149,19 @@ def families():
     import timm
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, ViTConfig, ViTModel
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
     images = {"pixel_values": torch.randn(2, 3, 8, 8)}
     ids = {"input_ids": torch.randint(1, 19, (2, 7))}
     yield (
         "timm vit",
-        timm.create_model("vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2),
+        timm.create_model(
+            "vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2
+        ),
         {"x": torch.randn(2, 3, 8, 8)},
         ["attn.proj"],
         ["fc2"],
@@ -167,19 +184,35 @@ def families():
     )
     yield (
         "hf bert (post-norm)",
-        BertModel(BertConfig(**sizes, vocab_size=19, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+        BertModel(
+            BertConfig(
+                **sizes, vocab_size=19, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+            )
+        ),
         ids,
         ["attention.output.dense"],
         [".output.dense"],
     )
-    yield "hf llama", LlamaModel(LlamaConfig(**sizes, vocab_size=19, use_cache=False)), ids, ["o_proj"], ["down_proj"]
+    yield (
+        "hf llama",
+        LlamaModel(LlamaConfig(**sizes, vocab_size=19, use_cache=False)),
+        ids,
+        ["o_proj"],
+        ["down_proj"],
+    )
 
 
 def tokens(model, inputs):
     """What leaves the first block."""
     seen = []
-    blocks = [m for m in model.modules() if type(m).__name__.endswith(("Block", "Layer", "LlamaDecoderLayer"))]
-    hook = blocks[0].register_forward_hook(lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    blocks = [
+        m
+        for m in model.modules()
+        if type(m).__name__.endswith(("Block", "Layer", "LlamaDecoderLayer"))
+    ]
+    hook = blocks[0].register_forward_hook(
+        lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
     model(**inputs)
     hook.remove()
     return seen[0].detach()
@@ -210,7 +243,11 @@ class Parallel(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(16), Block(16, 2, 24).attn, Block(16, 2, 24).mlp
+        self.norm, self.attn, self.mlp = (
+            nn.LayerNorm(16),
+            Block(16, 2, 24).attn,
+            Block(16, 2, 24).mlp,
+        )
 
     def forward(self, x):
         h = self.norm(x)
@@ -254,7 +291,9 @@ def test_one_skip_around_both_branches_cannot_be_taken_from_one(attention, ffn):
     block, x = SideBySide(), torch.randn(2, 5, 16)
     expected = block(x)
     reg = dampen.regularize(block, dampen.SkipAblation(attention, ffn))
-    with pytest.raises(RuntimeError, match="adds attention and ffn to the same input, side by side"):
+    with pytest.raises(
+        RuntimeError, match="adds attention and ffn to the same input, side by side"
+    ):
         block(x)
     reg.remove()
     with_paths = dampen.regularize(block, dampen.DropPath(0.0))  # the branches themselves are known
@@ -297,7 +336,9 @@ def test_the_ablation_keeps_the_contracts():
         "remove",
         "exported",
     ]
-    check_regularizer(lambda: dampen.SkipAblation(True, True), subjects=["vit", "bert"], contracts=contracts)
+    check_regularizer(
+        lambda: dampen.SkipAblation(True, True), subjects=["vit", "bert"], contracts=contracts
+    )
 
 
 def test_wrong_arguments():

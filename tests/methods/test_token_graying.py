@@ -11,7 +11,14 @@ from torch import nn
 
 import dampen
 from dampen.checking import check_regularizer
-from dampen.functional.graying import GrayImages, dct_matrix, gray_dct, gray_images, gray_svd, gray_tokens
+from dampen.functional.graying import (
+    GrayImages,
+    dct_matrix,
+    gray_dct,
+    gray_images,
+    gray_svd,
+    gray_tokens,
+)
 from dampen.functional.patches import patchify
 from dampen.methods.token_graying import find_patch_size
 from dampen.regularizer import UnsupportedModel
@@ -25,13 +32,22 @@ REAL = os.environ.get("DAMPEN_TEST_DATA")
 def images():
     """500 normalized CIFAR-10 images; without DAMPEN_TEST_DATA SYNTHETIC ones with a natural spectrum stand in."""
     if REAL:
-        rows = np.fromfile(Path(REAL) / "cifar-10-batches-bin" / "data_batch_1.bin", np.uint8, count=500 * 3073)
-        pixels = torch.from_numpy(rows.reshape(500, 3073)[:, 1:].reshape(500, 3, 32, 32).astype("float32")) / 255
+        rows = np.fromfile(
+            Path(REAL) / "cifar-10-batches-bin" / "data_batch_1.bin", np.uint8, count=500 * 3073
+        )
+        pixels = (
+            torch.from_numpy(
+                rows.reshape(500, 3073)[:, 1:].reshape(500, 3, 32, 32).astype("float32")
+            )
+            / 255
+        )
     else:
         print("DAMPEN_TEST_DATA is not set: synthetic images stand in")
         noise = torch.randn(500, 3, 32, 32, generator=torch.Generator().manual_seed(0))
         y, x = torch.fft.fftfreq(32)[:, None], torch.fft.fftfreq(32)
-        power = 1 / (1 / 32 + torch.sqrt(x**2 + y**2))  # amplitude falls as 1 / frequency, as in photographs
+        power = 1 / (
+            1 / 32 + torch.sqrt(x**2 + y**2)
+        )  # amplitude falls as 1 / frequency, as in photographs
         smooth = torch.fft.ifft2(torch.fft.fft2(noise) * power).real
         pixels = (0.47 + 0.25 * smooth / smooth.std()).clamp(0, 1)
         pixels[:3] = 0.5
@@ -69,17 +85,23 @@ def test_svd_agrees_with_torch(shape, restore_scale):
 def test_svd_agrees_with_torch_on_images(images):
     x = tokens_of(images[:64])
     expected = reference.gray_svd(x, 0.7)
-    torch.testing.assert_close(gray_svd(x, 0.7), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+    torch.testing.assert_close(
+        gray_svd(x, 0.7), expected, rtol=0, atol=1e-6 * expected.abs().max().item()
+    )
     single = gray_svd(x.float(), 0.7)
     assert single.dtype == torch.float32
-    torch.testing.assert_close(single.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    torch.testing.assert_close(
+        single.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item()
+    )
 
 
 def test_scale_is_restored_or_one(images):
     x = tokens_of(images[5:9])
     top = torch.linalg.svdvals(x)[:, 0]
     torch.testing.assert_close(torch.linalg.svdvals(gray_svd(x, 0.7))[:, 0], top)
-    torch.testing.assert_close(torch.linalg.svdvals(gray_svd(x, 0.7, False))[:, 0], torch.ones_like(top))
+    torch.testing.assert_close(
+        torch.linalg.svdvals(gray_svd(x, 0.7, False))[:, 0], torch.ones_like(top)
+    )
 
 
 @pytest.mark.parametrize("restore_scale", [True, False])
@@ -148,27 +170,41 @@ def test_rank_deficient_images_keep_their_rank(images):
     x[..., 40:] = 0  # rank at most 40 of 48
     s = torch.linalg.svdvals(gray_svd(x, 0.7))[0]
     expected = torch.linalg.svdvals(x)[0]
-    torch.testing.assert_close(s[:40], expected[0] * (expected[:40] / expected[0]) ** 0.7, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        s[:40], expected[0] * (expected[:40] / expected[0]) ** 0.7, rtol=1e-6, atol=0
+    )
     assert s[40:].max() < 1e-5 * s[0]
 
 
 @pytest.mark.parametrize("restore_scale", [True, False])
 @pytest.mark.parametrize("shape", [(6, 4), (3, 5)])
 def test_gradient_of_svd(shape, restore_scale):
-    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64, requires_grad=True)
+    x = torch.randn(
+        2,
+        *shape,
+        generator=torch.Generator().manual_seed(3),
+        dtype=torch.float64,
+        requires_grad=True,
+    )
     assert torch.autograd.gradcheck(lambda x: gray_svd(x, 0.6, restore_scale), x)
 
 
 @pytest.mark.parametrize("restore_scale", [True, False])
 def test_gradient_of_dct(restore_scale):
-    x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64, requires_grad=True)
+    x = torch.randn(
+        2, 4, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64, requires_grad=True
+    )
     assert torch.autograd.gradcheck(lambda x: gray_dct(x, 0.6, restore_scale), x)
 
 
 @pytest.mark.parametrize("kind", ["svd", "dct"])
 def test_gradient_is_finite_where_the_spectrum_coincides_or_vanishes(kind):
     """An attack on the pixels meets constant images too; the gradient of eigh itself would be NaN here."""
-    x = torch.stack([torch.zeros(6, 4), torch.ones(6, 4), torch.eye(6, 4)]).double().requires_grad_()
+    x = (
+        torch.stack([torch.zeros(6, 4), torch.ones(6, 4), torch.eye(6, 4)])
+        .double()
+        .requires_grad_()
+    )
     gray_tokens(x, kind, 0.7).sin().sum().backward()
     assert torch.isfinite(x.grad).all()
     assert x.grad[2].abs().sum() > 0
@@ -191,7 +227,10 @@ def test_regularizer_grays_patches_in_training_and_eval(images, kind):
     tokens = torch.stack([reference.patches(image, 4) for image in x.double()])
     grayed = gray(tokens, {"svd": 0.7, "dct": 0.95}[kind]).float()
     with torch.no_grad():
-        expected = model.patch_embed.proj.weight.flatten(1) @ grayed.mT + model.patch_embed.proj.bias[:, None]
+        expected = (
+            model.patch_embed.proj.weight.flatten(1) @ grayed.mT
+            + model.patch_embed.proj.bias[:, None]
+        )
     seen = []
     model.patch_embed.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
     reg = dampen.regularize(model, dampen.TokenGraying(kind))
@@ -216,7 +255,12 @@ def test_pixel_values_are_found_by_name(images):
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=32, patch_size=8
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=32,
+        patch_size=8,
     )
     model = ViTForImageClassification(config).eval()
     expected = model(pixel_values=gray_images(images[:2], 8, "svd")).logits
@@ -274,7 +318,9 @@ def test_patch_size_is_refused_where_nothing_tells_it():
 
 
 def test_tokens_instead_of_pixels():
-    model = dampen.models.FeatureEncoder(features=6, classes=3, width=8, heads=2, mlp=8, max_tokens=10).eval()
+    model = dampen.models.FeatureEncoder(
+        features=6, classes=3, width=8, heads=2, mlp=8, max_tokens=10
+    ).eval()
     x = torch.randn(2, 10, 6)
     expected = model(gray_svd(x, 0.7))
     dampen.regularize(model, dampen.TokenGraying("svd", patch_size="tokens"))
@@ -284,7 +330,14 @@ def test_tokens_instead_of_pixels():
 def test_masked_autoencoder_sees_and_guesses_the_grayed_image(images):
     torch.manual_seed(0)
     mae = MaskedAutoencoder(
-        width=16, depth=1, heads=2, mlp=16, decoder_width=8, decoder_depth=1, decoder_heads=2, decoder_mlp=8
+        width=16,
+        depth=1,
+        heads=2,
+        mlp=16,
+        decoder_width=8,
+        decoder_depth=1,
+        decoder_heads=2,
+        decoder_mlp=8,
     )
     noise = torch.rand(2, 64)
     expected = mae(gray_images(images[:2], 4, "svd"), noise)
@@ -303,7 +356,15 @@ def test_attack_reaches_the_pixels(images):
 
 @pytest.mark.slow
 def test_svd_keeps_the_contracts():
-    contracts = ["identity", "shapes_and_dtypes", "gradients_finite", "copies", "compiled", "remove", "exported"]
+    contracts = [
+        "identity",
+        "shapes_and_dtypes",
+        "gradients_finite",
+        "copies",
+        "compiled",
+        "remove",
+        "exported",
+    ]
     check_regularizer(lambda: dampen.TokenGraying("svd"), subjects=["vit"], contracts=contracts)
 
 

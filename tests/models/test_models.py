@@ -28,21 +28,46 @@ def case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Loss]:
         return F.cross_entropy(logits, labels)
 
     if name == "vit":
-        sizes = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 4, "width": 32, "depth": 2, "heads": 4}
+        sizes = {
+            "image_size": 8,
+            "patch_size": 2,
+            "channels": 1,
+            "classes": 4,
+            "width": 32,
+            "depth": 2,
+            "heads": 4,
+        }
         return build_model(name, mlp=48, **sizes), (torch.randn(8, 1, 8, 8),), classify
     if name == "encoder":
         model = build_model(name, features=6, classes=4, width=32, heads=4, mlp=48, max_tokens=10)
         padding = torch.arange(9)[None] >= torch.arange(2, 10)[:, None]
         return model, (torch.randn(8, 9, 6), padding), classify
     if name == "seq2seq":
-        model = build_model(name, source_vocab=11, target_vocab=13, width=32, depth=1, heads=4, mlp=48, max_tokens=20)
+        model = build_model(
+            name,
+            source_vocab=11,
+            target_vocab=13,
+            width=32,
+            depth=1,
+            heads=4,
+            mlp=48,
+            max_tokens=20,
+        )
         source, target = torch.randint(1, 11, (8, 7)), torch.randint(1, 13, (8, 6))
         source[::2, 5:] = 0
-        return model, (source, target[:, :-1]), lambda z: F.cross_entropy(z.flatten(0, 1), target[:, 1:].flatten())
+        return (
+            model,
+            (source, target[:, :-1]),
+            lambda z: F.cross_entropy(z.flatten(0, 1), target[:, 1:].flatten()),
+        )
     if name == "language":
         tokens = torch.randint(0, 13, (8, 7))
         model = build_model(name, vocab=13, width=32, depth=2, heads=4, mlp=48, context=8)
-        return model, (tokens[:, :-1],), lambda z: F.cross_entropy(z.flatten(0, 1), tokens[:, 1:].flatten())
+        return (
+            model,
+            (tokens[:, :-1],),
+            lambda z: F.cross_entropy(z.flatten(0, 1), tokens[:, 1:].flatten()),
+        )
     if name == "text":
         model = build_model(name, vocab=13, classes=4, width=32, heads=4, mlp=48, max_tokens=10)
         padding = torch.arange(9)[None] >= torch.arange(2, 10)[:, None]
@@ -51,15 +76,41 @@ def case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Loss]:
         model = build_model(name, classes=4, width=16, depth=2, kernel=3, patch_size=2, channels=1)
         return model, (torch.randn(8, 1, 8, 8),), classify
     if name == "cnn":
-        return build_model(name, classes=4, width=16, depth=2, channels=1), (torch.randn(8, 1, 8, 8),), classify
+        return (
+            build_model(name, classes=4, width=16, depth=2, channels=1),
+            (torch.randn(8, 1, 8, 8),),
+            classify,
+        )
     if name == "mae":
-        sizes = {"image_size": 8, "patch_size": 2, "channels": 1, "width": 32, "depth": 1, "heads": 4, "mlp": 48}
+        sizes = {
+            "image_size": 8,
+            "patch_size": 2,
+            "channels": 1,
+            "width": 32,
+            "depth": 1,
+            "heads": 4,
+            "mlp": 48,
+        }
         light = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 32}
-        return build_model(name, **sizes, **light), (torch.randn(8, 1, 8, 8), torch.rand(8, 16)), lambda out: out.loss
+        return (
+            build_model(name, **sizes, **light),
+            (torch.randn(8, 1, 8, 8), torch.rand(8, 16)),
+            lambda out: out.loss,
+        )
     if name == "detr":
-        sizes = {"image_size": 16, "classes": 4, "width": 32, "depth": 1, "heads": 4, "mlp": 48, "queries": 4}
+        sizes = {
+            "image_size": 16,
+            "classes": 4,
+            "width": 32,
+            "depth": 1,
+            "heads": 4,
+            "mlp": 48,
+            "queries": 4,
+        }
         model = build_model(name, **sizes)
-        nn.init.normal_(model.shift[2].weight, std=0.02)  # at 0, where it starts, what is below it gets no gradient yet
+        nn.init.normal_(
+            model.shift[2].weight, std=0.02
+        )  # at 0, where it starts, what is below it gets no gradient yet
         target = torch.cat([labels[:, None, None].float(), torch.rand(8, 1, 4) * 0.3 + 0.3], dim=-1)
         return model, (torch.randn(8, 3, 16, 16),), lambda found: set_loss(found, target)
     if name == "captions":
@@ -116,7 +167,9 @@ def test_exports_at_eval_with_any_batch_size(tiny):
     dynamic = tuple({0: torch.export.Dim("batch")} for _ in batch)
     program = torch.export.export(model, batch, dynamic_shapes=dynamic)
     smaller = tuple(x[:3] for x in batch)
-    torch.testing.assert_close(main_output(program.module()(*smaller)), main_output(model(*smaller)))
+    torch.testing.assert_close(
+        main_output(program.module()(*smaller)), main_output(model(*smaller))
+    )
 
 
 def test_copy_is_equal_and_independent(tiny):
@@ -151,7 +204,9 @@ def test_whole_model_in_bfloat16(tiny):
     assert main_output(model.bfloat16()(*batch)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"captions", "cnn", "convmixer", "detr", "mae"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(MODELS) - {"captions", "cnn", "convmixer", "detr", "mae"})
+)
 def test_post_norm_learns_too(name):
     torch.manual_seed(0)
     _, batch, loss = case(name)
@@ -182,7 +237,9 @@ def test_unknown_model_names_the_nearest():
 
 
 def test_unknown_argument_names_the_nearest():
-    with pytest.raises(TypeError, match=r"'vit' takes no argument 'patchsize'; did you mean 'patch_size'\?"):
+    with pytest.raises(
+        TypeError, match=r"'vit' takes no argument 'patchsize'; did you mean 'patch_size'\?"
+    ):
         build_model("vit", patchsize=4)
 
 

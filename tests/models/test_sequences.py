@@ -17,13 +17,23 @@ def encoder(**arguments):
 
 def seq2seq(**arguments):
     torch.manual_seed(0)
-    sizes = {"source_vocab": 11, "target_vocab": 13, "width": 16, "depth": 2, "heads": 4, "mlp": 24, "max_tokens": 12}
+    sizes = {
+        "source_vocab": 11,
+        "target_vocab": 13,
+        "width": 16,
+        "depth": 2,
+        "heads": 4,
+        "mlp": 24,
+        "max_tokens": 12,
+    }
     return Seq2Seq(**{**sizes, **arguments}).eval()
 
 
 def language(**arguments):
     torch.manual_seed(0)
-    return LanguageModel(**{"vocab": 13, "width": 16, "depth": 2, "heads": 4, "mlp": 24, "context": 12, **arguments})
+    return LanguageModel(
+        **{"vocab": 13, "width": 16, "depth": 2, "heads": 4, "mlp": 24, "context": 12, **arguments}
+    )
 
 
 class TestFeatureEncoder:
@@ -102,7 +112,9 @@ class TestSeq2Seq:
         with torch.no_grad():
             model.target_embed.weight[0] += 5  # the padding token's own vector
         changed = model(self.source, self.target)
-        real = F.linear(changed, torch.eye(13)[1:])  # its logit does change: the output layer is tied
+        real = F.linear(
+            changed, torch.eye(13)[1:]
+        )  # its logit does change: the output layer is tied
         valid = self.target != 0
         torch.testing.assert_close(real[valid], logits[..., 1:][valid])
 
@@ -177,7 +189,9 @@ def test_cross_attention_equals_the_formula():
     for part in (slice(0, 4), slice(4, 8)):
         s = (q[..., part] @ k[..., part].transpose(1, 2) / 2).masked_fill(~keep[:, 0], -torch.inf)
         heads.append(torch.softmax(s, dim=-1) @ v[..., part])
-    torch.testing.assert_close(attention(x, memory, keep), attention.out_proj(torch.cat(heads, dim=-1)))
+    torch.testing.assert_close(
+        attention(x, memory, keep), attention.out_proj(torch.cat(heads, dim=-1))
+    )
 
 
 def test_block_refuses_a_causal_switch_it_does_not_have():

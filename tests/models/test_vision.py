@@ -13,7 +13,15 @@ from reproductions.models.cnn import CNN
 from reproductions.models.convmixer import ConvMixer
 from reproductions.models.mae import MaskedAutoencoder
 
-SMALL = {"image_size": 8, "patch_size": 2, "channels": 1, "width": 16, "depth": 2, "heads": 4, "mlp": 24}
+SMALL = {
+    "image_size": 8,
+    "patch_size": 2,
+    "channels": 1,
+    "width": 16,
+    "depth": 2,
+    "heads": 4,
+    "mlp": 24,
+}
 LIGHT = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 24}
 
 
@@ -27,7 +35,9 @@ def test_paper_vit_has_the_expected_parameters():
 def test_vit_shapes():
     assert ViT(classes=7, **SMALL)(torch.randn(3, 1, 8, 8)).shape == (3, 7)
     assert ViT(classes=0, **SMALL)(torch.randn(3, 1, 8, 8)).shape == (3, 16)
-    wide = ViT(image_size=(4, 12), patch_size=(2, 3), channels=2, width=16, depth=1, heads=2, mlp=16)
+    wide = ViT(
+        image_size=(4, 12), patch_size=(2, 3), channels=2, width=16, depth=1, heads=2, mlp=16
+    )
     assert wide.patch_embed.grid_size == (2, 4)
     assert wide(torch.randn(3, 2, 4, 12)).shape == (3, 10)
 
@@ -129,7 +139,9 @@ class TestMaskedAutoencoder:
         assert hidden.sum(dim=1).tolist() == [12, 12, 12]
         assert torch.equal(hidden, noise >= noise.sort(dim=1).values[:, 4:5])
         cut = patchify(images, 2)
-        changed = unpatchify(torch.where(hidden[..., None], cut + 1.7 * torch.rand_like(cut), cut), 2, 8)
+        changed = unpatchify(
+            torch.where(hidden[..., None], cut + 1.7 * torch.rand_like(cut), cut), 2, 8
+        )
         torch.testing.assert_close(model(changed, noise).patches, patches, rtol=0, atol=0)
         assert not torch.allclose(model(changed, noise).loss, model(images, noise).loss)
 
@@ -199,7 +211,9 @@ def test_cnn_skip_is_the_only_difference_and_it_pools_once():
     block, x = skipping.blocks[0], torch.randn(2, 8, 4, 4)
     with torch.no_grad():
         block.conv.weight.zero_()
-    torch.testing.assert_close(block(x), x)  # a branch of zeros: the norm's shift is 0 and so is GELU there
+    torch.testing.assert_close(
+        block(x), x
+    )  # a branch of zeros: the norm's shift is 0 and so is GELU there
 
 
 def test_cnn_errors():

@@ -20,7 +20,15 @@ NOTHING = [DropKey(1e-9)]  # a rate that hides nothing: must equal plain attenti
 
 
 def tiny(**options):
-    sizes = {"image_size": 8, "patch_size": 2, "channels": 1, "width": 32, "depth": 2, "heads": 4, "mlp": 64}
+    sizes = {
+        "image_size": 8,
+        "patch_size": 2,
+        "channels": 1,
+        "width": 32,
+        "depth": 2,
+        "heads": 4,
+        "mlp": 64,
+    }
     return dampen.models.ViT(**(sizes | options)).train()
 
 
@@ -102,7 +110,9 @@ def test_a_default_device_of_another_kind():
     """A model on the CPU trains under any default device, penalties and all; `meta` once ended the process."""
     torch.manual_seed(0)
     model, x, y = tiny(), torch.rand(8, 1, 8, 8), torch.arange(8) % 10
-    reg = dampen.regularize(model, [ExplicitDropout(value=0.1, ffn=0.1, query_key=0.1), DropKey(0.3)])
+    reg = dampen.regularize(
+        model, [ExplicitDropout(value=0.1, ffn=0.1, query_key=0.1), DropKey(0.3)]
+    )
     found = []
     for device in ("cpu", "meta"):
         torch.manual_seed(1)
@@ -124,7 +134,9 @@ def test_long_sequences_on_torch_with_another_default_device(monkeypatch, causal
     for device in ("cpu", "meta"):
         torch.manual_seed(0)
         with library.torch_only("a test"), torch.device(device):
-            o, _, kernel = attend(q, k, v, None, 0.0, causal, None, False, Needs([DropKey(0.3)]), None)
+            o, _, kernel = attend(
+                q, k, v, None, 0.0, causal, None, False, Needs([DropKey(0.3)]), None
+            )
             found.append((o, *torch.autograd.grad(o.sin().sum(), (q, k, v))))
         assert kernel.chunked
     for a, e in zip(*found, strict=True):
@@ -221,7 +233,9 @@ def test_the_rate_must_be_one():
 
 def refused(**changes):
     """What the kernel says to a problem of 2 x 3 heads, 5 queries and 7 keys of size 4, with fields changed."""
-    settings = entry.AttentionSettings(0, 0.3, False, 0.5, 1, 0, 0)._replace(**changes.pop("settings", {}))
+    settings = entry.AttentionSettings(0, 0.3, False, 0.5, 1, 0, 0)._replace(
+        **changes.pop("settings", {})
+    )
     given = {
         "q": torch.randn(2, 3, 5, 4),
         "k": torch.randn(2, 3, 7, 4),
@@ -242,7 +256,9 @@ def test_the_kernel_itself_checks_sizes_strides_and_room():
     assert "ends before" in refused(lse=torch.empty(29))
     assert "rows overlap" in refused(k=torch.randn(2, 3, 1, 4).expand(2, 3, 7, 4))
     assert "null pointer" in refused(lse=None)
-    assert "multiple" in refused(q=torch.randn(2, 4, 5, 4), o=torch.empty(2, 4, 5, 4), lse=torch.empty(40))
+    assert "multiple" in refused(
+        q=torch.randn(2, 4, 5, 4), o=torch.empty(2, 4, 5, 4), lse=torch.empty(40)
+    )
     assert "mode" in refused(settings={"mode": 7})
     assert "rate" in refused(settings={"rate": float("nan")})
     assert "null pointer" in refused(settings={"mode": 2})  # no room for thresholds
@@ -256,7 +272,13 @@ def test_the_tap_itself_checks_too():
         entry.sum_squares([entry.TapJob((1, 1, 4, 4), y, (0, 0, 4), 1.0, total=total)])
     with pytest.raises(entry.NativeError, match="ends before"):
         place = entry.Place(torch.zeros(6), 3)
-        entry.sum_squares([entry.TapJob((1, 1, 3, 4), y, (0, 0, 4), 1.0, place, total, entry.Place(torch.zeros(4)))])
+        entry.sum_squares(
+            [
+                entry.TapJob(
+                    (1, 1, 3, 4), y, (0, 0, 4), 1.0, place, total, entry.Place(torch.zeros(4))
+                )
+            ]
+        )
     with pytest.raises(entry.NativeError, match="null pointer"):
         entry.sum_squares([entry.TapJob((1, 1, 3, 4), y, (0, 0, 4), 1.0)])
 
@@ -273,7 +295,9 @@ def test_no_address_leaves_python_elsewhere():
 # --- what is differentiated again, counted or transformed -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [DropKey(0.4), HardMasking(0.3, top=3), HardMasking(0.3)], ids=str)
+@pytest.mark.parametrize(
+    "method", [DropKey(0.4), HardMasking(0.3, top=3), HardMasking(0.3)], ids=str
+)
 @pytest.mark.parametrize("size", [(6, 9, 8), (40, 50, 48)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_differentiated_twice(built, method, size, causal):
@@ -328,7 +352,9 @@ def test_dropout_differentiated_twice(size):
     assert set(twice.unique().tolist()) == {0.0, 4.0}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own forward-mode formulas
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script:DeprecationWarning"
+)  # torch's own forward-mode formulas
 def test_forward_mode_runs_on_torch():
     q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
     with forward_ad.dual_level():
@@ -341,7 +367,9 @@ def test_forward_mode_runs_on_torch():
     torch.testing.assert_close(tangent, (ends[0] - ends[1]) / (2 * step), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:`torch.jit.:DeprecationWarning"
+)
 def test_a_trace_holds_no_numbers_of_its_example():
     """What a kernel writes is a constant to `torch.jit.trace`: dropout would hide the same for ever, in silence. By
     torch's own operations the trace fails."""
@@ -374,7 +402,10 @@ def test_flops_are_counted():
 
 def test_flops_of_a_model():
     model, x = tiny(), torch.rand(2, 1, 8, 8)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # torch's fused one is not counted
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # torch's fused one is not counted
         model.eval()(x)
     reg = dampen.regularize(model, DropKey(0.5))
     with FlopCounterMode(display=False) as regularized:
@@ -417,7 +448,9 @@ def check_functional(model, method, x):
 
 
 @pytest.mark.parametrize("keys", [5, 8, 17, 40])
-@pytest.mark.parametrize("methods", [NOTHING, [DropKey(0.5)], [dampen.DropHead(1e-9)]], ids=["1e-9", "0.5", "none"])
+@pytest.mark.parametrize(
+    "methods", [NOTHING, [DropKey(0.5)], [dampen.DropHead(1e-9)]], ids=["1e-9", "0.5", "none"]
+)
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_nan_stays_nan(keys, methods, where):
     """A query whose scores are all NaN was once taken for one that is shown nothing: zeros, and finite gradients."""

@@ -28,12 +28,16 @@ def test_two_thousand_cases():
 
 def command(*arguments, cache):
     env = {**os.environ, "DAMPEN_CACHE": str(cache)}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=300)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=300
+    )
 
 
 def test_nothing_is_read_past_its_end(native_cache):
     """In a process of its own, because a read past the end would end it."""
-    done = command("-m", "benchmarks.native_fuzz", "--cases", "250", "--guarded", cache=native_cache)
+    done = command(
+        "-m", "benchmarks.native_fuzz", "--cases", "250", "--guarded", cache=native_cache
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "250 cases, 0 wrong" in done.stdout
 

@@ -39,7 +39,9 @@ DAMAGE = {
     "cut": lambda content: content[: len(content) // 2],
     "cut by one byte": lambda content: content[:-1],
     "empty": lambda content: b"",
-    "zeros at its end": lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
+    "zeros at its end": lambda content: (
+        content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
+    ),
     "zeros in the middle": lambda content: content[:4096] + bytes(8192) + content[12288:],
     "one bit": lambda content: content[:9000] + bytes([content[9000] ^ 1]) + content[9001:],
 }
@@ -100,7 +102,11 @@ def test_the_model_of_a_processor_says_nothing(monkeypatch, tmp_path):
     """Two virtual machines of one name may offer different instructions; a new kernel lists new security features."""
     info = "model name\t: {}\nflags\t\t: fpu {} ibrs\n"
     found = []
-    for name, flags in (("EPYC", "sse2 avx2"), ("EPYC", "sse2 avx2 avx512f"), ("Xeon", "avx2 mitigated sse2")):
+    for name, flags in (
+        ("EPYC", "sse2 avx2"),
+        ("EPYC", "sse2 avx2 avx512f"),
+        ("Xeon", "avx2 mitigated sse2"),
+    ):
         path = tmp_path / "cpuinfo"
         path.write_text(info.format(name, flags))
         monkeypatch.setattr(machine, "Path", lambda _, path=path: path)
@@ -121,7 +127,9 @@ def test_a_library_of_another_processor_is_not_run(built, monkeypatch):
         def dampen_start(self, gemm):
             return b"the processor has no avx512f"
 
-    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: Lacking() if "native-" in path else loaded)
+    monkeypatch.setattr(
+        library.ctypes, "CDLL", lambda path: Lacking() if "native-" in path else loaded
+    )
     monkeypatch.setattr(library, "_torch_gemm", lambda: None)
     monkeypatch.setattr(library, "_declare", lambda _: None)
     library.reset()
@@ -199,7 +207,11 @@ def test_the_command_never_fails_whatever_the_cache_folder_is(tmp_path, said, ho
 
 @pytest.mark.parametrize(
     ("cxx", "expected"),
-    [("no-such-compiler", "could not be run"), ("'unbalanced", "is no command"), ("/", "could not be run")],
+    [
+        ("no-such-compiler", "could not be run"),
+        ("'unbalanced", "is no command"),
+        ("/", "could not be run"),
+    ],
 )
 def test_the_command_never_fails_whatever_cxx_says(tmp_path, said, cxx, expected):
     assert expected in said(DAMPEN_CACHE=tmp_path, CXX=cxx)
@@ -216,7 +228,9 @@ def test_the_command_never_fails_whatever_else_happens(tmp_path, said, monkeypat
 def test_the_command_exits_with_0(tmp_path):
     """As `make native` runs it, where even the terminal knows ASCII alone."""
     script = compiler(tmp_path, COMPILERS["says what is not UTF-8"][0])
-    done = process("-m", "dampen.native", DAMPEN_CACHE=tmp_path, CXX=script, PYTHONIOENCODING="ascii")
+    done = process(
+        "-m", "dampen.native", DAMPEN_CACHE=tmp_path, CXX=script, PYTHONIOENCODING="ascii"
+    )
     assert done.returncode == 0
     assert done.stderr == b""
     assert b"torch's kernels will be used" in done.stdout
@@ -274,7 +288,8 @@ def test_regularize_decides(built, monkeypatch):
     library.reset()
     assert not library.looked
     dampen.regularize(
-        dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16), dampen.DropKey(0.1)
+        dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16),
+        dampen.DropKey(0.1),
     )
     assert library.looked
     assert torch.ops.dampen.attention

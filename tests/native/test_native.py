@@ -6,7 +6,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dampen
-from dampen import BlurredAttention, DropAttention, DropHead, DropKey, FeedForwardDropout, HardMasking
+from dampen import (
+    BlurredAttention,
+    DropAttention,
+    DropHead,
+    DropKey,
+    FeedForwardDropout,
+    HardMasking,
+)
 from dampen.checking import check_contract
 from dampen.kernels.attend import Needs, attend
 from dampen.native import library
@@ -15,7 +22,9 @@ from dampen.native import library
 def operands(b=2, h=4, g=4, n=17, m=17, d=12, seed=0):
     torch.manual_seed(seed)
     sizes = ((n, h), (m, g), (m, g))
-    return [torch.randn(b, length, heads, d).transpose(1, 2).requires_grad_() for length, heads in sizes]
+    return [
+        torch.randn(b, length, heads, d).transpose(1, 2).requires_grad_() for length, heads in sizes
+    ]
 
 
 def drawn_seed(seed):
@@ -29,7 +38,13 @@ def test_philox_known_answer(built):
     assert found == [0xE8D5, 0x6627, 0xC58D, 0xE169, 0xAC4C, 0xBC57, 0xDBD8, 0x9B00]
 
 
-SHAPES = [(2, 4, 4, 17, 17, 12), (2, 4, 2, 65, 65, 32), (1, 2, 1, 5, 1, 8), (3, 2, 2, 1, 9, 3), (1, 1, 1, 130, 300, 7)]
+SHAPES = [
+    (2, 4, 4, 17, 17, 12),
+    (2, 4, 2, 65, 65, 32),
+    (1, 2, 1, 5, 1, 8),
+    (3, 2, 2, 1, 9, 3),
+    (1, 1, 1, 130, 300, 7),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -42,7 +57,9 @@ def test_drop_key_equals_sdpa_with_its_mask(built, shape, rate):
     assert not hidden.all(-1).any()
     torch.manual_seed(3)
     ours = built.attention(q, k, v, None, False, 0.3, built.Hiding(rate))
-    expected = F.scaled_dot_product_attention(q, *(t.repeat_interleave(h // g, 1) for t in (k, v)), ~hidden, scale=0.3)
+    expected = F.scaled_dot_product_attention(
+        q, *(t.repeat_interleave(h // g, 1) for t in (k, v)), ~hidden, scale=0.3
+    )
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     w = torch.randn_like(ours)
     for a, e in zip(*(torch.autograd.grad(o, (q, k, v), w) for o in (ours, expected)), strict=True):
@@ -55,9 +72,17 @@ def test_masks_of_the_model_hold(built, kind, method):
     """With values that are the unit vectors the output is the weights: nothing hidden is seen, every row sums to 1."""
     q, k, _ = operands(n=20, m=20)
     v = torch.eye(20).expand(2, 4, 20, 20)
-    keep = {"causal": None, "padded": torch.rand(2, 1, 1, 20) < 0.6, "per query": torch.rand(2, 4, 20, 20) < 0.5}[kind]
+    keep = {
+        "causal": None,
+        "padded": torch.rand(2, 1, 1, 20) < 0.6,
+        "per query": torch.rand(2, 4, 20, 20) < 0.5,
+    }[kind]
     a, _, kernel = attend(q, k, v, keep, 0.0, kind == "causal", None, False, Needs([method]), None)
-    allowed = torch.ones(20, 20).tril().bool().expand(2, 4, 20, 20) if keep is None else keep.expand(2, 4, 20, 20)
+    allowed = (
+        torch.ones(20, 20).tril().bool().expand(2, 4, 20, 20)
+        if keep is None
+        else keep.expand(2, 4, 20, 20)
+    )
     assert kernel.name == "native"
     assert (a[~allowed] == 0).all()
     sums, some = a.sum(-1), allowed.any(-1)
@@ -71,7 +96,9 @@ def test_masks_of_the_model_hold(built, kind, method):
 def test_hard_masking_drops_top_keys_at_its_rate(built, top):
     torch.manual_seed(1)
     q, k = (torch.randn(8, 8, 60, 16) for _ in range(2))
-    a = dampen.attention(q, k, torch.eye(60).expand(8, 8, 60, 60), regularizers=[HardMasking(0.3, top=top)])
+    a = dampen.attention(
+        q, k, torch.eye(60).expand(8, 8, 60, 60), regularizers=[HardMasking(0.3, top=top)]
+    )
     s = q @ k.mT
     count = top if isinstance(top, int) and top > 1 else -(-60 * int(top * 10) // 10)
     belongs = s >= s.topk(count).values[..., -1:]
@@ -82,7 +109,9 @@ def test_hard_masking_drops_top_keys_at_its_rate(built, top):
 
 def test_scores_that_all_tie_belong_to_the_top(built):
     q = k = torch.zeros(1, 2, 500, 4)
-    a = dampen.attention(q, k, torch.eye(500).expand(1, 2, 500, 500), regularizers=[HardMasking(0.3)])
+    a = dampen.attention(
+        q, k, torch.eye(500).expand(1, 2, 500, 500), regularizers=[HardMasking(0.3)]
+    )
     assert (a == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
 
 
@@ -127,7 +156,10 @@ def test_other_dtypes_run_on_torch(built, dtype):
 def test_autocast_and_biases_run_on_torch(built):
     q, k, v = operands()
     bias = torch.randn(17, 17)
-    assert attend(q, k, v, bias, 0.0, False, None, False, Needs([DropKey(0.3)]), None)[2].name != "native"
+    assert (
+        attend(q, k, v, bias, 0.0, False, None, False, Needs([DropKey(0.3)]), None)[2].name
+        != "native"
+    )
     with torch.autocast("cpu", torch.bfloat16):
         kernel = attend(q, k, v, None, 0.0, False, None, False, Needs([DropKey(0.3)]), None)[2]
     assert kernel.name != "native"
@@ -160,10 +192,14 @@ def test_checkpointing_draws_the_same_again(built):
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("method", [DropKey(0.3), HardMasking(0.3), FeedForwardDropout(0.3)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [DropKey(0.3), HardMasking(0.3), FeedForwardDropout(0.3)], ids=lambda m: m.name
+)
 def test_a_graph_computes_the_same(built, method):
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=2, channels=1, width=16, depth=1, heads=2, mlp=16).train()
+    model = dampen.models.ViT(
+        image_size=8, patch_size=2, channels=1, width=16, depth=1, heads=2, mlp=16
+    ).train()
     dampen.regularize(model, method)
     x, results = torch.rand(3, 1, 8, 8), []
     for forward in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
@@ -179,8 +215,14 @@ def test_a_graph_computes_the_same(built, method):
 def test_operators_are_well_formed(built, op):
     q, k, v = operands(n=5, m=5)
     seed, rate = torch.tensor(5), torch.tensor(0.3)
-    args = (q, k, v, None, seed, rate, False, 0.3, 1, 0, 0) if op == "attention" else (q.detach(), seed, rate)
-    torch.library.opcheck(getattr(torch.ops.dampen, op), args, test_utils=("test_schema", "test_faketensor"))
+    args = (
+        (q, k, v, None, seed, rate, False, 0.3, 1, 0, 0)
+        if op == "attention"
+        else (q.detach(), seed, rate)
+    )
+    torch.library.opcheck(
+        getattr(torch.ops.dampen, op), args, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_dropout_is_unbiased_and_its_gradient_has_the_same_mask(built):
@@ -222,7 +264,9 @@ CONTRACTS = [
 
 
 @pytest.mark.parametrize("subject", ["vit", "llama", "bert"])
-@pytest.mark.parametrize("make", [DropKey, HardMasking, FeedForwardDropout, DropAttention], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "make", [DropKey, HardMasking, FeedForwardDropout, DropAttention], ids=lambda c: c.__name__
+)
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_contracts_on_both_paths(built, native, make, subject, monkeypatch):
     monkeypatch.setenv("DAMPEN_NATIVE", native)
@@ -238,7 +282,9 @@ def test_contracts_on_both_paths(built, native, make, subject, monkeypatch):
 
 
 def test_switched_off_and_named(built, monkeypatch):
-    model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16).train()
+    model = dampen.models.ViT(
+        image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp=16
+    ).train()
     reg = dampen.regularize(model, DropKey(0.1))
     model(torch.randn(2, 3, 8, 8))
     assert "native" in repr(reg)
@@ -279,7 +325,9 @@ def test_a_changed_header_is_another_library(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [(k, s) for k in ("all", "causal", "padded") for s in SHAPES if k != "causal" or s[3] == s[4]],  # causal: squares
+    [
+        (k, s) for k in ("all", "causal", "padded") for s in SHAPES if k != "causal" or s[3] == s[4]
+    ],  # causal: squares
     ids=str,
 )
 def test_without_hiding_it_is_sdpa(built, shape, kind):
@@ -305,7 +353,9 @@ def test_kept_factors_are_those_of_the_operator(built, size):
     x = torch.randn(size)
     torch.manual_seed(5)
     ours = built.dropout(x, 0.3)
-    expected = torch.ops.dampen.dropout(x, torch.tensor(drawn_seed(5)), torch.tensor(0.3, dtype=torch.float64))
+    expected = torch.ops.dampen.dropout(
+        x, torch.tensor(drawn_seed(5)), torch.tensor(0.3, dtype=torch.float64)
+    )
     torch.testing.assert_close(ours, expected)
 
 

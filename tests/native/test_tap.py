@@ -24,7 +24,9 @@ def made(layout):
     return whole.permute(2, 0, 3, 1, 4)[2], torch.randn(2, 1, 5, requires_grad=True)
 
 
-@pytest.mark.parametrize("layout", ["rows", "tokens", "heads", "one number", "no bias", "no bias, heads"])
+@pytest.mark.parametrize(
+    "layout", ["rows", "tokens", "heads", "one number", "no bias", "no bias, heads"]
+)
 def test_equals_autograd(layout, monkeypatch):
     y, bias = made(layout)
     inputs = [t for t in (y, bias) if t is not None]
@@ -45,7 +47,12 @@ def test_equals_autograd(layout, monkeypatch):
 
 @pytest.mark.parametrize(
     "y",
-    [torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3).bfloat16(), torch.randn(0, 3), torch.randn(3, 4).t()],
+    [
+        torch.randn(4, 3, dtype=torch.float64),
+        torch.randn(4, 3).bfloat16(),
+        torch.randn(0, 3),
+        torch.randn(3, 4).t(),
+    ],
 )
 def test_what_it_cannot_read_goes_by_torch(y):
     y, bias = y.requires_grad_(), torch.zeros(3, dtype=y.dtype, requires_grad=True)
@@ -54,11 +61,15 @@ def test_what_it_cannot_read_goes_by_torch(y):
     assert not fits_tap(y, bias)
     out, penalty = taps.tap(y, bias, None, 0.5)
     torch.autograd.grad(out.sum() + penalty, (y, bias))
-    torch.testing.assert_close(penalty.float(), 0.5 * y.float().square().sum(), rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(
+        penalty.float(), 0.5 * y.float().square().sum(), rtol=1e-2, atol=1e-6
+    )
 
 
 def test_an_expanded_gradient():
     y, bias = made("tokens")
     out, penalty = taps.tap(y, bias, None, 0.3)
-    (mine,) = torch.autograd.grad((out, penalty), y, (torch.ones(()).expand_as(out), torch.ones(())))
+    (mine,) = torch.autograd.grad(
+        (out, penalty), y, (torch.ones(()).expand_as(out), torch.ones(()))
+    )
     torch.testing.assert_close(mine, 1 + 0.6 * (y - bias))

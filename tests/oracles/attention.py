@@ -23,7 +23,9 @@ def drop_key(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     return scores(q, k).masked_fill(hidden, float("-inf")).softmax(-1) @ v
 
 
-def drop_attention(q: Tensor, k: Tensor, v: Tensor, dropped: Tensor, rate: float | None = None) -> Tensor:
+def drop_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropped: Tensor, rate: float | None = None
+) -> Tensor:
     """DropAttention (arXiv 1907.11065): zero weights after the softmax, then divide by the kept sum, or by 1 - rate."""
     a = scores(q, k).softmax(-1) * ~dropped
     a = a / a.sum(-1, keepdim=True) if rate is None else a / (1 - rate)
@@ -67,7 +69,9 @@ def realized_rate(rate: float, keys: int) -> float:
     return total
 
 
-def feed_forward_dropout(x: Tensor, w1: Tensor, w2: Tensor, m1: Tensor, m2: Tensor, rate: float) -> Tensor:
+def feed_forward_dropout(
+    x: Tensor, w1: Tensor, w2: Tensor, m1: Tensor, m2: Tensor, rate: float
+) -> Tensor:
     """Dropout on the input of both maps of a feed-forward with GELU; m1 and m2 are the masks of what is kept."""
     h = torch.nn.functional.gelu((x * m1 / (1 - rate)) @ w1.t())
     return (h * m2 / (1 - rate)) @ w2.t()

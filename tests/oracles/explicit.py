@@ -57,7 +57,9 @@ def trace_convolution(x: Tensor, conv: nn.Conv1d | nn.Conv2d, p: float) -> Tenso
 
 def every_mask(count: int, p: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """All 2^count keep masks, one per row, and their probabilities (1-p)^kept p^dropped."""
-    masks = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=like.dtype)] * count).reshape(-1, count)
+    masks = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=like.dtype)] * count).reshape(
+        -1, count
+    )
     kept = masks.sum(1)
     return masks, (1 - p) ** kept * p ** (count - kept)
 
@@ -76,7 +78,13 @@ def enumerate_linear(x: Tensor, w: Tensor, p: float, inverted: bool) -> Tensor:
 
 
 def enumerate_query(
-    x: Tensor, xk: Tensor, wq: Tensor, wk: Tensor, p: float, inverted: bool, visible: Tensor | None = None
+    x: Tensor,
+    xk: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    p: float,
+    inverted: bool,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Dropout on the input of the queries; the scores of one head change, where they are visible."""
     visible = torch.ones(len(x), len(xk), dtype=x.dtype) if visible is None else visible
@@ -84,7 +92,13 @@ def enumerate_query(
 
 
 def enumerate_key(
-    x: Tensor, xk: Tensor, wq: Tensor, wk: Tensor, p: float, inverted: bool, visible: Tensor | None = None
+    x: Tensor,
+    xk: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    p: float,
+    inverted: bool,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Dropout on the input of the keys."""
     visible = torch.ones(len(x), len(xk), dtype=x.dtype) if visible is None else visible
@@ -111,7 +125,10 @@ def enumerate_query_key(
     both = torch.cat([x.flatten(), xk.flatten()])
 
     def scores(t: Tensor) -> Tensor:
-        left, right = t[:, : x.numel()].reshape(-1, *x.shape), t[:, x.numel() :].reshape(-1, *xk.shape)
+        left, right = (
+            t[:, : x.numel()].reshape(-1, *x.shape),
+            t[:, x.numel() :].reshape(-1, *xk.shape),
+        )
         return left @ wq.T @ (right @ wk.T).mT * visible
 
     return expected_change(both, scores, p, inverted)
@@ -134,11 +151,15 @@ def enumerate_pairwise(
         for j in range(len(xk)):
             if visible is None or visible[i, j]:
                 one = shared and i == j
-                total = total + enumerate_query_key(x[i : i + 1], xk[j : j + 1], wq, wk, p, inverted, shared=one)
+                total = total + enumerate_query_key(
+                    x[i : i + 1], xk[j : j + 1], wq, wk, p, inverted, shared=one
+                )
     return total
 
 
-def enumerate_attended(a: Tensor, x: Tensor, wv: Tensor, p: float, inverted: bool, attended: str) -> Tensor:
+def enumerate_attended(
+    a: Tensor, x: Tensor, wv: Tensor, p: float, inverted: bool, attended: str
+) -> Tensor:
     """Dropout on X before the mixing by A ("pre") or on A X after it ("post"); the output A X Wv^T of one head
     changes."""
     if attended == "pre":
@@ -146,7 +167,9 @@ def enumerate_attended(a: Tensor, x: Tensor, wv: Tensor, p: float, inverted: boo
     return expected_change(a @ x, lambda t: t @ wv.T, p, inverted)
 
 
-def enumerate_convolution(x: Tensor, conv: nn.Conv1d | nn.Conv2d, p: float, inverted: bool) -> Tensor:
+def enumerate_convolution(
+    x: Tensor, conv: nn.Conv1d | nn.Conv2d, p: float, inverted: bool
+) -> Tensor:
     """Dropout on the unfolded patches of a convolution's input: every mask of one patch, for each patch."""
     total = x.new_zeros(())
     for patches, w in unfold(x, conv):
@@ -167,7 +190,9 @@ def unfold(x: Tensor, conv: nn.Conv1d | nn.Conv2d) -> list[tuple[Tensor, Tensor]
         for i, v in enumerate((conv.kernel_size, conv.dilation, conv.stride, conv.padding))
     )
     if conv.padding_mode != "zeros":
-        image = F.pad(image[None], [padding[1], padding[1], padding[0], padding[0]], mode=conv.padding_mode)[0]
+        image = F.pad(
+            image[None], [padding[1], padding[1], padding[0], padding[0]], mode=conv.padding_mode
+        )[0]
         padding = (0, 0)
     cut = F.unfold(image[None], kernel, dilation, padding, stride)[0].T  # (positions, C * kernel)
     groups = conv.groups
@@ -178,7 +203,9 @@ def unfold(x: Tensor, conv: nn.Conv1d | nn.Conv2d) -> list[tuple[Tensor, Tensor]
 # --- real dropout ---------------------------------------------------------------------------------
 
 
-def sample_change(f: Callable[[Callable[[Tensor], Tensor]], Tensor], p: float, draws: int) -> tuple[float, float]:
+def sample_change(
+    f: Callable[[Callable[[Tensor], Tensor]], Tensor], p: float, draws: int
+) -> tuple[float, float]:
     """1/2 E ||f(dropout) - f(identity)||^2 from `draws` runs of `nn.Dropout(p)`: its mean and standard error.
 
     `f` takes a function to be applied wherever dropout acts, on tensors with a leading dimension of draws.

@@ -23,7 +23,11 @@ class ToyAttention(nn.Module):
         self.out_proj = nn.Linear(heads * size, width)
 
     def forward(
-        self, x: Tensor, memory: Tensor | None = None, keep: Tensor | None = None, causal: bool = False
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        keep: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
         memory = x if memory is None else memory
         self.seen = (x, memory)
@@ -33,7 +37,9 @@ class ToyAttention(nn.Module):
         )
         gqa = self.heads != self.kv_heads
         return self.out_proj(
-            F.scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=causal, enable_gqa=gqa)
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=keep, is_causal=causal, enable_gqa=gqa
+            )
             .transpose(1, 2)
             .flatten(2)
         )
@@ -42,7 +48,9 @@ class ToyAttention(nn.Module):
 class ToyLayer(nn.Module):
     """Pre-norm attention and a feed-forward, in float64, biases far from zero."""
 
-    def __init__(self, width: int = 4, heads: int = 2, kv_heads: int = 2, size: int = 2, hidden: int = 3) -> None:
+    def __init__(
+        self, width: int = 4, heads: int = 2, kv_heads: int = 2, size: int = 2, hidden: int = 3
+    ) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attn = ToyAttention(width, heads, kv_heads, size)
@@ -52,7 +60,11 @@ class ToyLayer(nn.Module):
             nn.init.normal_(p)
 
     def forward(
-        self, x: Tensor, memory: Tensor | None = None, keep: Tensor | None = None, causal: bool = False
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        keep: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
         x = x + self.attn(self.norm1(x), memory, keep, causal)
         self.ffn_input = self.norm2(x)
@@ -88,12 +100,16 @@ class Case:
         return layer, inputs
 
 
-def expected(layer: ToyLayer, case: Case, term: str, form: str, reduction: str, **options: object) -> Tensor:
+def expected(
+    layer: ToyLayer, case: Case, term: str, form: str, reduction: str, **options: object
+) -> Tensor:
     """What the penalty of `term` must be after a forward of the toy, from the oracles, sample by sample."""
     sums, tokens = [], []
     for b, n in enumerate(case.lengths):
         m = max(case.lengths) if case.cross and not case.padded else n
-        rows = max(case.lengths) if case.cross else n  # a cross-attention does not know which queries are padded
+        rows = (
+            max(case.lengths) if case.cross else n
+        )  # a cross-attention does not know which queries are padded
         value, count, divisor = _sample(layer, case, b, rows, m, term, form, options)
         sums.append(2 * value)
         tokens.append((count, divisor))
@@ -105,7 +121,9 @@ def expected(layer: ToyLayer, case: Case, term: str, form: str, reduction: str, 
     return half * sum(s / divisor for s, (_, divisor) in zip(sums, tokens, strict=True))
 
 
-def _sample(layer: ToyLayer, case: Case, b: int, n: int, m: int, term: str, form: str, options: dict) -> tuple:
+def _sample(
+    layer: ToyLayer, case: Case, b: int, n: int, m: int, term: str, form: str, options: dict
+) -> tuple:
     """One sample without its padding: the sum, how many tokens or pairs it has, and its number of tokens."""
     attn = layer.attn
     if term in ("ffn1", "ffn2"):
@@ -117,12 +135,16 @@ def _sample(layer: ToyLayer, case: Case, b: int, n: int, m: int, term: str, form
     heads = split_heads(attn)
     if term == "attended_value":
         total = sum(
-            attended_value(weights(attn, h, x, xk, case.causal), xk, wv, form, options.get("attended", "pre"))
+            attended_value(
+                weights(attn, h, x, xk, case.causal), xk, wv, form, options.get("attended", "pre")
+            )
             for h, (_, _, wv) in enumerate(heads)
         )
         return total, n, n
     restricted = case.causal and options.get("visible_only", False)
-    visible = torch.ones(n, m, dtype=x.dtype).tril() if restricted else torch.ones(n, m, dtype=x.dtype)
+    visible = (
+        torch.ones(n, m, dtype=x.dtype).tril() if restricted else torch.ones(n, m, dtype=x.dtype)
+    )
     if options.get("heads") == "concat":
         heads = [(attn.q_proj.weight, attn.k_proj.weight, None)]
     shared = bool(options.get("shared_mask", False))
@@ -132,7 +154,11 @@ def _sample(layer: ToyLayer, case: Case, b: int, n: int, m: int, term: str, form
 
 def linear_value(x: Tensor, w: Tensor, form: str) -> Tensor:
     """One linear map: the paper's trace, or every mask."""
-    return slow.trace_linear(x, w, RATE) if form == "paper" else slow.enumerate_linear(x, w, RATE, form == "inverted")
+    return (
+        slow.trace_linear(x, w, RATE)
+        if form == "paper"
+        else slow.enumerate_linear(x, w, RATE, form == "inverted")
+    )
 
 
 def attended_value(a: Tensor, x: Tensor, wv: Tensor, form: str, attended: str) -> Tensor:
@@ -143,7 +169,14 @@ def attended_value(a: Tensor, x: Tensor, wv: Tensor, form: str, attended: str) -
 
 
 def pair_value(
-    term: str, form: str, x: Tensor, xk: Tensor, wq: Tensor, wk: Tensor, visible: Tensor, shared: bool
+    term: str,
+    form: str,
+    x: Tensor,
+    xk: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    visible: Tensor,
+    shared: bool,
 ) -> Tensor:
     """One head's query, key or query_key."""
     inverted = form == "inverted"

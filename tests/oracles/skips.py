@@ -30,7 +30,9 @@ def gray_dct(x: Tensor, eps: float, restore_scale: bool = True) -> Tensor:
     for matrix in x.double().numpy():
         c = fft.dctn(matrix, type=2, norm="ortho")
         top = np.abs(c).max()
-        scaled = np.sign(c) * (np.abs(c) / top) ** eps * (top if restore_scale else 1) if top > 0 else c
+        scaled = (
+            np.sign(c) * (np.abs(c) / top) ** eps * (top if restore_scale else 1) if top > 0 else c
+        )
         out.append(torch.from_numpy(fft.idctn(scaled, type=2, norm="ortho")))
     return torch.stack(out)
 
@@ -39,7 +41,9 @@ def patches(image: Tensor, size: int) -> Tensor:
     """The patches of one image (C, H, W) as rows, by slicing."""
     _, height, width = image.shape
     rows = [
-        image[:, i : i + size, j : j + size].flatten() for i in range(0, height, size) for j in range(0, width, size)
+        image[:, i : i + size, j : j + size].flatten()
+        for i in range(0, height, size)
+        for j in range(0, width, size)
     ]
     return torch.stack(rows)
 

@@ -102,7 +102,9 @@ def divergence(first: Tensor, second: Tensor, valid: Tensor | None = None) -> fl
     """KL(softmax(first) || softmax(second)), class by class, averaged over the valid predictions."""
     p, q = first.double().softmax(-1).flatten(0, -2), second.double().softmax(-1).flatten(0, -2)
     kept = range(len(p)) if valid is None else valid.flatten().nonzero().flatten().tolist()
-    total = sum(p[i, c].item() * math.log(p[i, c] / q[i, c]) for i in kept for c in range(p.shape[1]))
+    total = sum(
+        p[i, c].item() * math.log(p[i, c] / q[i, c]) for i in kept for c in range(p.shape[1])
+    )
     return total / len(kept)
 
 
@@ -127,7 +129,9 @@ def attention_entropy(a: Tensor, visible: Tensor, valid: Tensor, floor: float) -
                 if valid[b, n]:
                     row = [p for p in a[b, h, n].tolist() if p > 0]
                     entropy = -sum(p * math.log(p) for p in row)
-                    gaps.append(max(0.0, floor * math.log(max(1, int(visible[b, h, n].sum()))) - entropy))
+                    gaps.append(
+                        max(0.0, floor * math.log(max(1, int(visible[b, h, n].sum()))) - entropy)
+                    )
     return sum(gaps) / len(gaps)
 
 
@@ -139,7 +143,9 @@ def head_diversity(o: Tensor, valid: Tensor) -> float:
             for h in range(o.shape[1]):
                 for g in range(h):
                     if valid[b, n]:
-                        values.append(F.cosine_similarity(o[b, h, n], o[b, g, n], dim=0).item() ** 2)
+                        values.append(
+                            F.cosine_similarity(o[b, h, n], o[b, g, n], dim=0).item() ** 2
+                        )
     return sum(values) / len(values)
 
 

@@ -47,10 +47,14 @@ def test_the_method_of_the_readme_keeps_the_contracts(tmp_path, monkeypatch):
     """All of them in the smallest model, but those that need a compiler or two processes."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (code,) = (block for block in blocks if "(dampen.Regularizer)" in block)
-    (tmp_path / "readme_method.py").write_text(f"import dampen\nfrom dampen.masks import drop\n\n\n{code}")
+    (tmp_path / "readme_method.py").write_text(
+        f"import dampen\nfrom dampen.masks import drop\n\n\n{code}"
+    )
     monkeypatch.chdir(tmp_path)
     make = from_file("readme_method.py:HeadDropout")
-    outcomes = check_regularizer(make, subjects=["vit"], contracts=[c for c in CONTRACTS if c not in ONCE])
+    outcomes = check_regularizer(
+        make, subjects=["vit"], contracts=[c for c in CONTRACTS if c not in ONCE]
+    )
     assert {o.state for o in outcomes} == {"kept"}
     assert len(outcomes) >= 10
 

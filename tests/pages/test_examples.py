@@ -20,8 +20,16 @@ ROWS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ROWS)
 def test_an_example_is_compared_with_three_methods(name, tmp_path):
-    options = {"seeds": 1, "params": {"epochs": 1}, "folder": tmp_path / "study", "workers": 1, "threads": 1}
-    study = dampen.compare(f"{EXAMPLES / name}:train", methods=ROWS[name], progress=False, **options)
+    options = {
+        "seeds": 1,
+        "params": {"epochs": 1},
+        "folder": tmp_path / "study",
+        "workers": 1,
+        "threads": 1,
+    }
+    study = dampen.compare(
+        f"{EXAMPLES / name}:train", methods=ROWS[name], progress=False, **options
+    )
     assert not study.failures
     assert [row.summary.n for row in study.rows] == [1, 1, 1, 1]
     ends = {row.name: row.by_seed["nll"]["0"] for row in study.rows}
@@ -50,13 +58,23 @@ def test_a_timm_model_is_compared_on_an_image_folder(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_a_method_of_ones_own_is_compared_and_keeps_contracts(tmp_path):
     rows = f"{EXAMPLES / 'my_method.py'}:QueryNoise(scale=0.5)"
-    options = {"seeds": 1, "params": {"epochs": 1}, "folder": tmp_path / "study", "workers": 1, "threads": 1}
-    study = dampen.compare(f"{EXAMPLES / 'plain_loop.py'}:train", methods=rows, progress=False, **options)
+    options = {
+        "seeds": 1,
+        "params": {"epochs": 1},
+        "folder": tmp_path / "study",
+        "workers": 1,
+        "threads": 1,
+    }
+    study = dampen.compare(
+        f"{EXAMPLES / 'plain_loop.py'}:train", methods=rows, progress=False, **options
+    )
     assert not study.failures
     plain, noise = (row.by_seed["nll"]["0"] for row in study.rows)
     assert plain != noise
     method = load(EXAMPLES / "my_method.py").QueryNoise
-    check_regularizer(method, ["vit", "llama"], ["eval_exact", "identity", "gradients_finite", "no_leak"])
+    check_regularizer(
+        method, ["vit", "llama"], ["eval_exact", "identity", "gradients_finite", "no_leak"]
+    )
 
 
 def load(path):
@@ -76,7 +94,9 @@ def executed(name, folder, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+    NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}
+    ).execute()
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
@@ -98,5 +118,7 @@ def test_the_notebook_that_reads_a_study_runs(tmp_path, monkeypatch):
     outputs = executed("reading_a_study.ipynb", tmp_path, monkeypatch)
     texts = shown(outputs, "text/html")
     assert any("<svg" in html for html in texts)  # the study
-    assert any("dataframe" in html and "explicit_dropout" in html for html in texts)  # differences seed by seed
+    assert any(
+        "dataframe" in html and "explicit_dropout" in html for html in texts
+    )  # differences seed by seed
     assert (tmp_path / "toy.html").exists()

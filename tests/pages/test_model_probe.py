@@ -73,7 +73,13 @@ def probe(eager: bool = False, **methods: object) -> Probe:
     return Probe(Toy(eager=eager), {"input_ids": ids}, methods)  # type: ignore[arg-type]
 
 
-def finding(name: str, method: type[dampen.Regularizer], *arguments: object, eager: bool = False, **values: object):
+def finding(
+    name: str,
+    method: type[dampen.Regularizer],
+    *arguments: object,
+    eager: bool = False,
+    **values: object,
+):
     return probe(eager, **{name: lambda: method(*arguments, **values)}).run((name,))[name]
 
 
@@ -91,8 +97,12 @@ def test_the_facts_of_a_plain_model_are_read_off_its_operations() -> None:
     facts = probe().facts
     assert [c.module for c in facts.cores] == [f"blocks.{i}.attn" for i in range(3)]
     assert all(columns.tolist() == list(range(32, 48)) for _, columns in facts.values.values())
-    assert facts.attention == {f"blocks.{i}.attn.{n}.weight" for i in range(3) for n in ("qkv", "proj")}
-    assert facts.feed_forward_weights == {f"blocks.{i}.mlp.{n}.weight" for i in range(3) for n in (0, 2)}
+    assert facts.attention == {
+        f"blocks.{i}.attn.{n}.weight" for i in range(3) for n in ("qkv", "proj")
+    }
+    assert facts.feed_forward_weights == {
+        f"blocks.{i}.mlp.{n}.weight" for i in range(3) for n in (0, 2)
+    }
     first = facts.cores[0].seen
     assert first is not None
     assert torch.equal(first[0], torch.ones(9, 9, dtype=torch.bool).tril())
@@ -150,7 +160,9 @@ def test_another_rate_than_the_one_given_is_wrong() -> None:
     assert "share of hidden keys" in found.why
 
 
-@pytest.mark.parametrize(("name", "term"), [("ExplicitDropout(value)", "value"), ("ExplicitDropout(ffn)", "ffn")])
+@pytest.mark.parametrize(
+    ("name", "term"), [("ExplicitDropout(value)", "value"), ("ExplicitDropout(ffn)", "ffn")]
+)
 def test_a_penalty_twice_its_formula_is_wrong(name: str, term: str) -> None:
     assert finding(name, dampen.ExplicitDropout, rate=0.2, **{term: 1.0}).outcome == "works"
     found = finding(name, DoublesItsPenalty, rate=0.2, **{term: 1.0})
@@ -189,7 +201,9 @@ def test_a_refusal_is_told_from_a_crash() -> None:
 
 
 def core(index: int, site: str, depth: float, before: int) -> Core:
-    return Core(index, site, "eager", (1, 1, 1), None, None, frozenset(), before, site=site, depth=depth)
+    return Core(
+        index, site, "eager", (1, 1, 1), None, None, frozenset(), before, site=site, depth=depth
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +215,9 @@ def core(index: int, site: str, depth: float, before: int) -> Core:
         ([("layers.0", 0.0), ("layers.1", 1.0), ("layers.2", 0.5)], "WRONG"),
     ],
 )
-def test_depth_rises_with_the_order_of_execution(depths: list[tuple[str, float]], outcome: str) -> None:
+def test_depth_rises_with_the_order_of_execution(
+    depths: list[tuple[str, float]], outcome: str
+) -> None:
     cores = [core(i, site, depth, (1 << i) - 1) for i, (site, depth) in enumerate(depths)]
     assert depth_finding(cores).outcome == outcome
 
@@ -209,7 +225,8 @@ def test_depth_rises_with_the_order_of_execution(depths: list[tuple[str, float]]
 def test_two_towers_in_one_stack_are_wrong() -> None:
     towers = [("visual.0", 0.0), ("visual.1", 0.4), ("text.0", 0.7), ("text.1", 1.0)]
     cores = [
-        core(i, site, depth, 0b0001 if i == 1 else 0b0100 if i == 3 else 0) for i, (site, depth) in enumerate(towers)
+        core(i, site, depth, 0b0001 if i == 1 else 0b0100 if i == 3 else 0)
+        for i, (site, depth) in enumerate(towers)
     ]
     assert depth_finding(cores).outcome == "WRONG"
 
@@ -217,5 +234,7 @@ def test_two_towers_in_one_stack_are_wrong() -> None:
 def test_what_the_report_says_of_a_layer() -> None:
     assert said("dampen: X\n  (left out)  blocks.1.attn: not chosen", "blocks.1.attn.proj")
     assert said("dampen: X\n  feed-forward: 2 of 8 layers", "blocks.5.mlp")
-    assert not said("dampen: X\n  blocks.1  DropKey(rate=0.4)  [attention untouched]", "blocks.1.attn")
+    assert not said(
+        "dampen: X\n  blocks.1  DropKey(rate=0.4)  [attention untouched]", "blocks.1.attn"
+    )
     assert not said("dampen: X\n  (left out)  blocks.1.attn: not chosen", "blocks.10.attn")

@@ -18,12 +18,22 @@ def test_a_model_counts_once() -> None:
             "verdict": "refused",
             "methods": {"DropKey": "works", "DropHead": ["refused", "ValueError: one head. x"]},
         },
-        "bad": {"verdict": "WRONG", "methods": {"DropKey": ["WRONG", "leak"], "DropHead": ["refused", "one head"]}},
+        "bad": {
+            "verdict": "WRONG",
+            "methods": {"DropKey": ["WRONG", "leak"], "DropHead": ["refused", "one head"]},
+        },
         "loose": {"verdict": "works", "methods": {"DropKey": ["unchecked", "values unknown"]}},
         "convolutions": {"verdict": "no attention", "methods": {}},
         "large": {"not built": "too large"},
     }
-    assert [state(c) for c in cases.values()] == ["works", "refused", "fault", "works", "no attention", "not built"]
+    assert [state(c) for c in cases.values()] == [
+        "works",
+        "refused",
+        "fault",
+        "works",
+        "no attention",
+        "not built",
+    ]
     text = page({"versions": {"lib": "1.2"}, "libraries": {"lib": cases}})
     assert "| lib 1.2 | 6 | 5 (1 without softmax attention) | 2 | 1 | 1 | 3 of 6 (50.0 %) |" in text
     assert "| part | DropHead | one head |" in text

@@ -32,7 +32,9 @@ def write_files(page, folder):
 
 def write_data(folder):
     draw = random.Random(0)
-    rows = [f"{' '.join(draw.choices('abcdefg', k=5))},{'yes' if i % 2 else 'no'}" for i in range(90)]
+    rows = [
+        f"{' '.join(draw.choices('abcdefg', k=5))},{'yes' if i % 2 else 'no'}" for i in range(90)
+    ]
     (folder / "reviews.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
     np.savez(
         folder / "arrays.npz",
@@ -41,7 +43,14 @@ def write_data(folder):
     )
 
 
-PAGES = ["own_training.md", "own_parts.md", "own/timm.md", "own/build.md", "own/finetune.md", "own/csv.md"]
+PAGES = [
+    "own_training.md",
+    "own_parts.md",
+    "own/timm.md",
+    "own/build.md",
+    "own/finetune.md",
+    "own/csv.md",
+]
 
 
 @pytest.mark.slow
@@ -71,7 +80,12 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys):
     (code,) = write_files("own_training.md", tmp_path)
     names = {}
     exec(compile(code, "own_training.md", "exec"), names)
-    assert {row.name for row in names["study"].rows} == {"plain", "drop_key(rate=0.2)", "drop_key + r_drop", "faster"}
+    assert {row.name for row in names["study"].rows} == {
+        "plain",
+        "drop_key(rate=0.2)",
+        "drop_key + r_drop",
+        "faster",
+    }
     assert (tmp_path / "report.html").exists()
     assert len(names["frame"]) == 12  # four rows, two seeds and one more
     assert "plain" in capsys.readouterr().out
@@ -90,10 +104,17 @@ def test_the_pages_of_examples_show_them_as_they_are(name):
 def test_every_page_is_linked_and_compares_at_least_three_methods():
     from dampen.studies.configs import read_rows
 
-    overview, site = (DOCS / "own_training.md").read_text(), (DOCS.parent / "mkdocs.yml").read_text()
+    overview, site = (
+        (DOCS / "own_training.md").read_text(),
+        (DOCS.parent / "mkdocs.yml").read_text(),
+    )
     for page in sorted((DOCS / "own").glob("*.md")):
         assert f"own/{page.name}" in overview
         assert f"own/{page.name}" in site
-        for line in (line for block in blocks(f"own/{page.name}", "sh") for line in block.splitlines()):
+        for line in (
+            line for block in blocks(f"own/{page.name}", "sh") for line in block.splitlines()
+        ):
             words = shlex.split(line)
-            assert len(read_rows(words[words.index("--methods") + 1]).rows) >= 4, line  # and the plain one
+            assert len(read_rows(words[words.index("--methods") + 1]).rows) >= 4, (
+                line
+            )  # and the plain one

@@ -21,7 +21,9 @@ def test_the_page_is_up_to_date():
 
 def test_nothing_recorded_was_lost_wrong_a_traceback_or_a_hang():
     rows = json.loads(RECORD.read_text())["attacks"]
-    assert {name: [row.get(key, 0) for key in BAD] for name, row in rows.items()} == {n: [0] * 4 for n in rows}
+    assert {name: [row.get(key, 0) for key in BAD] for name, row in rows.items()} == {
+        n: [0] * 4 for n in rows
+    }
     assert set(rows) <= set(ATTACKS)
 
 
@@ -65,16 +67,36 @@ def test_patience_ends_but_not_before_the_first_turn():
 
 def test_scores_leave_out_what_cannot_be_told_apart():
     (file, part), _ = next(iter(mutation.EQUIVALENT.items()))
-    mutant = {"file": file, "operator": "x", "occurrence": 0, "line": 1, "before": "a", "after": part}
-    row = {"possible": 100, "sampled": 5, "killed": 2, "by time": 1, "survived": [mutant, {**mutant, "after": "zz"}]}
+    mutant = {
+        "file": file,
+        "operator": "x",
+        "occurrence": 0,
+        "line": 1,
+        "before": "a",
+        "after": part,
+    }
+    row = {
+        "possible": 100,
+        "sampled": 5,
+        "killed": 2,
+        "by time": 1,
+        "survived": [mutant, {**mutant, "after": "zz"}],
+    }
     lines = mutation.table({"masks": row})
     assert "| masks | 100 | 5 | 3 | 1 | 1 | 75% |" in lines
     assert any("3 of 4 are noticed" in line for line in lines)
 
 
 def test_types_and_docstrings_are_no_code_to_mutate():
-    one, two = 'def f(x: int | None) -> int:\n    "a"\n    return 1', 'def f(x: int + None):\n    "b"\n    return 1'
-    assert mutation._meaning(one) == mutation._meaning(two) != mutation._meaning("def f(x):\n    return 2")
+    one, two = (
+        'def f(x: int | None) -> int:\n    "a"\n    return 1',
+        'def f(x: int + None):\n    "b"\n    return 1',
+    )
+    assert (
+        mutation._meaning(one)
+        == mutation._meaning(two)
+        != mutation._meaning("def f(x):\n    return 2")
+    )
 
 
 def test_mutants_are_sampled_by_their_seed():

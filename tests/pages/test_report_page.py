@@ -31,11 +31,17 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     write_study(folder / "runs" / "one", diagnose=True)
     grid = {"lambda": [1e-4, 1e-3], "train.lr": [1e-4, 5e-4]}
-    rows = {n: ([{"name": "explicit_dropout", n: "$lambda"}], 0.0, 1.0, None) for n in ("key", "value")}
+    rows = {
+        n: ([{"name": "explicit_dropout", n: "$lambda"}], 0.0, 1.0, None) for n in ("key", "value")
+    }
     write_study(folder / "runs" / "two", rows, name="grid", grid=grid, report="all", seeds=2)
     axes = [{"key": "train.lr", "log": True}, {"key": "rate", "log": False}]
     tried = [
-        {"values": {"train.lr": 0.001 * (i + 1), "rate": 0.1 * i}, "valid": 0.8 + 0.01 * i, "state": "complete"}
+        {
+            "values": {"train.lr": 0.001 * (i + 1), "rate": 0.1 * i},
+            "valid": 0.8 + 0.01 * i,
+            "state": "complete",
+        }
         for i in range(4)
     ]
     search = {"metric": "accuracy", "trials": 4, "rows": {"plain": {"axes": axes, "trials": tried}}}
@@ -56,7 +62,9 @@ def page(browser, report):
 
 def names(page):
     """The first column of the first table of results, as shown."""
-    return page.run("[...document.querySelectorAll('#t1 table[data-most] tbody th')].map(h => h.textContent.trim())")
+    return page.run(
+        "[...document.querySelectorAll('#t1 table[data-most] tbody th')].map(h => h.textContent.trim())"
+    )
 
 
 def test_loads_without_a_complaint_or_a_request(page, report):
@@ -65,15 +73,31 @@ def test_loads_without_a_complaint_or_a_request(page, report):
     states = page.run("[...document.querySelectorAll('.chart')].map(c => c.dataset.state)")
     assert len(states) > 12
     assert set(states) == {"drawn"}
-    assert page.run("[...document.querySelectorAll('.chart svg')].every(s => s.getBoundingClientRect().width > 60)")
+    assert page.run(
+        "[...document.querySelectorAll('.chart svg')].every(s => s.getBoundingClientRect().width > 60)"
+    )
 
 
 def test_every_kind_of_figure_is_there(page):
-    found = page.run("[...document.querySelectorAll('figure')].map(f => f.id.replace(/^t\\d+-/, ''))")
-    wanted = {"forest", "results", "cost", "curves", "loss", "grid", "calibration", "attacks", "corruptions"}
+    found = page.run(
+        "[...document.querySelectorAll('figure')].map(f => f.id.replace(/^t\\d+-/, ''))"
+    )
+    wanted = {
+        "forest",
+        "results",
+        "cost",
+        "curves",
+        "loss",
+        "grid",
+        "calibration",
+        "attacks",
+        "corruptions",
+    }
     assert wanted | {"conditioning", "attention", "heads", "search"} == set(found)
     assert page.run("document.querySelector('#t1 .card .headline').textContent") == "Use Explicit v"
-    assert "empty folder" in page.run("document.getElementById('skipped').parentElement.textContent")
+    assert "empty folder" in page.run(
+        "document.getElementById('skipped').parentElement.textContent"
+    )
 
 
 def test_sorting_by_mouse_and_by_keyboard(page):
@@ -83,14 +107,18 @@ def test_sorting_by_mouse_and_by_keyboard(page):
     page.click(f"{head}:nth-child(1) button")
     assert names(page) == sorted(at_first, key=str.lower)
     assert page.run(f"document.querySelector('{head}').getAttribute('aria-sort')") == "ascending"
-    assert "Sorted by Method, ascending" in page.run("document.getElementById('announce').textContent")
+    assert "Sorted by Method, ascending" in page.run(
+        "document.getElementById('announce').textContent"
+    )
     page.run(f"document.querySelector('{head}:nth-child(4) button').focus()")
     page.press("Enter", 13)
     assert names(page) == at_first
     page.press("Enter", 13)
     assert names(page) == at_first[::-1]
     assert page.run(f"document.querySelector('{head}').hasAttribute('aria-sort')") is False
-    page.run(f"[...document.querySelectorAll('{head} button')].find(b => b.textContent === 'Cost').click()")
+    page.run(
+        f"[...document.querySelectorAll('{head} button')].find(b => b.textContent === 'Cost').click()"
+    )
     ratios = "[...document.querySelectorAll('#t1 table[data-most] td[title$=step]')].map(c => Number(c.dataset.v))"
     found = page.run(ratios)
     assert found == sorted(found, reverse=True)
@@ -115,7 +143,9 @@ def test_themes(browser, report):
     page.click("#theme")
     assert page.run("document.getElementById('theme').textContent") == "Theme: dark"
     assert ground(page) != light
-    page.wait("document.querySelector('#t1-cost svg').outerHTML.includes('#a9b1bd')")  # the reference's gray, lighter
+    page.wait(
+        "document.querySelector('#t1-cost svg').outerHTML.includes('#a9b1bd')"
+    )  # the reference's gray, lighter
     page.open(report)
     assert ground(page) != light  # remembered
     page.run("localStorage.clear()")
@@ -131,10 +161,10 @@ def test_every_chart_has_its_numbers(page, report):
     count = page.run("document.querySelectorAll('figure').length")
     assert page.run("document.querySelectorAll('details.numbers').length") == count
     page.run("document.querySelectorAll('details.numbers').forEach(d => { d.open = true; })")
-    page.wait("[...document.querySelectorAll('details.numbers')].every(d => d.querySelector('tbody td'))")
-    rows = (
-        "[...document.querySelectorAll('#t1-results details tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    page.wait(
+        "[...document.querySelectorAll('details.numbers')].every(d => d.querySelector('tbody td'))"
     )
+    rows = "[...document.querySelectorAll('#t1-results details tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
     shown = page.run(rows)
     ranked = make_report([report.parent / "runs" / "one"]).tables[0].ranked()
     assert [(r[0], r[1], r[2]) for r in shown] == [
@@ -202,7 +232,9 @@ LAYOUT = """(() => {
 })()"""
 
 
-@pytest.mark.parametrize(("width", "dark"), [(390, False), (768, True), (1440, False), (1920, True)])
+@pytest.mark.parametrize(
+    ("width", "dark"), [(390, False), (768, True), (1440, False), (1920, True)]
+)
 def test_layout(browser, report, width, dark):
     """No overflow, no cut text, no blank chart, and a table that is wider than its place says so."""
     page = browser.page(width=width, height=900)
@@ -222,7 +254,9 @@ def test_a_phone_shows_name_verdict_and_cost_without_scrolling(browser, report):
     page.open(report, DONE)
     rows = "[...document.querySelectorAll('#t1 table[data-most] tbody tr')]"
     assert max(page.run(f"{rows}.map(r => r.cells[2].getBoundingClientRect().right)")) <= 390
-    titles = page.run("[...document.querySelectorAll('#t1 table[data-most] thead th')].map(h => h.textContent.trim())")
+    titles = page.run(
+        "[...document.querySelectorAll('#t1 table[data-most] thead th')].map(h => h.textContent.trim())"
+    )
     assert titles[:3] == ["Method", "Verdict", "Cost"]
     page.close()
 
@@ -238,14 +272,21 @@ def test_the_picker_drives_the_charts_and_not_the_differences(browser, report):
     assert page.run(rows) == 5
     page.run("document.querySelector('#t1 [data-picker] input[value=Blur]').click()")
     page.wait(f"{lines} === 2")
-    assert "2 of 6 methods chosen" in page.run("document.querySelector('#t1 .picker .count').textContent")
+    assert "2 of 6 methods chosen" in page.run(
+        "document.querySelector('#t1 .picker .count').textContent"
+    )
     field = "document.querySelector('#t1 [data-picker] [type=search]')"
     page.run(f"{field}.value = 'drop'; {field}.dispatchEvent(new Event('input'))")
-    assert page.run("[...document.querySelectorAll('#t1 .chips label')].filter(l => !l.hidden).length") == 3
+    assert (
+        page.run("[...document.querySelectorAll('#t1 .chips label')].filter(l => !l.hidden).length")
+        == 3
+    )
     before = page.run("document.querySelector('#t1-curves .mark-line path').getAttribute('d')")
     slider = "document.querySelector('[data-smooth=t1-curves]')"
     page.run(f"{slider}.value = '0.8'; {slider}.dispatchEvent(new Event('input'))")
-    page.wait(f"document.querySelector('#t1-curves .mark-line path').getAttribute('d') !== {json.dumps(before)}")
+    page.wait(
+        f"document.querySelector('#t1-curves .mark-line path').getAttribute('d') !== {json.dumps(before)}"
+    )
     assert page.complaints() == []
     page.close()
 
@@ -297,13 +338,17 @@ def test_ten_thousand_rows_open_in_seconds(browser, tmp_path):
     page = browser.page()
     page.open(tmp_path / "big.html", "document.querySelector('#t1-forest svg')")
     loaded = float(page.run("performance.getEntriesByType('navigation')[0].loadEventEnd"))
-    print(f"10,000 synthetic rows: made in {spent:.1f} s of processor time, loaded in {loaded:.0f} ms")
+    print(
+        f"10,000 synthetic rows: made in {spent:.1f} s of processor time, loaded in {loaded:.0f} ms"
+    )
     assert spent < 60
     assert loaded < 20_000  # on a busy machine
     assert page.run("document.querySelectorAll('*').length") < 20_000
     page.run("document.querySelector('details.allrows').open = true")
     page.wait("document.querySelector('details.allrows tbody td')")
-    assert "1 to 100 of 10000" in page.run("document.querySelector('details.allrows .tools').textContent")
+    assert "1 to 100 of 10000" in page.run(
+        "document.querySelector('details.allrows .tools').textContent"
+    )
     page.close()
 
 
@@ -315,11 +360,17 @@ def test_prints_without_controls(browser, report):
     heads = "[...document.querySelectorAll('table.sortable thead th')]"
     said = page.run(f"{heads}.map(h => [h.dataset.title, getComputedStyle(h, '::before').content])")
     assert said, "no table has headers"
-    assert all(content == f'"{title}"' and title for title, content in said), "words are repeated, buttons are not"
+    assert all(content == f'"{title}"' and title for title, content in said), (
+        "words are repeated, buttons are not"
+    )
     wide = "t => t.getBoundingClientRect().right - document.querySelector('.cards').getBoundingClientRect().right"
-    assert page.run(f"Math.max(...[...document.querySelectorAll('table.sortable')].map({wide}))") < 2
+    assert (
+        page.run(f"Math.max(...[...document.querySelectorAll('table.sortable')].map({wide}))") < 2
+    )
     for gone in (".top", "details.block:not([open])", "summary"):
-        assert page.run(f"[...document.querySelectorAll('{gone}')].every(n => !n.getClientRects().length)"), gone
+        assert page.run(
+            f"[...document.querySelectorAll('{gone}')].every(n => !n.getClientRects().length)"
+        ), gone
     assert page.run("document.querySelector('.cards').getClientRects().length") == 1
     pdf = page.send("Page.printToPDF", {"printBackground": True})
     assert len(pdf["data"]) > 20_000
@@ -329,11 +380,15 @@ def test_prints_without_controls(browser, report):
 def test_keyboard_and_screen_reader(page):
     assert page.run("document.documentElement.lang") == "en"
     assert page.run("document.querySelectorAll('h1').length") == 1
-    levels = page.run("[...document.querySelectorAll('h1, h2, h3, h4')].map(h => Number(h.tagName[1]))")
+    levels = page.run(
+        "[...document.querySelectorAll('h1, h2, h3, h4')].map(h => Number(h.tagName[1]))"
+    )
     assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
     assert page.run("[...document.images].every(i => i.alt)")
     assert page.run("[...document.querySelectorAll('th')].every(t => t.scope)")
-    assert page.run("[...document.querySelectorAll('table')].every(t => t.caption || t.closest('[aria-label]'))")
+    assert page.run(
+        "[...document.querySelectorAll('table')].every(t => t.caption || t.closest('[aria-label]'))"
+    )
     named = "document.getElementById(f.getAttribute('aria-labelledby'))"
     assert page.run(f"[...document.querySelectorAll('figure')].every(f => {named})")
     ids = page.run("[...document.querySelectorAll('[id]')].map(n => n.id)")
@@ -347,10 +402,14 @@ def test_keyboard_and_screen_reader(page):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_text_has_contrast(page, theme):
-    page.run(f"document.documentElement.dataset.theme = '{theme}'")  # the page itself sets it in the same way
+    page.run(
+        f"document.documentElement.dataset.theme = '{theme}'"
+    )  # the page itself sets it in the same way
 
     def value(name):
-        text = page.run(f"getComputedStyle(document.documentElement).getPropertyValue('{name}').trim()")
+        text = page.run(
+            f"getComputedStyle(document.documentElement).getPropertyValue('{name}').trim()"
+        )
         return [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
 
     def luminance(color):
@@ -370,14 +429,18 @@ def test_text_has_contrast(page, theme):
 
 def test_hostile_names_do_nothing(browser, tmp_path):
     rows = {"plain": ROWS["plain"], ATTACK: ROWS["DropPath"], "{{constructor}}": ROWS["R-Drop"]}
-    write_study(tmp_path / "runs", rows, title=ATTACK, name=ATTACK, departures=(ATTACK,), diagnose=True)
+    write_study(
+        tmp_path / "runs", rows, title=ATTACK, name=ATTACK, departures=(ATTACK,), diagnose=True
+    )
     (tmp_path / "runs" / "<img src=x onerror=window.hurt=1>").mkdir()
     write_report([tmp_path / "runs"], tmp_path / "r.html")
     page = browser.page()
     page.open(tmp_path / "r.html", DONE)
     page.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     page.wait("[...document.querySelectorAll('details.numbers')].every(d => d.querySelector('td'))")
-    page.run("document.querySelector('#t1-cost').scrollIntoView({block: 'center', behavior: 'instant'})")
+    page.run(
+        "document.querySelector('#t1-cost').scrollIntoView({block: 'center', behavior: 'instant'})"
+    )
     middles = """[...document.querySelectorAll('#t1-cost .mark-symbol path')].map(p => {
         const b = p.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })"""
     for x, y in page.run(middles)[:3]:  # tooltips show the name too
@@ -396,7 +459,11 @@ def test_the_policy_of_the_page_stops_what_escaping_would_miss(browser, report, 
     text = report.read_text()
     bad = tmp_path / "bad.html"
     bad.write_text(
-        text.replace("<main", "<script>window.hurt=1</script><img src='https://example.invalid/x.png'><main", 1)
+        text.replace(
+            "<main",
+            "<script>window.hurt=1</script><img src='https://example.invalid/x.png'><main",
+            1,
+        )
     )
     page = browser.page()
     page.open(bad, DONE)
@@ -407,7 +474,8 @@ def test_the_policy_of_the_page_stops_what_escaping_would_miss(browser, report, 
 
 def test_two_thousand_trials_stay_light(browser, tmp_path):
     rows = {"plain": ROWS["plain"]} | {
-        f"row {i}": ([{"name": "drop_key", "rate": i / 500}], i / 40000, 1.01, None) for i in range(399)
+        f"row {i}": ([{"name": "drop_key", "rate": i / 500}], i / 40000, 1.01, None)
+        for i in range(399)
     }
     write_study(tmp_path / "runs", rows, seeds=5, epochs=6)
     made = make_report([tmp_path / "runs"])
@@ -418,22 +486,34 @@ def test_two_thousand_trials_stay_light(browser, tmp_path):
     page = browser.page()
     page.open(tmp_path / "r.html", "document.querySelector('.chart svg')")
     loaded = page.run("JSON.stringify(performance.getEntriesByType('navigation')[0].loadEventEnd)")
-    print(f"\nreport of 2,000 synthetic trials: {len(text) / 1e6:.2f} MB, loaded in {float(loaded):.0f} ms")
+    print(
+        f"\nreport of 2,000 synthetic trials: {len(text) / 1e6:.2f} MB, loaded in {float(loaded):.0f} ms"
+    )
     assert page.run("document.querySelectorAll('tbody tr:not([hidden])').length") <= 80
     assert page.run("document.querySelectorAll('*').length") < 20_000
     page.wait(DONE)
     assert (
-        page.run("Math.max(...[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('*').length))")
+        page.run(
+            "Math.max(...[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('*').length))"
+        )
         < 3000
     )
     page.run("document.querySelector('details.allrows').open = true")
     page.wait("document.querySelector('details.allrows tbody td')")
-    assert page.run("document.querySelectorAll('details.allrows tbody tr').length") == 100  # a page of 400
-    assert "1 to 100 of 400" in page.run("document.querySelector('details.allrows .tools').textContent")
+    assert (
+        page.run("document.querySelectorAll('details.allrows tbody tr').length") == 100
+    )  # a page of 400
+    assert "1 to 100 of 400" in page.run(
+        "document.querySelector('details.allrows .tools').textContent"
+    )
     page.run("document.querySelector('details.runs').open = true")
     page.wait("document.querySelector('details.runs tbody td')")
-    assert page.run("document.querySelectorAll('details.runs tbody tr').length") == 100  # a page of the table
-    assert "1 to 100 of 2000" in page.run("document.querySelector('details.runs .tools').textContent")
+    assert (
+        page.run("document.querySelectorAll('details.runs tbody tr').length") == 100
+    )  # a page of the table
+    assert "1 to 100 of 2000" in page.run(
+        "document.querySelector('details.runs .tools').textContent"
+    )
     assert page.complaints() == []
     page.close()
 

@@ -51,7 +51,9 @@ def test_a_folder_that_has_begun_stays_as_it_is(tmp_path):
 def test_a_folder_of_an_older_campaign_is_adopted(tmp_path):
     begin(tmp_path / "here", "table_2-study")
     campaign.restore(NAME, tmp_path / "here")
-    assert (campaign.runs_of(NAME, tmp_path / "here") / "search" / "a" / "final.json").read_text() == "a final.json"
+    assert (
+        campaign.runs_of(NAME, tmp_path / "here") / "search" / "a" / "final.json"
+    ).read_text() == "a final.json"
 
 
 def test_nothing_finished_keeps_nothing(tmp_path):
@@ -64,7 +66,11 @@ def test_every_study_has_a_recipe_or_settings_and_runs_in_a_folder_of_its_own(tm
     for name in (*campaign.EXPERIMENTS, *campaign.EARLIER):
         assert (here / f"{name}.toml").is_file()
     folders = [campaign.runs_of(name, tmp_path) for name in campaign.STUDIES]
-    assert len(set(folders)) == len({campaign.result_of(name) for name in campaign.STUDIES}) == len(campaign.STUDIES)
+    assert (
+        len(set(folders))
+        == len({campaign.result_of(name) for name in campaign.STUDIES})
+        == len(campaign.STUDIES)
+    )
 
 
 def test_runs_lie_where_the_command_puts_them(tmp_path, monkeypatch):
@@ -72,7 +78,9 @@ def test_runs_lie_where_the_command_puts_them(tmp_path, monkeypatch):
     from dampen.studies import load_recipe, make_comparison
 
     name = "always_skip_attention/depth_digits"
-    plan = make_comparison(load_recipe(str(Path(campaign.__file__).parent / f"{name}.toml")), "study")
+    plan = make_comparison(
+        load_recipe(str(Path(campaign.__file__).parent / f"{name}.toml")), "study"
+    )
     group = name.split("/")[0]
     assert campaign.runs_of(name, tmp_path) == tmp_path / group / run_name(plan, [])
 
@@ -93,7 +101,11 @@ def test_the_plan_and_the_recipes_say_how_many_runs_an_experiment_has():
 
     here = Path(campaign.__file__).parent
     lines = [line.split("|") for line in (here / "PLAN.md").read_text().splitlines()]
-    costs = {cells[2].strip(" `"): cells[3].strip() for cells in lines if len(cells) == 6 and "/" in cells[2]}
+    costs = {
+        cells[2].strip(" `"): cells[3].strip()
+        for cells in lines
+        if len(cells) == 6 and "/" in cells[2]
+    }
     assert tuple(costs) == campaign.EXPERIMENTS
     for name in campaign.EXPERIMENTS:
         recipe = load_recipe(str(here / f"{name}.toml"))

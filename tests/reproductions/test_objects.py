@@ -25,7 +25,15 @@ from reproductions.models.boxes import centers
 from reproductions.models.detr import DETR
 from tests.reproductions.data import writers
 
-SMALL = {"name": "detr", "width": 16, "depth": 1, "decoder_depth": 2, "heads": 2, "mlp": 16, "queries": 8}
+SMALL = {
+    "name": "detr",
+    "width": 16,
+    "depth": 1,
+    "decoder_depth": 2,
+    "heads": 2,
+    "mlp": 16,
+    "queries": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +77,19 @@ def slow_average_precision(found, truth, threshold):
 
     taken, hits = set(), []
     for image, _, box in sorted(found, key=lambda f: -f[1]):
-        own = [(iou(box, b), i) for i, (where, b) in enumerate(truth) if where == image and i not in taken]
+        own = [
+            (iou(box, b), i)
+            for i, (where, b) in enumerate(truth)
+            if where == image and i not in taken
+        ]
         best, place = max(own, default=(0, None))
         hits.append(best >= threshold)
         taken |= {place} if best >= threshold else set()
     precision = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
     recall = [sum(hits[: i + 1]) / len(truth) for i in range(len(hits))]
     points = [
-        max([p for p, r in zip(precision, recall, strict=True) if r >= t / 100 - 1e-9], default=0) for t in range(101)
+        max([p for p, r in zip(precision, recall, strict=True) if r >= t / 100 - 1e-9], default=0)
+        for t in range(101)
     ]
     return sum(points) / 101
 
@@ -90,17 +103,28 @@ def test_average_precision_against_loops(data):
         for label, box in zip(example.labels, example.boxes, strict=True):
             near = [v / 44 + float(torch.randn((), generator=g)) * 0.03 for v in box]
             wrong = float(torch.rand((), generator=g)) < 0.2
-            found.append((1 - label if wrong else label, float(torch.rand((), generator=g)) * 0.9 + 0.05, *near))
+            found.append(
+                (
+                    1 - label if wrong else label,
+                    float(torch.rand((), generator=g)) * 0.9 + 0.05,
+                    *near,
+                )
+            )
         found.append((0, 0.5 + 0.01 * i, 0.1, 0.1, 0.3, 0.3))
         found = found[: 1 + len(found) // 2] if i % 3 == 0 else found
         kept += [(label, (i, score, [44 * v for v in box])) for label, score, *box in found]
-        kept += [(1 - label, (i, 2e-9, [44 * v for v in box])) for label, _, *box in found]  # least certain, but there
+        kept += [
+            (1 - label, (i, 2e-9, [44 * v for v in box])) for label, _, *box in found
+        ]  # least certain, but there
         metrics.update(rows_of(found)[None], torch.empty(0), index=torch.tensor([i]))
     result = metrics.compute()
 
     def average(label, threshold):
         truth = [
-            (i, b) for i, e in enumerate(split.examples) for c, b in zip(e.labels, e.boxes, strict=True) if c == label
+            (i, b)
+            for i, e in enumerate(split.examples)
+            for c, b in zip(e.labels, e.boxes, strict=True)
+            if c == label
         ]
         return slow_average_precision([f for c, f in kept if c == label], truth, threshold)
 
@@ -109,16 +133,23 @@ def test_average_precision_against_loops(data):
     assert result["ap50"] == pytest.approx((average(0, 0.5) + average(1, 0.5)) / 2, abs=1e-6)
     assert result["ap75"] == pytest.approx((average(0, 0.75) + average(1, 0.75)) / 2, abs=1e-6)
     steps = [0.5 + 0.05 * i for i in range(10)]
-    assert result["ap"] == pytest.approx(sum(average(c, t) for c in (0, 1) for t in steps) / 20, abs=1e-6)
+    assert result["ap"] == pytest.approx(
+        sum(average(c, t) for c in (0, 1) for t in steps) / 20, abs=1e-6
+    )
     assert 0.1 < result["ap"] < result["ap50"] < 1
 
 
 def test_the_truth_itself_is_perfect_and_silence_is_nothing(data):
     metrics, silent = make_metrics(data, data.test), make_metrics(data, data.test)
     for i, example in enumerate(data.test.examples):
-        found = [(c, 0.9, *(v / 44 for v in b)) for c, b in zip(example.labels, example.boxes, strict=True)]
+        found = [
+            (c, 0.9, *(v / 44 for v in b))
+            for c, b in zip(example.labels, example.boxes, strict=True)
+        ]
         metrics.update(rows_of(found)[None], torch.empty(0))
-        silent.update(rows_of([(0, 0.5, 0.9, 0.9, 0.91, 0.91)])[None], torch.empty(0), index=torch.tensor([i]))
+        silent.update(
+            rows_of([(0, 0.5, 0.9, 0.9, 0.91, 0.91)])[None], torch.empty(0), index=torch.tensor([i])
+        )
     perfect, nothing = metrics.compute(), silent.compute()
     assert perfect["ap"] == pytest.approx(1)
     assert nothing["ap50"] == 0
@@ -189,9 +220,17 @@ def tiny_detr(tmp_path_factory):
     from transformers import DetrConfig, ResNetConfig
 
     backbone = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1] * 4, layer_type="basic", out_features=["stage4"]
+        embedding_size=8,
+        hidden_sizes=[8, 8, 8, 8],
+        depths=[1] * 4,
+        layer_type="basic",
+        out_features=["stage4"],
     )
-    sides = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sides = {
+        f"{side}_{what}": 2
+        for side in ("encoder", "decoder")
+        for what in ("layers", "attention_heads")
+    }
     config = DetrConfig(
         use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, backbone_config=backbone, d_model=16,
         encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=6, **sides,
@@ -203,7 +242,9 @@ def tiny_detr(tmp_path_factory):
 
 def test_the_detr_of_transformers_is_trained_as_well(tmp_path, folder, quick, tiny_detr):
     settings = ["train.epochs=1", "train.batch_size=4", "data.size=[32, 32]"]
-    asked = request_parts(f"hf/{tiny_detr}", str(folder), "drop_key(rate=0.2)", 1, settings=settings)
+    asked = request_parts(
+        f"hf/{tiny_detr}", str(folder), "drop_key(rate=0.2)", 1, settings=settings
+    )
     execution = quick.__class__(**{**quick.__dict__, "parts": asked.parts})
     for name, spec in asked.plan.runs.items():
         result = run_trial(spec, tmp_path / name, execution)
@@ -214,8 +255,23 @@ def test_the_detr_of_transformers_is_trained_as_well(tmp_path, folder, quick, ti
 
 def test_compare_on_boxes_of_ones_own(tmp_path, folder, capsys):
     model = "detr(width=16, depth=1, decoder_depth=1, heads=2, mlp=16, queries=4)"
-    command = ["compare", "--data", str(folder), "--model", model, "--methods", "drop_key(rate=0.2)", "--seeds", "1"]
-    settings = ["train.epochs=1", "data.size=[24, 24]", "train.validate_every=1", "train.batch_size=4"]
+    command = [
+        "compare",
+        "--data",
+        str(folder),
+        "--model",
+        model,
+        "--methods",
+        "drop_key(rate=0.2)",
+        "--seeds",
+        "1",
+    ]
+    settings = [
+        "train.epochs=1",
+        "data.size=[24, 24]",
+        "train.validate_every=1",
+        "train.batch_size=4",
+    ]
     sets = [word for s in settings for word in ("--set", s)]
     with pytest.raises(SystemExit, match="0"):
         main([*command, *sets, "--out", str(tmp_path), "--json"])
@@ -230,7 +286,11 @@ def test_compare_on_boxes_of_ones_own(tmp_path, folder, capsys):
 def test_what_is_drawn_and_counted(data):
     picture = drawn_picture()
     truth = [("blob", 0.0, 0.0, 0.5, 0.5), ("cell", 0.5, 0.5, 1.0, 1.0)]
-    found = [("blob", 0.9, 0.0, 0.0, 0.5, 0.45), ("blob", 0.8, 0.0, 0.0, 0.5, 0.5), ("cell", 0.7, 0.1, 0.5, 0.6, 1.0)]
+    found = [
+        ("blob", 0.9, 0.0, 0.0, 0.5, 0.45),
+        ("blob", 0.8, 0.0, 0.0, 0.5, 0.5),
+        ("cell", 0.7, 0.1, 0.5, 0.6, 1.0),
+    ]
     seen = Detected(picture, truth, found)
     assert matched(seen) == 1  # the second blob is one too many, the cell is elsewhere
     address = drawn(seen, (24, 16), {"blob": "#e69f00", "cell": "#56b4e9"})
@@ -249,7 +309,11 @@ def drawn_picture():
 
 def test_records_from_elsewhere_cannot_put_anything_but_pictures_into_the_page():
     assert picture_size(drawn_picture()) == (24, 16)
-    for bad in ('data:image/jpeg;base64,AAAA"/><script>', "https://example.org/x.jpg", "data:image/jpeg;base64,AAAA"):
+    for bad in (
+        'data:image/jpeg;base64,AAAA"/><script>',
+        "https://example.org/x.jpg",
+        "data:image/jpeg;base64,AAAA",
+    ):
         assert picture_size(bad) is None
     escaped = drawn(Detected(drawn_picture(), [("<b>", 0, 0, 1, 1)]), (24, 16), {})
     assert b"<title>&lt;b&gt;" in base64.b64decode(escaped.partition(",")[2])

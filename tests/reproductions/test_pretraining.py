@@ -23,7 +23,13 @@ from reproductions.models.mae import MaskedAutoencoder
 from tests.studies.interrupted import interrupt_at, log_without_times, same
 
 GRAY = {"name": "token_graying", "kind": "dct", "eps": 0.8}
-DECODER = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2, "decoder_mlp": 16, "hide": 0.5}
+DECODER = {
+    "decoder_width": 16,
+    "decoder_depth": 1,
+    "decoder_heads": 2,
+    "decoder_mlp": 16,
+    "hide": 0.5,
+}
 
 
 @pytest.fixture
@@ -33,7 +39,9 @@ def pretrained(small):
     def make(methods=(), seed=0, pretrain=None, **train):
         before = {"model": DECODER, "train": {"epochs": 2}} if pretrain is None else pretrain
         plain = small(methods, seed, **{"epochs": 1, **train}).to_dict()
-        return Run.from_dict({**plain, "model": plain["model"] | {"patch_size": 2}, "pretrain": before})
+        return Run.from_dict(
+            {**plain, "model": plain["model"] | {"patch_size": 2}, "pretrain": before}
+        )
 
     return make
 
@@ -41,7 +49,15 @@ def pretrained(small):
 def test_what_goes_before_differs_only_where_said(pretrained):
     trial = pretrained([GRAY], seed=3, condition_every=2)
     first = trial.pretraining()
-    assert first.model == {"name": "mae", "patch_size": 2, "width": 16, "depth": 2, "heads": 2, "mlp": 32, **DECODER}
+    assert first.model == {
+        "name": "mae",
+        "patch_size": 2,
+        "width": 16,
+        "depth": 2,
+        "heads": 2,
+        "mlp": 32,
+        **DECODER,
+    }
     assert (first.data, first.methods, first.seed) == (trial.data, trial.methods, 3)
     assert first.train == replace(trial.train, epochs=2, condition_every=None)
     assert pretrained([GRAY], pretrain={"methods": []}).pretraining().methods == ()
@@ -87,7 +103,9 @@ def test_the_autoencoder_learns_and_validation_hides_the_same_patches(tmp_path, 
 
 
 @pytest.mark.parametrize("stops", [(3, 4), (9,)])
-def test_cut_off_while_pretraining_it_ends_as_if_nothing_had_happened(tmp_path, pretrained, quick, stops):
+def test_cut_off_while_pretraining_it_ends_as_if_nothing_had_happened(
+    tmp_path, pretrained, quick, stops
+):
     drop = {"name": "drop_key", "rate": 0.2}
     trial = pretrained([drop])
     whole = run_trial(trial, tmp_path / "whole", quick)
@@ -102,7 +120,9 @@ def test_cut_off_while_pretraining_it_ends_as_if_nothing_had_happened(tmp_path, 
     assert same(result | drop_times, whole | {"pretrain": drop_times["pretrain"]})
     assert same(first, RunStore(tmp_path / "whole" / PRETRAIN).final())
     for folder in (".", PRETRAIN):
-        assert log_without_times(tmp_path / "cut" / folder) == log_without_times(tmp_path / "whole" / folder)
+        assert log_without_times(tmp_path / "cut" / folder) == log_without_times(
+            tmp_path / "whole" / folder
+        )
 
 
 def test_cut_off_while_fine_tuning_the_pretraining_is_not_run_again(tmp_path, pretrained, quick):
@@ -126,10 +146,16 @@ def test_cut_off_while_fine_tuning_the_pretraining_is_not_run_again(tmp_path, pr
 def test_a_pretraining_that_diverges_closes_the_trial(tmp_path, pretrained, quick):
     trial = pretrained(pretrain={"model": DECODER, "train": {"lr": 1e30, "epochs": 3}})
     for _ in range(2):  # the second time it is read, not run
-        with pytest.raises(Diverged, match=r"In the pretraining \(pretrain/\): Training stopped at step"):
+        with pytest.raises(
+            Diverged, match=r"In the pretraining \(pretrain/\): Training stopped at step"
+        ):
             run_trial(trial, tmp_path, quick)
     final = RunStore(tmp_path).final()
-    assert (final["id"], final["status"], final["primary"]) == (trial.id, "diverged", ["accuracy", "max"])
+    assert (final["id"], final["status"], final["primary"]) == (
+        trial.id,
+        "diverged",
+        ["accuracy", "max"],
+    )
     assert RunStore(tmp_path).trial() == trial
     RunStore(tmp_path).reopen()  # dampen run --retry
     assert RunStore(tmp_path).final() is RunStore(tmp_path / PRETRAIN).final() is None
@@ -140,7 +166,9 @@ def test_damaged_pretrained_weights_are_not_used(tmp_path, pretrained, quick):
     run_trial(trial.pretraining(), tmp_path / PRETRAIN, quick)
     (path,) = (tmp_path / PRETRAIN).glob("weights-*.safetensors")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(LabError, match=r"no pretrained weights: .* is damaged.* Delete .* to run the trial again"):
+    with pytest.raises(
+        LabError, match=r"no pretrained weights: .* is damaged.* Delete .* to run the trial again"
+    ):
         run_trial(trial, tmp_path, quick)
 
 
@@ -148,7 +176,9 @@ def test_diagnosis_and_report_see_the_classifier(tmp_path, pretrained, quick):
     trial = pretrained([GRAY], pretrain={"model": DECODER, "train": {"epochs": 1}})
     run_trial(trial, tmp_path / trial.id, quick)
     assert find_trials(tmp_path) == [tmp_path / trial.id]
-    trained = from_run(tmp_path / trial.id)  # the prior of the PAC-Bayes bound must not have seen any data
+    trained = from_run(
+        tmp_path / trial.id
+    )  # the prior of the PAC-Bayes bound must not have seen any data
     fresh = TrialState(replace(trial, pretrain=None), quick).raw
     assert all(torch.equal(trained.initial[name], p) for name, p in fresh.named_parameters())
     with pytest.raises(LabError, match="is a pretraining; diagnose the classifier above it"):
@@ -159,11 +189,20 @@ def test_diagnosis_and_report_see_the_classifier(tmp_path, pretrained, quick):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"pretrain": {"epochs": 3}}, r"pretrain.epochs: unknown key; known: data, methods, model, sites, train"),
+        (
+            {"pretrain": {"epochs": 3}},
+            r"pretrain.epochs: unknown key; known: data, methods, model, sites, train",
+        ),
         ({"pretrain": 4}, r"pretrain: expected a table such as .*, got 4"),
         ({"pretrain": {"train": 4}}, r"pretrain.train: expected a table, got 4"),
-        ({"pretrain": {"train": {"epohs": 4}}}, r"pretrain.train.epohs: unknown key; did you mean 'epochs'"),
-        ({"model": {"name": "convmixer"}}, r"pretrain: a masked autoencoder pretrains model 'vit', not 'convmixer'"),
+        (
+            {"pretrain": {"train": {"epohs": 4}}},
+            r"pretrain.train.epohs: unknown key; did you mean 'epochs'",
+        ),
+        (
+            {"model": {"name": "convmixer"}},
+            r"pretrain: a masked autoencoder pretrains model 'vit', not 'convmixer'",
+        ),
     ],
 )
 def test_bad_input_is_told_where_it_was_written(pretrained, change, words):
@@ -174,19 +213,27 @@ def test_bad_input_is_told_where_it_was_written(pretrained, change, words):
 def test_a_recipe_tells_the_problems_of_its_pretraining_with_the_others():
     recipe = comparison("digits", None, "drop_key", 1)
     recipe.base["pretrain"] = {"train": {"epochs": 0}}
-    with pytest.raises(ConfigError, match=r"plain: pretrain\.train\.epochs: must be 1 or more, got 0"):
+    with pytest.raises(
+        ConfigError, match=r"plain: pretrain\.train\.epochs: must be 1 or more, got 0"
+    ):
         make_comparison(recipe)
 
 
 def test_names_are_checked_before_anything_runs(pretrained):
     trial = pretrained(pretrain={"model": {"decoder_widht": 3}})
-    assert check_trial(trial) == ["pretrain.model.decoder_widht: unknown key; did you mean 'decoder_width'?"]
+    assert check_trial(trial) == [
+        "pretrain.model.decoder_widht: unknown key; did you mean 'decoder_width'?"
+    ]
     trial = Run.from_dict({"data": {"name": "fsdd"}, "model": {"name": "mae"}})
-    assert check_trial(trial) == ["model.name: 'mae' needs image data; 'fsdd' is a data set for audio"]
+    assert check_trial(trial) == [
+        "model.name: 'mae' needs image data; 'fsdd' is a data set for audio"
+    ]
 
 
 def test_an_autoencoder_can_be_compared_by_its_own_metric():
-    recipe = comparison("digits", "mae(patch_size=2, depth=1)", "token_graying(kind='dct', eps=0.9)", 1)
+    recipe = comparison(
+        "digits", "mae(patch_size=2, depth=1)", "token_graying(kind='dct', eps=0.9)", 1
+    )
     assert recipe.metric == "reconstruction"
     assert len(make_comparison(recipe).runs) == 2
 

@@ -56,13 +56,17 @@ def explicit_dropout(paper):
     for i, row in enumerate(paper["tables_1_to_4"]["rows"]):
         name = f"{row['attention'].replace('_', ' ')} + {row['ffn']} ffn"
         for column, (table, metric) in tables.items():
-            for j, value in enumerate(rows(f"explicit_dropout/table_{table}")[name]["published"][metric]):
+            for j, value in enumerate(
+                rows(f"explicit_dropout/table_{table}")[name]["published"][metric]
+            ):
                 found["tables_1_to_4", "rows", i, column, j] = value
         for j, value in enumerate(numbers(rows("explicit_dropout/table_3")[name]["note"])):
             found["tables_1_to_4", "rows", i, "thumos14_activitynet", j] = value
     rates = paper["table_5"]["learning_rates"]
     for term in ("k", "q", "v", "av"):
-        for point in rows("explicit_dropout/table_5")[f"explicit {term} + explicit ffn"]["published_grid"]:
+        for point in rows("explicit_dropout/table_5")[f"explicit {term} + explicit ffn"][
+            "published_grid"
+        ]:
             weight = next(w for w in paper["table_5"][term] if float(w) == point["grid"]["lambda"])
             for j, value in enumerate(point["published"]["accuracy"]):
                 found["table_5", term, weight, rates.index(point["grid"]["train.lr"]), j] = value
@@ -78,7 +82,9 @@ def dropkey(paper):
                 found["schedules", name, i] = row["published"]["accuracy"]
     for name, row in rows("dropkey/imagenet").items():
         model, kind = name.split(", ")
-        found["imagenet", model, 0 if kind == "attention dropout" else 1] = row["published"]["accuracy"]
+        found["imagenet", model, 0 if kind == "attention dropout" else 1] = row["published"][
+            "accuracy"
+        ]
         if kind == "DropKey" and len(paper["imagenet"][model]) == 3:
             found["imagenet", model, 2] = row["methods"][0]["rate"]["linear"][0]
     detection = next(n for n in list_recipes() if n in ("dropkey/detr", "dropkey/coco_detr"))
@@ -109,9 +115,14 @@ def attentiondrop(paper):
     for key, name in names.items():
         for i, column in enumerate(paper["results"]["columns"]):
             recipe, metric = places[column]
-            if (value := rows(f"attentiondrop/{recipe}")[name]["published"].get(metric)) is not None:
+            if (
+                value := rows(f"attentiondrop/{recipe}")[name]["published"].get(metric)
+            ) is not None:
                 found["results", key, i] = value
-    for key, name in {**{k: names[k] for k in ("hard_masking", "blur")}, "consistency": "blur + consistency"}.items():
+    for key, name in {
+        **{k: names[k] for k in ("hard_masking", "blur")},
+        "consistency": "blur + consistency",
+    }.items():
         row = rows("attentiondrop/cifar10")[name]
         found["overhead", key, 0] = row["published"]["cost_ratio"]
         (found["overhead", key, 1],) = numbers(row["note"])
@@ -134,15 +145,23 @@ def always_skip_attention(paper):
         "no_ffn_skip": "ViT, no feed-forward skip",
         "no_attention_skip": "ViT, no attention skip",
     }
-    found = {("skip_ablation", key): skips[name]["published"]["accuracy"] for key, name in names.items()}
-    (found["skip_ablation", "convmixer_change_without_skips"],) = numbers(skips["ConvMixer, no skips"]["note"])
+    found = {
+        ("skip_ablation", key): skips[name]["published"]["accuracy"] for key, name in names.items()
+    }
+    (found["skip_ablation", "convmixer_change_without_skips"],) = numbers(
+        skips["ConvMixer, no skips"]["note"]
+    )
     for name, row in rows("always_skip_attention/token_graying_dct").items():
         model, kind = name.split(", ")
-        found["token_graying_dct", model, 0 if kind == "plain" else 1] = row["published"]["accuracy"]
+        found["token_graying_dct", model, 0 if kind == "plain" else 1] = row["published"][
+            "accuracy"
+        ]
     svd = rows("always_skip_attention/token_graying_svd")
     for i, (eps, *_) in enumerate(paper["token_graying_svd"]["rows"]):
         row = svd["plain (eps 1)" if eps == 1.0 else f"SVD, eps {eps}"]
-        found["token_graying_svd", "rows", i, 0] = row["methods"][0]["eps"] if row["methods"] else 1.0
+        found["token_graying_svd", "rows", i, 0] = (
+            row["methods"][0]["eps"] if row["methods"] else 1.0
+        )
         for j, metric in enumerate(("accuracy", "ln_condition_in", "ln_condition_out")):
             found["token_graying_svd", "rows", i, j + 1] = row["published"][metric]
     plain = found["cost", "plain"] = paper["cost"]["plain"]  # days; recipes have the ratios to it
@@ -151,7 +170,9 @@ def always_skip_attention(paper):
     return found
 
 
-@pytest.mark.parametrize("reader", [explicit_dropout, dropkey, attentiondrop, always_skip_attention])
+@pytest.mark.parametrize(
+    "reader", [explicit_dropout, dropkey, attentiondrop, always_skip_attention]
+)
 def test_every_cell(reader):
     name = reader.__name__
     paper = papers()[name]
@@ -166,12 +187,22 @@ def test_every_cell(reader):
     assert not wrong, wrong
     assert (
         len(expected)
-        >= {"explicit_dropout": 248, "dropkey": 22, "attentiondrop": 31, "always_skip_attention": 39}[name]
+        >= {
+            "explicit_dropout": 248,
+            "dropkey": 22,
+            "attentiondrop": 31,
+            "always_skip_attention": 39,
+        }[name]
     )
 
 
 def test_every_paper_has_a_reader():
-    assert set(papers()) == {"explicit_dropout", "dropkey", "attentiondrop", "always_skip_attention"}
+    assert set(papers()) == {
+        "explicit_dropout",
+        "dropkey",
+        "attentiondrop",
+        "always_skip_attention",
+    }
 
 
 def test_the_grid_is_the_papers():
@@ -188,4 +219,6 @@ def test_a_cell_that_differs_is_found(monkeypatch):
     paper["schedules"]["constant"][1] += 0.1
     expected = dict(leaves(paper))
     found = dropkey(paper)
-    assert [path for path in expected if expected[path] != found[path]] == [("schedules", "constant", 1)]
+    assert [path for path in expected if expected[path] != found[path]] == [
+        ("schedules", "constant", 1)
+    ]

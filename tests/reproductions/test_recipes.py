@@ -29,7 +29,9 @@ def papers(name):
     return tomllib.loads((PAPERS / f"{name}.toml").read_text())
 
 
-BEYOND = pytest.mark.filterwarnings(r"ignore:.*(a rate above 0\.5|a width above 9) hurts:UserWarning")
+BEYOND = pytest.mark.filterwarnings(
+    r"ignore:.*(a rate above 0\.5|a width above 9) hurts:UserWarning"
+)
 """`attentiondrop/sweeps_digits` goes where the paper says not to."""
 
 
@@ -38,7 +40,13 @@ def published(name):
 
 
 def test_every_paper_has_its_tables():
-    papers_shown = {"explicit_dropout", "dropkey", "attentiondrop", "always_skip_attention", "language"}
+    papers_shown = {
+        "explicit_dropout",
+        "dropkey",
+        "attentiondrop",
+        "always_skip_attention",
+        "language",
+    }
     assert {n.split("/")[0] for n in NAMES} == papers_shown
     explicit = [n.removeprefix("explicit_dropout/") for n in NAMES if n.startswith("explicit")]
     beside = ["augmented_cifar10", "lambda_cifar10", "lambda_digits", "spoken_digits"]
@@ -65,7 +73,9 @@ def test_figures_of_the_grid():
     table = papers("explicit_dropout")["table_5"]
     plan = make_comparison(load_recipe("explicit_dropout/table_5"))
     rows = {
-        r.name: {(p.grid["lambda"], p.grid["train.lr"]): p.published["accuracy"] for p in r.settings}
+        r.name: {
+            (p.grid["lambda"], p.grid["train.lr"]): p.published["accuracy"] for p in r.settings
+        }
         for r in plan.configs
     }
     for term in ("k", "q", "v", "av"):
@@ -78,7 +88,9 @@ def test_figures_of_dropkey():
     paper = papers("dropkey")
     for i, name in enumerate(("cifar10", "cifar100")):
         ours = published(f"dropkey/schedules_{name}")
-        assert {k: v["accuracy"] for k, v in ours.items() if v} == {k: v[i] for k, v in paper["schedules"].items()}
+        assert {k: v["accuracy"] for k, v in ours.items() if v} == {
+            k: v[i] for k, v in paper["schedules"].items()
+        }
     ours = published("dropkey/detr")
     rows = ("plain", "dropout", "DropKey")
     assert [ours[row]["ap"] for row in rows] == paper["coco_detr"]["ap"]
@@ -90,7 +102,11 @@ def test_figures_of_dropkey():
 
 def test_figures_of_attentiondrop_and_always_skip():
     results = papers("attentiondrop")["results"]
-    for name, column in (("cifar10", "accuracy"), ("cifar100", "accuracy"), ("translation", "bleu")):
+    for name, column in (
+        ("cifar10", "accuracy"),
+        ("cifar100", "accuracy"),
+        ("translation", "bleu"),
+    ):
         ours = published(f"attentiondrop/{name}")
         i = results["columns"].index("bleu" if name == "translation" else name)
         assert ours["dropout"][column] == results["dropout"][i]
@@ -100,9 +116,15 @@ def test_figures_of_attentiondrop_and_always_skip():
     assert ours["ViT, no attention skip"]["accuracy"] == skips["no_attention_skip"]
     assert ours["ViT, all skips"]["accuracy"] == skips["all_skips"]
     graying = published("always_skip_attention/token_graying_svd")
-    for eps, accuracy, before, after in papers("always_skip_attention")["token_graying_svd"]["rows"]:
+    for eps, accuracy, before, after in papers("always_skip_attention")["token_graying_svd"][
+        "rows"
+    ]:
         row = graying["plain (eps 1)" if eps == 1.0 else f"SVD, eps {eps}"]
-        assert (row["accuracy"], row["ln_condition_in"], row["ln_condition_out"]) == (accuracy, before, after)
+        assert (row["accuracy"], row["ln_condition_in"], row["ln_condition_out"]) == (
+            accuracy,
+            before,
+            after,
+        )
 
 
 @BEYOND
@@ -131,7 +153,9 @@ def test_every_study_has_rows_without_a_method_to_compare_with():
     for name in NAMES:
         recipe = load_recipe(name)
         if "study" in recipe.scales:
-            plain = [row.name for row in make_comparison(recipe, "study").configs if not row.methods]
+            plain = [
+                row.name for row in make_comparison(recipe, "study").configs if not row.methods
+            ]
             several_models = name.startswith("always_skip_attention/")
             assert plain[0] == "plain" or (several_models and len(plain) > 1), name
 
@@ -153,7 +177,7 @@ def test_every_claim_names_rows_of_its_recipe():
     for record in {claim.record for claim in CLAIMS}:
         name, is_study, _ = record.replace("/results/", "/").partition("-study.json.xz")
         if is_study:
-            rows = {row.name for row in make_comparison(load_recipe(name), "study").rows}
+            rows = {row.name for row in make_comparison(load_recipe(name), "study").configs}
             asked = {r for c in CLAIMS if c.record == record for r in (c.row, c.reference)}
             assert asked <= rows, (record, asked - rows)
             checked += len(asked)
@@ -171,26 +195,46 @@ def test_the_paper_scale_on_cifar_is_the_most_probable_one_and_says_so(table):
         assert trial.model.get("pool", "cls") == "cls"
         train = trial.train
         assert (train.optimizer, train.batch_size, train.weight_decay) == ("adam", 128, 5e-5)
-        assert (train.schedule, train.warmup, train.final_lr, train.epochs) == ("cosine", 5.0, 0.01, 200)
+        assert (train.schedule, train.warmup, train.final_lr, train.epochs) == (
+            "cosine",
+            5.0,
+            0.01,
+            200,
+        )
     assert 1e-3 in {trial.train.lr for trial in plan.runs.values()}
 
 
 SHAPES = {  # what the data decides, without the data
     "digits": ({"image_size": 8, "channels": 1, "classes": 10}, lambda: (torch.randn(2, 1, 8, 8),)),
-    "cifar10": ({"image_size": 32, "channels": 3, "classes": 10}, lambda: (torch.randn(2, 3, 32, 32),)),
-    "cifar100": ({"image_size": 32, "channels": 3, "classes": 100}, lambda: (torch.randn(2, 3, 32, 32),)),
+    "cifar10": (
+        {"image_size": 32, "channels": 3, "classes": 10},
+        lambda: (torch.randn(2, 3, 32, 32),),
+    ),
+    "cifar100": (
+        {"image_size": 32, "channels": 3, "classes": 100},
+        lambda: (torch.randn(2, 3, 32, 32),),
+    ),
     "digit_captions": (
         {"image_size": 8, "channels": 1, "classes": 2, "vocab": 20, "max_tokens": 5},
         lambda: (torch.randn(2, 1, 8, 8), torch.randint(1, 20, (2, 5))),
     ),
-    "gtzan": ({"features": 128, "classes": 10, "max_tokens": 129}, lambda: (torch.randn(2, 129, 128),)),
-    "fsdd": ({"features": 160, "classes": 10, "max_tokens": 32}, lambda: (torch.randn(2, 32, 160),)),
+    "gtzan": (
+        {"features": 128, "classes": 10, "max_tokens": 129},
+        lambda: (torch.randn(2, 129, 128),),
+    ),
+    "fsdd": (
+        {"features": 160, "classes": 10, "max_tokens": 32},
+        lambda: (torch.randn(2, 32, 160),),
+    ),
     "thumos14": (
         {"features": 512, "classes": 21, "max_tokens": 64, "per_token": True},
         lambda: (torch.randn(2, 64, 512), torch.arange(64).expand(2, 64) >= 60),
     ),
     "tinyshakespeare": ({"vocab": 50}, lambda: (torch.randint(0, 50, (2, 12)),)),
-    "bccd": ({"image_size": (96, 128), "channels": 3, "classes": 3}, lambda: (torch.randn(2, 3, 96, 128),)),
+    "bccd": (
+        {"image_size": (96, 128), "channels": 3, "classes": 3},
+        lambda: (torch.randn(2, 3, 96, 128),),
+    ),
     "multi30k": (
         {"source_vocab": 50, "target_vocab": 50},
         lambda: (torch.randint(3, 50, (2, 9)), torch.randint(3, 50, (2, 7))),
@@ -199,7 +243,10 @@ SHAPES = {  # what the data decides, without the data
 
 
 def _squares(output):
-    return sum(t.float().square().mean() for t in ([output] if isinstance(output, torch.Tensor) else output[:2]))
+    return sum(
+        t.float().square().mean()
+        for t in ([output] if isinstance(output, torch.Tensor) else output[:2])
+    )
 
 
 @BEYOND
@@ -218,7 +265,9 @@ def test_the_methods_of_every_row_fit_the_model_of_its_laptop_scale(name):
             loss, terms = _squares(model(*inputs())), {}
         loss.backward()
         assert torch.isfinite(loss), row.name
-        penalties = [m["name"] for m in trial.methods if m["name"] in ("explicit_dropout", "arora_dropout")]
+        penalties = [
+            m["name"] for m in trial.methods if m["name"] in ("explicit_dropout", "arora_dropout")
+        ]
         assert all(any(t.startswith(p) for t in terms) for p in penalties), (row.name, terms)
 
 
@@ -236,7 +285,9 @@ def test_hidden_key_by_name_is_its_parts_written_out():
     assert [repr(m) for m in build_methods(written)] == [repr(m) for m in hidden_key(0.2, 0.1, 0.5)]
     with pytest.raises(ConfigError, match="did you mean 'hidden'"):
         Run.from_dict({**trial, "methods": [{"name": "hidden_key", "hiden": 0.2}]})
-    assert len(Run.from_dict({**trial, "methods": [{"name": "hidden_key", "weight": 0}]}).methods) == 2
+    assert (
+        len(Run.from_dict({**trial, "methods": [{"name": "hidden_key", "weight": 0}]}).methods) == 2
+    )
 
 
 def test_a_row_that_does_not_use_a_grid_value_has_one_point():
@@ -244,7 +295,9 @@ def test_a_row_that_does_not_use_a_grid_value_has_one_point():
     points = {r.name: len(r.settings) for r in plan.configs}
     assert points["none + implicit ffn"] == 1
     assert points["explicit v + explicit ffn"] == 2
-    values = {t.methods[0]["value"] for t in plan.runs.values() if t.methods and "value" in t.methods[0]}
+    values = {
+        t.methods[0]["value"] for t in plan.runs.values() if t.methods and "value" in t.methods[0]
+    }
     assert values == {0.0005, 0.001}
 
 
@@ -258,7 +311,9 @@ def test_what_may_be_wrong_with_a_recipe():
         "rows[0].name: missing": {"rows": [{"methods": []}]},
         "'a' is the name of an earlier row": {"rows": [{"name": "a"}, {"name": "a"}]},
         "did you mean 'published'": {"rows": [{"name": "a", "publshed": {}}]},
-        "expected a mean or [mean, sd]": {"rows": [{"name": "a", "published": {"accuracy": "high"}}]},
+        "expected a mean or [mean, sd]": {
+            "rows": [{"name": "a", "published": {"accuracy": "high"}}]
+        },
         "more than one row says baseline": {"rows": [{"name": n, "baseline": True} for n in "ab"]},
         "did you mean 'seeds'": {"base": {"seed": [0]}},
         "expected different whole numbers": {"base": {"seeds": [0, 0]}},
@@ -275,5 +330,9 @@ def test_what_may_be_wrong_with_a_recipe():
     assert len(parse_recipe("x", everything)[1]) >= 5
     with pytest.raises(ConfigError, match="there is no scale 'papre'; did you mean 'paper'"):
         make_comparison(load_recipe("explicit_dropout/table_1"), "papre")
-    with pytest.raises(ConfigError, match=r"--set trian.lr=1: unknown section 'trian'; did you mean 'train'"):
-        make_comparison(load_recipe("explicit_dropout/table_1"), settings=["trian.lr=1", "train.lr"])
+    with pytest.raises(
+        ConfigError, match=r"--set trian.lr=1: unknown section 'trian'; did you mean 'train'"
+    ):
+        make_comparison(
+            load_recipe("explicit_dropout/table_1"), settings=["trian.lr=1", "train.lr"]
+        )

@@ -26,7 +26,14 @@ def small():
         return Run.from_dict(
             {
                 "data": {"name": "digits", "limit": 300},
-                "model": {"name": "vit", "patch_size": 4, "width": 16, "depth": 2, "heads": 2, "mlp": 32},
+                "model": {
+                    "name": "vit",
+                    "patch_size": 4,
+                    "width": 16,
+                    "depth": 2,
+                    "heads": 2,
+                    "mlp": 32,
+                },
                 "methods": list(methods),
                 "train": {"epochs": 2, "batch_size": 32, "lr": 2e-3, **train},
                 "seed": seed,

@@ -6,7 +6,9 @@ from dampen.studies.store import RunStore
 def same(a, b):
     """Equal in everything but the times."""
     drop = ("seconds", "step_seconds", "step_cpu_seconds", "resumed")
-    return {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
+    return {k: v for k, v in a.items() if k not in drop} == {
+        k: v for k, v in b.items() if k not in drop
+    }
 
 
 def log_without_times(folder):

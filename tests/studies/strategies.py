@@ -31,14 +31,28 @@ VALUE = st.recursive(
     max_leaves=4,
 )
 CALL = st.builds(
-    _call, NAMES, st.lists(st.builds("{}={}".format, ARGUMENTS, VALUE) | LITERALS | st.just("**x"), max_size=3)
+    _call,
+    NAMES,
+    st.lists(st.builds("{}={}".format, ARGUMENTS, VALUE) | LITERALS | st.just("**x"), max_size=3),
 )
 METHOD_TEXT = (
     st.lists(NAMES | CALL, min_size=1, max_size=4).map(", ".join)
     | st.lists(NAMES | CALL, min_size=1, max_size=4).map(" + ".join)
     | st.text(max_size=60)
     | st.sampled_from(
-        ["(" * 300, "a" + ".b" * 3000, "-" * 5000 + "1", "+".join("a" * 3000), ")+(", "],[", "\0", "a#", "\\", "", ","]
+        [
+            "(" * 300,
+            "a" + ".b" * 3000,
+            "-" * 5000 + "1",
+            "+".join("a" * 3000),
+            ")+(",
+            "],[",
+            "\0",
+            "a#",
+            "\\",
+            "",
+            ",",
+        ]
     )
 )
 MODEL_TEXT = METHOD_TEXT | st.builds("timm/{}".format, METHOD_TEXT)
@@ -75,9 +89,16 @@ def mutated(good: dict, anything=ANYTHING):
         for _ in range(draw(st.integers(1, 3))):
             place = content
             for depth in range(5):
-                key = draw(st.sampled_from(list(place) if isinstance(place, dict) else range(len(place))))
+                key = draw(
+                    st.sampled_from(list(place) if isinstance(place, dict) else range(len(place)))
+                )
                 inside = place[key]
-                if depth == 4 or not isinstance(inside, dict | list) or not inside or draw(st.booleans()):
+                if (
+                    depth == 4
+                    or not isinstance(inside, dict | list)
+                    or not inside
+                    or draw(st.booleans())
+                ):
                     place[key] = draw(anything)
                     break
                 place = inside

@@ -32,7 +32,15 @@ ROWS = {  # name: (methods, gain in accuracy, cost of a step, published)
 }
 
 
-def recipe(rows=None, *, seeds=5, grid=None, report="best", departures=("2,000 images instead of 50,000",), title=None):
+def recipe(
+    rows=None,
+    *,
+    seeds=5,
+    grid=None,
+    report="best",
+    departures=("2,000 images instead of 50,000",),
+    title=None,
+):
     """A recipe as plain data; `rows` as in ROWS."""
     listed = []
     for name, (methods, _, _, published) in (rows or ROWS).items():
@@ -61,7 +69,9 @@ def recipe(rows=None, *, seeds=5, grid=None, report="best", departures=("2,000 i
     }
 
 
-def write_study(folder, rows=None, *, name="synthetic", diagnose=False, noise=0.004, epochs=12, **options):
+def write_study(
+    folder, rows=None, *, name="synthetic", diagnose=False, noise=0.004, epochs=12, **options
+):
     """Write plan.json and a finished trial folder for each trial; returns the plan."""
     rows = rows or ROWS
     plan = make_comparison(Recipe(name, **recipe(rows, **options)), check_names=False)
@@ -82,21 +92,29 @@ def write_study(folder, rows=None, *, name="synthetic", diagnose=False, noise=0.
 def _distance(grid):
     """The further from (0.001, 0.0005), the worse."""
     best = {"lambda": 0.001, "train.lr": 0.0005}
-    return sum(0.02 * math.log10(v / best[k]) ** 2 for k, v in grid.items() if k in best) if len(grid) > 1 else 0.0
+    return (
+        sum(0.02 * math.log10(v / best[k]) ** 2 for k, v in grid.items() if k in best)
+        if len(grid) > 1
+        else 0.0
+    )
 
 
 def drawn_by(trial):
     """The id that format 1 gave the trial: a newer format must not change the invented numbers."""
     plain = {k: v for k, v in trial.to_dict().items() if k != "format"}
     if "data" in plain:
-        plain["data"] = {k: v for k, v in plain["data"].items() if k not in ("split_seed", "test_seed")}
+        plain["data"] = {
+            k: v for k, v in plain["data"].items() if k not in ("split_seed", "test_seed")
+        }
     return Run.from_stored(plain).id
 
 
 def write_trial(folder, trial, gain, cost, seed, noise=0.004, epochs=12):
     """One finished trial with invented numbers: a learning curve, a result, a machine."""
     draw = random.Random(drawn_by(trial))
-    shared = random.Random(seed).gauss(0, 0.008)  # seeds shift all rows alike, as shared initial weights do
+    shared = random.Random(seed).gauss(
+        0, 0.008
+    )  # seeds shift all rows alike, as shared initial weights do
     final = 0.85 + gain + shared + draw.gauss(0, noise)
     curve = [final - 0.5 * math.exp(-0.45 * (e + 1)) + draw.gauss(0, 0.004) for e in range(epochs)]
     lines = []
@@ -104,7 +122,14 @@ def write_trial(folder, trial, gain, cost, seed, noise=0.004, epochs=12):
         step = 40 * (e + 1)
         valid = {"accuracy": value, "nll": 2.3 * (1 - value) + 0.1, "ece": 0.05, "brier": 0.2}
         terms = {"task": 2.3 * math.exp(-0.3 * (e + 1))}
-        line = {"epoch": e + 1, "step": step, "train": terms, "lr": 1e-3, "valid": valid, "seconds": 0.5 * step}
+        line = {
+            "epoch": e + 1,
+            "step": step,
+            "train": terms,
+            "lr": 1e-3,
+            "valid": valid,
+            "seconds": 0.5 * step,
+        }
         lines.append(json.dumps(line))
     result = {
         "id": trial.id,
@@ -112,7 +137,12 @@ def write_trial(folder, trial, gain, cost, seed, noise=0.004, epochs=12):
         "task": "image",
         "primary": ["accuracy", "max"],
         "selection": ["accuracy", "max"],
-        "test": {"accuracy": final - 0.002, "nll": 0.5 - gain, "ece": 0.04 - 0.5 * gain, "brier": 0.2 - gain},
+        "test": {
+            "accuracy": final - 0.002,
+            "nll": 0.5 - gain,
+            "ece": 0.04 - 0.5 * gain,
+            "brier": 0.2 - gain,
+        },
         "valid": {"accuracy": final, "nll": 0.5 - gain, "ece": 0.04, "brier": 0.2},
         "train": {"task": 0.1},
         "selected_epoch": epochs,
@@ -161,8 +191,19 @@ def measurements(name, gain, seed):
         "accuracy": accuracy,
     }
     attacks = [
-        {"attack": "pgd", "norm": "linf", "eps": e / 255, "step": e / 4 / 255, "steps": 10, "n": 1000}
-        | {"accuracy": max(0.0, (0.85 + gain) * math.exp(-0.25 * e * (1 - 5 * gain)) + draw.gauss(0, 0.005))}
+        {
+            "attack": "pgd",
+            "norm": "linf",
+            "eps": e / 255,
+            "step": e / 4 / 255,
+            "steps": 10,
+            "n": 1000,
+        }
+        | {
+            "accuracy": max(
+                0.0, (0.85 + gain) * math.exp(-0.25 * e * (1 - 5 * gain)) + draw.gauss(0, 0.005)
+            )
+        }
         for e in (0, 1, 2, 4, 8)
     ]
     kappa = {
@@ -174,30 +215,54 @@ def measurements(name, gain, seed):
     }
     conditioning = [
         {"name": f"blocks.{i}"}
-        | {k: {"n": 8, "log_mean": math.log(a * b**i) + draw.gauss(0, 0.1)} for k, (a, b) in kappa.items()}
+        | {
+            k: {"n": 8, "log_mean": math.log(a * b**i) + draw.gauss(0, 0.1)}
+            for k, (a, b) in kappa.items()
+        }
         for i in range(4)
     ]
     clean = 0.85 + gain
     falls = {"noise": 0.12, "blur": 0.08, "contrast": 0.05}
     corrupted = {
-        k: [clean * math.exp(-fall * s) + draw.gauss(0, 0.004) for s in range(1, 6)] for k, fall in falls.items()
+        k: [clean * math.exp(-fall * s) + draw.gauss(0, 0.004) for s in range(1, 6)]
+        for k, fall in falls.items()
     }
     side = 8
     peak = (draw.uniform(2, 5), draw.uniform(2, 5))
     width = 1.5 + 30 * max(0.0, gain)
-    values = [[math.exp(-((y - peak[0]) ** 2 + (x - peak[1]) ** 2) / width) for x in range(side)] for y in range(side)]
+    values = [
+        [math.exp(-((y - peak[0]) ** 2 + (x - peak[1]) ** 2) / width) for x in range(side)]
+        for y in range(side)
+    ]
     image = [[[int(255 * x / 7), int(255 * y / 7), 128] for x in range(side)] for y in range(side)]
-    maps = {"examples": [{"label": "synthetic gradient", "image": image, "map": values, "predicted": "synthetic"}]}
+    maps = {
+        "examples": [
+            {"label": "synthetic gradient", "image": image, "map": values, "predicted": "synthetic"}
+        ]
+    }
     return {
         "synthetic": True,
-        "calibration": {"bins": 15, "ece": 0.04, "adaptive_ece": 0.05 - gain, "reliability": reliability},
+        "calibration": {
+            "bins": 15,
+            "ece": 0.04,
+            "adaptive_ece": 0.05 - gain,
+            "reliability": reliability,
+        },
         "gradient_variance": {"normalized": 2.0 - 5 * gain + draw.gauss(0, 0.02)},
         "generalization": {"accuracy_gap": 0.1 - gain},
         "attention": {
-            "layers": [{"entropy_share": 0.9 - 0.1 * i, "head_similarity": 0.2 + 0.05 * i} for i in range(4)]
+            "layers": [
+                {"entropy_share": 0.9 - 0.1 * i, "head_similarity": 0.2 + 0.05 * i}
+                for i in range(4)
+            ]
         },
         "robustness": attacks,
-        "corruptions": {"n": 1000, "clean_accuracy": clean, "accuracy": corrupted, "mean_accuracy": 0.6 + gain},
+        "corruptions": {
+            "n": 1000,
+            "clean_accuracy": clean,
+            "accuracy": corrupted,
+            "mean_accuracy": 0.6 + gain,
+        },
         "conditioning": conditioning,
         "attention_maps": maps,
     }

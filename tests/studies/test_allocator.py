@@ -20,11 +20,15 @@ for _ in range(5):
 faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print(json.dumps({"kept": kept, "faults": faults, "said": describe_malloc()}))
 """
-glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is changed")
+glibc = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is changed"
+)
 
 
 def count(*arguments, **environment):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"
+    }
     command = [sys.executable, "-c", COUNT, *arguments]
     return json.loads(subprocess.check_output(command, env={**clean, **environment}))
 
@@ -54,7 +58,9 @@ def test_workers_keep_freed_memory_and_say_so():
 
 
 def _possible():
-    return platform.libc_ver()[0] == "glibc" and not any(k.startswith(("MALLOC_", "GLIBC_TUN")) for k in os.environ)
+    return platform.libc_ver()[0] == "glibc" and not any(
+        k.startswith(("MALLOC_", "GLIBC_TUN")) for k in os.environ
+    )
 
 
 def _tell(pipe):

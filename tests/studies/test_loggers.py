@@ -29,7 +29,10 @@ def test_weights_and_biases_offline(tmp_path, small, quick, monkeypatch):
     (file,) = (tmp_path / "t").rglob("*.wandb")
     told = _scalars(file)
     lines = RunStore(tmp_path / "t").lines()
-    for group, name in (("valid", "accuracy"), ("train", "task")):  # each once as history, once as the run's summary
+    for group, name in (
+        ("valid", "accuracy"),
+        ("train", "task"),
+    ):  # each once as history, once as the run's summary
         values = [line[group][name] for line in lines]
         assert list(dict.fromkeys(told[f"{group}/{name}"])) == list(dict.fromkeys(values))
 
@@ -118,12 +121,16 @@ def test_without_a_terminal_there_is_a_line_per_minute(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     console = Console(width=200, force_terminal=False)
-    with LiveView(console, {"a": "plain seed 0", "b": "drop_key seed 0", "c": "plain seed 1"}) as view:
+    with LiveView(
+        console, {"a": "plain seed 0", "b": "drop_key seed 0", "c": "plain seed 1"}
+    ) as view:
         for trial in ("a", "b"):
             view(trial, Event(kind="start", step=0, steps=10, resumed=0))
         now[0] += 30
         view("a", Event(kind="outcome", status="finished", message=""))
-        event = Event(kind="progress", step=3, steps=10, epoch=1, epochs=2, terms={"task": 0.51}, eta=9.0)
+        event = Event(
+            kind="progress", step=3, steps=10, epoch=1, epochs=2, terms={"task": 0.51}, eta=9.0
+        )
         view("b", event)
         assert "runs done" not in capsys.readouterr().out
         now[0] += 31

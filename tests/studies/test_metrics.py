@@ -20,7 +20,9 @@ def numpy_classification(logits, target):
     ece = 0.0
     for i in range(15):
         lower, upper = i / 15, (i + 1) / 15
-        inside = (confidence >= lower) & ((confidence < upper) | (i == 14))  # 1.0 belongs to the last bin
+        inside = (confidence >= lower) & (
+            (confidence < upper) | (i == 14)
+        )  # 1.0 belongs to the last bin
         if inside.any():
             ece += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
     one_hot = np.eye(logits.shape[1])[target]
@@ -61,7 +63,9 @@ def test_logits_between_zero_and_one_are_still_logits():
     logits, target = torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 0])
     metrics = ClassificationMetrics(2)
     metrics.update(logits, target)
-    assert metrics.compute() == pytest.approx(numpy_classification(logits.numpy(), target.numpy()), abs=1e-6)
+    assert metrics.compute() == pytest.approx(
+        numpy_classification(logits.numpy(), target.numpy()), abs=1e-6
+    )
 
 
 def test_padding_soft_targets_and_shapes():

@@ -59,7 +59,9 @@ def planned(content):
 
 
 def planned_with(setting):
-    return make_comparison(comparison("digits", None, "drop_key", 1), settings=[setting, "train.epochs=1"])
+    return make_comparison(
+        comparison("digits", None, "drop_key", 1), settings=[setting, "train.epochs=1"]
+    )
 
 
 def refused_or_read(read, given_):
@@ -147,7 +149,9 @@ def test_settings_that_were_tracebacks_name_their_place(setting, place):
 
 def test_settings_that_contradict_each_other():
     with pytest.raises(ConfigError, match="is a value"):
-        make_comparison(comparison("digits", None, "drop_key", 1), settings=["train.lr=1", "train.lr.x=2"])
+        make_comparison(
+            comparison("digits", None, "drop_key", 1), settings=["train.lr=1", "train.lr.x=2"]
+        )
 
 
 def test_a_grid_that_explodes_is_refused_at_once():

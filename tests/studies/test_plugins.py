@@ -133,10 +133,22 @@ def test_a_recipe_finds_its_plugin_and_workers_import_it(place):
 def test_the_environment_names_plugins_for_every_command(place):
     where = {"DAMPEN_PLUGINS": "stripes", "cwd": place}
     assert "stripes" in run(place, "data", "list", **where)
-    assert json.loads(run(place, "list", "recipes", "--json", **where))[0]["name"] == "stripes/table"
-    assert "stripes/table at scale laptop" in run(place, "run", "stripes/table", "--dry-run", **where)
+    assert (
+        json.loads(run(place, "list", "recipes", "--json", **where))[0]["name"] == "stripes/table"
+    )
+    assert "stripes/table at scale laptop" in run(
+        place, "run", "stripes/table", "--dry-run", **where
+    )
     assert "1 seed" in run(
-        place, "compare", "--data", "stripes", "--methods", "params(weight_decay=1.0)", "--seeds", "1", **where
+        place,
+        "compare",
+        "--data",
+        "stripes",
+        "--methods",
+        "params(weight_decay=1.0)",
+        "--seeds",
+        "1",
+        **where,
     )
     told = run(place, "list", code=2, DAMPEN_PLUGINS="strips")
     assert "there is no plug-in 'strips'" in told
@@ -148,7 +160,9 @@ def test_a_plugin_is_no_part_of_a_runs_identity(tmp_path):
     text = RECIPE.replace('"stripes" }', '"digits" }').replace('"flat"', '"vit"')
     (tmp_path / "with.toml").write_text(text.replace('["stripes"]', '["reproductions"]'))
     (tmp_path / "without.toml").write_text(text.replace('plugins = ["stripes"]', ""))
-    plans = [make_comparison(load_recipe(str(tmp_path / f"{name}.toml"))) for name in ("with", "without")]
+    plans = [
+        make_comparison(load_recipe(str(tmp_path / f"{name}.toml"))) for name in ("with", "without")
+    ]
     assert plans[0].runs.keys() == plans[1].runs.keys()
     assert ["plugins" in plan.header for plan in plans] == [True, False]
 
@@ -175,7 +189,9 @@ def test_what_may_be_wrong_with_a_plugin(tmp_path, plugins, told):
 def test_a_recipe_of_the_repository_is_found_by_its_old_name(monkeypatch, tmp_path):
     monkeypatch.setattr("dampen.extensions._registered", {"dampen.recipes": {}})
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    with pytest.raises(ConfigError, match="did you mean reproductions/explicit_dropout/table_3.toml"):
+    with pytest.raises(
+        ConfigError, match="did you mean reproductions/explicit_dropout/table_3.toml"
+    ):
         load_recipe("explicit_dropout/table_3")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="in the folder reproductions of dampen's repository"):

@@ -51,7 +51,9 @@ def test_merges_do_not_depend_on_the_process(threads):
     import os
 
     environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert done.stdout.strip() == hashlib.sha256(BPE.tokenizer.to_str().encode()).hexdigest()
 
 
@@ -161,6 +163,8 @@ def test_beam_search_on_the_real_model_and_bad_arguments():
     model = Seq2Seq(source_vocab=20, target_vocab=30, width=16, depth=1, heads=2, mlp=32).eval()
     source = torch.tensor([[5, 6, 7, END], [5, END, PAD, PAD]])
     together = beam_search(model, source, beam=3, max_tokens=8)
-    assert together[1] == beam_search(model, source[1:, :2], beam=3, max_tokens=8)[0]  # padding changes nothing
+    assert (
+        together[1] == beam_search(model, source[1:, :2], beam=3, max_tokens=8)[0]
+    )  # padding changes nothing
     with pytest.raises(ValueError, match="count from 1"):
         beam_search(model, source, beam=0)

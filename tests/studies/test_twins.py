@@ -31,8 +31,18 @@ def plan_of(*rows: tuple[str, dict[str, Any]], seeds: int = 2) -> Comparison:
     }
     named: list[dict[str, Any]] = [{"name": "plain", "methods": [], "baseline": True}]
     named += [{"name": name, "methods": [method]} for name, method in rows]
-    facts = {"name": "twins", "title": "", "paper": "", "table": "", "cost": "", "command": "", "departures": []}
-    return make_comparison(Recipe(**facts, metric="accuracy", base=base, rows=named, scales={"laptop": {}}))  # type: ignore[arg-type]
+    facts = {
+        "name": "twins",
+        "title": "",
+        "paper": "",
+        "table": "",
+        "cost": "",
+        "command": "",
+        "departures": [],
+    }
+    return make_comparison(
+        Recipe(**facts, metric="accuracy", base=base, rows=named, scales={"laptop": {}})
+    )  # type: ignore[arg-type]
 
 
 def run(
@@ -48,13 +58,17 @@ def run(
             told.append({"trial": trial, "status": event.status, "message": event.message})
 
     chosen = plan.chosen([only] if only else [])
-    done = run_comparison(plan, folder, chosen, Execution(threads=1, accelerator="cpu"), report, workers=1, **options)
+    done = run_comparison(
+        plan, folder, chosen, Execution(threads=1, accelerator="cpu"), report, workers=1, **options
+    )
     return done, began, told
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    plan = plan_of(("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5, "rate": 0.2}))
+    plan = plan_of(
+        ("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5, "rate": 0.2})
+    )
     folder = tmp_path_factory.mktemp("twins")
     return (plan, folder, *run(plan, folder))
 
@@ -99,7 +113,9 @@ def test_training_both_would_have_given_the_same_weights(ran: Any, tmp_path: Pat
 def test_what_is_recorded_is_taken_over_later(ran: Any, tmp_path: Path) -> None:
     first = plan_of(("q", {"name": EXPLICIT, "query": 0.5}), seeds=1)
     run(first, tmp_path)
-    both = plan_of(("k", {"name": EXPLICIT, "key": 0.5}), ("q", {"name": EXPLICIT, "query": 0.5}), seeds=1)
+    both = plan_of(
+        ("k", {"name": EXPLICIT, "key": 0.5}), ("q", {"name": EXPLICIT, "query": 0.5}), seeds=1
+    )
     result, began, _ = run(both, tmp_path)
     assert not began
     assert {e.summary.n for e in result.table.entries} == {1}
@@ -107,7 +123,9 @@ def test_what_is_recorded_is_taken_over_later(ran: Any, tmp_path: Path) -> None:
 
 def test_only_the_papers_form_agrees() -> None:
     def training(**terms: Any) -> str:
-        return training_of(plan_of(("row", {"name": EXPLICIT, **terms}), seeds=1).chosen(["row"])[0])
+        return training_of(
+            plan_of(("row", {"name": EXPLICIT, **terms}), seeds=1).chosen(["row"])[0]
+        )
 
     assert training(query=0.5) == training(key=0.5, form="paper")
     assert training(query=0.5, form="exact") != training(key=0.5, form="exact")
@@ -116,13 +134,17 @@ def test_only_the_papers_form_agrees() -> None:
     assert training(query=0.5, value=0.1) == training(key=0.5, value=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": "concat"}, {"visible_only": True}, {"reduction": "author"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"heads": "concat"}, {"visible_only": True}, {"reduction": "author"}]
+)
 def test_canonical_arguments_compute_the_same(options: dict[str, Any]) -> None:
     """The claim itself, on values and gradients, for every option that a canonical spelling passes by."""
 
     def step(**terms: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         torch.manual_seed(0)
-        model = dampen.models.ViT(image_size=8, channels=1, classes=4, patch_size=4, width=8, depth=2, heads=2, mlp=8)
+        model = dampen.models.ViT(
+            image_size=8, channels=1, classes=4, patch_size=4, width=8, depth=2, heads=2, mlp=8
+        )
         reg = dampen.regularize(model.train(), dampen.ExplicitDropout(**terms, **options))
         loss, _ = reg.loss(lambda: model(torch.randn(3, 1, 8, 8)), lambda out: out.square().mean())
         loss.backward()
@@ -139,7 +161,9 @@ def test_canonical_arguments_compute_the_same(options: dict[str, Any]) -> None:
 @pytest.fixture
 def half(ran: Any, tmp_path: Path) -> tuple[Comparison, RunStore, RunStore]:
     """A study of which the first of two twins is recorded: the plan, its record and that of the other."""
-    plan = plan_of(("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5}), seeds=1)
+    plan = plan_of(
+        ("q", {"name": EXPLICIT, "query": 0.5}), ("k", {"name": EXPLICIT, "key": 0.5}), seeds=1
+    )
     q, k = (RunStore(tmp_path / plan.configs[i].settings[0].ids["0"]) for i in (1, 2))
     shutil.copytree(ran[1] / ran[0].configs[1].settings[0].ids["0"], q.folder)
     assert q.final() is not None

@@ -26,7 +26,9 @@ def write_images(folder, seed=0, per_class=12):
     for name in ("cats", "dogs"):
         (folder / name).mkdir(parents=True)
         for i in range(per_class):
-            Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(folder / name / f"{i}.png")
+            Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(
+                folder / name / f"{i}.png"
+            )
     return folder
 
 
@@ -43,13 +45,22 @@ def write_bert(folder):
         trainers.WordPieceTrainer(vocab_size=80, special_tokens=special, show_progress=False),
     )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names).save_pretrained(folder)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=64, **names
+    ).save_pretrained(folder)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(tokenizer.get_vocab()), max_position_embeddings=64, **sizes)).save_pretrained(
-        folder
-    )
+    BertModel(
+        BertConfig(vocab_size=len(tokenizer.get_vocab()), max_position_embeddings=64, **sizes)
+    ).save_pretrained(folder)
     return folder

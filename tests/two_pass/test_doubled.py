@@ -37,10 +37,15 @@ def step(reg, forward=None, seed=5):
     model.zero_grad()
     torch.manual_seed(seed)
     loss, terms = reg.loss(
-        (lambda: forward(model)) if forward else (lambda: model(X)), lambda out: F.cross_entropy(out, Y)
+        (lambda: forward(model)) if forward else (lambda: model(X)),
+        lambda out: F.cross_entropy(out, Y),
     )
     loss.backward()
-    return loss.detach(), terms, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return (
+        loss.detach(),
+        terms,
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 def assert_same(first, second):
@@ -104,7 +109,10 @@ def test_the_distribution_of_loss_and_penalty_is_that_of_two_passes(methods):
         reg = attach(vit(), methods, apart)
         torch.manual_seed(7)
         with torch.no_grad():
-            terms = [reg.loss(lambda m=reg.model: m(X), lambda o: F.cross_entropy(o, Y))[1] for _ in range(300)]
+            terms = [
+                reg.loss(lambda m=reg.model: m(X), lambda o: F.cross_entropy(o, Y))[1]
+                for _ in range(300)
+            ]
         assert reg.prefix.doubled.used is not apart
         found.append(torch.tensor([[t["task"], t["r_drop"]] for t in terms]))
     error = sum(f.var(0) / len(f) for f in found).sqrt()
@@ -184,7 +192,12 @@ HEAD = [DropHead(0.3), RDrop(1.0)]
         (vit, [dampen.DropConnect(0.3), RDrop(1.0)], None, "DropConnect may draw"),
         (vit, [SharedDropHead(0.3), RDrop(1.0)], None, "SharedDropHead may draw"),
         (vit, [*HEAD, dampen.HeadDiversity(1.0)], None, "HeadDiversity may draw, or average"),
-        (vit, [DropHead(0.3), dampen.ExplicitDropout(value=1.0), RDrop(1.0)], None, "ExplicitDropout may draw"),
+        (
+            vit,
+            [DropHead(0.3), dampen.ExplicitDropout(value=1.0), RDrop(1.0)],
+            None,
+            "ExplicitDropout may draw",
+        ),
         (lambda: vit(OwnDraw), HEAD, None, "draws at random in its own code"),
         (lambda: vit(Mixing), HEAD, None, "not independent"),
         (lambda: vit(BatchNormed), HEAD, None, "statistics of the batch"),
@@ -209,7 +222,12 @@ def test_two_passes_where_a_batch_is_more_than_its_samples(make, methods, forwar
 class InnerCheckpoint(nn.Module):
     def __init__(self, block):
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
+        self.norm1, self.attn, self.norm2, self.mlp = (
+            block.norm1,
+            block.attn,
+            block.norm2,
+            block.mlp,
+        )
 
     def forward(self, x, keep=None):
         x = x + checkpoint(self.attn, self.norm1(x), use_reentrant=False)
@@ -230,7 +248,9 @@ def test_autocast_and_other_libraries_models():
 
     def make():
         torch.manual_seed(0)
-        return timm.create_model("vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=3, depth=2)
+        return timm.create_model(
+            "vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=3, depth=2
+        )
 
     def forward(model):
         with torch.autocast("cpu", torch.bfloat16):
@@ -240,7 +260,9 @@ def test_autocast_and_other_libraries_models():
     together, apart = attach(make(), later), attach(make(), later, apart=True)
     assert_same(step(together), step(apart))
     assert together.prefix.doubled.used
-    torch.testing.assert_close(step(together, forward)[0], step(apart, forward)[0], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        step(together, forward)[0], step(apart, forward)[0], rtol=0.02, atol=0.02
+    )
     assert together.prefix.doubled.used
 
 
@@ -269,7 +291,10 @@ def test_inputs_that_differ_between_the_passes_end_it():
 
 
 def test_a_model_that_runs_twice_in_one_pass():
-    results = [step(attach(vit(), [DropHead(LATER), RDrop(1.0)], apart), lambda m: m(X) + m(X + 1)) for apart in (0, 1)]
+    results = [
+        step(attach(vit(), [DropHead(LATER), RDrop(1.0)], apart), lambda m: m(X) + m(X + 1))
+        for apart in (0, 1)
+    ]
     assert_same(*results)
 
 

@@ -12,7 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 import dampen
 from dampen import Consistency, DropKey, HeadDiversity, RDrop, linear, regularize
-from dampen.schedules import always_zero, constant, cosine, curriculum, early, late, per_layer, vshape, warmup
+from dampen.schedules import (
+    always_zero,
+    constant,
+    cosine,
+    curriculum,
+    early,
+    late,
+    per_layer,
+    vshape,
+    warmup,
+)
 
 UPPER = ["blocks.[23]"]
 X = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -33,7 +43,9 @@ class Count(nn.Module):
 
 def vit(cls=dampen.models.ViT, **options):
     torch.manual_seed(0)
-    model = cls(image_size=8, patch_size=4, classes=3, width=16, depth=4, heads=2, mlp=16, **options)
+    model = cls(
+        image_size=8, patch_size=4, classes=3, width=16, depth=4, heads=2, mlp=16, **options
+    )
     for block in model.blocks:
         block.mlp.act = Count()
     return model
@@ -47,7 +59,11 @@ def step(model, reg, full=False, forward=None):
     torch.manual_seed(5)
     loss, terms = reg.loss(forward or (lambda: model(X)), lambda out: F.cross_entropy(out, Y))
     loss.backward()
-    return loss.detach(), terms, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return (
+        loss.detach(),
+        terms,
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 def assert_same(first, second, rtol=1e-5, atol=1e-6):
@@ -55,7 +71,9 @@ def assert_same(first, second, rtol=1e-5, atol=1e-6):
     assert first[1].keys() == second[1].keys()
     assert first[2].keys() == second[2].keys()
     for name, gradient in first[2].items():
-        rounding = atol * max(1.0, gradient.abs().max().item())  # of sums in another order, by their largest term
+        rounding = atol * max(
+            1.0, gradient.abs().max().item()
+        )  # of sums in another order, by their largest term
         torch.testing.assert_close(gradient, second[2][name], msg=name, rtol=rtol, atol=rounding)
 
 
@@ -65,7 +83,9 @@ def compare(make, methods=None, sites=UPPER, forward=None):
     for full in (False, True):
         model = make()
         reg = regularize(model, methods or [DropKey(0.4), Consistency(1.0)], sites)
-        results.append(step(model, reg, full, None if forward is None else (lambda m=model: forward(m))))
+        results.append(
+            step(model, reg, full, None if forward is None else (lambda m=model: forward(m)))
+        )
         if not full:
             shared = reg
             assert reg.prefix.shared, reg.prefix.why
@@ -91,7 +111,12 @@ class UpperDropKey(DropKey):
 
 def test_rates_that_are_always_zero_below_and_penalties_of_shared_blocks():
     """The penalties of shared blocks count for both passes, and their gradients are those of two full passes."""
-    methods = [UpperDropKey([0.0, 0.0, 0.0, 0.5]), HeadDiversity(1.0), dampen.ExplicitDropout(value=1.0), RDrop(1.0)]
+    methods = [
+        UpperDropKey([0.0, 0.0, 0.0, 0.5]),
+        HeadDiversity(1.0),
+        dampen.ExplicitDropout(value=1.0),
+        RDrop(1.0),
+    ]
     reg = compare(vit, methods, sites="*")
     assert reg.prefix.shared == ["blocks.0", "blocks.1", "blocks.2"]
 
@@ -150,7 +175,9 @@ def test_blocks_that_are_checkpointed_without_reentry():
             if not isinstance(vars(block).get("forward"), type(step)):
                 inner = block.forward
                 object.__setattr__(
-                    block, "forward", (lambda f: lambda *a, **k: checkpoint(f, *a, use_reentrant=False, **k))(inner)
+                    block,
+                    "forward",
+                    (lambda f: lambda *a, **k: checkpoint(f, *a, use_reentrant=False, **k))(inner),
                 )
         return model(X)
 
@@ -162,13 +189,25 @@ def hugging_face(kind, **options):
     if kind == "t5":
         from transformers import T5Config, T5ForConditionalGeneration
 
-        sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+        sizes = {
+            "d_model": 16,
+            "d_ff": 24,
+            "d_kv": 8,
+            "num_layers": 2,
+            "num_heads": 2,
+            "dropout_rate": 0.0,
+        }
         return T5ForConditionalGeneration(
             T5Config(vocab_size=19, **sizes, use_cache=False, decoder_start_token_id=0)
         ).train()
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=19, **sizes, **options)).train()
 
 
@@ -217,7 +256,9 @@ def test_an_encoder_is_shared_when_only_the_decoder_is_perturbed():
         reg = regularize(model, [DropKey(0.4), RDrop(1.0)], "decoder.block.1")
         results.append(language_step(model, reg, full)[0])
         if not full:
-            assert reg.prefix.shared == ["encoder.block.0", "encoder.block.1", "decoder.block.0"], reg.prefix.why
+            assert reg.prefix.shared == ["encoder.block.0", "encoder.block.1", "decoder.block.0"], (
+                reg.prefix.why
+            )
     assert_same(*results)
 
 
@@ -344,7 +385,11 @@ def test_reentrant_checkpointing_is_not_shared():
     model = vit()
     reg = regularize(model, [DropKey(0.4), RDrop(1.0)], UPPER)
     for block in model.blocks:
-        object.__setattr__(block, "forward", (lambda f: lambda x: checkpoint(f, x, use_reentrant=True))(block.forward))
+        object.__setattr__(
+            block,
+            "forward",
+            (lambda f: lambda x: checkpoint(f, x, use_reentrant=True))(block.forward),
+        )
     step(model, reg)
     assert "reentrant" in reg.prefix.why
 
@@ -399,7 +444,12 @@ class OwnDropout(nn.Module):
 
     def __init__(self, block):
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
+        self.norm1, self.attn, self.norm2, self.mlp = (
+            block.norm1,
+            block.attn,
+            block.norm2,
+            block.mlp,
+        )
 
     def forward(self, x, keep=None):
         x = x + F.dropout(self.attn(self.norm1(x)), 0.5, self.training)
@@ -428,7 +478,9 @@ def test_two_passes_in_inference_mode_and_under_functional_transforms():
     weights = dict(model.named_parameters())
 
     def loss(w):
-        return reg.loss(lambda: torch.func.functional_call(model, w, (X,)), lambda out: F.cross_entropy(out, Y))[0]
+        return reg.loss(
+            lambda: torch.func.functional_call(model, w, (X,)), lambda out: F.cross_entropy(out, Y)
+        )[0]
 
     gradients = torch.func.grad(loss)(weights)
     assert all(g.isfinite().all() for g in gradients.values())
@@ -446,5 +498,7 @@ def test_per_sample_gradients():
         return reg.loss(forward, lambda out: F.cross_entropy(out, y.unsqueeze(0)))[0]
 
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    found = torch.func.vmap(torch.func.grad(loss), (None, 0, 0), randomness="different")(weights, X, Y)
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0, 0), randomness="different")(
+        weights, X, Y
+    )
     assert all(g.shape[0] == len(X) and g.isfinite().all() for g in found.values())

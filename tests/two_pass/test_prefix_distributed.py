@@ -21,7 +21,9 @@ class Normed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.vit = dampen.models.ViT(image_size=8, patch_size=4, classes=3, width=16, depth=4, heads=2, mlp=16)
+        self.vit = dampen.models.ViT(
+            image_size=8, patch_size=4, classes=3, width=16, depth=4, heads=2, mlp=16
+        )
         self.before, self.after = nn.BatchNorm2d(3), nn.BatchNorm1d(3)
 
     def forward(self, x):
@@ -63,7 +65,9 @@ def work(rank, folder):
     step(model, reg, DistributedDataParallel(model), rank)
     assert reg.prefix.shared == ["vit.blocks.0", "vit.blocks.1"], reg.prefix.why
     for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=f"DDP {name}")
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=1e-6, msg=f"DDP {name}"
+        )
 
     model, reg = make()
     for block in model.vit.blocks:
@@ -72,7 +76,9 @@ def work(rank, folder):
     step(model, reg, model, rank)
     assert reg.prefix.shared == ["vit.blocks.0", "vit.blocks.1"], reg.prefix.why
     for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient.full_tensor(), expected[name], rtol=1e-4, atol=1e-6, msg=f"FSDP {name}")
+        torch.testing.assert_close(
+            gradient.full_tensor(), expected[name], rtol=1e-4, atol=1e-6, msg=f"FSDP {name}"
+        )
     dist.destroy_process_group()
     Path(folder, f"done{rank}").write_text("")
 

@@ -42,5 +42,7 @@ def test_blocks_that_zero_3_gathers_whole_are_refused_with_the_reason():
     step(model, reg)
     for block in model.blocks:
         block._z3_leaf = True
-    with pytest.raises(RuntimeError, match=r"gathers 'blocks.0' as a whole.*or use ZeRO-2, which runs both"):
+    with pytest.raises(
+        RuntimeError, match=r"gathers 'blocks.0' as a whole.*or use ZeRO-2, which runs both"
+    ):
         step(model, reg)

@@ -12,7 +12,10 @@ from typing import Any
 import typer
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("dampen.cli.run:demo", "Compare every family of methods on embedded data; a few minutes, offline."),
+    "demo": (
+        "dampen.cli.run:demo",
+        "Compare every family of methods on embedded data; a few minutes, offline.",
+    ),
     "list": ("dampen.cli.catalog:list_", "List the methods or the recipes."),
     "show": ("dampen.cli.catalog:show", "Show a method or a recipe in full."),
     "run": (
@@ -22,7 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("dampen.cli.compare:compare", "Compare methods on your data and model, fairly."),
     "report": ("dampen.cli.report:report", "Write the report of finished runs."),
     "bench": ("dampen.cli.measure:bench", "Measure what each method costs."),
-    "diagnose": ("dampen.cli.measure:diagnose", "Measure a trained model: conditioning, calibration, robustness."),
+    "diagnose": (
+        "dampen.cli.measure:diagnose",
+        "Measure a trained model: conditioning, calibration, robustness.",
+    ),
     "data": ("dampen.cli.catalog:app", "List, fetch or check data sets."),
     "doctor": ("dampen.cli.measure:doctor", "Show what is installed, found and missing."),
 }
@@ -47,7 +53,9 @@ became NaN, 6 disk full, 130 interrupted (run the same command again to resume).
 def available() -> dict[str, tuple[str, str]]:
     """The commands whose modules exist."""
     root = Path(__file__).resolve().parents[2]
-    return {name: entry for name, entry in COMMANDS.items() if _exists(root, entry[0].split(":")[0])}
+    return {
+        name: entry for name, entry in COMMANDS.items() if _exists(root, entry[0].split(":")[0])
+    }
 
 
 def _exists(root: Path, module: str) -> bool:
@@ -72,7 +80,9 @@ def build(called: str | None) -> typer.Typer:
     )
 
     @app.callback(invoke_without_command=True)
-    def options(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    def options(
+        version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    ) -> None:
         if version:
             from dampen import __version__
 

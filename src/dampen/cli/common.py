@@ -15,26 +15,41 @@ import typer
 from dampen.names import printable
 from dampen.studies.errors import LabError
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output, for machines.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document to standard output, for machines.")
+]
 DataDir = Annotated[
     str | None,
-    typer.Option("--data-dir", help="Where the data lies; default: $DAMPEN_DATA, then ~/.cache/dampen/data."),
+    typer.Option(
+        "--data-dir", help="Where the data lies; default: $DAMPEN_DATA, then ~/.cache/dampen/data."
+    ),
 ]
-Out = Annotated[Path, typer.Option("--out", envvar="DAMPEN_RUNS", help="Folder that holds the runs.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")]
+Out = Annotated[
+    Path, typer.Option("--out", envvar="DAMPEN_RUNS", help="Folder that holds the runs.")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Processes at once; default: one per core.")
+]
 Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")]
 Loggers = Annotated[
-    list[str] | None, typer.Option("--logger", help="Also log to wandb or to a logger of a package. Repeatable.")
+    list[str] | None,
+    typer.Option("--logger", help="Also log to wandb or to a logger of a package. Repeatable."),
 ]
 Weights = Annotated[
-    bool, typer.Option("--save-weights/--no-save-weights", help="Save the selected weights of each run.")
+    bool,
+    typer.Option("--save-weights/--no-save-weights", help="Save the selected weights of each run."),
 ]
 AllowIncomplete = Annotated[
-    bool, typer.Option("--allow-incomplete", help="Accept an incomplete copy of the data; the result file says so.")
+    bool,
+    typer.Option(
+        "--allow-incomplete", help="Accept an incomplete copy of the data; the result file says so."
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a value, as in train.lr=0.001. Repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a value, as in train.lr=0.001. Repeatable."
+    ),
 ]
 
 

@@ -55,28 +55,45 @@ dampen compare --data digits --methods drop_key --engine ray --address auto"""
 )
 def compare(
     train: Annotated[
-        str | None, typer.Argument(help="Training function as FILE.py:FUNCTION (default: the built-in trainer).")
+        str | None,
+        typer.Argument(
+            help="Training function as FILE.py:FUNCTION (default: the built-in trainer)."
+        ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits.")
+        str | None,
+        typer.Option(
+            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits."
+        ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits."),
+        typer.Option(
+            help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits."
+        ),
     ] = None,
     methods: Annotated[
         str, typer.Option(help="Methods, separated by commas; a + b puts both into one model.")
     ] = "drop_key",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 5,
     metric: Annotated[
-        str | None, typer.Option(help="The test metric to judge by, as in f1 or rmse:min; default: the first returned.")
+        str | None,
+        typer.Option(
+            help="The test metric to judge by, as in f1 or rmse:min; default: the first returned."
+        ),
     ] = None,
     settings: Settings = None,
     ignore_code_change: Annotated[
-        bool, typer.Option("--ignore-code-change", help="Count runs that an older version of your code logged.")
+        bool,
+        typer.Option(
+            "--ignore-code-change", help="Count runs that an older version of your code logged."
+        ),
     ] = False,
     folds: Annotated[
-        int | None, typer.Option(min=2, help="Cross-validate in so many folds; each seed is one round of them.")
+        int | None,
+        typer.Option(
+            min=2, help="Cross-validate in so many folds; each seed is one round of them."
+        ),
     ] = None,
     data_dir: DataDir = None,
     allow_incomplete: AllowIncomplete = False,
@@ -86,7 +103,9 @@ def compare(
     workers: Workers = None,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Threads of each run; default: OMP_NUM_THREADS, or the cores shared out."),
+        typer.Option(
+            min=1, help="Threads of each run; default: OMP_NUM_THREADS, or the cores shared out."
+        ),
     ] = None,
     until_decided: UntilDecided = False,
     budget: Budget = None,
@@ -99,7 +118,8 @@ def compare(
     logger: Loggers = None,
     weights: Weights = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all, time a few steps, and show what would run.")
+        bool,
+        typer.Option("--dry-run", help="Check all, time a few steps, and show what would run."),
     ] = False,
     out: Out = Path("runs"),
     as_json: Json = False,
@@ -138,12 +158,20 @@ def compare(
         from dampen.studies.request import request_parts
 
         if ignore_code_change:
-            problem = "only a training function, FILE.py:FUNCTION, has code whose changes can be ignored"
+            problem = (
+                "only a training function, FILE.py:FUNCTION, has code whose changes can be ignored"
+            )
             raise ConfigError("--ignore-code-change", [problem])
         changes = [*(settings or []), *(["data.partial=true"] if allow_incomplete else [])]
         places: dict[str, Any] = {"data_dir": data_dir, "out": out, "folds": folds}
-        asked = request_parts(model, data or "digits", methods, seeds, metric=metric, settings=changes, **places)
-    execution: dict[str, Any] = {"data_dir": data_dir, "accelerator": accelerator, "tensorboard": tensorboard}
+        asked = request_parts(
+            model, data or "digits", methods, seeds, metric=metric, settings=changes, **places
+        )
+    execution: dict[str, Any] = {
+        "data_dir": data_dir,
+        "accelerator": accelerator,
+        "tensorboard": tensorboard,
+    }
     execution |= {
         "loggers": tuple(logger or ()),
         "keep_weights": weights,
@@ -167,17 +195,30 @@ def compare(
     if options.get("engine", "local") == "local":
         Execution(**execution).check_here()  # before anything is written
     check_rows(plan, folder, Execution(**execution))
-    more = "for inconclusive methods, rerun with --until-decided: it adds seeds and keeps all results"
+    more = (
+        "for inconclusive methods, rerun with --until-decided: it adds seeds and keeps all results"
+    )
     steps = [more] if not until_decided and budget is None else []
     if search:
         folder = folder.with_name(f"{folder.name}-search")
-        plan = searched(asked.recipe, folder, execution, search_trials, storage, workers, settings=asked.settings)
+        plan = searched(
+            asked.recipe,
+            folder,
+            execution,
+            search_trials,
+            storage,
+            workers,
+            settings=asked.settings,
+        )
         plan.header |= asked.plan.header | {"search": plan.header["search"]}
         execution["function"] = _named(asked, plan)
     if tuning:
         from dampen.studies.tuning import tuned_recipe
 
-        folder, recipe = folder.with_name(f"{folder.name}-tuned"), tuned_recipe(asked.recipe, tune or 0, asked.settings)
+        folder, recipe = (
+            folder.with_name(f"{folder.name}-tuned"),
+            tuned_recipe(asked.recipe, tune or 0, asked.settings),
+        )
         first = planned(recipe)
         first.header |= asked.plan.header
         plan = tuned(recipe, first, folder, execution, None, (), (), **options)
@@ -191,7 +232,15 @@ def compare(
 
         limits: dict[str, Any] = {"margin": margin, "budget": budget, "first": seeds}
         race_and_conclude(plan, folder, as_json, execution, steps, **limits, **options)
-    execute(plan, folder, plan.chosen() if search or tuning else asked.wanted, as_json, execution, steps, **options)
+    execute(
+        plan,
+        folder,
+        plan.chosen() if search or tuning else asked.wanted,
+        as_json,
+        execution,
+        steps,
+        **options,
+    )
 
 
 def check_budget(budget: str | None) -> None:
@@ -250,7 +299,14 @@ def _own(
     command += [part for setting in settings for part in ("--set", setting)]
     function = function_in_file(train)
     return request_own(
-        function, methods, seeds, metric=metric, params=params, out=out, same_code=same_code, command=command
+        function,
+        methods,
+        seeds,
+        metric=metric,
+        params=params,
+        out=out,
+        same_code=same_code,
+        command=command,
     )
 
 
@@ -265,7 +321,11 @@ def _named(asked: ComparisonRequest, plan: Any) -> Any:
 
 
 def preview(
-    asked: ComparisonRequest, execution: dict[str, Any], workers: int | None, as_json: bool, tune: int | None = None
+    asked: ComparisonRequest,
+    execution: dict[str, Any],
+    workers: int | None,
+    as_json: bool,
+    tune: int | None = None,
 ) -> None:
     """Take a few steps of every row and say what would run; exits with 1 if a row cannot."""
     from dampen.studies.compare import probe
@@ -274,7 +334,11 @@ def preview(
     from dampen.studies.tuning import count_runs, tuned_recipe, tuning_plan
 
     plan, folder = asked.plan, asked.folder
-    first = tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ()) if tune else None
+    first = (
+        tuning_plan(tuned_recipe(asked.recipe, tune, asked.settings), None, (), ())
+        if tune
+        else None
+    )
     tuning = count_runs(first)
     probes = probe(plan, Execution(**execution))
     left = [t.id for t in asked.wanted if not (folder / t.id / "final.json").exists()]
@@ -282,10 +346,17 @@ def preview(
     known = {p.row: p.seconds for p in probes}
     rows = plan.config_of_run()
     each = [known[rows[i]] for i in left]
-    total = sum(s for s in each if s is not None) / at_once if all(s is not None for s in each) else None
+    total = (
+        sum(s for s in each if s is not None) / at_once
+        if all(s is not None for s in each)
+        else None
+    )
     identity = identities(asked)
     if as_json:
-        told = [{"row": p.row, "problem": p.problem, "step_seconds": p.step_seconds, "steps": p.steps} for p in probes]
+        told = [
+            {"row": p.row, "problem": p.problem, "step_seconds": p.step_seconds, "steps": p.steps}
+            for p in probes
+        ]
         body = {
             "folder": str(folder),
             "trials": len(asked.wanted),
@@ -303,11 +374,21 @@ def preview(
         for name, value in identity.items():
             console.print(f"  {name}: {value}", markup=False)
         for p in probes:
-            pace = f"{1000 * p.step_seconds:.1f} ms a step" if p.step_seconds is not None else "no step was seen"
+            pace = (
+                f"{1000 * p.step_seconds:.1f} ms a step"
+                if p.step_seconds is not None
+                else "no step was seen"
+            )
             length = f", {p.steps} steps" if p.steps else ""
-            console.print(f"  {p.row}: {'cannot run: ' + p.problem if p.problem else pace + length}", markup=False)
+            console.print(
+                f"  {p.row}: {'cannot run: ' + p.problem if p.problem else pace + length}",
+                markup=False,
+            )
         if total is not None:
-            console.print(f"About {_words(total)} with {at_once} at once, evaluation not counted.", markup=False)
+            console.print(
+                f"About {_words(total)} with {at_once} at once, evaluation not counted.",
+                markup=False,
+            )
     if any(p.problem for p in probes):
         raise typer.Exit(1)
 
@@ -317,7 +398,9 @@ def identities(asked: ComparisonRequest) -> dict[str, str]:
     trial = asked.wanted[0]
     if trial.function is not None:
         found = {"function": f"{trial.function['name']}, code {trial.function['code']}"}
-        return found | ({"params": str(trial.function["params"])} if trial.function["params"] else {})
+        return found | (
+            {"params": str(trial.function["params"])} if trial.function["params"] else {}
+        )
     found = {}
     for section in ("data", "model"):
         part: dict[str, Any] = getattr(trial, section)

@@ -25,35 +25,63 @@ dampen bench --long -o bench.json --chart bench.svg"""
 def bench(
     size: Annotated[
         str,
-        typer.Option(help="tiny, small, mid or long: a model with methods and targets, on one thread."),
+        typer.Option(
+            help="tiny, small, mid or long: a model with methods and targets, on one thread."
+        ),
     ] = "",
     model: Annotated[
-        str | None, typer.Option(help="vit (the default), 'vit(depth=4)', encoder, language, or timm/NAME.")
+        str | None,
+        typer.Option(help="vit (the default), 'vit(depth=4)', encoder, language, or timm/NAME."),
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Examples per step; default 64, or the size's.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 and float16 by autocast.")] = "float32",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples per step; default 64, or the size's.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, or bfloat16 and float16 by autocast.")
+    ] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; default: all.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of the CPU; default: all.")
+    ] = None,
     methods: Annotated[
         str | None,
         typer.Option(help="Only these, separated by commas, as name or name(argument=value)."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; ends before when all intervals are narrow.")] = 25,
-    seconds: Annotated[float, typer.Option(min=0, help="Ends after the round in which this time is over.")] = 600.0,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds at most; ends before when all intervals are narrow.")
+    ] = 25,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Ends after the round in which this time is over.")
+    ] = 600.0,
     clock: Annotated[
         str | None,
-        typer.Option(help="wall (default), or cpu: processor time, for a busy machine with --threads 1."),
+        typer.Option(
+            help="wall (default), or cpu: processor time, for a busy machine with --threads 1."
+        ),
     ] = None,
     long: Annotated[
-        bool, typer.Option("--long", help="Also attention alone over its length, and steps over the batch.")
+        bool,
+        typer.Option(
+            "--long", help="Also attention alone over its length, and steps over the batch."
+        ),
     ] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result file here, as JSON.")] = None,
-    chart: Annotated[Path | None, typer.Option(help="Write a chart here: .svg, .png or .html.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the result file here, as JSON.")
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="Write a chart here: .svg, .png or .html.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a training step with each method against the faster step of the baseline, fused or unfused."""
     from dampen.studies.bench import Options, bench
-    from dampen.studies.bench.output import CHARTS, remarks, results_table, save_chart, scaling_table
+    from dampen.studies.bench.output import (
+        CHARTS,
+        remarks,
+        results_table,
+        save_chart,
+        scaling_table,
+    )
     from dampen.studies.errors import ConfigError
     from dampen.studies.files import write_json
     from dampen.studies.processes import keep_freed_memory
@@ -61,8 +89,16 @@ def bench(
     if clock not in (None, "wall", "cpu"):
         raise ConfigError("The bench", [f"--clock: got {clock!r}; use wall or cpu"])
     if chart is not None and chart.suffix not in CHARTS:
-        raise ConfigError("The bench", [f"--chart: got {chart.name!r}; the name ends in {', '.join(CHARTS)}"])
-    chosen = {"model": model, "batch": batch, "threads": threads, "methods": methods, "clock": clock}
+        raise ConfigError(
+            "The bench", [f"--chart: got {chart.name!r}; the name ends in {', '.join(CHARTS)}"]
+        )
+    chosen = {
+        "model": model,
+        "batch": batch,
+        "threads": threads,
+        "methods": methods,
+        "clock": clock,
+    }
     given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     given |= {"dtype": dtype, "device": device, "rounds": rounds, "seconds": seconds, "long": long}
     options = Options.preset(size, **given) if size else Options(**given)
@@ -70,7 +106,10 @@ def bench(
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
         record = bench(
-            options, lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+            options,
+            lambda what, done, total: bar.update(
+                task, description=what, completed=done, total=total
+            ),
         )
     if chart is not None:
         save_chart(record, chart)
@@ -83,7 +122,10 @@ def bench(
     if "ratios" not in record:  # attention alone
         console.print(scaling_table(record))
         for row, goal in record["targets"].items():
-            console.print(f"{row}: target {goal['target']:.2f}, {'met' if goal['met'] else 'not met'}", markup=False)
+            console.print(
+                f"{row}: target {goal['target']:.2f}, {'met' if goal['met'] else 'not met'}",
+                markup=False,
+            )
         return
     console.print(results_table(record))
     for remark in remarks(record):
@@ -101,21 +143,39 @@ dampen diagnose my_package.models:trained --data digits
 dampen diagnose weights.pt --model "vit(patch_size=2, width=48)" --data digits --json"""
 )
 def diagnose(
-    what: Annotated[str, typer.Argument(help="A study or run folder, module:function, or a file of weights.")],
-    data: Annotated[str | None, typer.Option(help="The data set, for a model that dampen did not train.")] = None,
-    model: Annotated[str | None, typer.Option(help="What a file of weights belongs to: vit, 'vit(depth=4)'.")] = None,
+    what: Annotated[
+        str, typer.Argument(help="A study or run folder, module:function, or a file of weights.")
+    ],
+    data: Annotated[
+        str | None, typer.Option(help="The data set, for a model that dampen did not train.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="What a file of weights belongs to: vit, 'vit(depth=4)'.")
+    ] = None,
     data_dir: DataDir = None,
     allow_incomplete: AllowIncomplete = False,
-    only: Annotated[str | None, typer.Option(help="Only these sections, separated by commas.")] = None,
-    examples: Annotated[int, typer.Option(min=2, help="Examples of test and training at most.")] = 1000,
-    attack_examples: Annotated[int, typer.Option(min=1, help="Examples that are attacked, at most.")] = 256,
-    eps: Annotated[str, typer.Option(help="Sizes of the attacks, in 1/255 of the pixels' range.")] = "1,2,4,8",
+    only: Annotated[
+        str | None, typer.Option(help="Only these sections, separated by commas.")
+    ] = None,
+    examples: Annotated[
+        int, typer.Option(min=2, help="Examples of test and training at most.")
+    ] = 1000,
+    attack_examples: Annotated[
+        int, typer.Option(min=1, help="Examples that are attacked, at most.")
+    ] = 256,
+    eps: Annotated[
+        str, typer.Option(help="Sizes of the attacks, in 1/255 of the pixels' range.")
+    ] = "1,2,4,8",
     steps: Annotated[int, typer.Option(min=1, help="Steps of PGD, each of eps / 4.")] = 10,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again what was measured before.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Write the diagnosis here too; a model's attention maps go beside it as PNG."
+            "--output",
+            "-o",
+            help="Write the diagnosis here too; a model's attention maps go beside it as PNG.",
         ),
     ] = None,
     as_json: Json = False,
@@ -130,7 +190,9 @@ def diagnose(
 
     chosen = [name.strip() for name in only.split(",")] if only else []
     problems = [
-        f"--only: there is no section {n!r}; known are {', '.join(SECTIONS)}" for n in chosen if n not in SECTIONS
+        f"--only: there is no section {n!r}; known are {', '.join(SECTIONS)}"
+        for n in chosen
+        if n not in SECTIONS
     ]
     try:
         sizes = tuple(float(e) for e in eps.split(","))
@@ -138,12 +200,16 @@ def diagnose(
         problems.append(f"--eps: expected numbers separated by commas, got {eps!r}")
     else:
         if not all(0 < e < float("inf") for e in sizes):
-            problems.append(f"--eps: sizes of attacks are positive, in 1/255 of the pixels' range, got {eps}")
+            problems.append(
+                f"--eps: sizes of attacks are positive, in 1/255 of the pixels' range, got {eps}"
+            )
     if problems:
         raise ConfigError("dampen diagnose", problems)
     settings = Settings(examples=examples, attack_examples=attack_examples, eps=sizes, steps=steps)
     picture = None if output is None else output.with_suffix(".png")
-    results = _results(what, settings, chosen, data, model, data_dir, allow_incomplete, fresh, picture)
+    results = _results(
+        what, settings, chosen, data, model, data_dir, allow_incomplete, fresh, picture
+    )
     if output is not None:
         write_json(output, results[0] if len(results) == 1 else results)
     if as_json:
@@ -185,7 +251,12 @@ def _results(
             trained = from_model(what, data, model, data_dir, partial)
             trained.picture = picture
             results.append(
-                diagnose(trained, settings, only, lambda s, d, n: bar.update(task, description=s, completed=d, total=n))
+                diagnose(
+                    trained,
+                    settings,
+                    only,
+                    lambda s, d, n: bar.update(task, description=s, completed=d, total=n),
+                )
             )
     return results
 
@@ -214,7 +285,11 @@ def doctor(
     out: Out = Path("runs"),
     tune: Annotated[bool, typer.Option("--tune", hidden=True)] = False,
     build: Annotated[
-        bool, typer.Option("--build", help="First build the native kernels for this processor, unless they are there.")
+        bool,
+        typer.Option(
+            "--build",
+            help="First build the native kernels for this processor, unless they are there.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -224,7 +299,10 @@ def doctor(
     if build:
         _build()
     if tune:
-        typer.echo("--tune was removed: a table measured here gained less than 5 % of a step. Leave it out.", err=True)
+        typer.echo(
+            "--tune was removed: a table measured here gained less than 5 % of a step. Leave it out.",
+            err=True,
+        )
     findings = examine(data_dir, out)
     if as_json:
         print_json(to_json(findings))
@@ -234,7 +312,9 @@ def doctor(
             table.add_column(overflow="fold")
         for f in findings:
             remedy = f" -> {f.remedy}" if f.remedy else ""
-            table.add_row("[green]ok" if f.ok else "[red]wrong", escape(f.what), escape(f.found + remedy))
+            table.add_row(
+                "[green]ok" if f.ok else "[red]wrong", escape(f.what), escape(f.found + remedy)
+            )
         Console(highlight=False).print(table)
     if not all(f.ok for f in findings):
         raise typer.Exit(1)
@@ -246,4 +326,6 @@ def _build() -> None:
     try:
         build()
     except BuildError as error:  # nobody needs them: everything runs on torch alone
-        Console(stderr=True, highlight=False).print(f"native kernels were not built: {escape(str(error))}")
+        Console(stderr=True, highlight=False).print(
+            f"native kernels were not built: {escape(str(error))}"
+        )

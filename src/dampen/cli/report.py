@@ -24,22 +24,32 @@ dampen report demo.json bench.json -o report.html"""
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders that dampen run, compare or demo wrote, packs, or bench results."),
+        typer.Argument(
+            help="Folders that dampen run, compare or demo wrote, packs, or bench results."
+        ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write; default: report.html, or the screen.")
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write; default: report.html, or the screen."),
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="html, md, csv, json, latex, or pack (all results in one file); default: by the name."),
+        typer.Option(
+            help="html, md, csv, json, latex, or pack (all results in one file); default: by the name."
+        ),
     ] = None,
     split: Annotated[
         bool, typer.Option("--split", help="One table per protocol, where a folder holds several.")
     ] = False,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show the page on 127.0.0.1 and refresh it while runs finish.")
+        bool,
+        typer.Option(
+            "--serve", help="Show the page on 127.0.0.1 and refresh it while runs finish."
+        ),
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --serve; 0 takes a free one.")] = 8765,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for --serve; 0 takes a free one.")
+    ] = 8765,
     as_json: Json = False,
 ) -> None:
     """Report which method to use, its cost and how far to trust the result: one page, no network."""
@@ -60,7 +70,9 @@ def report(
     if as_json:
         rows = sum(len(t.entries) for t in made.tables)
         skipped = [{"path": s.path, "reason": s.reason} for s in made.skipped]
-        print_json({"output": str(path), "tables": len(made.tables), "rows": rows, "skipped": skipped})
+        print_json(
+            {"output": str(path), "tables": len(made.tables), "rows": rows, "skipped": skipped}
+        )
         return
     for s in made.skipped:
         print(printable(f"skipped {s.path}: {s.reason}"), file=sys.stderr)
@@ -68,7 +80,11 @@ def report(
 
     for table in made.tables:
         advice = advise(table)
-        print(printable(f"{table.study.title}\n  {advice.which.headline}. {' '.join(advice.which.details)}"))
+        print(
+            printable(
+                f"{table.study.title}\n  {advice.which.headline}. {' '.join(advice.which.details)}"
+            )
+        )
         print(f"  Cost: {advice.cost.headline}. Trust: {advice.trust.headline}.")
     html = (format or path.suffix.lstrip(".")) in ("html", "htm")
     print(f"Written to {path}." + (" Open it in any browser; it needs no network." if html else ""))

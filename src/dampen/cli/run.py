@@ -23,7 +23,16 @@ from dampen.cli.common import (
     command,
     print_json,
 )
-from dampen.cli.running import Address, SearchBy, SearchTrials, Storage, check_search, engine_options, searched, tuned
+from dampen.cli.running import (
+    Address,
+    SearchBy,
+    SearchTrials,
+    Storage,
+    check_search,
+    engine_options,
+    searched,
+    tuned,
+)
 from dampen.studies.comparison import Comparison, make_comparison
 from dampen.studies.recipe import Recipe, load_recipe
 
@@ -36,8 +45,12 @@ dampen run reproductions/dropkey/schedules_cifar10.toml --scale laptop --data-di
 )
 def run(
     recipe: Annotated[str, typer.Argument(help="A TOML file, or a name from dampen list recipes.")],
-    scale: Annotated[str | None, typer.Option(help="One of the recipe's scales; the recipe names its default.")] = None,
-    row: Annotated[list[str] | None, typer.Option(help="Run only this configuration. Repeatable.")] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="One of the recipe's scales; the recipe names its default.")
+    ] = None,
+    row: Annotated[
+        list[str] | None, typer.Option(help="Run only this configuration. Repeatable.")
+    ] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Run only this seed. Repeatable.")] = None,
     settings: Settings = None,
     data_dir: DataDir = None,
@@ -55,7 +68,9 @@ def run(
     storage: Storage = None,
     tensorboard: Tensorboard = False,
     logger: Loggers = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Repeat runs whose loss became NaN.")] = False,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Repeat runs whose loss became NaN.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would run.")] = False,
     weights: Weights = True,
     out: Out = Path("runs"),
@@ -98,7 +113,9 @@ def run(
         trials = plan.chosen(row or (), seed or ())
     if search:
         folder = folder.with_name(f"{folder.name}-search")
-        plan = searched(loaded, folder, execution, search_trials, storage, workers, scale, changes, seed or None)
+        plan = searched(
+            loaded, folder, execution, search_trials, storage, workers, scale, changes, seed or None
+        )
         trials = plan.chosen(row or (), seed or ())
     steps = [f"dampen report {folder}"] if _has_report() else []
     execute(plan, folder, trials, as_json, execution, steps, retry=retry, **chosen)
@@ -115,7 +132,9 @@ def _own_data(recipe: Recipe, scale: str | None, data_dir: str | None) -> list[s
 def run_name(plan: Comparison, settings: list[str]) -> str:
     """The folder of a run. Settings make it another run: their trials do not belong in the recipe's own table."""
     name = f"{plan.name.replace('/', '-')}-{plan.scale}"
-    return name + (f"-{hashlib.sha256(repr(sorted(settings)).encode()).hexdigest()[:8]}" if settings else "")
+    return name + (
+        f"-{hashlib.sha256(repr(sorted(settings)).encode()).hexdigest()[:8]}" if settings else ""
+    )
 
 
 def _has_report() -> bool:
@@ -125,7 +144,12 @@ def _has_report() -> bool:
 
 
 def _preview(
-    plan: Comparison, folder: Path, as_json: bool, tuning: Comparison | None, rows: Sequence[str], seeds: Sequence[int]
+    plan: Comparison,
+    folder: Path,
+    as_json: bool,
+    tuning: Comparison | None,
+    rows: Sequence[str],
+    seeds: Sequence[int],
 ) -> None:
     from dampen.studies.tuning import as_large, count_runs
 
@@ -134,7 +158,13 @@ def _preview(
     table = plan if tuning is None else as_large(plan, tuning)
     first, count = count_runs(tuning), len(table.chosen(rows, seeds))
     if as_json:
-        told = {"run": plan.name, "scale": plan.scale, "folder": str(folder), "trials": trials, "tuning": first}
+        told = {
+            "run": plan.name,
+            "scale": plan.scale,
+            "folder": str(folder),
+            "trials": trials,
+            "tuning": first,
+        }
         print_json({**told, "chosen": count})
         return
     console = Console(highlight=False, soft_wrap=True)
@@ -142,7 +172,9 @@ def _preview(
         f"{plan.name} at scale {plan.scale}: {len(plan.configs)} rows, {points} grid points, seeds {plan.seeds}",
         markup=False,
     )
-    trials_told = f"{first} runs for selection on validation, then {count}" if first else f"{count} trials"
+    trials_told = (
+        f"{first} runs for selection on validation, then {count}" if first else f"{count} trials"
+    )
     console.print(f"{trials_told} would run in {folder}. Cost: {plan.header['cost']}", markup=False)
     for departure in plan.departures:
         console.print(f"  departure: {departure}", markup=False)
@@ -160,7 +192,9 @@ NEXT = [
 def demo(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 8,
     workers: Workers = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the runs of an earlier demo.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete the runs of an earlier demo.")
+    ] = False,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -179,4 +213,6 @@ def demo(
         shutil.rmtree(folder)
     plan = make_comparison(demo_recipe(list(catalog()), seeds))
     page = folder / "report.html"
-    execute(plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, NEXT, page, workers=workers)
+    execute(
+        plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, NEXT, page, workers=workers
+    )

@@ -56,7 +56,9 @@ def execute(
     console = console_for(stderr=as_json)
     labels = plan.labels(trials)
     done = sum(RunStore(folder / t.id).done for t in trials)
-    told = f"{plan.name}: {len(trials)} trials in {folder}" + (f", {done} already logged" if done else "")
+    told = f"{plan.name}: {len(trials)} trials in {folder}" + (
+        f", {done} already logged" if done else ""
+    )
     console.print(told, soft_wrap=True)
     heed_signals()
     runs = read_runs(plan, folder)
@@ -99,7 +101,9 @@ def conclude(
     elif run.exit_code == 0:
         next_steps = [f"dampen report {run.folder} -o report.html", *next_steps]
     if as_json:
-        print_json({**run.to_dict(), "page": str(page) if page is not None and page.exists() else None})
+        print_json(
+            {**run.to_dict(), "page": str(page) if page is not None and page.exists() else None}
+        )
     else:
         console.print(results_table(run.table))
         for line in [*([said] if said else []), *in_words(advise(run.table))]:
@@ -107,7 +111,9 @@ def conclude(
         for line in what_went_wrong(run):
             console.print(printable(f"dampen: {line}"), style="red", soft_wrap=True, markup=False)
         if run.exit_code == 130:
-            console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
+            console.print(
+                f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False
+            )
         elif run.exit_code == 0 and next_steps:
             console.print("Next: " + "\n      ".join(next_steps), soft_wrap=True, markup=False)
     raise typer.Exit(run.exit_code)
@@ -141,7 +147,11 @@ def heed_signals() -> None:
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
             signal.signal(getattr(signal, name), _as_interrupt)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and sys.stdin is not None and sys.stdin.isatty():
+    if (
+        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        and sys.stdin is not None
+        and sys.stdin.isatty()
+    ):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -151,16 +161,28 @@ def _as_interrupt(number: int, frame: Any) -> None:
 
 UntilDecided = Annotated[
     bool,
-    typer.Option("--until-decided", help="Add seeds to inconclusive methods until every comparison is conclusive."),
+    typer.Option(
+        "--until-decided",
+        help="Add seeds to inconclusive methods until every comparison is conclusive.",
+    ),
 ]
-Budget = Annotated[str | None, typer.Option(metavar="TIME", help="The same, for at most this long: 30m, 1h30m, 90s.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="The same, for at most this long: 30m, 1h30m, 90s."),
+]
 Margin = Annotated[
     float | None,
-    typer.Option(min=0, help="Equivalence margin (smallest effect of interest); default: the metric's."),
+    typer.Option(
+        min=0, help="Equivalence margin (smallest effect of interest); default: the metric's."
+    ),
 ]
 Tune = Annotated[
     int | None,
-    typer.Option(min=2, metavar="N", help="Tune first: N settings per method and baseline, on 3 tuning seeds."),
+    typer.Option(
+        min=2,
+        metavar="N",
+        help="Tune first: N settings per method and baseline, on 3 tuning seeds.",
+    ),
 ]
 GOING = (0, 1, 4, 5)
 """Exit codes after which the other rows can go on: all well, some trial failed, was locked, diverged."""
@@ -216,13 +238,19 @@ def race_and_conclude(
         return results_table(comparison_table(plan, read_runs(plan, folder)), verdicts=False)
 
     def look(round: int, open_: list[str], verdicts: Mapping[str, Verdict]) -> None:
-        still = f"{len(open_)} of {len(verdicts)} methods inconclusive" + (f": {listed(open_)}" if open_ else "")
+        still = f"{len(open_)} of {len(verdicts)} methods inconclusive" + (
+            f": {listed(open_)}" if open_ else ""
+        )
         console.print(f"round {round}: {still}", soft_wrap=True, markup=False)
 
-    told = f"{plan.name}: seeds until every comparison is conclusive" + (f", for {budget} at most" if budget else "")
+    told = f"{plan.name}: seeds until every comparison is conclusive" + (
+        f", for {budget} at most" if budget else ""
+    )
     console.print(f"{told}, in {folder}", soft_wrap=True, markup=False)
     found = race_plan(plan, folder, run, margin=margin, budget=limit, first=first, look=look)
-    final = ComparisonResult(plan, folder, outcomes, comparison_table(plan, read_runs(plan, folder)))
+    final = ComparisonResult(
+        plan, folder, outcomes, comparison_table(plan, read_runs(plan, folder))
+    )
     conclude(console, final, as_json, next_steps, said=found.told())
 
 
@@ -241,15 +269,25 @@ def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
 
 
 Address = Annotated[
-    str | None, typer.Option(help="With --engine ray: the cluster's address; starts a local cluster if omitted.")
+    str | None,
+    typer.Option(
+        help="With --engine ray: the cluster's address; starts a local cluster if omitted."
+    ),
 ]
 SearchBy = Annotated[
     str | None,
-    typer.Option("--search", metavar="optuna", help="Search settings first, equally for each method."),
+    typer.Option(
+        "--search", metavar="optuna", help="Search settings first, equally for each method."
+    ),
 ]
-SearchTrials = Annotated[int, typer.Option("--search-trials", min=1, help="Runs of the search per method.")]
+SearchTrials = Annotated[
+    int, typer.Option("--search-trials", min=1, help="Runs of the search per method.")
+]
 Storage = Annotated[
-    str | None, typer.Option(help="Where the search is kept: an SQLAlchemy URL; default: SQLite in the run's folder.")
+    str | None,
+    typer.Option(
+        help="Where the search is kept: an SQLAlchemy URL; default: SQLite in the run's folder."
+    ),
 ]
 
 
@@ -265,8 +303,12 @@ def engine_options(engine: str, workers: int | None, address: str | None) -> dic
 
     check_engine(engine)
     if address is not None and engine != "ray":
-        raise ConfigError("--address", [f"only --engine ray has an address, the engine is {engine!r}"])
-    return {"engine": engine, "workers": workers} | ({"address": address} if engine == "ray" else {})
+        raise ConfigError(
+            "--address", [f"only --engine ray has an address, the engine is {engine!r}"]
+        )
+    return {"engine": engine, "workers": workers} | (
+        {"address": address} if engine == "ray" else {}
+    )
 
 
 def check_search(search: str | None) -> None:
@@ -316,7 +358,9 @@ def tuned(
         what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
-            made = run_comparison(tuning, place, trials, Execution(**named(execution, tuning)), view, **engine)
+            made = run_comparison(
+                tuning, place, trials, Execution(**named(execution, tuning)), view, **engine
+            )
         for message in made.messages():
             console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
         return made.exit_code
@@ -362,4 +406,15 @@ def searched(
         print(f"search: {line}", file=sys.stderr, flush=True)
 
     say(f"{trials} runs per method; Ctrl-C stops, the same command resumes")
-    return search(recipe, folder, Execution(**execution), trials, storage, workers, scale, settings, seeds, say)
+    return search(
+        recipe,
+        folder,
+        Execution(**execution),
+        trials,
+        storage,
+        workers,
+        scale,
+        settings,
+        seeds,
+        say,
+    )

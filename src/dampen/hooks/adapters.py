@@ -12,7 +12,10 @@ from dampen.regularizer import UnsupportedModel
 
 def is_lora(module: nn.Module) -> bool:
     """Whether a module is a LoRA layer as peft makes them: y = base_layer(x) + s B A x."""
-    return all(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters"))
+    return all(
+        hasattr(module, name)
+        for name in ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters")
+    )
 
 
 def connect_adapters(model: nn.Module) -> int:
@@ -40,4 +43,6 @@ def read_adapter(lora: Any, where: str) -> LowRank | None:
         )
     if not names:
         return None
-    return LowRank(tuple((lora.lora_A[n].weight, lora.lora_B[n].weight, float(lora.scaling[n])) for n in names))
+    return LowRank(
+        tuple((lora.lora_A[n].weight, lora.lora_B[n].weight, float(lora.scaling[n])) for n in names)
+    )

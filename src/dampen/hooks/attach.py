@@ -55,18 +55,26 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"regularize takes an nn.Module, got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("regularize cannot change a TorchScript module. Regularize the Python model instead.")
+        raise TypeError(
+            "regularize cannot change a TorchScript module. Regularize the Python model instead."
+        )
     for name, module in model.named_modules():
         where = f"'{name}'" if name else "the model"
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            raise ValueError(f"{where} is compiled already. Regularize first, then torch.compile(model).")
+            raise ValueError(
+                f"{where} is compiled already. Regularize first, then torch.compile(model)."
+            )
         if isinstance(module, DistributedDataParallel | DataParallel):
             raise ValueError(
                 f"{where} is wrapped in {type(module).__name__} already. Regularize first, then wrap: "
                 f"{type(module).__name__}(model)."
             )
-        if any(c.__name__ in ("FSDPModule", "FullyShardedDataParallel") for c in type(module).__mro__):
-            raise ValueError(f"{where} is sharded already. Regularize first, then fully_shard(model).")
+        if any(
+            c.__name__ in ("FSDPModule", "FullyShardedDataParallel") for c in type(module).__mro__
+        ):
+            raise ValueError(
+                f"{where} is sharded already. Regularize first, then fully_shard(model)."
+            )
         if is_swapped(module):
             raise ValueError(
                 "the model is regularized already. Give all methods in one "
@@ -102,7 +110,9 @@ def attach(
     _check_passes(methods, clones, model)
     comparing = any(m.passes > 1 for m in methods)
     everywhere = find_layers(model, projections=projections, whole_stacks=True) if comparing else []
-    prefix, blocks = plan_prefix(everywhere, {layer.site.name: layer.clones for layer in layers}, own)
+    prefix, blocks = plan_prefix(
+        everywhere, {layer.site.name: layer.clones for layer in layers}, own
+    )
     for plan, layer in zip(plans, layers, strict=True):
         _check_modules(plan, layer)
     for plan, layer in zip(plans, layers, strict=True):
@@ -151,7 +161,9 @@ def _check_methods(methods: Sequence[Any]) -> None:
         raise ValueError("regularize needs at least one regularizer, got an empty list.")
     for m in methods:
         if isinstance(m, type) and issubclass(m, Regularizer):
-            raise TypeError(f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}(...).")
+            raise TypeError(
+                f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}(...)."
+            )
         if not isinstance(m, Regularizer):
             raise TypeError(
                 f"regularize takes regularizers such as DropKey(0.1), got {m!r} of type {type(m).__name__}."
@@ -166,12 +178,18 @@ def _check_methods(methods: Sequence[Any]) -> None:
             )
 
 
-def _check_zeros(methods: Sequence[Regularizer], clones: Sequence[Regularizer], layers: int) -> None:
+def _check_zeros(
+    methods: Sequence[Regularizer], clones: Sequence[Regularizer], layers: int
+) -> None:
     """Raise where a schedule over depth leaves nothing of a method, as DropPath's default in a model of one layer. A
     method that was asked for at 0 is a plain one, and `print(reg)` says so."""
     for m in methods:
         placed = [c for c in clones if c.name == m.name]
-        meant = [n for n, s in m.schedules.items() if not all(always_zero(s, depth) for depth in (0.0, 0.5, 1.0))]
+        meant = [
+            n
+            for n, s in m.schedules.items()
+            if not all(always_zero(s, depth) for depth in (0.0, 0.5, 1.0))
+        ]
         if placed and meant and all(c.idle_forever for c in placed):
             deepest = max(c.site.depth for c in placed if c.site is not None)
             raise ValueError(
@@ -181,12 +199,22 @@ def _check_zeros(methods: Sequence[Regularizer], clones: Sequence[Regularizer], 
             )
 
 
-def _check_passes(methods: Sequence[Regularizer], clones: Sequence[Regularizer], model: nn.Module) -> None:
+def _check_passes(
+    methods: Sequence[Regularizer], clones: Sequence[Regularizer], model: nn.Module
+) -> None:
     comparing = [m for m in methods if m.passes > 1]
     drawing = [c for c in clones if c.stochastic and c.passes == 1]
-    if comparing and all(c.always_idle for c in drawing) and not own_randomness(model.named_modules()):
+    if (
+        comparing
+        and all(c.always_idle for c in drawing)
+        and not own_randomness(model.named_modules())
+    ):
         name = type(comparing[0]).__name__
-        beside = f"{drawing[0]} never drops anything" if drawing else "no stochastic method stands beside it"
+        beside = (
+            f"{drawing[0]} never drops anything"
+            if drawing
+            else "no stochastic method stands beside it"
+        )
         raise ValueError(
             f"{name} compares {comparing[0].passes} passes, but nothing is random in them: {beside} and "
             f"{type(model).__name__} has no dropout, so it would always be zero. Add one: "
@@ -200,7 +228,9 @@ def _readable_adapters(model: nn.Module) -> set[int]:
     return {id(part) for m in layers for parts in (m.lora_A, m.lora_B) for part in parts.modules()}  # type: ignore[union-attr]
 
 
-def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], readable: set[int]) -> None:
+def _check_plans(
+    methods: Sequence[Regularizer], plans: Sequence[LayerPlan], readable: set[int]
+) -> None:
     found = {role for plan in plans for role in plan.roles}
     for method in methods:
         suitable = [plan for plan in plans if plan.reached(method)] or plans
@@ -217,15 +247,26 @@ def _check_plans(methods: Sequence[Regularizer], plans: Sequence[LayerPlan], rea
         for plan in suitable:
             if "feed-forward" in parts_of(method):
                 check_experts(method, plan.experts, plan.name)
-            known = {p.role for p in plan.linears.values() if p.role.startswith("lora_") and id(p.module) in readable}
+            known = {
+                p.role
+                for p in plan.linears.values()
+                if p.role.startswith("lora_") and id(p.module) in readable
+            }
             roles = plan.roles - known if method.reads_adapters else plan.roles
-            if not plan.has_softmax:  # what only an attention has is not missed in a layer without one
+            if (
+                not plan.has_softmax
+            ):  # what only an attention has is not missed in a layer without one
                 roles |= ROLES_OF_ATTENTION & (found | {"q", "k", "v"})
-            if not plan.roles & FEED_FORWARD:  # nor a feed-forward in a layer that has none, if others have
+            if (
+                not plan.roles & FEED_FORWARD
+            ):  # nor a feed-forward in a layer that has none, if others have
                 roles |= FEED_FORWARD & found
             method.check_layer(roles, plan.name)
             # of a layer that is no module, the branches can be seen, but not what goes in and comes out
-            needed = sorted(method.stages & (set(BLOCK_STAGES) - {"branch"} if plan.elements else set(BLOCK_STAGES)))
+            needed = sorted(
+                method.stages
+                & (set(BLOCK_STAGES) - {"branch"} if plan.elements else set(BLOCK_STAGES))
+            )
             if needed and plan.block is None:
                 raise ValueError(
                     f"{type(method).__name__} acts on whole blocks (stage {', '.join(needed)}), but around the "
@@ -246,7 +287,11 @@ def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer
     for clone in layer.clones:
         clone.neighbors = around or [m for m in (plan.block,) if m is not None]
         clone.linears = [(linear.module, linear.role) for linear in plan.linears.values()]
-        others = [c for c in layer.clones if c is not clone and not c.only_reads and c.stages & set(LINEAR_STAGES)]
+        others = [
+            c
+            for c in layer.clones
+            if c is not clone and not c.only_reads and c.stages & set(LINEAR_STAGES)
+        ]
         clone.changed_maps = frozenset(role for c in others for role in c.roles)
     return layer
 
@@ -280,7 +325,12 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
     for name, module in plan.attentions.items():
         if isinstance(module, nn.MultiheadAttention):
             check_own_forward(module, name)
-        elif looking and not is_keyless(module) and not calls_socket(type(module)) and shows_no_softmax(module):
+        elif (
+            looking
+            and not is_keyless(module)
+            and not calls_socket(type(module))
+            and shows_no_softmax(module)
+        ):
             raise UnsupportedModel(
                 f"{type(looking[0]).__name__} acts inside softmax attention, but the code of {type(module).__name__} "
                 f"at '{name}' has no softmax and calls no attention of torch (is it linear attention?). "
@@ -294,7 +344,8 @@ def _wanted_linears(plan: LayerPlan, layer: Layer) -> dict[str, LinearPlan]:
     return {
         name: linear
         for name, linear in plan.linears.items()
-        if linear.role in roles and (linear.attention is None or linear.attention in plan.attentions)
+        if linear.role in roles
+        and (linear.attention is None or linear.attention in plan.attentions)
     }
 
 
@@ -304,10 +355,16 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
     roles = {r for c in layer.clones for r in c.roles}
     linear_sites: dict[str, list[nn.Module]] = {name: [] for name in plan.attentions}
     for linear in _wanted_linears(plan, layer).values():
-        swap(linear.module, "linear", LinearSite(layer, linear.role, kind_of(linear.module), linear.expert))
+        swap(
+            linear.module,
+            "linear",
+            LinearSite(layer, linear.role, kind_of(linear.module), linear.expert),
+        )
         if linear.attention is not None:
             linear_sites[linear.attention].append(linear.module)
-    torch_maps = any(isinstance(m, nn.MultiheadAttention) for m in plan.attentions.values())  # it inlines its maps
+    torch_maps = any(
+        isinstance(m, nn.MultiheadAttention) for m in plan.attentions.values()
+    )  # it inlines its maps
     maps = roles & ({"q", "k", "v", "out"} if torch_maps else {"q", "k", "v"})
     if stages & set(ATTENTION_STAGES) or maps or any(c.needs_valid for c in layer.clones):
         for name, module in plan.attentions.items():
@@ -315,8 +372,14 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
                 layer.kernels[name] = "left out (no softmax over tokens)"
                 swap(module, "mark", layer)
                 continue
-            layer.kernels[name] = ""  # nothing ran yet; a place that appears in the first step would compile it twice
-            swap(module, "attention", AttentionSite(layer, name, is_cross(name, module), linear_sites[name]))
+            layer.kernels[name] = (
+                ""  # nothing ran yet; a place that appears in the first step would compile it twice
+            )
+            swap(
+                module,
+                "attention",
+                AttentionSite(layer, name, is_cross(name, module), linear_sites[name]),
+            )
     elif "branch" in stages:
         for module in plan.attentions.values():
             swap(module, "mark", layer)
@@ -327,7 +390,11 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
     if plan.block is not None:
         wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(roles & plan.roles)
         first = layer.site.index == 0
-        swap(plan.block, "block", BlockSite(layer, first, plan.branches, wants_linear, first_argument(plan.block)))
+        swap(
+            plan.block,
+            "block",
+            BlockSite(layer, first, plan.branches, wants_linear, first_argument(plan.block)),
+        )
 
 
 def _open_experts(plan: LayerPlan, layer: Layer) -> None:

@@ -18,7 +18,14 @@ from dampen._torch import refuse_nested
 from dampen.containers import first_of, with_tensors
 from dampen.hooks.block import apply_linear
 from dampen.hooks.channels import attends_over_channels, start_following, tell_heads, tell_rows
-from dampen.hooks.context import AttentionSite, Frame, close_frame, frame_of, open_frame, sees_attention
+from dampen.hooks.context import (
+    AttentionSite,
+    Frame,
+    close_frame,
+    frame_of,
+    open_frame,
+    sees_attention,
+)
 from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
 from dampen.hooks.equations import PRODUCTS
 from dampen.hooks.layout import layout_of
@@ -33,9 +40,17 @@ from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
 class Socket(TorchFunctionMode):
     """Inside one attention module, F.scaled_dot_product_attention means `attention`, and softmax(q k^T) v too."""
 
-    def __init__(self, site: AttentionSite, frame: Frame, regularizers: Sequence[Regularizer], call: Call) -> None:
+    def __init__(
+        self, site: AttentionSite, frame: Frame, regularizers: Sequence[Regularizer], call: Call
+    ) -> None:
         super().__init__()
-        self.site, self.frame, self.regularizers, self.call, self.seen = site, frame, regularizers, call, False
+        self.site, self.frame, self.regularizers, self.call, self.seen = (
+            site,
+            frame,
+            regularizers,
+            call,
+            False,
+        )
         self.eager: EagerAttention | None = None  # from the first product of two tensors on
         if torch.compiler.is_compiling() or site.follow is not False:
             start_following(site, call)
@@ -43,17 +58,25 @@ class Socket(TorchFunctionMode):
             call.unknown = site.unknown
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.seen = True
             # mostly it is known to be over tokens; a graph may not depend on that
             over_tokens = not torch.compiler.is_compiling() and self.site.over_tokens
-            if (self.site.over_channels or not over_tokens) and self._is_over_channels(*args, **kwargs):
+            if (self.site.over_channels or not over_tokens) and self._is_over_channels(
+                *args, **kwargs
+            ):
                 self._leave_out()
                 return func(*args, **kwargs)
-            return socket_attention(self.site, self.frame, self.regularizers, self.call, *args, **kwargs)
+            return socket_attention(
+                self.site, self.frame, self.regularizers, self.call, *args, **kwargs
+            )
         if func is F.multi_head_attention_forward:
             self.seen = True
             within = partial(socket_attention, self.site, self.frame, self.regularizers, self.call)
@@ -64,7 +87,9 @@ class Socket(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         name = getattr(func, "__name__", "")
         # nearly every function has nothing to do with an attention that the module computes itself
-        if name not in PRODUCTS and (eager is None or not eager.ways or eager.passes_by(name, args, kwargs)):
+        if name not in PRODUCTS and (
+            eager is None or not eager.ways or eager.passes_by(name, args, kwargs)
+        ):
             if self.call.followed is not None:
                 return self._followed(func, args, kwargs)
             if name == "unflatten":  # its super() cannot be traced below a mode by torch.compile
@@ -81,7 +106,9 @@ class Socket(TorchFunctionMode):
         """Run a torch function of an attention that the module computes itself."""
         return (call_torch if self.call.followed is None else self._followed)(func, args, kwargs)
 
-    def _followed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _followed(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a torch function, and go with the channels that it moves."""
         out = call_torch(func, args, kwargs)
         name = getattr(func, "__name__", "")
@@ -106,7 +133,9 @@ class Socket(TorchFunctionMode):
                 call.seen = call.valid_keys
             call.valid = self.frame.valid if call.cross else call.seen if needs_valid else None
             made = call.maps.get("v")
-            strange = made is not None and made.input.ndim == 3 and made.input.shape[1] != call.shape[3]  # ProphetNet
+            strange = (
+                made is not None and made.input.ndim == 3 and made.input.shape[1] != call.shape[3]
+            )  # ProphetNet
             odd = call.shape[2] != call.shape[3] or strange
             if odd and not call.cross and call.valid is not None and self._hides_no_key(call):
                 call.valid = None
@@ -127,7 +156,9 @@ class Socket(TorchFunctionMode):
     @staticmethod
     def _hides_no_key(call: Call) -> bool:
         """Whether every key is seen by some query, so that no token is padding, whichever keys are its tokens."""
-        return not torch.compiler.is_compiling() and call.valid is not None and bool(call.valid.all())
+        return (
+            not torch.compiler.is_compiling() and call.valid is not None and bool(call.valid.all())
+        )
 
     def _is_over_channels(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
         """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
@@ -184,7 +215,9 @@ def socket_attention(
 ) -> tuple[Tensor, Tensor | None] | Tensor:
     """`attention` as an attention site runs it: what it learns about padding is for the rest of the block."""
     if call.cross:
-        call.valid = frame.valid  # the queries are the tokens that this layer's self-attention has seen
+        call.valid = (
+            frame.valid
+        )  # the queries are the tokens that this layer's self-attention has seen
     layout, followed = None, call.followed
     companions: list[Tensor | None] = [None, None, None]
     if followed is not None:
@@ -197,17 +230,33 @@ def socket_attention(
         companions = [None if c is None else layout.fold(c) for c in companions]
         attn_mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else layout.fold(attn_mask)
     if query.ndim == 4:  # else nobody asks
-        call.shape, call.head_size, call.value_size = (*query.shape[:3], key.shape[2]), query.shape[3], value.shape[3]
+        call.shape, call.head_size, call.value_size = (
+            (*query.shape[:3], key.shape[2]),
+            query.shape[3],
+            value.shape[3],
+        )
         if followed is not None:
             tell_rows(site, call, companions, (query, key, value))
     drops = bool(dropout_p)
     needs = None if torch.compiler.is_compiling() else site.needs
     if needs is None or needs.regularizers is not regularizers or needs.drops != drops:
         needs = Needs(regularizers, drops)
-        if not torch.compiler.is_compiling():  # what is kept would be something that a graph depends on
+        if (
+            not torch.compiler.is_compiling()
+        ):  # what is kept would be something that a graph depends on
             site.needs = needs
     o, weights, kernel = attend(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, needs, call, need_weights
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        needs,
+        call,
+        need_weights,
     )
     o = o if layout is None else layout.unfold(o)
     if needs.valid and not call.cross:
@@ -225,7 +274,9 @@ def padding_reported(site: AttentionSite, frame: Frame, call: Call) -> None:
     batch, _, tokens, _ = call.shape
     given = () if call.given is None else tuple(call.given)
     if len(given) == 3 and given[:2] == (tokens, batch) != (batch, tokens):
-        frame.sequence_first = True  # the module was given (N, B, D), and so is the feed-forward beside it (FSMT)
+        frame.sequence_first = (
+            True  # the module was given (N, B, D), and so is the feed-forward beside it (FSMT)
+        )
     if site.layer.padding is not None and call.valid is not None:
         site.layer.padding.report(call.valid)
     if frame.early and frame.valid is not None:
@@ -236,7 +287,9 @@ def padding_reported(site: AttentionSite, frame: Frame, call: Call) -> None:
         )
 
 
-def pass_by(site: AttentionSite, why: str = "left out (attends over channels, not over tokens)") -> None:
+def pass_by(
+    site: AttentionSite, why: str = "left out (attends over channels, not over tokens)"
+) -> None:
     """Methods inside attention do not act in a layer whose attentions are all over channels, or over their queries."""
     layer = site.layer
     if not torch.compiler.is_compiling():
@@ -274,7 +327,9 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if frame is not None:
             if not active:
                 return in_attention(self, frame, base, self, *args, **kwargs)
-            return in_attention(self, frame, run_attention, self, base, site, frame, active, args, kwargs)
+            return in_attention(
+                self, frame, run_attention, self, base, site, frame, active, args, kwargs
+            )
         if not active:
             return base(self, *args, **kwargs)
         frame = open_frame(layer)  # the block is not known, or the attention was called without it
@@ -312,7 +367,9 @@ def run_attention(
             return mha_forward(self, site, frame, active, call, socket_attention, *args, **kwargs)
         socket = Socket(site, frame, active, call)
         # timm's Swin and others are unfused by default
-        switched = (site.switched > 0 or getattr(self, "fused_attn", None) is False) and switch_on(self, site)
+        switched = (site.switched > 0 or getattr(self, "fused_attn", None) is False) and switch_on(
+            self, site
+        )
         try:
             with socket:
                 out = base(self, *args, **kwargs)
@@ -372,7 +429,9 @@ def switch_off(module: Any, site: AttentionSite) -> None:
         module.fused_attn = False
 
 
-def in_attention(module: nn.Module, frame: Frame, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def in_attention(
+    module: nn.Module, frame: Frame, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Run an attention module of a block, which learns that it ran and what it gave."""
     if frame.residual is None or module is frame.block:
         return run(*args, **kwargs)

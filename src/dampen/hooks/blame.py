@@ -14,7 +14,9 @@ def blame(error: BaseException) -> str:
     while trace is not None:
         owner, name = trace.tb_frame.f_locals.get("self"), trace.tb_frame.f_code.co_name
         if isinstance(owner, Regularizer) and name in STAGES:
-            found = f"{type(owner).__name__}.{name}" + (f" at '{owner.site.name}'" if owner.site else "")
+            found = f"{type(owner).__name__}.{name}" + (
+                f" at '{owner.site.name}'" if owner.site else ""
+            )
         trace = trace.tb_next
     return found
 

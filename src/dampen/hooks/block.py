@@ -89,7 +89,10 @@ def run_block(
         if "tokens" in r.stages:
             before, x = x, r.tokens(x)
             check_tokens(self, r, before, x, [*args[1:], *kwargs.values()])
-            args, kwargs = (x, *args[1:]) if args else (), kwargs if args else {**kwargs, site.input_name: x}
+            args, kwargs = (
+                (x, *args[1:]) if args else (),
+                kwargs if args else {**kwargs, site.input_name: x},
+            )
     has_gradient = x.requires_grad
     for r in active:
         # to set an attribute of a module takes microseconds; to read it in a graph would guard the graph by it
@@ -118,7 +121,9 @@ def run_block(
     return finish_block(self, site, frame, work, x, out)
 
 
-def finish_block(self: Any, site: BlockSite, frame: Frame, work: AtWork, x: Tensor, out: Any) -> Any:
+def finish_block(
+    self: Any, site: BlockSite, frame: Frame, work: AtWork, x: Tensor, out: Any
+) -> Any:
     """What is left to do when a block's own forward has run: the stage block, and a look whether its maps were seen."""
     if site.wants_linear and frame.hits == 0 and work.linear:
         raise RuntimeError(
@@ -144,10 +149,17 @@ def finish_block(self: Any, site: BlockSite, frame: Frame, work: AtWork, x: Tens
 
 def is_stream(value: Any, x: Tensor) -> bool:
     """Whether another argument of a block may be a stream of tokens too (CaiT's class token)."""
-    return isinstance(value, Tensor) and value is not x and value.ndim == x.ndim and value.shape[-1] == x.shape[-1]
+    return (
+        isinstance(value, Tensor)
+        and value is not x
+        and value.ndim == x.ndim
+        and value.shape[-1] == x.shape[-1]
+    )
 
 
-def check_tokens(block: nn.Module, method: Regularizer, before: Tensor, after: Tensor, others: Sequence[Any]) -> None:
+def check_tokens(
+    block: nn.Module, method: Regularizer, before: Tensor, after: Tensor, others: Sequence[Any]
+) -> None:
     """Raise where a method took tokens away although the block gets something else that has one entry per token."""
     if after.shape == before.shape:
         return
@@ -189,7 +201,9 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         inside = frame is not None and frame.call is not None and type(input) is Tensor
         if not inside and input.is_nested:
             refuse_nested(input, f"the linear layer '{site.role}' at '{layer.site.name}'")
-        if not torch.compiler.is_compiling() and not input.numel():  # an expert or a batch without tokens
+        if (
+            not torch.compiler.is_compiling() and not input.numel()
+        ):  # an expert or a batch without tokens
             if frame is not None:
                 frame.hits += 1
             return base(self, input)  # type: ignore[no-any-return]
@@ -212,7 +226,9 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             if x is input and w is weight:
                 return base(self, input)  # type: ignore[no-any-return]
-            if kind == "conv1d":  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
+            if (
+                kind == "conv1d"
+            ):  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
                 y = torch.addmm(self.bias, x.flatten(0, -2), w.t())
                 return cast(Tensor, y.unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
@@ -225,7 +241,11 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _convolve(
-    base: Callable[..., Any], module: Any, site: LinearSite, active: Sequence[Regularizer], input: Tensor
+    base: Callable[..., Any],
+    module: Any,
+    site: LinearSite,
+    active: Sequence[Regularizer],
+    input: Tensor,
 ) -> Tensor:
     """A convolution that is one position wide: its positions are tokens, (B, C, ...) as (B, positions, C)."""
     frame, places = frame_of(site.layer), input.shape[2:]
@@ -243,10 +263,14 @@ def _convolve(
         return F.linear(x, w, bias)
 
     call = LinearCall(site.role, tokens, weight, module.bias, module, site.layer.site)
-    return cast(Tensor, apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places))
+    return cast(
+        Tensor, apply_linear(frame, active, call, multiply).transpose(1, 2).unflatten(2, places)
+    )
 
 
-def layer_valid(layer: Layer, frame: Frame, input: Tensor, role: str, needed: bool) -> Tensor | None:
+def layer_valid(
+    layer: Layer, frame: Frame, input: Tensor, role: str, needed: bool
+) -> Tensor | None:
     """Which tokens of a linear map's input are no padding, as far as the layer knows by now; None: all.
 
     Args:
@@ -262,7 +286,13 @@ def layer_valid(layer: Layer, frame: Frame, input: Tensor, role: str, needed: bo
     if valid is not None:
         return fit_valid(valid.t() if frame.sequence_first and frame.call is None else valid, input)
     # a map of the feed-forward in a block whose attention has not reported padding yet
-    if needed and not frame.early and layer.tells_padding and frame.in_block and role.startswith("ffn"):
+    if (
+        needed
+        and not frame.early
+        and layer.tells_padding
+        and frame.in_block
+        and role.startswith("ffn")
+    ):
         frame.early = role
     return None
 
@@ -274,7 +304,9 @@ def fit_valid(valid: Tensor, input: Tensor) -> Tensor | None:
         return valid.expand(samples, -1).flatten() if valid.shape[0] in (1, samples) else None
     if input.ndim == 3 and valid.shape[1] == input.shape[1]:
         return valid
-    return None  # windows: the attention's rows are not this map's tokens, and none of them is padding
+    return (
+        None  # windows: the attention's rows are not this map's tokens, and none of them is padding
+    )
 
 
 def apply_linear(
@@ -307,7 +339,9 @@ def run_linear(
         plain: whether `multiply` is `F.linear` and no more, for which a method may have a function of its own.
     """
     if frame is not None:
-        frame.multiplying = True  # what happens here is no other map of the attention, whatever weight it reads
+        frame.multiplying = (
+            True  # what happens here is no other map of the attention, whatever weight it reads
+        )
     try:
         x, weight = call.input, call.weight
         for r in work.operands:

@@ -72,7 +72,9 @@ def carry(output: Any, penalty: Tensor, scale: float | None, share: Tensor | flo
             "the loss."
         )
     riding = penalty * share
-    return _replace_loss(output, loss, loss + (riding - riding.detach()).to(loss.dtype))  # adds 0, and its gradient
+    return _replace_loss(
+        output, loss, loss + (riding - riding.detach()).to(loss.dtype)
+    )  # adds 0, and its gradient
 
 
 def share_of_step(kwargs: Mapping[str, Any], shifts: bool = False) -> Tensor | float:

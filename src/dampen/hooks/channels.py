@@ -44,7 +44,9 @@ class Channels:
     def __init__(self) -> None:
         self.maps: list[LinearCall | None] = []
         self.outputs: list[Tensor] = []  # what each of these maps gave out
-        self.known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, kept alive, and its companion
+        self.known: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # id -> the tensor, kept alive, and its companion
 
     def start(self, y: Tensor, axis: int, call: LinearCall | None = None) -> None:
         """A map has given out `y` with its channels along an axis."""
@@ -63,9 +65,13 @@ class Channels:
         found = self.known.get(id(tensor))
         return None if found is None else found[1]
 
-    def follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def follow(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         """A torch function has run: its outputs get companions where its input had one."""
-        moves = name in _MOVES and func is not F.unfold  # which makes windows of an image, unlike the tensor's method
+        moves = (
+            name in _MOVES and func is not F.unfold
+        )  # which makes windows of an image, unlike the tensor's method
         if self.known and name in _ADDS:
             self._add(args, kwargs, out)
         elif self.known and name in ("cat", "concat"):
@@ -74,7 +80,9 @@ class Channels:
             self._pad(args, out)
         if not self.known or not (moves or name in _EACH):
             return
-        given = next((a for a in args if isinstance(a, Tensor)), None) if args else kwargs.get("input")
+        given = (
+            next((a for a in args if isinstance(a, Tensor)), None) if args else kwargs.get("input")
+        )
         companion = None if given is None else self.of(given)
         if companion is None:
             return
@@ -84,13 +92,22 @@ class Channels:
             return
         if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
             return  # other bits, not other places
-        if name in ("view", "view_as"):  # a companion repeats one line of numbers in memory, so it may need a copy
+        if name in (
+            "view",
+            "view_as",
+        ):  # a companion repeats one line of numbers in memory, so it may need a copy
             func = Tensor.reshape if name == "view" else Tensor.reshape_as
         new_args = tuple(companion if a is given else a for a in args)
         new_kwargs = {k: companion if a is given else a for k, a in kwargs.items()}
         with torch.no_grad():
             moved = func(*new_args, **new_kwargs)
-        pairs = [(out, moved)] if isinstance(out, Tensor) else list(zip(out, moved, strict=True)) if _many(out) else []
+        pairs = (
+            [(out, moved)]
+            if isinstance(out, Tensor)
+            else list(zip(out, moved, strict=True))
+            if _many(out)
+            else []
+        )
         for made, its in pairs:
             if isinstance(made, Tensor) and isinstance(its, Tensor) and made.shape == its.shape:
                 self.known[id(made)] = (made, its)
@@ -105,7 +122,9 @@ class Channels:
                 first = companion.narrow(axis, 0, 1)
                 if not bool((first == companion).all()):
                     return
-                companion = first.expand([new if i == axis else n for i, n in enumerate(companion.shape)])
+                companion = first.expand(
+                    [new if i == axis else n for i, n in enumerate(companion.shape)]
+                )
         self.known[id(out)] = (out, companion)
 
     def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -126,28 +145,38 @@ class Channels:
 
     def gave(self, call: LinearCall) -> Tensor | None:
         """What a map has given out."""
-        return next((y for y, made in zip(self.outputs, self.maps, strict=True) if made is call), None)
+        return next(
+            (y for y, made in zip(self.outputs, self.maps, strict=True) if made is call), None
+        )
 
 
 def _many(out: Any) -> bool:
     return isinstance(out, list | tuple)
 
 
-def attends_over_channels(companions: Sequence[Tensor | None], q: Tensor, given: Sequence[int] | None) -> bool:
+def attends_over_channels(
+    companions: Sequence[Tensor | None], q: Tensor, given: Sequence[int] | None
+) -> bool:
     """Whether the rows of q (B, H, rows, columns) are channels and its columns tokens (Restormer, XCiT), so that the
     scores are those of channels with channels. The companions of q and k tell; where they do not, as in a compiled
     graph, the shapes do: columns as many as the tokens of what the module was given, rows times heads its channels."""
     for companion in companions[:2]:
         if companion is None:
             continue
-        down, across = (bool((companion != companion.narrow(axis, 0, 1)).any()) for axis in (-2, -1))
+        down, across = (
+            bool((companion != companion.narrow(axis, 0, 1)).any()) for axis in (-2, -1)
+        )
         if down != across:
             return down
     if given is None or len(given) not in (3, 4):
         return False
     rows, columns = q.shape[-2:]
     layouts = [(given[1], given[2])] if len(given) == 3 else []
-    layouts += [(given[2] * given[3], given[1]), (given[1] * given[2], given[3])] if len(given) == 4 else []
+    layouts += (
+        [(given[2] * given[3], given[1]), (given[1] * given[2], given[3])]
+        if len(given) == 4
+        else []
+    )
     return any(columns == n and rows != n and rows * q.shape[-3] == c for n, c in layouts)
 
 
@@ -212,7 +241,9 @@ def tell_heads(
     return told
 
 
-def tell_rows(site: AttentionSite, call: Call, companions: Sequence[Tensor | None], operands: Sequence[Tensor]) -> None:
+def tell_rows(
+    site: AttentionSite, call: Call, companions: Sequence[Tensor | None], operands: Sequence[Tensor]
+) -> None:
     """Write into the call which rows of which map make q, k and v, from their companions (B, H, tokens, channels)."""
     if call.followed is None:
         return

@@ -77,7 +77,9 @@ class Frame:
     """The state of one forward of one block."""
 
     def __init__(self, work: AtWork | None, block: Any) -> None:
-        self.thread = 0 if torch.compiler.is_compiling() else threading.get_ident()  # 0 inside a compiled graph
+        self.thread = (
+            0 if torch.compiler.is_compiling() else threading.get_ident()
+        )  # 0 inside a compiled graph
         self.work = work  # None where no module is the block: then each place asks for itself
         self.in_block = block is not None  # False: nothing tells what runs before what
         self.block = block  # the module whose forward this is
@@ -86,12 +88,16 @@ class Frame:
         self.valid: Tensor | None = None  # (B, N): the tokens of this forward that are not padding
         self.sequence_first = False  # the feed-forward sees (N, B, D)
         self.early = ""  # a feed-forward map that ran before padding was known
-        self.residual: ResidualSocket | StreamSocket | None = None  # sees the residual branches, where a method acts
+        self.residual: ResidualSocket | StreamSocket | None = (
+            None  # sees the residual branches, where a method acts
+        )
         self.inside = 0  # attention modules of the block that are running
         self.attended = 0  # those that have run
         self.hits = 0  # linear maps seen since the block started
         self.routing: Routing | None = None  # the mixture of experts that is running
-        self.memory: dict[int, Any] = {}  # what a clone (by its serial number) keeps from branch to branch
+        self.memory: dict[
+            int, Any
+        ] = {}  # what a clone (by its serial number) keeps from branch to branch
 
     def restart(self) -> None:
         """Nothing of the forward has run yet."""
@@ -140,7 +146,9 @@ def frame_of(layer: Layer) -> Frame | None:
 class Layer:
     """What the sites of one layer share: the clones, and the frames of the forwards under way."""
 
-    residual_memory: Memory | None = None  # what the last forward of the block did; see `residual.py`
+    residual_memory: Memory | None = (
+        None  # what the last forward of the block did; see `residual.py`
+    )
     residual_same = 0  # forwards that were compared with it and were like it
     order: Order | None = None  # who wants to know when the layer starts
     passed_by = False  # whether its attention turned out to be over channels
@@ -157,7 +165,9 @@ class Layer:
         self.tells_padding = True  # whether an attention here reports which tokens are padding
         self.padding: Padding | None = None  # where one of the model's layers cannot
         self.reached: dict[str, set[str]] = {}  # method -> the parts of the layer that it acts on
-        self.kernels: dict[str, str] = {}  # attention name -> what ran last, and why; "" before it ran
+        self.kernels: dict[
+            str, str
+        ] = {}  # attention name -> what ran last, and why; "" before it ran
         self.work: AtWork | None = None  # that of the last forward outside a graph
 
     def at_work(self, module: nn.Module) -> AtWork | None:
@@ -227,18 +237,32 @@ class AttentionSite:
     """What is kept on an attention module."""
 
     over_channels = False  # whether its scores were seen to be those of channels with channels
-    over_tokens = False  # whether they were seen not to be; no graph reads it, so that none depends on it
+    over_tokens = (
+        False  # whether they were seen not to be; no graph reads it, so that none depends on it
+    )
 
     def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
         self.layer, self.name, self.cross = layer, name, cross
         self.linears = list(linears)  # linear sites inside, for projections that the module inlines
-        self.follow: bool | None = None  # whether channels are followed to the attention; None: not known yet
-        self.told: dict[int, tuple[int | None, int]] = {}  # leading axes -> axis of the heads, and how many
-        self.cuts: dict[str, tuple[str, Any]] = {}  # q, k, v -> map and rows, where they are unusual
-        self.unknown: dict[str, str] = {}  # q, k, v -> the fused map of which no rows are known to make them
-        self.path: tuple[int, list[str]] | None = None  # the way of eager scores in the forward before; see `eager.py`
+        self.follow: bool | None = (
+            None  # whether channels are followed to the attention; None: not known yet
+        )
+        self.told: dict[
+            int, tuple[int | None, int]
+        ] = {}  # leading axes -> axis of the heads, and how many
+        self.cuts: dict[
+            str, tuple[str, Any]
+        ] = {}  # q, k, v -> map and rows, where they are unusual
+        self.unknown: dict[
+            str, str
+        ] = {}  # q, k, v -> the fused map of which no rows are known to make them
+        self.path: tuple[int, list[str]] | None = (
+            None  # the way of eager scores in the forward before; see `eager.py`
+        )
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
-        self.needs: Needs | None = None  # of the methods in the last forward outside a graph, with the kernels they got
+        self.needs: Needs | None = (
+            None  # of the methods in the last forward outside a graph, with the kernels they got
+        )
         self.kernel: object = None  # the one that ran last
 
     def knows_tokens(self) -> bool:
@@ -269,8 +293,15 @@ class LinearSite:
 class BlockSite:
     """What is kept on a block."""
 
-    def __init__(self, layer: Layer, first: bool, branches: int, wants_linear: bool, input_name: str) -> None:
-        self.layer, self.first, self.branches, self.wants_linear = layer, first, branches, wants_linear
+    def __init__(
+        self, layer: Layer, first: bool, branches: int, wants_linear: bool, input_name: str
+    ) -> None:
+        self.layer, self.first, self.branches, self.wants_linear = (
+            layer,
+            first,
+            branches,
+            wants_linear,
+        )
         self.input_name = input_name
 
 
@@ -285,7 +316,9 @@ class ModelSite:
         blockless: Sequence[Layer] = (),
     ) -> None:
         self.clones = list(clones)  # all of them
-        self.blockless = list(blockless)  # layers that are no module: their frame is open during the model's forward
+        self.blockless = list(
+            blockless
+        )  # layers that are no module: their frame is open during the model's forward
         self.own = in_order(own)  # those with a stage of the whole model
         self.input_name, self.input_position = model_input
         self.enabled = True
@@ -296,7 +329,9 @@ class ModelSite:
         self.doubled: DoubledBatch | None = None  # where a method compares two passes
         self.padding: Padding | None = None  # where a layer cannot report its padding itself
         self.order: Order | None = None  # in which the layers run
-        self.own_rates: list[OwnRate] = []  # of the model's own dropout, those that the handle has set
+        self.own_rates: list[
+            OwnRate
+        ] = []  # of the model's own dropout, those that the handle has set
 
     @contextlib.contextmanager
     def holding(self, name: str, value: bool) -> Iterator[None]:
@@ -315,7 +350,12 @@ class ModelSite:
         """Raise where a method inside attention has met no attention over tokens in the whole model."""
         if not any(layer.passed_by for layer in self.layers):
             return
-        clones = {c.name: c for layer in self.layers for c in layer.clones if c.stages & set(ATTENTION_STAGES)}
+        clones = {
+            c.name: c
+            for layer in self.layers
+            for c in layer.clones
+            if c.stages & set(ATTENTION_STAGES)
+        }
         for name, clone in clones.items():
             reached = [layer.reached[name] for layer in self.layers if name in layer.reached]
             if reached and not any("attention" in parts for parts in reached):

@@ -31,8 +31,17 @@ def describe(reg: Handle) -> str:
     width = max(len(layer.site.name) for layer in reg.layers)
     for layer in reg.layers:
         here = "; ".join(map(str, layer.clones)) or "-"
-        lines.append(f"  {layer.site.name:<{width}}  {here}  [{'; '.join(_kernels(layer)) or 'attention untouched'}]")
-    parts = [*_coverage(reg), *_outside(reg), *_library(reg), *_unreached(reg), *_zeros(reg), *_own(reg)]
+        lines.append(
+            f"  {layer.site.name:<{width}}  {here}  [{'; '.join(_kernels(layer)) or 'attention untouched'}]"
+        )
+    parts = [
+        *_coverage(reg),
+        *_outside(reg),
+        *_library(reg),
+        *_unreached(reg),
+        *_zeros(reg),
+        *_own(reg),
+    ]
     return "\n".join([*lines, *parts])
 
 
@@ -41,10 +50,16 @@ def _coverage(reg: Handle) -> list[str]:
     lines = []
     for m in {type(m).__name__: m for m in reg.methods}.values():
         for part in sorted(parts_of(m)):
-            acting = [layer for layer in reg.layers if all(c.acts_here for c in layer.clones if c.name == m.name)]
+            acting = [
+                layer
+                for layer in reg.layers
+                if all(c.acts_here for c in layer.clones if c.name == m.name)
+            ]
             reached = sum(part in layer.reached.get(m.name, ()) for layer in acting)
             if m.stages != {"tokens"} and reached < len(reg.layers):
-                lines.append(f"  (partial)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers")
+                lines.append(
+                    f"  (partial)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers"
+                )
     return lines
 
 
@@ -72,7 +87,9 @@ def _library(reg: Handle) -> list[str]:
     lines = [] if found is None else [f"  (library)  {found.describe()}"]
     unfused = sum("_dampen_attention" in k and k.get("fused_attn") is False for k in kept)
     if unfused:
-        lines.append(f"  (library)  fused_attn=False of {unfused} attentions is True in training forwards")
+        lines.append(
+            f"  (library)  fused_attn=False of {unfused} attentions is True in training forwards"
+        )
     return lines
 
 
@@ -104,13 +121,21 @@ def _own(reg: Handle) -> list[str]:
 def _unreached(reg: Handle) -> list[str]:
     """The attentions in which nothing happens although the model has them: left out, or never run so far."""
     chosen = {name for layer in reg.layers for name in layer.attentions}
-    left_out = [name or "(the model itself)" for name in find_attentions(reg.model) if name not in chosen]
+    left_out = [
+        name or "(the model itself)" for name in find_attentions(reg.model) if name not in chosen
+    ]
     acting = [layer for layer in reg.layers if not all(c.idle for c in layer.clones)]
     ran = {name: kernel for layer in acting for name, kernel in layer.kernels.items()}
     skipped = [name for name, kernel in ran.items() if not kernel] if any(ran.values()) else []
-    lines = [f"  (skipped)  {_names(skipped)}: not run by the forwards so far, though others were"] if skipped else []
+    lines = (
+        [f"  (skipped)  {_names(skipped)}: not run by the forwards so far, though others were"]
+        if skipped
+        else []
+    )
     if left_out:
-        lines.append(f"  (left out)  {_names(left_out)}: not chosen by target_modules= or attention=")
+        lines.append(
+            f"  (left out)  {_names(left_out)}: not chosen by target_modules= or attention="
+        )
     return lines
 
 
@@ -121,10 +146,18 @@ def _names(names: list[str], most: int = 6) -> str:
 
 def _kernels(layer: Layer) -> list[str]:
     if any(layer.kernels.values()):
-        return [f"{name.rsplit('.', 1)[-1]}: {kernel}" for name, kernel in layer.kernels.items() if kernel]
+        return [
+            f"{name.rsplit('.', 1)[-1]}: {kernel}"
+            for name, kernel in layer.kernels.items()
+            if kernel
+        ]
     if layer.clones and all(c.idle for c in layer.clones):
         return ["nothing runs at 0"]
-    return [declared_kernel(layer.clones)] if any(c.stages & set(ATTENTION_STAGES) for c in layer.clones) else []
+    return (
+        [declared_kernel(layer.clones)]
+        if any(c.stages & set(ATTENTION_STAGES) for c in layer.clones)
+        else []
+    )
 
 
 def declared_kernel(clones: list[Regularizer]) -> str:

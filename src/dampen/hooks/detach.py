@@ -27,7 +27,9 @@ def remove(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} carries no regularizers: it was never regularized, or they were removed already."
         )
-    covered = [name or "(the model itself)" for name, module in swapped.items() if is_covered(module)]
+    covered = [
+        name or "(the model itself)" for name, module in swapped.items() if is_covered(module)
+    ]
     if covered:
         more = f" and {len(covered) - 1} more" if len(covered) > 1 else ""
         raise RuntimeError(

@@ -80,7 +80,9 @@ def _restore(before: list[tuple[Any, Any]]) -> None:
 def _would_drop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of dropout (input, p, training) would have dropped anything."""
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    return bool(rate > 0 and kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True)))
+    return bool(
+        rate > 0 and kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    )
 
 
 class _Silence(TorchFunctionMode):
@@ -115,7 +117,11 @@ class _Silence(TorchFunctionMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling():
@@ -137,8 +143,14 @@ class _Silence(TorchFunctionMode):
             self.recomputed = True
         elif torch.is_grad_enabled():
             self.checkpointed = self.checkpointed or checkpointing_now()
-        elif self.depth and self.gradients and (func in _DROPOUTS or func is F.scaled_dot_product_attention):
-            self.checkpointed = True  # reentrant checkpointing turns gradients off inside a forward that has them
+        elif (
+            self.depth
+            and self.gradients
+            and (func in _DROPOUTS or func is F.scaled_dot_product_attention)
+        ):
+            self.checkpointed = (
+                True  # reentrant checkpointing turns gradients off inside a forward that has them
+            )
         if self.depth and getattr(func, "__name__", "") in _DRAWS:
             self.drawn.add(func.__name__)
 

@@ -46,21 +46,39 @@ if TYPE_CHECKING:
 _FORM = "to float half double bfloat16 type type_as contiguous clone view reshape unflatten flatten unsqueeze squeeze "
 _TO_SCORES = set(
     (
-        _FORM + "add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __isub__ mul mul_ __mul__ __rmul__ __imul__ div "
+        _FORM
+        + "add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __isub__ mul mul_ __mul__ __rmul__ __imul__ div "
         "div_ __truediv__ __itruediv__ true_divide masked_fill masked_fill_ where clamp clamp_ clip tanh max maximum"
     ).split()
 )
 _TO_WEIGHTS = set(
-    (_FORM + "dropout mul mul_ __mul__ __rmul__ __imul__ masked_fill masked_fill_ where nan_to_num").split()
+    (
+        _FORM
+        + "dropout mul mul_ __mul__ __rmul__ __imul__ masked_fill masked_fill_ where nan_to_num"
+    ).split()
 )
 _KEEPS_SUMS = set((_FORM + "permute transpose swapaxes movedim dropout").split())
 """After these the rows of the weights sum to what they summed to."""
-_IN_PLACE = {name for name in _TO_SCORES if name.endswith("_") != name.endswith("__") or name.startswith("__i")}
+_IN_PLACE = {
+    name
+    for name in _TO_SCORES
+    if name.endswith("_") != name.endswith("__") or name.startswith("__i")
+}
 _OF_WEIGHTS = ("mask", "logits", "probs")
 """The stages that are about scores or weights: what the model does to its weights must then be known."""
 _JOINS = {"cat", "concat", "concatenate"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
-_LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "__len__", "data_ptr", "get_device"}
+_LOOKS = {
+    "__get__",
+    "size",
+    "dim",
+    "stride",
+    "numel",
+    "is_contiguous",
+    "__len__",
+    "data_ptr",
+    "get_device",
+}
 
 
 NO_SOFTMAX = "no softmax of a product of two tensors was seen"
@@ -70,19 +88,31 @@ class EagerAttention:
     """Follows the tensors of one forward of an attention module."""
 
     def __init__(
-        self, module: nn.Module, site: AttentionSite, watch: Callable[..., None], leave_out: Callable[[], None]
+        self,
+        module: nn.Module,
+        site: AttentionSite,
+        watch: Callable[..., None],
+        leave_out: Callable[[], None],
     ) -> None:
         self.module, self.site, self.where, self.watch = module, site, site.name, watch
         self.leave_out = leave_out  # what to do where there is no attention over tokens
         self.ways: list[tuple[Way, Product]] = []
-        self.ids: set[int] = set()  # of the tensors on a way, which `ways` keeps alive; compiled graphs know no ids
+        self.ids: set[int] = (
+            set()
+        )  # of the tensors on a way, which `ways` keeps alive; compiled graphs know no ids
         self.call: Call  # that of this forward, as `start` sets it
         self.regularizers: Sequence[Regularizer] = ()  # those that are at work in it
         self.stages: set[str] = set()  # theirs
-        self.reading: list[Regularizer] = []  # those among them that need weights which no other has changed
+        self.reading: list[
+            Regularizer
+        ] = []  # those among them that need weights which no other has changed
         self.products = 0
-        self.path: tuple[int, list[str]] | None = None  # the way of the forwards before, where this one may take it
-        self.weights: list[tuple[Tensor, Tensor]] = []  # the model's own, and those that took their place
+        self.path: tuple[int, list[str]] | None = (
+            None  # the way of the forwards before, where this one may take it
+        )
+        self.weights: list[
+            tuple[Tensor, Tensor]
+        ] = []  # the model's own, and those that took their place
         self.done = 0
         self.why = NO_SOFTMAX
         self.told = False  # whether `why` names what stood in the way first
@@ -109,14 +139,22 @@ class EagerAttention:
         """The end of a forward: the way that its one attention took, for those after it."""
         if torch.compiler.is_compiling():
             return
-        met = list({id(product): product for _, product in self.ways if product.softmax is not None}.values())
+        met = list(
+            {
+                id(product): product for _, product in self.ways if product.softmax is not None
+            }.values()
+        )
         if self.done != 1 or len(met) != 1 or met[0].keys is not None:
             self.site.path = None
         elif not met[0].early and met[0].scores is not None:
             self.site.path = met[0].number, met[0].scores.names()
 
     def meet(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any],
     ) -> Any:
         """Run a torch function of the module; `run` runs one as it is."""
         name = name_of(func)
@@ -137,7 +175,11 @@ class EagerAttention:
             if product.softmax is not None and turned:
                 flipped = Flipped(equation.left, equation.right, None)
                 return self._attend(flipped, way, product, func, args, kwargs)
-            if product.softmax is not None and equation.left is way.tensor and product.turned is None:
+            if (
+                product.softmax is not None
+                and equation.left is way.tensor
+                and product.turned is None
+            ):
                 return self._attend(equation, way, product, func, args, kwargs)
         if found is None:
             return run(func, args, kwargs)
@@ -146,14 +188,25 @@ class EagerAttention:
             return self._softmax(way, product, func, args, kwargs, run)
         if product.softmax is None:
             return self._follow(way, product, func, args, kwargs, run, _TO_SCORES)
-        if name == "__getitem__" and product.keys is not None and product.softmax is way and args[1] == _NO_SINK:
+        if (
+            name == "__getitem__"
+            and product.keys is not None
+            and product.softmax is way
+            and args[1] == _NO_SINK
+        ):
             product.softmax = Way(run(func, args, kwargs), func, args, kwargs, way)
             self._put(product.softmax, product)
             return product.softmax.tensor
-        if name == "dropout" and not product.early:  # it waits until the weights are those of the stages
+        if (
+            name == "dropout" and not product.early
+        ):  # it waits until the weights are those of the stages
             self._put(Way(way.tensor, func, args, kwargs, way), product)
             return way.tensor
-        if name == "transpose" and product.turned is None and _swaps_last(args, kwargs, way.tensor.ndim):
+        if (
+            name == "transpose"
+            and product.turned is None
+            and _swaps_last(args, kwargs, way.tensor.ndim)
+        ):
             out = run(func, args, kwargs)
             product.turned = Way(out, func, args, kwargs, way)
             self._put(product.turned, product)
@@ -182,7 +235,9 @@ class EagerAttention:
                         return way, product
         return None
 
-    def _join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+    def _join(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
         """Sinks beside the scores of one head and query, or something that is not followed."""
         out = run(func, args, kwargs)
         parts = args[0] if args else kwargs.get("tensors", ())
@@ -190,8 +245,16 @@ class EagerAttention:
         if found is None:
             return out
         way, product = found
-        beside = out.shape[:-1] == way.tensor.shape[:-1] and len(parts) == 2 and parts[1].shape[-1] == 1
-        if product.softmax is None and product.keys is None and way.in_order and parts[0] is way.tensor and beside:
+        beside = (
+            out.shape[:-1] == way.tensor.shape[:-1] and len(parts) == 2 and parts[1].shape[-1] == 1
+        )
+        if (
+            product.softmax is None
+            and product.keys is None
+            and way.in_order
+            and parts[0] is way.tensor
+            and beside
+        ):
             product.keys = way
             self._put(Way(out, func, args, kwargs, way), product)
         elif product.softmax is None:
@@ -201,10 +264,17 @@ class EagerAttention:
         return out
 
     def _product(
-        self, equation: Equation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+        self,
+        equation: Equation,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any],
     ) -> Tensor:
         out: Tensor = run(func, args, kwargs)
-        weights = isinstance(equation.left, nn.Parameter) or isinstance(equation.right, nn.Parameter)
+        weights = isinstance(equation.left, nn.Parameter) or isinstance(
+            equation.right, nn.Parameter
+        )
         if not weights and out.ndim >= 2:  # a product with a bare parameter is a linear map
             start = Way(out, func, args, kwargs, None)
             self._put(start, Product(equation, self.products, start))
@@ -226,16 +296,29 @@ class EagerAttention:
             self._tell(f"its scores are written into another tensor by '{name}'")
             return run(func, args, kwargs)
         out = run(func, args, kwargs)
-        axes = moved_axes(name, way.axes, args, kwargs) if name in MOVES_AXES or not way.in_order else None
-        if name in allowed | MOVES_AXES and isinstance(out, Tensor) and out.numel() == numel and axes != ():
+        axes = (
+            moved_axes(name, way.axes, args, kwargs)
+            if name in MOVES_AXES or not way.in_order
+            else None
+        )
+        if (
+            name in allowed | MOVES_AXES
+            and isinstance(out, Tensor)
+            and out.numel() == numel
+            and axes != ()
+        ):
             here = Way(out, func, args, kwargs, way)
             here.axes = here.axes if axes is None else axes
             self._put(here, product)
         elif product.softmax is None and name in ("max", "amax"):
             pass  # the largest of each row, to subtract it: the softmax does not see it
-        elif product.softmax is not None and (name in PRODUCTS or not self.stages.isdisjoint(_OF_WEIGHTS)):
+        elif product.softmax is not None and (
+            name in PRODUCTS or not self.stages.isdisjoint(_OF_WEIGHTS)
+        ):
             self._refuse(f"it also uses its attention weights in '{name}'")
-        elif product.softmax is not None:  # nobody acts on the weights, so they may become whatever the model makes
+        elif (
+            product.softmax is not None
+        ):  # nobody acts on the weights, so they may become whatever the model makes
             if isinstance(out, Tensor) and out.shape == way.tensor.shape and way.in_order:
                 self._put(Way(out, func, args, kwargs, way), product)
         else:
@@ -253,7 +336,10 @@ class EagerAttention:
     ) -> Tensor:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         keys = way if product.keys is None else product.keys
-        scores, known = keys.tensor, self.path == (product.number, keys.names()) and product.keys is None
+        scores, known = (
+            keys.tensor,
+            self.path == (product.number, keys.names()) and product.keys is None,
+        )
         out: Tensor = way.tensor if known else run(func, args, kwargs)
         why = ""
         if not product.equation.scores_last(product.start.tensor, scores):
@@ -279,13 +365,25 @@ class EagerAttention:
             self.why, self.told = why, True
 
     def _attend(
-        self, equation: Equation, way: Way, product: Product, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        equation: Equation,
+        way: Way,
+        product: Product,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Tensor:
         """The product with the values: every stage has run when it is done."""
         if product.scores is None or product.softmax is None or way.tensor.ndim < 2:
-            raise RuntimeError("values met weights without a softmax")  # cannot happen: the caller has looked
+            raise RuntimeError(
+                "values met weights without a softmax"
+            )  # cannot happen: the caller has looked
         keys = product.scores.tensor.shape[-1]
-        if not way.in_order or not equation.contracts_last or equation.values.shape[equation.key_axis] != keys:
+        if (
+            not way.in_order
+            or not equation.contracts_last
+            or equation.values.shape[equation.key_axis] != keys
+        ):
             self._refuse("its attention weights are not multiplied with one value per key")
         call, a, values = self.call, way.tensor, equation.values
         if not product.early and self._is_over_channels(product.equation, call):
@@ -301,12 +399,21 @@ class EagerAttention:
             self.weights.append((way.tensor, a))
 
         def multiply(a: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = func(*(a if x is way.tensor else v if x is equation.values else x for x in args), **kwargs)
+            out: Tensor = func(
+                *(a if x is way.tensor else v if x is equation.values else x for x in args),
+                **kwargs,
+            )
             return out
 
         o = multiply(a, values)
-        readers = [r for r in self.regularizers if r.only_reads and not r.stages.isdisjoint(("probs", "heads"))]
-        if readers and product.clean is not None:  # weights and output as the model alone has them, without its dropout
+        readers = [
+            r
+            for r in self.regularizers
+            if r.only_reads and not r.stages.isdisjoint(("probs", "heads"))
+        ]
+        if (
+            readers and product.clean is not None
+        ):  # weights and output as the model alone has them, without its dropout
             clean, clean_o = a, o if any("heads" in r.stages for r in readers) else None
             if product.clean is not product.used or way.drops(product.softmax):
                 clean = way.again(product.clean, product.softmax, dropout=False)
@@ -328,17 +435,31 @@ class EagerAttention:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
         call, scores = self.call, product.scores.tensor
         leading = scores.shape[:-2]
-        companions = [None] * 3 if outputs is None else self._companions(product.equation, outputs, leading, call)
+        companions = (
+            [None] * 3
+            if outputs is None
+            else self._companions(product.equation, outputs, leading, call)
+        )
         told = tell_heads(self.site, call, companions, leading)
-        layout = product.layout = layout_of(leading, self.module, self.where, scores.shape[-2], call.given, told)
-        q, k = (layout.fold(t.reshape(*fit(t, leading), *t.shape[-2:])) for t in product.equation.tokens_last())
+        layout = product.layout = layout_of(
+            leading, self.module, self.where, scores.shape[-2], call.given, told
+        )
+        q, k = (
+            layout.fold(t.reshape(*fit(t, leading), *t.shape[-2:]))
+            for t in product.equation.tokens_last()
+        )
         call.shape, call.kv_heads, call.device = (*q.shape[:3], k.shape[2]), k.shape[1], q.device
         call.head_size, call.scale, call.is_causal = q.shape[3], 1.0, False
         if outputs is not None:
             v = outputs.values_last()
             v = layout.fold(v.reshape(*fit(v, leading), *v.shape[-2:]))
             call.value_size = v.shape[3]
-            tell_rows(self.site, call, [None if c is None else layout.fold(c) for c in companions], (q, k, v))
+            tell_rows(
+                self.site,
+                call,
+                [None if c is None else layout.fold(c) for c in companions],
+                (q, k, v),
+            )
         s = layout.fold(scores)
         mask = read_model_mask(product, layout)
         call.bias, call.mask, call.blind = None, None, None
@@ -356,7 +477,9 @@ class EagerAttention:
                 if "qkv" in r.stages:
                     new_q, new_k, new_v = r.qkv(new_q, new_k, new_v, call)
             if new_q is not q or new_k is not k:
-                start = product.equation.remake(layout.unfold(new_q), layout.unfold(new_k), product.start)
+                start = product.equation.remake(
+                    layout.unfold(new_q), layout.unfold(new_k), product.start
+                )
                 s = layout.fold(product.scores.again(start, product.start))
                 call.scores = s
             values = values if new_v is v else outputs.values_back(layout.unfold(new_v))
@@ -426,10 +549,16 @@ class EagerAttention:
             return out
         return with_tensors(out, lambda t: next((new for old, new in self.weights if old is t), t))
 
-    def _heads(self, o: Tensor, equation: Equation, product: Product, regularizers: Sequence[Regularizer]) -> Tensor:
+    def _heads(
+        self, o: Tensor, equation: Equation, product: Product, regularizers: Sequence[Regularizer]
+    ) -> Tensor:
         layout: Any = product.layout
         ordered = equation.outputs_last(o)
-        folded = run_heads(layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:])), regularizers, self.call)
+        folded = run_heads(
+            layout.fold(ordered.reshape(*layout.leading, *ordered.shape[-2:])),
+            regularizers,
+            self.call,
+        )
         return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
 
     def _is_over_channels(self, scores: Equation, call: Call) -> bool:
@@ -437,7 +566,10 @@ class EagerAttention:
         if self.site.over_channels or self.site.knows_tokens():
             return self.site.over_channels
         q, _ = scores.tokens_last()
-        found = [None if call.followed is None else call.followed.of(t) for t in (scores.left, scores.right)]
+        found = [
+            None if call.followed is None else call.followed.of(t)
+            for t in (scores.left, scores.right)
+        ]
         like = scores.like(*found).tokens_last()
         companions = [None if t is None else c for t, c in zip(found, like, strict=True)]
         q = q if q.ndim > 2 else q.unsqueeze(0)

@@ -16,12 +16,18 @@ if TYPE_CHECKING:
     from dampen.hooks.ways import Product, Way
     from dampen.regularizer import Call, Regularizer
 
-_MASKS = set("add add_ __add__ __radd__ __iadd__ masked_fill masked_fill_ where max maximum sub __sub__".split())
+_MASKS = set(
+    "add add_ __add__ __radd__ __iadd__ masked_fill masked_fill_ where max maximum sub __sub__".split()
+)
 
 
-def stages_of_scores(s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
+def stages_of_scores(
+    s: Tensor, q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call
+) -> Tensor:
     """mask and logits: the scores with hidden keys at -inf, those that the model hides too."""
-    hidden = [h for r in regularizers if "mask" in r.stages and (h := r.mask(q, k, call)) is not None]
+    hidden = [
+        h for r in regularizers if "mask" in r.stages and (h := r.mask(q, k, call)) is not None
+    ]
     if any("logits" in r.stages for r in regularizers):
         raw = s if call.mask is None else s.masked_fill(~call.mask, 0.0)
         for r in regularizers:
@@ -40,23 +46,45 @@ def read_model_mask(product: Product, layout: Layout) -> ModelMask | None:
         return None
     memory, parts = mask_memory(), []
     if memory is not None:
-        parts = [product.start.tensor.shape, product.start.tensor.dtype, layout.leading, *product.scores.parts()]
+        parts = [
+            product.start.tensor.shape,
+            product.start.tensor.dtype,
+            layout.leading,
+            *product.scores.parts(),
+        ]
         known = memory.find(parts)
         if known is not None:
             return known[0]  # type: ignore[no-any-return]
     with torch.no_grad():
         added = product.scores.again(_nothing(product.start), product.start)
         keep, low = hides(layout.fold(added))
-    blind = None if product.scores.shifts_rows() else low  # what is subtracted from a row does not hide it
+    blind = (
+        None if product.scores.shifts_rows() else low
+    )  # what is subtracted from a row does not hide it
     found: ModelMask | None = ModelMask(keep, None, blind)
-    if not torch.compiler.is_compiling() and bool(keep.all()) and (blind is None or not bool(blind.any())):
+    if (
+        not torch.compiler.is_compiling()
+        and bool(keep.all())
+        and (blind is None or not bool(blind.any()))
+    ):
         found = None
     if memory is not None:
         memory.keep(parts, (found,))
     return found
 
 
-_VIEWS = ("View", "Reshape", "Expand", "Unsqueeze", "Squeeze", "Permute", "Transpose", "Clone", "Repeat", "Alias")
+_VIEWS = (
+    "View",
+    "Reshape",
+    "Expand",
+    "Unsqueeze",
+    "Squeeze",
+    "Permute",
+    "Transpose",
+    "Clone",
+    "Repeat",
+    "Alias",
+)
 
 
 def are_exponentials(values: Tensor) -> bool:

@@ -110,7 +110,13 @@ def open_embeddings(
         found = mask_owner(model, name)
         if found is not None and id(found[0]) not in known:
             known[id(found[0])] = _mask_site(*found)
-        swaps.append((module, "embedding", EmbeddingSite(clones, site, known[id(found[0])] if found else None)))
+        swaps.append(
+            (
+                module,
+                "embedding",
+                EmbeddingSite(clones, site, known[id(found[0])] if found else None),
+            )
+        )
     return swaps
 
 
@@ -140,7 +146,9 @@ def find_embeddings(model: nn.Module) -> dict[str, nn.Module]:
     """The input embeddings of a model by dotted name: one, or one per side of an encoder-decoder."""
     named = dict(model.named_modules())
     tokens: dict[str, nn.Module] = {
-        n: m for n, m in named.items() if isinstance(m, nn.Embedding) and not _NOT_TOKENS.search(last(n))
+        n: m
+        for n, m in named.items()
+        if isinstance(m, nn.Embedding) and not _NOT_TOKENS.search(last(n))
     }
     if len(tokens) > 1 and any("decoder" in n or "target" in n for n in tokens):
         return tokens

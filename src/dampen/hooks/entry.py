@@ -20,7 +20,9 @@ class EntrySite:
     """What is kept on the first block: the way to the model's site."""
 
     def __init__(self) -> None:
-        self.model: ModelSite | None = None  # set by the model's site, and not copied along: a copy of one block is one
+        self.model: ModelSite | None = (
+            None  # set by the model's site, and not copied along: a copy of one block is one
+        )
 
     def check(self, training: bool) -> None:
         """Raise where a method was passed by, and note it where a step of two passes was."""

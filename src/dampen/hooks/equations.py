@@ -23,7 +23,11 @@ class Equation:
 
     def like(self, left: Tensor | None, right: Tensor | None) -> Equation:
         """The same equation of other tensors."""
-        return Equation(self.left if left is None else left, self.right if right is None else right, self.letters)
+        return Equation(
+            self.left if left is None else left,
+            self.right if right is None else right,
+            self.letters,
+        )
 
     @property
     def summed(self) -> str:
@@ -59,14 +63,21 @@ class Equation:
     def remake(self, q: Tensor, k: Tensor, start: Way) -> Tensor:
         """The product again with other queries and keys, given as `tokens_last` gives them."""
         if self.letters is None:
-            left, right = q.reshape(self.left.shape), k.reshape(*self.right.shape[:-2], *k.shape[-2:]).transpose(-2, -1)
+            left, right = (
+                q.reshape(self.left.shape),
+                k.reshape(*self.right.shape[:-2], *k.shape[-2:]).transpose(-2, -1),
+            )
         else:
             a, b, out = self.letters
             d = self.summed
             left, right = _back(q, a, out[:-1] + d), _back(k, b, out[:-2] + out[-1] + d)
-        args = tuple(left if x is self.left else right if x is self.right else x for x in start.args)
+        args = tuple(
+            left if x is self.left else right if x is self.right else x for x in start.args
+        )
         pairs = start.kwargs.items()
-        kwargs = {key: left if x is self.left else right if x is self.right else x for key, x in pairs}
+        kwargs = {
+            key: left if x is self.left else right if x is self.right else x for key, x in pairs
+        }
         made: Tensor = start.func(*args, **kwargs)
         return made
 
@@ -125,7 +136,9 @@ class Flipped(Equation):
     """values^T @ weights^T, as convolutional models write it: the output is (..., D, N)."""
 
     def like(self, left: Tensor | None, right: Tensor | None) -> Equation:
-        return Flipped(self.left if right is None else right, self.right, None)  # its values stand on the left
+        return Flipped(
+            self.left if right is None else right, self.right, None
+        )  # its values stand on the left
 
     @property
     def values(self) -> Tensor:
@@ -156,7 +169,9 @@ def product_equation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """The product that a torch function computes, or None where it is none, or one of another kind."""
     if name == "einsum":
         operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-        return _einsum(args[0], operands) if len(operands) == 2 and isinstance(args[0], str) else None
+        return (
+            _einsum(args[0], operands) if len(operands) == 2 and isinstance(args[0], str) else None
+        )
     if name == "baddbmm":
         left = kwargs.get("batch1", args[1] if len(args) > 1 else None)
         right = kwargs.get("batch2", args[2] if len(args) > 2 else None)
@@ -166,13 +181,19 @@ def product_equation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             left, right = right, left
     else:
         return None
-    if not isinstance(left, Tensor) or not isinstance(right, Tensor) or min(left.ndim, right.ndim) < 2:
+    if (
+        not isinstance(left, Tensor)
+        or not isinstance(right, Tensor)
+        or min(left.ndim, right.ndim) < 2
+    ):
         return None
     return Equation(left, right, None)
 
 
 def _einsum(equation: str, operands: Any) -> Equation | None:
-    parts = re.fullmatch(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)", equation.replace(" ", "").replace("...", "Z"))
+    parts = re.fullmatch(
+        r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)", equation.replace(" ", "").replace("...", "Z")
+    )
     if parts is None or not all(isinstance(x, Tensor) for x in operands):
         return None
     a, b, out = parts.groups()

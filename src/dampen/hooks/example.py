@@ -39,7 +39,9 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # batch norm counts every forward
+    buffers = [
+        (buffer, buffer.detach().clone()) for buffer in model.buffers()
+    ]  # batch norm counts every forward
     try:
         yield
     finally:

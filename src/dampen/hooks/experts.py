@@ -41,8 +41,20 @@ _MOVES = set(
     "repeat_interleave contiguous clone split split_with_sizes chunk narrow transpose permute gather masked_select "
     "take_along_dim".split()
 )
-_MIXES = set("sort flip roll index_add scatter scatter_add cumsum argsort baddbmm bmm einsum".split())
-_ROUTES = {"topk", "argmax", "one_hot", "index_add_", "index_add", "index_select", "scatter", "scatter_", "nonzero"}
+_MIXES = set(
+    "sort flip roll index_add scatter scatter_add cumsum argsort baddbmm bmm einsum".split()
+)
+_ROUTES = {
+    "topk",
+    "argmax",
+    "one_hot",
+    "index_add_",
+    "index_add",
+    "index_select",
+    "scatter",
+    "scatter_",
+    "nonzero",
+}
 _MATMULS = {"matmul", "__matmul__", "mm"}
 
 
@@ -52,12 +64,19 @@ class ExpertsPlan:
 
     name: str  # of the module that routes
     router: nn.Module
-    owners: dict[str, nn.Module] = field(default_factory=dict)  # the modules with experts as parameters
-    parameters: dict[str, str] = field(default_factory=dict)  # those, by name -> role; "" where no name tells
+    owners: dict[str, nn.Module] = field(
+        default_factory=dict
+    )  # the modules with experts as parameters
+    parameters: dict[str, str] = field(
+        default_factory=dict
+    )  # those, by name -> role; "" where no name tells
 
 
 def find_experts(
-    model: nn.Module, elements: Sequence[str], attentions: Attentions, linears: Mapping[str, LinearPlan]
+    model: nn.Module,
+    elements: Sequence[str],
+    attentions: Attentions,
+    linears: Mapping[str, LinearPlan],
 ) -> dict[str, ExpertsPlan]:
     """The mixtures of experts of a layer, which consists of the modules named `elements`, by the routing module."""
     found: dict[str, ExpertsPlan] = {}
@@ -86,7 +105,9 @@ def _is_list_of_experts(name: str, module: nn.Module, around: nn.Module) -> bool
         return False
     elements = [m for m in module.children() if m is not None]
     multiply = all(not is_linear(m) and any(is_linear(i) for i in m.modules()) for m in elements)
-    alike = len(elements) > 1 and len({type(m) for m in elements} - {nn.ModuleList, nn.ModuleDict}) == 1
+    alike = (
+        len(elements) > 1 and len({type(m) for m in elements} - {nn.ModuleList, nn.ModuleDict}) == 1
+    )
     said = "expert" in name.rpartition(".")[2].lower()
     return bool(elements) and multiply and (said or (alike and names_any(type(around), _ROUTES)))
 
@@ -98,7 +119,11 @@ def _expert_parameters(name: str, module: nn.Module) -> dict[str, str]:
     said = "expert" in type(module).__name__.lower() or "expert" in name.lower()
     found = {}
     for parameter, value in module.named_parameters(recurse=False):
-        if value.ndim not in ((2, 3) if said else (3,)) or "bias" in parameter or "router" in name.rpartition(".")[2]:
+        if (
+            value.ndim not in ((2, 3) if said else (3,))
+            or "bias" in parameter
+            or "router" in name.rpartition(".")[2]
+        ):
             continue
         word = parameter if parameter != "weight" else name.rpartition(".")[2]
         role = "ffn_in" if word in _IN else "ffn_out" if word in _OUT else ""
@@ -167,7 +192,9 @@ class Routing:
     def __init__(self, name: str, layer: str, tokens: int | Tensor) -> None:
         self.name, self.layer, self.tokens = name, layer, tokens
         self.valid: Tensor | None = None  # of the tokens of the batch; None where none is padding
-        self.known: list[tuple[Tensor, Tensor]] = []  # tensors made of them, and which of their rows are valid
+        self.known: list[
+            tuple[Tensor, Tensor]
+        ] = []  # tensors made of them, and which of their rows are valid
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Which numbers of a tensor belong to tokens that are no padding, where it was followed."""
@@ -192,7 +219,9 @@ class Routing:
             self.known.append((tensor, rows.unsqueeze(-1).expand(tensor.shape)))
         return tensor
 
-    def follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def follow(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         """A torch function has run: where it moved or scaled tokens, its outputs are known."""
         if name in ("cat", "concat"):
             parts = [mask for part in args[0] if (mask := self.of(part)) is not None]
@@ -203,29 +232,45 @@ class Routing:
         mask = None if given is None else self.of(given)
         if given is None or mask is None:
             return
-        if name in ("linear", *_MATMULS) and isinstance(out, Tensor) and out.shape[:-1] == given.shape[:-1]:
+        if (
+            name in ("linear", *_MATMULS)
+            and isinstance(out, Tensor)
+            and out.shape[:-1] == given.shape[:-1]
+        ):
             self.put(out, mask[..., 0])
         elif name in _MOVES and args[0] is given:
             with torch.no_grad():
                 name_of_move = Tensor.reshape if name == "view" else func
                 moved = name_of_move(mask, *args[1:], **kwargs)
-            pairs = [(out, moved)] if isinstance(out, Tensor) else list(zip(out, moved, strict=True))
+            pairs = (
+                [(out, moved)] if isinstance(out, Tensor) else list(zip(out, moved, strict=True))
+            )
             self.known.extend((t, m) for t, m in pairs if t.shape == m.shape)
-        elif isinstance(out, Tensor) and out.shape == given.shape and name not in _MIXES:  # each number alone
+        elif (
+            isinstance(out, Tensor) and out.shape == given.shape and name not in _MIXES
+        ):  # each number alone
             self.known.append((out, mask))
 
 
 class ExpertSocket(TorchFunctionMode):
     """Inside a module that routes: the products of experts kept as parameters, and the way of padded tokens."""
 
-    def __init__(self, site: ExpertsSite, frame: Frame, active: Sequence[Regularizer], routing: Routing) -> None:
+    def __init__(
+        self, site: ExpertsSite, frame: Frame, active: Sequence[Regularizer], routing: Routing
+    ) -> None:
         super().__init__()
         self.site, self.frame, self.active, self.routing = site, frame, active, routing
-        self.weights: list[tuple[Tensor, str]] = [(getattr(m, name), role) for m, name, role in site.parameters]
+        self.weights: list[tuple[Tensor, str]] = [
+            (getattr(m, name), role) for m, name, role in site.parameters
+        ]
         self.met: set[str] = set()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -233,7 +278,9 @@ class ExpertSocket(TorchFunctionMode):
         if out is None:
             out = call_torch(func, args, kwargs)
         if name in _SLICES and args and (role := self._role(args[0])):
-            made = [out] if isinstance(out, Tensor) else out if isinstance(out, list | tuple) else []
+            made = (
+                [out] if isinstance(out, Tensor) else out if isinstance(out, list | tuple) else []
+            )
             self.weights.extend((t, role) for t in made if isinstance(t, Tensor) and t.ndim > 1)
         if self.routing.valid is not None and not self.frame.multiplying:
             self.routing.follow(func, name, args, kwargs, out)
@@ -242,7 +289,9 @@ class ExpertSocket(TorchFunctionMode):
     def _role(self, value: Any) -> str:
         return next((role for t, role in reversed(self.weights) if t is value), "")
 
-    def _multiply(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def _multiply(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | None:
         """A product with the weight of an expert, or of all: with the stages operands and product. None: no such."""
         if self.frame.multiplying or len(args) < 2 or not (role := self._role(args[1])):
             return None
@@ -253,13 +302,20 @@ class ExpertSocket(TorchFunctionMode):
             return self._one(lambda x, w, b: func(x, w.t()), role, x, weight.t())
         if name in ("bmm", *_MATMULS) and weight.ndim == 3 and x.ndim == 3:
             rows = self.routing.rows(x)
-            for x_e, known in zip(parts := x.unbind(0), [None] * len(x) if rows is None else rows, strict=True):
+            for x_e, known in zip(
+                parts := x.unbind(0), [None] * len(x) if rows is None else rows, strict=True
+            ):
                 self.routing.put(x_e, known)
-            run = [self._one(lambda x, w, b: x @ w.t(), role, a, w.t()) for a, w in zip(parts, weight, strict=True)]
+            run = [
+                self._one(lambda x, w, b: x @ w.t(), role, a, w.t())
+                for a, w in zip(parts, weight, strict=True)
+            ]
             return self.routing.put(torch.stack(run), rows)
         return None
 
-    def _one(self, run: Any, role: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _one(
+        self, run: Any, role: str, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         self.met.add(role)
         if not torch.compiler.is_compiling() and x.numel() == 0:
             empty: Tensor = run(x, weight, bias)  # an expert without tokens
@@ -316,7 +372,11 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+    given = [
+        t
+        for t in pytree.tree_leaves((args, kwargs))
+        if isinstance(t, Tensor) and t.is_floating_point()
+    ]
     if not given:
         raise RuntimeError(
             f"{type(self).__name__} at '{site.name}' routes tokens to experts, but was called without a tensor of "
@@ -350,7 +410,9 @@ def eager_experts_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     own = inspect.unwrap(base)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        active = any(not r.stages.isdisjoint(LINEAR_STAGES) for r in self._dampen_eager_experts.active(self))
+        active = any(
+            not r.stages.isdisjoint(LINEAR_STAGES) for r in self._dampen_eager_experts.active(self)
+        )
         return (own if active else base)(self, *args, **kwargs)
 
     return forward

@@ -32,11 +32,15 @@ from dampen.hooks.scope import (
 from dampen.hooks.source import adds, calls_socket, computes_attention, shows_parts
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, ROLES, Regularizer
 
-_KEYLESS = re.compile(r"outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE)
+_KEYLESS = re.compile(
+    r"outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE
+)
 _FEED_FORWARD = re.compile(r"(mlp|ffn?|feed_?forward)\b", re.IGNORECASE)
 FEED_FORWARD = {"ffn_in", "ffn_out"}
 ROLES_OF_ATTENTION = set(ROLES) - FEED_FORWARD
-_CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|multihead_attn|encoder_attention", re.IGNORECASE)
+_CROSS = re.compile(
+    r"cross|encoder_attn|encdec|enc_dec|multihead_attn|encoder_attention", re.IGNORECASE
+)
 
 
 @dataclass
@@ -48,15 +52,23 @@ class LayerPlan:
     attentions: dict[str, nn.Module] = field(default_factory=dict)
     linears: dict[str, LinearPlan] = field(default_factory=dict)
     branches: int = 0  # residual branches that the block should have: one per attention, one for the feed-forward
-    experts: dict[str, ExpertsPlan] = field(default_factory=dict)  # its mixtures of experts, by the module that routes
-    elements: list[str] = field(default_factory=list)  # what it consists of, where no single module is the layer
-    mixers: list[nn.Module] = field(default_factory=list)  # what stands in the place of attention (Mamba)
+    experts: dict[str, ExpertsPlan] = field(
+        default_factory=dict
+    )  # its mixtures of experts, by the module that routes
+    elements: list[str] = field(
+        default_factory=list
+    )  # what it consists of, where no single module is the layer
+    mixers: list[nn.Module] = field(
+        default_factory=list
+    )  # what stands in the place of attention (Mamba)
 
     @property
     def pools(self) -> bool:
         """Whether this is a head that pools tokens by attention: no residual goes around it."""
         modules = [*self.attentions.values(), *([] if self.block is None else [self.block])]
-        return any("pool" in type(m).__name__.lower() for m in modules) or "pool" in self.name.lower()
+        return (
+            any("pool" in type(m).__name__.lower() for m in modules) or "pool" in self.name.lower()
+        )
 
     @property
     def has_softmax(self) -> bool:
@@ -87,8 +99,15 @@ class LayerPlan:
     @property
     def roles(self) -> set[str]:
         """The roles of the linear maps found."""
-        mha = {r for m in self.attentions.values() if isinstance(m, nn.MultiheadAttention) for r in "qkv"}
-        experts = {role for plan in self.experts.values() for role in plan.parameters.values() if role}
+        mha = {
+            r
+            for m in self.attentions.values()
+            if isinstance(m, nn.MultiheadAttention)
+            for r in "qkv"
+        }
+        experts = {
+            role for plan in self.experts.values() for role in plan.parameters.values() if role
+        }
         return mha | experts | {plan.role for plan in self.linears.values()}
 
 
@@ -96,7 +115,9 @@ def parts_of(method: Regularizer) -> set[str]:
     """The parts of a layer that a method acts on, by its stages and roles: attention, feed-forward, projections (the
     linear layers of attention), blocks (residual branches, or the block as a whole)."""
     attends, multiplies = method.stages & set(ATTENTION_STAGES), method.stages & set(LINEAR_STAGES)
-    read = {"out"} if attends else ROLES_OF_ATTENTION  # a method inside attention only reads what made q, k and v
+    read = (
+        {"out"} if attends else ROLES_OF_ATTENTION
+    )  # a method inside attention only reads what made q, k and v
     wanted = {
         "attention": bool(attends),
         "feed-forward": bool(multiplies and method.roles & FEED_FORWARD),
@@ -130,13 +151,19 @@ def find_layers(
         plans += find_beside(model, plans, found)
     chosen = []
     for plan in plans:
-        names = {n: m for n, m in plan.attentions.items() if attention == "all" or kind_of(n, m) == attention}
+        names = {
+            n: m
+            for n, m in plan.attentions.items()
+            if attention == "all" or kind_of(n, m) == attention
+        }
         matching = {n: m for n, m in names.items() if matches(sites, n, plan.name)}
         if matching or (not plan.attentions and matches(sites, plan.name)):
             plan.attentions = matching
             chosen.append(plan)
     if not chosen:
-        candidates = "\n  ".join(f"{n or '(the model itself)'}  [{kind_of(n, m)}]" for n, m in found.items())
+        candidates = "\n  ".join(
+            f"{n or '(the model itself)'}  [{kind_of(n, m)}]" for n, m in found.items()
+        )
         raise ValueError(
             f"no attention of {type(model).__name__} matches target_modules={sites!r}, attention={attention!r}. "
             f"Candidates:\n  {candidates}"
@@ -159,7 +186,9 @@ def matches(sites: str | Sequence[str], *names: str) -> bool:
     return fits and not any(fnmatch.fnmatch(n, p) for n in names for p in unwanted)
 
 
-def _all_layers(model: nn.Module, found: Attentions, projections: Mapping[str, str] | None) -> list[LayerPlan]:
+def _all_layers(
+    model: nn.Module, found: Attentions, projections: Mapping[str, str] | None
+) -> list[LayerPlan]:
     """Every layer with attention, in the order of its first one."""
     scopes = refine_scopes(model, {name: scope_of(model, name, found) for name in found}, found)
     scopes, groups = group_sublayers(model, scopes, lambda name: is_cross(name, found[name]))
@@ -168,7 +197,9 @@ def _all_layers(model: nn.Module, found: Attentions, projections: Mapping[str, s
     for name, module in found.items():
         scope = scopes[name]
         if scope not in layers:
-            layers[scope] = _plan_layer(model, name, scope, found, groups.get(scope), projections, linears)
+            layers[scope] = _plan_layer(
+                model, name, scope, found, groups.get(scope), projections, linears
+            )
         layers[scope].attentions[name] = module
     return list(layers.values())
 
@@ -190,7 +221,9 @@ def _plan_layer(
     layers are found once for all groups (`linears`)."""
     whole, elements = group or (scope, [scope])
     block = model.get_submodule(scope)
-    callable_block = not isinstance(block, nn.ModuleList | nn.ModuleDict) and (scope != name or _is_block(block))
+    callable_block = not isinstance(block, nn.ModuleList | nn.ModuleDict) and (
+        scope != name or _is_block(block)
+    )
     plan = LayerPlan(scope, block if callable_block and group is None else None)
     if whole not in linears:
         plans = find_linears(model, whole, found, projections)
@@ -210,7 +243,9 @@ def _plan_layer(
 def _is_block(attention: nn.Module) -> bool:
     """Whether an attention alone is the block: it has its own feed-forward, or adds its residual itself (diffusers)."""
     own = getattr(attention, "residual_connection", False) is True
-    adding = adds(type(attention)) and not computes_attention(attention)  # what is added to scores is no residual
+    adding = adds(type(attention)) and not computes_attention(
+        attention
+    )  # what is added to scores is no residual
     return own or is_whole_block(attention) or adding
 
 
@@ -219,10 +254,23 @@ def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Attentions)
     whose linear layers have the same names, or usual ones."""
     beside: dict[str, LayerPlan] = {}
     lists = {plan.name.rpartition(".")[0] for plan in plans if plan.block is not None}
-    for holder in (name for name in lists if isinstance(model.get_submodule(name), nn.ModuleList | nn.Sequential)):
-        known = [plan for plan in plans if plan.block is not None and plan.name.rpartition(".")[0] == holder]
+    for holder in (
+        name
+        for name in lists
+        if isinstance(model.get_submodule(name), nn.ModuleList | nn.Sequential)
+    ):
+        known = [
+            plan
+            for plan in plans
+            if plan.block is not None and plan.name.rpartition(".")[0] == holder
+        ]
         kinds = {type(plan.block) for plan in known}
-        roles = {n[len(p.name) + 1 :]: m.role for p in known for n, m in p.linears.items() if m.attention is None}
+        roles = {
+            n[len(p.name) + 1 :]: m.role
+            for p in known
+            for n, m in p.linears.items()
+            if m.attention is None
+        }
         for key, block in model.get_submodule(holder).named_children():
             name = f"{holder}.{key}" if holder else key
             if isinstance(block, LISTS) or name in found or name in found.below:
@@ -249,7 +297,11 @@ def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Attentions)
 def find_outside(model: nn.Module, plans: Sequence[LayerPlan], residual: bool) -> list[str]:
     """The largest modules that lie in no layer, hold none, and have two linear layers or more; `residual`: or add in
     their code, as a block with a residual does, and multiply."""
-    held = {name for plan in plans for name in [plan.name, *plan.elements, *plan.attentions, *plan.linears]}
+    held = {
+        name
+        for plan in plans
+        for name in [plan.name, *plan.elements, *plan.attentions, *plan.linears]
+    }
     above = names_below(held)
     found: list[str] = []
     for name, module in model.named_modules():
@@ -271,17 +323,27 @@ def _mixes(module: nn.Module) -> bool:
 def find_attentions(model: nn.Module) -> Attentions:
     """The innermost attention modules by name: those that call the socket, then those that are only named like one."""
     modules = dict(model.named_modules())
-    certain = {n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention) or calls_socket(type(m))}
+    certain = {
+        n
+        for n, m in modules.items()
+        if isinstance(m, nn.MultiheadAttention) or calls_socket(type(m))
+    }
     certain -= names_below(certain).keys()
     below = names_below(certain)
     certain = {_with_projections(n, modules, below) for n in certain}
-    named = {n for n, m in modules.items() if NAME.search(type(m).__name__) and not isinstance(m, LISTS)}
+    named = {
+        n for n, m in modules.items() if NAME.search(type(m).__name__) and not isinstance(m, LISTS)
+    }
     # not a helper of one (timm's CvT): it has linear layers, or computes attention of what convolutions make
     named = {n for n in named if computes_attention(modules[n]) or _multiplies(modules[n])}
     named -= names_below(named | certain).keys()
     named -= {n for n in named if closest(n, certain) is not None}
-    if not certain | named:  # maps of another kind (convolutions, quantized), or another name: the code tells
-        named = {n for n, m in modules.items() if not isinstance(m, LISTS) and computes_attention(m)}
+    if (
+        not certain | named
+    ):  # maps of another kind (convolutions, quantized), or another name: the code tells
+        named = {
+            n for n, m in modules.items() if not isinstance(m, LISTS) and computes_attention(m)
+        }
         named -= names_below(named).keys()
     found = certain | named
     return Attentions({n: m for n, m in modules.items() if n in found})
@@ -305,10 +367,14 @@ def describe_candidates(model: nn.Module, most: int = 6) -> str:
     return f" Looked at:{''.join(lines[:most])}{more}\n" if lines else ""
 
 
-def _with_projections(name: str, modules: Mapping[str, nn.Module], below: Mapping[str, list[str]]) -> str:
+def _with_projections(
+    name: str, modules: Mapping[str, nn.Module], below: Mapping[str, list[str]]
+) -> str:
     """The attention that calls a function kept as a module (x-transformers' `Attend`, which has no parameters): the
     closest module around it, if that makes its queries, keys or values. The name itself for any other attention."""
-    own = any(p.ndim > 1 for p in modules[name].parameters(recurse=False))  # as of nn.MultiheadAttention
+    own = any(
+        p.ndim > 1 for p in modules[name].parameters(recurse=False)
+    )  # as of nn.MultiheadAttention
     if own or _projections_in(modules[name]):
         return name
     parts = name.split(".")
@@ -345,7 +411,9 @@ def is_cross(name: str, module: nn.Module) -> bool:
     """Whether an attention reads its keys from another sequence, by its flag, its attribute or its class."""
     flag = getattr(module, "is_cross_attention", None)
     return (
-        flag if isinstance(flag, bool) else bool(_CROSS.search(name.rsplit(".", 1)[-1] + " " + type(module).__name__))
+        flag
+        if isinstance(flag, bool)
+        else bool(_CROSS.search(name.rsplit(".", 1)[-1] + " " + type(module).__name__))
     )
 
 

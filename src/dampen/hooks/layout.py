@@ -32,7 +32,9 @@ class Layout:
     def __init__(self, leading: Sequence[int], axis: int | None, heads: int) -> None:
         self.leading, self.axis, self.heads = tuple(leading), axis, heads
         self.plain = len(self.leading) == 2 and axis == 1
-        if axis is not None and self.leading[axis] != heads:  # merged with the batch: (B * H, ...) becomes (B, H, ...)
+        if (
+            axis is not None and self.leading[axis] != heads
+        ):  # merged with the batch: (B * H, ...) becomes (B, H, ...)
             n = self.leading[axis] // heads
             self.split = (*self.leading[:axis], n, heads, *self.leading[axis + 1 :])
             self.axis = axis + 1
@@ -80,17 +82,30 @@ def layout_of(
     if told is not None:
         return Layout(leading, *told)
     if heads is None and size == 1 and given is not None and len(given) == 3 and given[1] == tokens:
-        heads = leading[0] // given[0] if leading[0] % given[0] == 0 else None  # (B, N, C) became (B * H, N, D)
+        heads = (
+            leading[0] // given[0] if leading[0] % given[0] == 0 else None
+        )  # (B, N, C) became (B * H, N, D)
     found = [i for i, n in enumerate(leading) if n == heads]
     if size > 1 and given is not None and given[0] == leading[0]:
-        found = [i for i in found if i > 0]  # the first axis is the batch, even where it is as long as the heads
-    merged = heads is not None and given is not None and leading[:1] == (given[0] * heads,) and heads > 1
+        found = [
+            i for i in found if i > 0
+        ]  # the first axis is the batch, even where it is as long as the heads
+    merged = (
+        heads is not None and given is not None and leading[:1] == (given[0] * heads,) and heads > 1
+    )
     if size == 2 and merged and 1 not in found:
         return Layout(leading, 0, heads or 1)
     if size == 2 and (heads is None or 1 in found or not found):
         return Layout(leading, 1, leading[1])
-    alone = size == 1 and given is not None and len(given) == 3 and (leading[0], tokens) == tuple(given[:2])
-    if size == 0 or (size == 1 and heads == 1) or alone:  # one head, or one of several that run one after the other
+    alone = (
+        size == 1
+        and given is not None
+        and len(given) == 3
+        and (leading[0], tokens) == tuple(given[:2])
+    )
+    if (
+        size == 0 or (size == 1 and heads == 1) or alone
+    ):  # one head, or one of several that run one after the other
         return Layout(leading, None, 1)
     if size == 1 and heads is not None and leading[0] % heads == 0:
         return Layout(leading, None, heads)

@@ -32,16 +32,22 @@ _ONLY_EAGER = {"softcap", "s_aux"}
 
 def is_hidden(implementation: object) -> bool:
     """Whether an entry of the registry computes attention where no socket can open."""
-    return isinstance(implementation, str) and (implementation == "flex_attention" or "flash" in implementation)
+    return isinstance(implementation, str) and (
+        implementation == "flex_attention" or "flash" in implementation
+    )
 
 
 class LibraryBackend:
     """The configs of one model that ask for a hidden back end, and what they ask for during a training forward."""
 
-    def __init__(self, configs: Sequence[Any], instead: Sequence[str], layers: Sequence[Layer]) -> None:
+    def __init__(
+        self, configs: Sequence[Any], instead: Sequence[str], layers: Sequence[Layer]
+    ) -> None:
         self.configs, self.instead, self.layers = list(configs), list(instead), list(layers)
         self.before = [getattr(config, WANTED) for config in configs]
-        self.under_way = 0  # forwards that have it switched; another thread may be in the same model
+        self.under_way = (
+            0  # forwards that have it switched; another thread may be in the same model
+        )
 
     def wanted(self, module: nn.Module) -> bool:
         """Whether a method that looks into attention is at work in this forward."""
@@ -65,11 +71,19 @@ class LibraryBackend:
         for config, name in zip(self.configs, names, strict=True):
             setattr(config, WANTED, name)
 
-    def run_model(self, base: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run_model(
+        self, base: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         """The forward of a model of the library, which prepares masks."""
-        return self.run(base, module, *args, **kwargs) if self.wanted(module) else base(module, *args, **kwargs)
+        return (
+            self.run(base, module, *args, **kwargs)
+            if self.wanted(module)
+            else base(module, *args, **kwargs)
+        )
 
-    def run_attention(self, base: Callable[..., Any], module: nn.Module, where: str, *args: Any, **kwargs: Any) -> Any:
+    def run_attention(
+        self, base: Callable[..., Any], module: nn.Module, where: str, *args: Any, **kwargs: Any
+    ) -> Any:
         """The forward of an attention: inside its model's forward, or in a checkpoint's recompute."""
         if not self.wanted(module):
             return base(module, *args, **kwargs)
@@ -91,7 +105,10 @@ class LibraryBackend:
     def describe(self) -> str:
         """What is switched, in words."""
         pairs = dict.fromkeys(zip(self.before, self.instead, strict=True))
-        return "; ".join(f"'{a}' runs as '{b}' in training forwards, where attention can be entered" for a, b in pairs)
+        return "; ".join(
+            f"'{a}' runs as '{b}' in training forwards, where attention can be entered"
+            for a, b in pairs
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "under_way": 0}
@@ -138,9 +155,15 @@ def _collect(config: Any, known: dict[int, Any]) -> None:
 def _instead(model: nn.Module, config: Any, attentions: Any) -> str:
     """The entry of the registry that takes everything these attentions hand over and has a socket."""
     classes = {type(m) for m in attentions if vars(m).get("config") is config}
-    owners = [m for m in model.modules() if vars(m).get("config") is config and hasattr(type(m), "_supports_sdpa")]
+    owners = [
+        m
+        for m in model.modules()
+        if vars(m).get("config") is config and hasattr(type(m), "_supports_sdpa")
+    ]
     fits = all(getattr(type(m), "_supports_sdpa", False) for m in owners)
-    return "sdpa" if fits and not any(_hands_over(cls) & _ONLY_EAGER for cls in classes) else "eager"
+    return (
+        "sdpa" if fits and not any(_hands_over(cls) & _ONLY_EAGER for cls in classes) else "eager"
+    )
 
 
 def _hands_over(cls: type) -> set[str]:

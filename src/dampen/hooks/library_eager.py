@@ -44,7 +44,9 @@ class EagerBackend(LibraryBackend):
         self.watched = [m for m in model.modules() if "attention" in type(m).__name__.lower()]
         self.places = {_name(m): _places(m) for m in models_of(model)}
 
-    def run_model(self, base: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run_model(
+        self, base: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         """The outermost forward decides for those inside it."""
         if not self.wanted(module):
             return base(module, *args, **kwargs)
@@ -58,21 +60,27 @@ class EagerBackend(LibraryBackend):
         finally:
             self.staying -= 1
 
-    def run_attention(self, base: Callable[..., Any], module: nn.Module, where: str, *args: Any, **kwargs: Any) -> Any:
+    def run_attention(
+        self, base: Callable[..., Any], module: nn.Module, where: str, *args: Any, **kwargs: Any
+    ) -> Any:
         """Inside its model the configs have been switched, or not; alone its masks are eager ones."""
         alone = not torch.compiler.is_compiling() and not self.under_way and not self.staying
         if alone and self.took_sdpa and in_backward() and self.wanted(module):
             return self.run(base, module, *args, **kwargs)
         return base(module, *args, **kwargs)
 
-    def _leave_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _leave_alone(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Whether this forward must be left alone: somebody wants more of its attention than the result."""
         given = [kwargs.get(name) for name in _NEEDS_MATRIX]
         given += [args[i] for i in self.places.get(_name(module), ()) if i < len(args)]
         if any(x is not None and x is not False for x in given):
             return True
         if any(c.output_attentions or getattr(c, WANTED) != "eager" for c in self.configs):
-            return True  # asked for by the config, or no longer eager: the user has changed it since
+            return (
+                True  # asked for by the config, or no longer eager: the user has changed it since
+            )
         return any(forward_hooks(m, not_of="transformers.") for m in self.watched)
 
     def describe(self) -> str:
@@ -85,7 +93,9 @@ class EagerBackend(LibraryBackend):
         return {**super().__getstate__(), "staying": 0}
 
 
-def find_eager(model: nn.Module, attentions: Mapping[str, nn.Module], layers: Sequence[Layer]) -> EagerBackend | None:
+def find_eager(
+    model: nn.Module, attentions: Mapping[str, nn.Module], layers: Sequence[Layer]
+) -> EagerBackend | None:
     """The switch of a model that was loaded with `eager`, where every attention of it computes what `sdpa` computes."""
     configs = [config for config in configs_of(model) if getattr(config, WANTED) == "eager"]
     if not any(asked(m) == "eager" for m in attentions.values()):
@@ -100,7 +110,11 @@ def find_eager(model: nn.Module, attentions: Mapping[str, nn.Module], layers: Se
     known = {id(m) for m in looking_up}
     supported = all(getattr(type(m), "_supports_sdpa", False) for m in models_of(model))
     every = all(id(m) in known for m in attentions.values() if asked(m) == "eager")
-    if not supported or not every or not all(_same_in_sdpa(cls) for cls in {type(m) for m in looking_up}):
+    if (
+        not supported
+        or not every
+        or not all(_same_in_sdpa(cls) for cls in {type(m) for m in looking_up})
+    ):
         return None
     return EagerBackend(model, configs, layers)
 
@@ -111,17 +125,24 @@ def _same_in_sdpa(cls: type) -> bool:
     if not isinstance(forward, FunctionType):
         return False
     forward = inspect.unwrap(forward)
-    registry, eager = (forward.__globals__.get(n) for n in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
+    registry, eager = (
+        forward.__globals__.get(n) for n in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward")
+    )
     named = set(forward.__code__.co_names)
     if registry is None or not isinstance(eager, FunctionType):
         return False
     sdpa = registry["sdpa"]
-    if not named >= {"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"} or "eager" in _texts(forward.__code__):
+    if not named >= {"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"} or "eager" in _texts(
+        forward.__code__
+    ):
         return False
     if not getattr(sdpa, "__module__", "").startswith("transformers."):
         return False  # a user's own
     allowed = _ARGUMENTS | ({"position_bias"} & set(inspect.signature(sdpa).parameters))
-    return set(inspect.signature(eager).parameters) <= allowed and set(eager.__code__.co_names) <= _PLAIN
+    return (
+        set(inspect.signature(eager).parameters) <= allowed
+        and set(eager.__code__.co_names) <= _PLAIN
+    )
 
 
 def _texts(code: CodeType) -> set[str]:

@@ -18,9 +18,13 @@ class Found(NamedTuple):
     labels: frozenset[str]  # the sublayers of the branch
     branch_first: bool  # whether the left operand is the branch
     read: bool  # whether anything was computed from the sum before it
-    around: frozenset[str] = frozenset()  # sublayers that remade the stream: no residual goes around them
+    around: frozenset[str] = (
+        frozenset()
+    )  # sublayers that remade the stream: no residual goes around them
     projected: bool = False  # whether the other operand is a projected shortcut
-    resized: bool | None = None  # whether it is of another size than the stream, where the rule asked for that
+    resized: bool | None = (
+        None  # whether it is of another size than the stream, where the rule asked for that
+    )
 
 
 class Addition(NamedTuple):
@@ -35,12 +39,18 @@ class Memory(NamedTuple):
     """What one forward of a block did, call by call; an attention module that ends is a call of None."""
 
     functions: tuple[Any, ...]
-    additions: dict[int, Addition | None]  # by the number of the call; None: an attention, which tells its layout
+    additions: dict[
+        int, Addition | None
+    ]  # by the number of the call; None: an attention, which tells its layout
     result: int  # the call that gave the block's output
-    by_operator: bool  # whether all that is done with the stream is `stream + branch`: then see `stream.py`
+    by_operator: (
+        bool  # whether all that is done with the stream is `stream + branch`: then see `stream.py`
+    )
     roles: tuple[str, ...]  # of the branches, in their order
     attended: tuple[int, ...]  # how many attention modules had run before each
-    apart: bool  # whether every sum was read before the next one: no two branches stand side by side
+    apart: (
+        bool  # whether every sum was read before the next one: no two branches stand side by side
+    )
 
 
 Entry = tuple[Any, tuple[Any, ...], dict[str, Any], Any, int, Found | None]
@@ -48,7 +58,9 @@ Entry = tuple[Any, tuple[Any, ...], dict[str, Any], Any, int, Found | None]
 addition."""
 
 
-def remember(roots: Sequence[Tensor], log: Sequence[Entry], out: Tensor, may_stream: bool) -> Memory | None:
+def remember(
+    roots: Sequence[Tensor], log: Sequence[Entry], out: Tensor, may_stream: bool
+) -> Memory | None:
     """A forward, for the next; None where an operand of an addition was made by no call of its own."""
     made = {id(root): -1 - i for i, root in enumerate(roots)}
     additions: dict[int, Addition | None] = {}
@@ -73,7 +85,9 @@ def remember(roots: Sequence[Tensor], log: Sequence[Entry], out: Tensor, may_str
     by_operator = may_stream and len(roots) == 1 and _by_operator(roots[0], log, additions)
     functions = tuple(entry[0] for entry in log)
     apart = all([plan.found.read for plan in additions.values() if plan is not None][1:])
-    return Memory(functions, additions, made[id(out)], by_operator, tuple(roles), tuple(attended), apart)
+    return Memory(
+        functions, additions, made[id(out)], by_operator, tuple(roles), tuple(attended), apart
+    )
 
 
 def _by_operator(x: Tensor, log: Sequence[Entry], additions: dict[int, Addition | None]) -> bool:
@@ -86,12 +100,21 @@ def _by_operator(x: Tensor, log: Sequence[Entry], additions: dict[int, Addition 
         adds = getattr(func, "__name__", "") in ADDITIONS
         plan = additions.get(number)
         if adds and plan is not None:
-            residual, place = (args[1], plan.right) if plan.found.branch_first else (args[0], plan.left)
+            residual, place = (
+                (args[1], plan.right) if plan.found.branch_first else (args[0], plan.left)
+            )
             same = residual.shape == args[0].shape == args[1].shape
-            if func is not Tensor.add or residual is not stream or place != number_of_last or not same:
+            if (
+                func is not Tensor.add
+                or residual is not stream
+                or place != number_of_last
+                or not same
+            ):
                 return False
             stream, number_of_last = out, number
-        elif (adds or func is torch.add or found is not None) and any(value is stream for value in args):
+        elif (adds or func is torch.add or found is not None) and any(
+            value is stream for value in args
+        ):
             return False
     return any(plan is None for plan in additions.values())  # an attention has told its layout
 

@@ -19,7 +19,9 @@ _ALONE = set(
 MOVES_AXES = {"permute", "transpose", "swapaxes", "movedim", "einsum", *_MIXES}
 
 
-def moved_axes(name: str, axes: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+def moved_axes(
+    name: str, axes: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, ...]:
     """Which axis of the scores each axis of a function's result is, from those of its input; () where it does not
     keep them apart.
 

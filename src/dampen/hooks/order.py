@@ -20,7 +20,18 @@ from dampen.regularizer import Site
 if TYPE_CHECKING:
     from dampen.hooks.context import Layer
 
-_TOWER = {"vision", "visual", "text", "image", "audio", "speech", "video", "language", "tower", "extractor"}
+_TOWER = {
+    "vision",
+    "visual",
+    "text",
+    "image",
+    "audio",
+    "speech",
+    "video",
+    "language",
+    "tower",
+    "extractor",
+}
 _SIDE = re.compile("encoder|decoder")
 
 
@@ -66,7 +77,9 @@ def sites_of(names: Sequence[str], depth: str) -> list[Site]:
     towers = towers_of(names) if depth == "stack" else [""] * len(names)
     several = len(set(towers)) > 1
     return [
-        Site(name, i, len(names), (towers[:i].count(tower), towers.count(tower)) if several else None)
+        Site(
+            name, i, len(names), (towers[:i].count(tower), towers.count(tower)) if several else None
+        )
         for i, (name, tower) in enumerate(zip(names, towers, strict=True))
     ]
 

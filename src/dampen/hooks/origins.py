@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MAPS = set("linear addmm matmul __matmul__ bmm mm baddbmm einsum conv1d conv2d conv3d _grouped_mm grouped_mm".split())
+MAPS = set(
+    "linear addmm matmul __matmul__ bmm mm baddbmm einsum conv1d conv2d conv3d _grouped_mm grouped_mm".split()
+)
 _AFFINE = MAPS | set(
     "layer_norm batch_norm group_norm rms_norm avg_pool2d avg_pool1d max_pool2d max_pool1d adaptive_avg_pool2d "
     "adaptive_max_pool2d amax mean view reshape reshape_as permute transpose movedim flatten unflatten contiguous "
@@ -21,10 +23,16 @@ class Origins:
     """The known tensors of one forward."""
 
     def __init__(self, roots: Sequence[Tensor]) -> None:
-        self.tensors: list[Tensor] = []  # those that are known, kept alive so that an id means one tensor
+        self.tensors: list[
+            Tensor
+        ] = []  # those that are known, kept alive so that an id means one tensor
         self.labels: list[frozenset[str]] = []  # the sublayers that each came through; none: clean
-        self.makers: list[tuple[str, list[int]]] = []  # the function that made each, and what of the known it read
-        self.places: dict[int, int] = {}  # id -> index, outside of compiled graphs, which know no ids
+        self.makers: list[
+            tuple[str, list[int]]
+        ] = []  # the function that made each, and what of the known it read
+        self.places: dict[
+            int, int
+        ] = {}  # id -> index, outside of compiled graphs, which know no ids
         for root in roots:
             self.put(root, CLEAN)
 
@@ -44,7 +52,9 @@ class Origins:
                 return i
         return None
 
-    def put(self, out: Any, labels: frozenset[str], name: str = "", read: Sequence[int] = ()) -> None:
+    def put(
+        self, out: Any, labels: frozenset[str], name: str = "", read: Sequence[int] = ()
+    ) -> None:
         """Know what a function gave, and by which of the known."""
         for value in (out,) if isinstance(out, Tensor) else leaves((out,), {}):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -72,7 +82,9 @@ class Origins:
         """Whether a tensor is a part of a linear map rather than a sublayer: a map, or several in a row with nothing
         between them but dropout (LoRA)."""
         maps = self._count_maps(place, _AFFINE | {"dropout"})
-        return maps == 1 or (maps is not None and not any(x.startswith("attention") for x in self.labels[place]))
+        return maps == 1 or (
+            maps is not None and not any(x.startswith("attention") for x in self.labels[place])
+        )
 
     def _count_maps(self, place: int, allowed: frozenset[str] | set[str]) -> int | None:
         """How many linear maps lie between the stream and a tensor; None where anything does that is not allowed."""

@@ -43,7 +43,11 @@ class OwnRate:
     @property
     def name(self) -> str:
         """Where it is: the module's name, and the attribute where that is no matter of course."""
-        return self.place if self.attribute in ("p", "drop_prob") else f"{self.place}.{self.attribute}".lstrip(".")
+        return (
+            self.place
+            if self.attribute in ("p", "drop_prob")
+            else f"{self.place}.{self.attribute}".lstrip(".")
+        )
 
     def at(self, progress: float) -> None:
         """Set what the schedule says. A number that stays is not set again: a compiled graph is guarded by it."""
@@ -75,7 +79,9 @@ def find_own(model: nn.Module) -> list[OwnRate]:
         if isinstance(module, Regularizer) or "dampen_regularizers" in place:
             continue
         for attribute, value in vars(module).items():
-            number = isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
+            number = (
+                isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
+            )
             if number and (kind := _kind(place, module, attribute)):
                 found.append(OwnRate(place, module, attribute, kind))
     return found
@@ -131,10 +137,16 @@ def depth_of(place: str, model: nn.Module, layers: Sequence[Layer]) -> float:
 def choose_own(rates: Sequence[OwnRate], sites: str | Sequence[str]) -> list[OwnRate]:
     """Those whose name or kind matches a pattern, or an error that lists what there is."""
     patterns = [sites] if isinstance(sites, str) else list(sites)
-    chosen = [r for r in rates if any(fnmatch.fnmatch(text, p) for text in (r.name, r.place, r.kind) for p in patterns)]
+    chosen = [
+        r
+        for r in rates
+        if any(fnmatch.fnmatch(text, p) for text in (r.name, r.place, r.kind) for p in patterns)
+    ]
     if not chosen:
         there = "\n  ".join(map(str, rates)) or "none: the model has no dropout of its own"
-        raise ValueError(f"no dropout of the model's own matches target_modules={sites!r}. There are:\n  {there}")
+        raise ValueError(
+            f"no dropout of the model's own matches target_modules={sites!r}. There are:\n  {there}"
+        )
     return chosen
 
 
@@ -147,7 +159,8 @@ def describe_own(rates: Sequence[OwnRate]) -> list[str]:
             key = r.kind, f"{r.rate:.3g}", pattern
             groups[key] = groups.get(key, 0) + 1
     lines = [
-        f"  (own)  {kind} {rate}: {where}{f' (x{n})' if n > 1 else ''}" for (kind, rate, where), n in groups.items()
+        f"  (own)  {kind} {rate}: {where}{f' (x{n})' if n > 1 else ''}"
+        for (kind, rate, where), n in groups.items()
     ]
     silent = sum(r.rate == 0 for r in rates)
     return [*lines, f"  (own)  {silent} more at rate 0"] if silent else lines

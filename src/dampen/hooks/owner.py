@@ -57,7 +57,9 @@ class OwnerFrame(Frame):
 class OwnerSocket(ResidualSocket):
     """Shows each residual branch of an owner's layers to the regularizers of its layer."""
 
-    def __init__(self, site: OwnerSite, acting: dict[int, list[Regularizer]], roots: Any, frame: OwnerFrame) -> None:
+    def __init__(
+        self, site: OwnerSite, acting: dict[int, list[Regularizer]], roots: Any, frame: OwnerFrame
+    ) -> None:
         self.site, self.acting, self.current = site, acting, site.layers[0][0]
         self.branches: dict[int, list[str]] = {}  # layer -> the roles of its branches so far
         self.running = 0  # parts that are running
@@ -109,7 +111,10 @@ def owner_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: OwnerSite = self._dampen_owner
-        acting = {id(layer): [r for r in layer.active(self) if "branch" in r.stages] for layer, _ in site.layers}
+        acting = {
+            id(layer): [r for r in layer.active(self) if "branch" in r.stages]
+            for layer, _ in site.layers
+        }
         if not any(acting.values()):
             return base(self, *args, **kwargs)
         opened = [layer for layer, _ in site.layers if frame_of(layer) is None]

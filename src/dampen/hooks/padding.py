@@ -23,8 +23,12 @@ class Padding:
     """What the layers of one model know about the padding of a forward."""
 
     def __init__(self) -> None:
-        self.masks: list[MaskSite] = []  # the modules that are called with `attention_mask`, the innermost first
-        self.reported: dict[int, Tensor] = {}  # by thread: the valid tokens (B, N) that an attention has reported
+        self.masks: list[
+            MaskSite
+        ] = []  # the modules that are called with `attention_mask`, the innermost first
+        self.reported: dict[
+            int, Tensor
+        ] = {}  # by thread: the valid tokens (B, N) that an attention has reported
         self.unknown: dict[int, str] = {}  # by thread: a layer that needed them before
 
     def start(self) -> None:
@@ -64,7 +68,11 @@ def open_padding(model: nn.Module, layers: Sequence[Layer]) -> Padding | None:
     """Watch the masks of a model in which a layer needs padding and cannot report it."""
     from dampen.hooks.embeddings import mask_sites  # which imports the state of a layer
 
-    needing = [layer for layer in layers if not layer.tells_padding and any(c.needs_valid for c in layer.clones)]
+    needing = [
+        layer
+        for layer in layers
+        if not layer.tells_padding and any(c.needs_valid for c in layer.clones)
+    ]
     if not needing:
         return None
     padding = Padding()

@@ -40,12 +40,24 @@ from dampen.regularizer import Regularizer
 if TYPE_CHECKING:
     from dampen.hooks.context import Frame, Layer
 
-_LOOKS = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "get_device", "__len__"}
+_LOOKS = {
+    "__get__",
+    "size",
+    "dim",
+    "stride",
+    "numel",
+    "is_contiguous",
+    "is_floating_point",
+    "get_device",
+    "__len__",
+}
 
 
 def call_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function as a mode received it."""
-    if getattr(func, "__name__", "") == "unflatten":  # its super() cannot be traced below a mode by torch.compile
+    if (
+        getattr(func, "__name__", "") == "unflatten"
+    ):  # its super() cannot be traced below a mode by torch.compile
         return torch.unflatten(*args, **kwargs)
     return func(*args, **kwargs)
 
@@ -54,17 +66,27 @@ class ResidualSocket(TorchFunctionMode):
     """Shows each residual branch of one block's forward to the regularizers, just before it is added."""
 
     def __init__(
-        self, regularizers: Sequence[Regularizer], roots: Sequence[Tensor], layer: Layer, frame: Frame
+        self,
+        regularizers: Sequence[Regularizer],
+        roots: Sequence[Tensor],
+        layer: Layer,
+        frame: Frame,
     ) -> None:
         super().__init__()
         self.regularizers, self.layer, self.frame, self.roots = regularizers, layer, frame, roots
         self.root = roots[0]  # the block's first input
         self.log: list[Entry] = []
-        self.memory: Memory | None = None if torch.compiler.is_compiling() else layer.residual_memory
+        self.memory: Memory | None = (
+            None if torch.compiler.is_compiling() else layer.residual_memory
+        )
         self.removed = False  # whether a skip was left out
-        self.buffers: list[tuple[Tensor, int]] = []  # of the block, with their versions, where it is followed
+        self.buffers: list[
+            tuple[Tensor, int]
+        ] = []  # of the block, with their versions, where it is followed
         if not torch.compiler.is_compiling() and self.memory is None:
-            self.buffers = [(b, version_of(b)) for b in frame.block.buffers() if not b.is_inference()]
+            self.buffers = [
+                (b, version_of(b)) for b in frame.block.buffers() if not b.is_inference()
+            ]
         self._fresh()
         frame.residual = self
 
@@ -77,7 +99,11 @@ class ResidualSocket(TorchFunctionMode):
         self.resized: int | None = None  # elements of the last sum with a projected shortcut
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if self.memory is not None:
@@ -105,7 +131,9 @@ class ResidualSocket(TorchFunctionMode):
             self._note(func, args, kwargs, out)
         return out
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found | None) -> Any:
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found | None
+    ) -> Any:
         """Run a call, which may be an addition of a branch, and keep it."""
         if found is None:
             out = call_torch(func, args, kwargs)
@@ -137,15 +165,22 @@ class ResidualSocket(TorchFunctionMode):
         if made is None or other is None:
             return None
         resized = residual.numel() != self._stream().numel()
-        single, attended = known.is_single_map(made), any(x.startswith("attention") for x in known.labels[made])
+        single, attended = (
+            known.is_single_map(made),
+            any(x.startswith("attention") for x in known.labels[made]),
+        )
         if known.comes_from(other, made) and (single or (attended and resized)):
-            labels = (known.labels[other] - known.labels[made]) or frozenset([f"ffn {len(self.found)}"])
+            labels = (known.labels[other] - known.labels[made]) or frozenset(
+                [f"ffn {len(self.found)}"]
+            )
             around = known.labels[made] if attended else CLEAN
             return Found(labels, branch_first, self.read, around, resized=resized)
         # the inside of an activation, x + 0.04 x^3 or b x + a x^2, reads one map on both sides
         derived = single and known.comes_from(other, known.map_behind(made), mapped=True)
         if single and resized and not derived and not known.is_beside_a_map(other):
-            return Found(known.labels[other], branch_first, self.read, projected=True, resized=resized)
+            return Found(
+                known.labels[other], branch_first, self.read, projected=True, resized=resized
+            )
         return None
 
     def _stream(self) -> Tensor:
@@ -155,7 +190,9 @@ class ResidualSocket(TorchFunctionMode):
         """Where the result of a call came from."""
         read, labels = [], CLEAN
         name = getattr(func, "__name__", "")
-        out = args[0] if name == "__setitem__" else out  # experts that write their tokens into one tensor
+        out = (
+            args[0] if name == "__setitem__" else out
+        )  # experts that write their tokens into one tensor
         for value in leaves(args, kwargs):
             place = self.origins.place(value)
             if place is not None:
@@ -179,7 +216,9 @@ class ResidualSocket(TorchFunctionMode):
     def _is_as_large(self, found: Found, args: tuple[Any, ...]) -> bool:
         """Whether a shortcut has changed its size as before, where that was a reason to take it for one."""
         residual: Tensor = args[1] if found.branch_first else args[0]
-        return found.resized is None or (residual.numel() != self._stream().numel()) == found.resized
+        return (
+            found.resized is None or (residual.numel() != self._stream().numel()) == found.resized
+        )
 
     def _follow(self) -> None:
         """From now on follow the tensors, and do so for the calls that were only compared until here."""
@@ -204,7 +243,11 @@ class ResidualSocket(TorchFunctionMode):
         """An attention module has run: what it gives out came through it, unless it has added its residual itself
         (ALBERT)."""
         number = len(self.log)
-        if self.memory is not None and number < len(self.memory.functions) and self.memory.functions[number] is None:
+        if (
+            self.memory is not None
+            and number < len(self.memory.functions)
+            and self.memory.functions[number] is None
+        ):
             self.frame.attended += 1
         else:
             self._follow()
@@ -239,7 +282,9 @@ class ResidualSocket(TorchFunctionMode):
         role = role_of(found.labels)
         flat = self._flattened(branch)
         axis = 1 if self.frame.sequence_first else None
-        call = BranchCall(role, residual, self.layer.site, batch_axis=axis, memory=self.frame.memory)
+        call = BranchCall(
+            role, residual, self.layer.site, batch_axis=axis, memory=self.frame.memory
+        )
         branch = branch if flat is None else branch.unflatten(0, flat)
         for r in self.regularizers:
             branch = r.branch(branch, call)
@@ -283,7 +328,9 @@ class ResidualSocket(TorchFunctionMode):
         """Raise where a sublayer that ran was not added, or the block gives out something else than the stream."""
         first = first_of(out)
         if self.memory is not None:
-            if len(self.log) == len(self.memory.functions) and first is self._made(self.memory.result):
+            if len(self.log) == len(self.memory.functions) and first is self._made(
+                self.memory.result
+            ):
                 self.layer.residual_same += 1
                 return
             self._follow()
@@ -292,11 +339,19 @@ class ResidualSocket(TorchFunctionMode):
         missing = sorted(attended - self.covered)
         wants_ffn = expected > len(self.layer.attentions)
         # without attention one branch may hold all of the block (ConvNeXt's convolution and feed-forward)
-        if wants_ffn and self.layer.attentions and not any(label.startswith("ffn") for label in self.covered):
+        if (
+            wants_ffn
+            and self.layer.attentions
+            and not any(label.startswith("ffn") for label in self.covered)
+        ):
             missing.append("ffn")
         # attentions that target_modules= or attention= left out
         unmarked = expected - wants_ffn - len(self.layer.attentions)
-        if unmarked and sum(label.startswith("attention") for label in self.covered) < len(attended) + unmarked:
+        if (
+            unmarked
+            and sum(label.startswith("attention") for label in self.covered)
+            < len(attended) + unmarked
+        ):
             missing.append("attention")
         # a sum of another size than the block's output was inside a sublayer, and its shortcut none
         inner = first is not None and self.resized not in (None, first.numel())
@@ -304,7 +359,9 @@ class ResidualSocket(TorchFunctionMode):
             self._remember(first)
             return
         names = ", ".join(sorted({r.name for r in self.regularizers}))
-        why = f"{', '.join(missing)} not among them" if missing else "and its output is not their sum"
+        why = (
+            f"{', '.join(missing)} not among them" if missing else "and its output is not their sum"
+        )
         raise RuntimeError(
             f"{type(block).__name__} at '{self.layer.site.name}': found {len(self.found)} residual additions "
             f"({', '.join(self.found) or 'none'}), {why}, so {names} cannot act on its branches. "
@@ -315,7 +372,9 @@ class ResidualSocket(TorchFunctionMode):
     def _remember(self, out: Tensor) -> None:
         if torch.compiler.is_compiling():
             return
-        stateless = all(version_of(b) == version for b, version in self.buffers)  # a stream may have to run again
+        stateless = all(
+            version_of(b) == version for b, version in self.buffers
+        )  # a stream may have to run again
         may_stream = stateless and not self.frame.sequence_first and not self.removed
         self.layer.residual_memory = remember(self.roots, self.log, out, may_stream)
         self.layer.residual_same = 0

@@ -26,7 +26,18 @@ _FFN_NAMES = {
     "w_out",
 }
 FFN_IN, FFN_OUT = (set(names.split()) for names in _FFN_NAMES.values())
-_NOT_FFN = ("modulation", "adaln", "router", "gate", "time", "cond", "norm", "pos", "adapter", "lora")
+_NOT_FFN = (
+    "modulation",
+    "adaln",
+    "router",
+    "gate",
+    "time",
+    "cond",
+    "norm",
+    "pos",
+    "adapter",
+    "lora",
+)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -45,7 +56,10 @@ def is_convolution(module: nn.Module | None) -> bool:
 
 def is_conv1d(module: nn.Module) -> bool:
     """transformers.pytorch_utils.Conv1D, found without importing transformers."""
-    return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__)
+    return any(
+        c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils"
+        for c in type(module).__mro__
+    )
 
 
 def kind_of(module: nn.Module) -> str:
@@ -72,8 +86,12 @@ def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
         if part in ATTENTION_ROLES:
             role = ATTENTION_ROLES[part]
             if role == "out":  # "q.proj" is the map of a module that makes the queries
-                role = next((r for p in parts[:i] if (r := ATTENTION_ROLES.get(p, "out")) != "out"), role)
-            role = "kv" if part == "c_attn" and "q_attn" in siblings else role  # GPT-2's cross-attention
+                role = next(
+                    (r for p in parts[:i] if (r := ATTENTION_ROLES.get(p, "out")) != "out"), role
+                )
+            role = (
+                "kv" if part == "c_attn" and "q_attn" in siblings else role
+            )  # GPT-2's cross-attention
             return f"lora_{role}" if is_adapter(name) else role
     return "other"
 
@@ -97,7 +115,9 @@ def _feed_forward_role(parts: Sequence[str]) -> str:
 def _is_partner(name: str, other: str, maps: Mapping[str, nn.Module]) -> bool:
     """Whether two maps stand side by side and one leads back from where the other leads."""
     beside = name.rpartition(".")[0] == other.rpartition(".")[0]
-    return beside and tuple(weight_of(maps[name]).shape) == tuple(weight_of(maps[other]).shape)[::-1]
+    return (
+        beside and tuple(weight_of(maps[name]).shape) == tuple(weight_of(maps[other]).shape)[::-1]
+    )
 
 
 def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> dict[str, str]:
@@ -119,16 +139,26 @@ def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> 
             rest.append(name)
     alone = [name for name in maps if roles[name] in ("ffn_in", "ffn_out")]
     pair = next((n for n in rest if len(alone) == 1 and _is_partner(n, alone[0], maps)), None)
-    if pair is not None:  # a name that fits one map of two tells nothing: "linear0" and "linear1" (FT-Transformer)
+    if (
+        pair is not None
+    ):  # a name that fits one map of two tells nothing: "linear0" and "linear1" (FT-Transformer)
         first, second = (n for n in maps if n in (pair, alone[0]))
         roles |= {first: "ffn_in", second: "ffn_out"}
-    if by_shape and rest and "ffn_in" not in roles.values() and "ffn_out" not in roles.values() and len(rest) > 1:
+    if (
+        by_shape
+        and rest
+        and "ffn_in" not in roles.values()
+        and "ffn_out" not in roles.values()
+        and len(rest) > 1
+    ):
         shapes = {name: tuple(weight_of(maps[name]).shape) for name in rest}
         width = shapes[rest[0]][1]  # the first map reads the tokens
         narrowing = [name for name in rest if shapes[name][0] == width and shapes[name][1] != width]
         for name in rest:
             roles[name] = "ffn_out" if name in (narrowing or rest[-1:]) else "ffn_in"
-    for name in (n for n, role in roles.items() if role == "other" and n.rpartition(".")[2] == "gate"):
+    for name in (
+        n for n, role in roles.items() if role == "other" and n.rpartition(".")[2] == "gate"
+    ):
         if any(roles[n] == "ffn_in" and _is_beside(n, name, maps) for n in maps):
             roles[name] = "ffn_in"  # of SwiGLU; a router is not as wide
     return roles

@@ -81,15 +81,27 @@ def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
     for i in range(len(parts) - 1, 0, -1):
         ancestor = ".".join(parts[:i])
         module = model.get_submodule(ancestor)
-        if NAME.search(type(module).__name__) and not _holds_feed_forward(module, ancestor, attentions):
+        if NAME.search(type(module).__name__) and not _holds_feed_forward(
+            module, ancestor, attentions
+        ):
             continue  # a wrapper that adds the output projection (BERT) or the norm (T5) is not yet the layer
         if _wraps_sublayer(model, ancestor, module):
             continue
         if _outside_attention(model, ancestor, attentions):
             element = ".".join(parts[: i + 1])
-            return element if _is_layer_of_list(model, ancestor, element, name) else _owner(model, parts, i)
-    elements = [i for i in range(len(parts), 0, -1) if isinstance(model.get_submodule(".".join(parts[: i - 1])), LISTS)]
-    for i in elements:  # no linear map beside it: the smallest element of a list that has other maps (convolutions)
+            return (
+                element
+                if _is_layer_of_list(model, ancestor, element, name)
+                else _owner(model, parts, i)
+            )
+    elements = [
+        i
+        for i in range(len(parts), 0, -1)
+        if isinstance(model.get_submodule(".".join(parts[: i - 1])), LISTS)
+    ]
+    for i in (
+        elements
+    ):  # no linear map beside it: the smallest element of a list that has other maps (convolutions)
         element = ".".join(parts[:i])
         wrapper = _wraps_sublayer(model, element, model.get_submodule(element))
         if not wrapper and _has_other_maps(model, element, attentions):
@@ -103,7 +115,9 @@ def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
 def _wraps_sublayer(model: nn.Module, name: str, module: nn.Module) -> bool:
     """Whether a module in a list of sublayers only projects what enters and leaves an attention (CrossViT): it adds no
     residual and has no name of a feed-forward in it."""
-    if isinstance(module, LISTS) or not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList):
+    if isinstance(module, LISTS) or not isinstance(
+        model.get_submodule(name.rpartition(".")[0]), nn.ModuleList
+    ):
         return False
     maps = {n: m for n, m in module.named_modules() if is_linear(m) and n.count(".") == 0}
     named = feed_forward_roles(maps, by_shape=False)
@@ -113,11 +127,16 @@ def _wraps_sublayer(model: nn.Module, name: str, module: nn.Module) -> bool:
 def _is_layer_of_list(model: nn.Module, holder: str, element: str, attention: str) -> bool:
     """Whether an element of a list adds its residual itself, so that it is a layer although its neighbors hold all the
     linear layers beside attention (experts kept as parameters, blocks of one sublayer each)."""
-    if not isinstance(model.get_submodule(holder), nn.ModuleList) or holder.rpartition(".")[2].isdigit():
+    if (
+        not isinstance(model.get_submodule(holder), nn.ModuleList)
+        or holder.rpartition(".")[2].isdigit()
+    ):
         return False
     module = model.get_submodule(element)
     owned = _owner(model, element.split("."), element.count(".")) != holder
-    return element != attention and not owned and not isinstance(module, LISTS) and adds(type(module))
+    return (
+        element != attention and not owned and not isinstance(module, LISTS) and adds(type(module))
+    )
 
 
 def group_sublayers(
@@ -134,18 +153,26 @@ def group_sublayers(
             continue
         mine = {n: None for n, s in scopes.items() if s == scope}
         below = names_below(mine)
-        groups: list[tuple[list[str], list[str], bool]] = []  # elements, attentions, whether a feed-forward was met
+        groups: list[
+            tuple[list[str], list[str], bool]
+        ] = []  # elements, attentions, whether a feed-forward was met
         for key, module in holder.named_children():
             element = f"{scope}.{key}" if scope else key
             here = [element] if element in mine else below.get(element, [])
             if not here and not any(of for _, of, _ in groups) and _is_stem(module):
                 continue
             feeds = not here and any(is_linear(m) for m in module.modules())
-            same = bool(groups) and any(crossing(a) == crossing(b) for a in here for b in groups[-1][1])
+            same = bool(groups) and any(
+                crossing(a) == crossing(b) for a in here for b in groups[-1][1]
+            )
             if not groups or (here and groups[-1][1] and (groups[-1][2] or same)):
                 groups.append(([], [], False))
             elements, attentions, fed = groups[-1]
-            groups[-1] = ([*elements, element], attentions + here, fed or (feeds and bool(attentions)))
+            groups[-1] = (
+                [*elements, element],
+                attentions + here,
+                fed or (feeds and bool(attentions)),
+            )
         if len(groups) < 2:
             continue
         for elements, attentions, _ in groups:
@@ -180,14 +207,18 @@ def _is_stem(module: nn.Module) -> bool:
     return any(max(m.kernel_size) > 1 for m in convolutions)
 
 
-def refine_scopes(model: nn.Module, scopes: Mapping[str, str], attentions: Attentions) -> dict[str, str]:
+def refine_scopes(
+    model: nn.Module, scopes: Mapping[str, str], attentions: Attentions
+) -> dict[str, str]:
     """Scopes that are layers: one that holds other layers (CrossViT), or attentions of several blocks without linear
     maps (MobileNetV4, iFormer), is a stage, and the layer is the block in it that adds its residual."""
     refined = dict(scopes)
     for name, scope in scopes.items():
         others = [n for n in attentions.below.get(scope, ()) if n != name]
         holds_layers = any(scopes[n] != scope and inside(scopes[n], scope) for n in others)
-        if holds_layers or (others and scope != name and not _outside_attention(model, scope, attentions)):
+        if holds_layers or (
+            others and scope != name and not _outside_attention(model, scope, attentions)
+        ):
             refined[name] = _own_block(model, name, scope, attentions) or scope
         elif stage := _stage_of(model, name, scope, attentions):
             refined[name] = _own_block(model, name, stage, attentions) or scope
@@ -214,7 +245,9 @@ def _own_block(model: nn.Module, name: str, scope: str, attentions: Attentions) 
         if (
             alone
             and not isinstance(module, LISTS)
-            and any(adds(type(model.get_submodule(".".join(parts[:j])))) for j in range(i, len(parts)))
+            and any(
+                adds(type(model.get_submodule(".".join(parts[:j])))) for j in range(i, len(parts))
+            )
         ):
             return above
     return ""
@@ -222,10 +255,16 @@ def _own_block(model: nn.Module, name: str, scope: str, attentions: Attentions) 
 
 def _holds_feed_forward(module: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> bool:
     """Whether a module named like attention has both maps of a feed-forward beside the attention (MaxViT)."""
-    maps = {n: m for n, m in module.named_modules() if is_linear(m) and closest(f"{name}.{n}", attentions) is None}
+    maps = {
+        n: m
+        for n, m in module.named_modules()
+        if is_linear(m) and closest(f"{name}.{n}", attentions) is None
+    }
     if {"ffn_in", "ffn_out"} <= set(feed_forward_roles(maps, by_shape=False).values()):
         return True
-    roles = feed_forward_roles(maps)  # by shape: square maps are projections (DAB-DETR), whatever their order
+    roles = feed_forward_roles(
+        maps
+    )  # by shape: square maps are projections (DAB-DETR), whatever their order
     widths = {tuple(weight_of(maps[n]).shape) for n, role in roles.items() if role == "ffn_in"}
     return any(
         role == "ffn_out" and a != b and (b, a) in widths
@@ -261,7 +300,9 @@ def is_whole_block(module: nn.Module) -> bool:
     return {"ffn_in", "ffn_out"} <= set(_inner_feed_forward(module).values())
 
 
-def _outside_attention(model: nn.Module, scope: str, attentions: Attentions) -> dict[str, nn.Module]:
+def _outside_attention(
+    model: nn.Module, scope: str, attentions: Attentions
+) -> dict[str, nn.Module]:
     """The linear maps below `scope` that belong to no attention, by their names inside the scope."""
     if scope not in attentions.outside:
         prefix = scope + "." if scope else ""
@@ -279,7 +320,9 @@ def _attention_above(name: str, scope: str, attentions: Attentions, model: nn.Mo
     parts = name.split(".")
     for i in range(start + 1, len(parts)):
         above = ".".join(parts[:i])
-        if above in attentions or (above in attentions.below and not isinstance(model.get_submodule(above), LISTS)):
+        if above in attentions or (
+            above in attentions.below and not isinstance(model.get_submodule(above), LISTS)
+        ):
             return True
     return False
 
@@ -313,13 +356,26 @@ def find_linears(
             plans[name] = LinearPlan(module, outside[local])
         else:  # in a wrapper of an attention: its output projection, where it has one map or the name says so
             above = local.rpartition(".")[0]
-            alone = sum(n.rpartition(".")[0] == above and is_linear(m) for n, m in inner_modules.items()) == 1
-            role = "out" if alone or is_adapter(local) else attention_role(local.rpartition(".")[2], {})
+            alone = (
+                sum(
+                    n.rpartition(".")[0] == above and is_linear(m) for n, m in inner_modules.items()
+                )
+                == 1
+            )
+            role = (
+                "out"
+                if alone or is_adapter(local)
+                else attention_role(local.rpartition(".")[2], {})
+            )
             plans[name] = LinearPlan(module, f"lora_{role}" if is_adapter(local) else role)
     return plans
 
 
 def _inner_feed_forward(module: nn.Module) -> dict[str, str]:
     return feed_forward_roles(
-        {n: m for n, m in module.named_modules() if is_linear(m) and attention_role(n, {}) == "other"}
+        {
+            n: m
+            for n, m in module.named_modules()
+            if is_linear(m) and attention_role(n, {}) == "other"
+        }
     )

@@ -13,10 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_SOCKETS = {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
+_SOCKETS = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "ALL_ATTENTION_FUNCTIONS",
+}
 _SOFTMAX = {"softmax", "Softmax"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
-_PLAIN = (Tensor, torch, F, nn.Module, str, list, dict, tuple, int, float)  # whose attributes hide no attention
+_PLAIN = (
+    Tensor,
+    torch,
+    F,
+    nn.Module,
+    str,
+    list,
+    dict,
+    tuple,
+    int,
+    float,
+)  # whose attributes hide no attention
 _LIBRARIES = ("torch", "math", "numpy", "einops", "functools", "operator")
 
 
@@ -50,7 +65,9 @@ def shows_parts(module: nn.Module) -> tuple[bool, bool]:
 
 def _keeps_softmax(module: nn.Module) -> bool:
     """Whether a module has an `nn.Softmax` as a child, by itself or in a Sequential (with a dropout after it)."""
-    children = [inner for m in module.children() for inner in (m if isinstance(m, nn.Sequential) else [m])]
+    children = [
+        inner for m in module.children() for inner in (m if isinstance(m, nn.Sequential) else [m])
+    ]
     return any(isinstance(m, nn.Softmax) for m in children)
 
 
@@ -60,7 +77,11 @@ def adds(cls: type) -> bool:
     if not isinstance(forward, FunctionType) or forward.__module__.startswith("torch."):
         return False
     codes = _codes(inspect.unwrap(forward).__code__)
-    return any(i.opname == "BINARY_OP" and i.argrepr in ("+", "+=") for c in codes for i in dis.get_instructions(c))
+    return any(
+        i.opname == "BINARY_OP" and i.argrepr in ("+", "+=")
+        for c in codes
+        for i in dis.get_instructions(c)
+    )
 
 
 def scripted_function(module: nn.Module) -> str:
@@ -71,7 +92,10 @@ def scripted_function(module: nn.Module) -> str:
             continue
         forward = inspect.unwrap(forward)
         names = (name for code in _codes(forward.__code__) for name in code.co_names)
-        found = next((n for n in names if isinstance(forward.__globals__.get(n), torch.jit.ScriptFunction)), "")
+        found = next(
+            (n for n in names if isinstance(forward.__globals__.get(n), torch.jit.ScriptFunction)),
+            "",
+        )
         if found:
             return found
     return ""
@@ -81,16 +105,24 @@ def _mentions(function: FunctionType, cls: type, depth: int, wanted: set[str]) -
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     if names & wanted:
         return True
-    return depth > 0 and any(_mentions(inner, cls, depth - 1, wanted) for inner in _called(function, cls, names))
+    return depth > 0 and any(
+        _mentions(inner, cls, depth - 1, wanted) for inner in _called(function, cls, names)
+    )
 
 
 def _multiplies(function: FunctionType, cls: type, depth: int) -> bool:
     """Whether the code has an `@`."""
     codes = list(_codes(function.__code__))
-    if any(i.opname == "BINARY_OP" and i.argrepr == "@" for code in codes for i in dis.get_instructions(code)):
+    if any(
+        i.opname == "BINARY_OP" and i.argrepr == "@"
+        for code in codes
+        for i in dis.get_instructions(code)
+    ):
         return True
     names = {name for code in codes for name in code.co_names}
-    return depth > 0 and any(_multiplies(inner, cls, depth - 1) for inner in _called(function, cls, names))
+    return depth > 0 and any(
+        _multiplies(inner, cls, depth - 1) for inner in _called(function, cls, names)
+    )
 
 
 def _called(function: FunctionType, cls: type, names: set[str]) -> Iterator[FunctionType]:
@@ -123,7 +155,11 @@ def _reads_plain(module: nn.Module) -> bool:
     if cls.__module__.startswith("torch."):
         return not (_attends(cls.__name__) or "Transformer" in cls.__name__)
     forward = inspect.getattr_static(cls, "forward", None)
-    return isinstance(forward, FunctionType) and "forward" not in vars(module) and _plain(forward, module, set())
+    return (
+        isinstance(forward, FunctionType)
+        and "forward" not in vars(module)
+        and _plain(forward, module, set())
+    )
 
 
 def _plain(function: FunctionType, module: nn.Module, seen: set[FunctionType]) -> bool:
@@ -133,7 +169,9 @@ def _plain(function: FunctionType, module: nn.Module, seen: set[FunctionType]) -
     seen.add(function)
     if function.__closure__ or hasattr(function, "__wrapped__"):
         return False  # what a closure holds or a decorator does is not in this code
-    for instruction in (i for code in _codes(function.__code__) for i in dis.get_instructions(code)):
+    for instruction in (
+        i for code in _codes(function.__code__) for i in dis.get_instructions(code)
+    ):
         name = str(instruction.argval)
         if instruction.opname.startswith("IMPORT"):
             return False
@@ -142,7 +180,11 @@ def _plain(function: FunctionType, module: nn.Module, seen: set[FunctionType]) -
             continue
         of_global = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
         found = _global(function, name) if of_global else _attribute(module, name)
-        if _attends(name) or found is _UNKNOWN or (isinstance(found, FunctionType) and not _plain(found, module, seen)):
+        if (
+            _attends(name)
+            or found is _UNKNOWN
+            or (isinstance(found, FunctionType) and not _plain(found, module, seen))
+        ):
             return False
     return True
 
@@ -159,16 +201,26 @@ def _global(function: FunctionType, name: str) -> Any:
     value = function.__globals__.get(name, getattr(builtins, name, _UNKNOWN))
     if isinstance(value, FunctionType) or value is _UNKNOWN:
         return value
-    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "") or ""
+    home = (
+        value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "") or ""
+    )
     known = home.split(".")[0] in (*_LIBRARIES, "builtins", "typing")
-    return None if known or isinstance(value, BuiltinFunctionType) or not (callable(value) or home) else _UNKNOWN
+    return (
+        None
+        if known or isinstance(value, BuiltinFunctionType) or not (callable(value) or home)
+        else _UNKNOWN
+    )
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
     """What an attribute of this name may stand for: one of the module, or of tensors and plain data."""
     own = inspect.getattr_static(type(module), name, None)
     own = (
-        own.fget if isinstance(own, property) else own.__func__ if isinstance(own, staticmethod | classmethod) else own
+        own.fget
+        if isinstance(own, property)
+        else own.__func__
+        if isinstance(own, staticmethod | classmethod)
+        else own
     )
     if isinstance(own, FunctionType):
         return own
@@ -179,4 +231,8 @@ def _attribute(module: nn.Module, name: str) -> Any:
         **dict(module.named_parameters(recurse=False)),
         **dict(module.named_buffers(recurse=False)),
     }
-    return None if name in kept or own is not None or any(hasattr(x, name) for x in _PLAIN) else _UNKNOWN
+    return (
+        None
+        if name in kept or own is not None or any(hasattr(x, name) for x in _PLAIN)
+        else _UNKNOWN
+    )

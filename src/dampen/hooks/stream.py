@@ -55,7 +55,12 @@ class StreamSocket:
     """One forward of a block whose way of adding is known."""
 
     def __init__(
-        self, regularizers: Sequence[Regularizer], active: Sequence[Regularizer], x: Tensor, layer: Layer, frame: Frame
+        self,
+        regularizers: Sequence[Regularizer],
+        active: Sequence[Regularizer],
+        x: Tensor,
+        layer: Layer,
+        frame: Frame,
     ) -> None:
         assert layer.residual_memory is not None  # `may_stream` has looked
         self.regularizers, self.active, self.layer, self.frame = regularizers, active, layer, frame
@@ -88,7 +93,9 @@ class StreamSocket:
         ):
             return self.add_otherwise(residual, branch, **kwargs)
         call = BranchCall(memory.roles[number], residual, self.layer.site, memory=self.frame.memory)
-        residual.__class__ = Tensor  # a method may add to what it reads, and that is no addition of the block's
+        residual.__class__ = (
+            Tensor  # a method may add to what it reads, and that is no addition of the block's
+        )
         try:
             for r in self.regularizers:
                 branch = r.branch(branch, call)
@@ -122,7 +129,11 @@ class StreamSocket:
 
     def is_as_before(self, out: Any) -> bool:
         """Whether every branch was seen and the last sum is what the block gives out."""
-        return not self.departed and len(self.sums) == len(self.memory.roles) and first_of(out) is self.sums[-1]
+        return (
+            not self.departed
+            and len(self.sums) == len(self.memory.roles)
+            and first_of(out) is self.sums[-1]
+        )
 
     def undo(self, block: nn.Module) -> None:
         """Take back what the forward has drawn and noted, so that the block can run again and be followed."""

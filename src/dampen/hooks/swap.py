@@ -19,7 +19,9 @@ _classes: dict[tuple[type, str], type] = {}
 def swap(module: nn.Module, kind: str, state: object) -> None:
     """Give `module` the forward of `kind` and keep `state` on it."""
     found = None if is_swapped(module) else own_forward(module)
-    if found is not None:  # an instance attribute hides the class's forward: it becomes the first swap
+    if (
+        found is not None
+    ):  # an instance attribute hides the class's forward: it becomes the first swap
         take_over(module, found)
         _push(module, "instance", found)
     _push(module, kind, state)
@@ -89,7 +91,11 @@ def _swapped(base: type, kind: str) -> type:
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle and deepcopy by the original class and the list of swaps."""
-    kinds = [vars(cls)["_dampen_kind"] for cls in reversed(type(self).__mro__) if "_dampen_kind" in vars(cls)]
+    kinds = [
+        vars(cls)["_dampen_kind"]
+        for cls in reversed(type(self).__mro__)
+        if "_dampen_kind" in vars(cls)
+    ]
     reduced: Any = object.__reduce_ex__(self, protocol)
     state = reduced[2:]
     return (_revive, (original_class(type(self)), tuple(kinds)), *state)

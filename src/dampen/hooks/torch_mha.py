@@ -140,7 +140,9 @@ def _forward(
         value = key if same[1] else value.transpose(0, 1)
 
     projected = []
-    for role, x, weight, bias in zip("qkv", (query, key, value), _weights(self), _biases(self), strict=True):
+    for role, x, weight, bias in zip(
+        "qkv", (query, key, value), _weights(self), _biases(self), strict=True
+    ):
         projected.append(project(role, x, weight, bias))
     q, k, v = projected
     mask = _merge(attn_mask, key_padding_mask, query.shape[0], self.num_heads, q.dtype)
@@ -154,11 +156,15 @@ def _forward(
         mask = _one_more_key(mask)
 
     # is_causal is a hint that attn_mask is causal; with padding merged in, the mask itself is what counts
-    causal = is_causal and not need_weights and key_padding_mask is None and q.shape[2] == k.shape[2]
+    causal = (
+        is_causal and not need_weights and key_padding_mask is None and q.shape[2] == k.shape[2]
+    )
     dropout = self.dropout if self.training else 0.0
     out = attend(q, k, v, None if causal else mask, dropout, causal, need_weights=need_weights)
     o, weights = out if need_weights else (out, None)
-    frame.sequence_first = batched and not self.batch_first  # the feed-forward beside sees (N, B, D)
+    frame.sequence_first = (
+        batched and not self.batch_first
+    )  # the feed-forward beside sees (N, B, D)
     o = self.out_proj(o.transpose(1, 2).flatten(-2))
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)
@@ -186,7 +192,11 @@ def _merge(
 ) -> Tensor | None:
     """Both masks in SDPA's convention: bool (True may be seen) where both are bool, else added to the scores."""
     if attn_mask is not None:
-        attn_mask = attn_mask.unflatten(0, (batch, heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
+        attn_mask = (
+            attn_mask.unflatten(0, (batch, heads))
+            if attn_mask.dim() == 3
+            else attn_mask[None, None]
+        )
     if padding is not None:
         padding = padding[:, None, None]
     masks = [m for m in (attn_mask, padding) if m is not None]
@@ -206,4 +216,8 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _one_more_key(mask: Tensor | None) -> Tensor | None:
     """Room for a key that is always visible."""
-    return None if mask is None else F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+    return (
+        None
+        if mask is None
+        else F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+    )

@@ -13,10 +13,14 @@ from dampen.hooks.layout import Layout
 class Way:
     """A tensor on its way, the function that made it and where it came from."""
 
-    def __init__(self, tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Any) -> None:
+    def __init__(
+        self, tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Any
+    ) -> None:
         self.tensor, self.func, self.args, self.kwargs = tensor, func, args, kwargs
         self.source: Way | None = source
-        self.axes: tuple[int, ...] = tuple(range(tensor.ndim))  # which axis of the scores each of its axes is
+        self.axes: tuple[int, ...] = tuple(
+            range(tensor.ndim)
+        )  # which axis of the scores each of its axes is
 
     @property
     def in_order(self) -> bool:
@@ -29,7 +33,9 @@ class Way:
             return new
         source = self.source
         if source is None:
-            raise RuntimeError("a way of scores has no beginning")  # cannot happen: `since` lies on it
+            raise RuntimeError(
+                "a way of scores has no beginning"
+            )  # cannot happen: `since` lies on it
         before = source.again(new, since, dropout)
         if name_of(self.func) == "dropout" and not dropout:
             return before
@@ -43,13 +49,19 @@ class Way:
         """What the way is made of, all but the tensors on it."""
         if self.source is None:
             return [self.func]
-        return [*self.source.parts(), self.func, *(None if x is self.source.tensor else x for x in self._given())]
+        return [
+            *self.source.parts(),
+            self.func,
+            *(None if x is self.source.tensor else x for x in self._given()),
+        ]
 
     def shifts_rows(self) -> bool:
         """Whether one number per row is added to the scores on the way here, such as its largest, subtracted."""
         if self.source is None:
             return False
-        narrow = any(isinstance(x, Tensor) and x.ndim > 0 and x.shape[-1] == 1 for x in self._given())
+        narrow = any(
+            isinstance(x, Tensor) and x.ndim > 0 and x.shape[-1] == 1 for x in self._given()
+        )
         return (narrow and self.tensor.shape[-1] > 1) or self.source.shifts_rows()
 
     def _given(self) -> list[Any]:
@@ -61,8 +73,14 @@ class Way:
         if self is since or self.source is None:
             return False
         rate = self.args[1] if len(self.args) > 1 else self.kwargs.get("p", 0.5)
-        training = self.args[2] if len(self.args) > 2 else self.kwargs.get("training", self.kwargs.get("train", True))
-        return bool(name_of(self.func) == "dropout" and rate and training) or self.source.drops(since)
+        training = (
+            self.args[2]
+            if len(self.args) > 2
+            else self.kwargs.get("training", self.kwargs.get("train", True))
+        )
+        return bool(name_of(self.func) == "dropout" and rate and training) or self.source.drops(
+            since
+        )
 
     def names(self, since: Way | None = None) -> list[str]:
         """The functions on the way here, the last first."""
@@ -76,7 +94,11 @@ class Product:
     """A product of two tensors that may be scores."""
 
     def __init__(self, equation: Equation, number: int, start: Way) -> None:
-        self.equation, self.number, self.start = equation, number, start  # the number counts a forward's products
+        self.equation, self.number, self.start = (
+            equation,
+            number,
+            start,
+        )  # the number counts a forward's products
         self.softmax: Way | None = None  # the weights, once its scores have met one
         self.scores: Way | None = None  # what entered it
         self.keys: Way | None = None  # the scores of keys alone, where sinks were laid beside them
@@ -84,7 +106,9 @@ class Product:
         self.used: Tensor | None = None  # those that the model goes on with
         self.layout: Layout | None = None  # of its operands, once the stages have met the scores
         self.early = False  # whether that was at the softmax: the model's code goes on with what they made of it
-        self.turned: Way | None = None  # the weights with their last two axes swapped, for values^T weights^T
+        self.turned: Way | None = (
+            None  # the weights with their last two axes swapped, for values^T weights^T
+        )
 
 
 def put_in(value: Any, old: Tensor, new: Tensor) -> Any:

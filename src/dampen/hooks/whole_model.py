@@ -53,7 +53,9 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         # whether a graph is made is asked first: it would depend on what is asked before that
         if not torch.compiler.is_compiling() and site.order is not None and not site.order.known:
             site.order.start()
-        trained = not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
+        trained = not torch.is_grad_enabled() and any(
+            t.requires_grad for t in tensors_in((args, kwargs))
+        )
         site.ledger.enter(self.training and site.enabled, trained)
         if site.padding is not None:
             site.padding.start()
@@ -121,5 +123,9 @@ def model_input(module: nn.Module) -> tuple[str, int]:
 
 def first_argument(module: nn.Module) -> str:
     """The name of the first argument of a module's forward."""
-    names = [n for n, p in inspect.signature(type(module).forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    names = [
+        n
+        for n, p in inspect.signature(type(module).forward).parameters.items()
+        if p.kind is not p.VAR_KEYWORD
+    ]
     return names[1] if len(names) > 1 else ""

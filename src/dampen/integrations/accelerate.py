@@ -59,9 +59,8 @@ def regularize(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) ->
         raise ValueError(
             f"this {type(model).__name__} was prepared already: what prepare wraps (DDP, FSDP, "
             "mixed precision) must "
-            "lie around the regularizers. Regularize first: reg = dampen.regularize(model, ...), "
-            "then "
-            "accelerator.prepare(model)."
+            "lie around the regularizers. Regularize first: "
+            "reg = dampen.regularize(model, ...), then accelerator.prepare(model)."
         )
     from dampen.handle import regularize as plain
 

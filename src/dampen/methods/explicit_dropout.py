@@ -300,9 +300,8 @@ class ExplicitDropout(Regularizer):
         if call.role in BRANCHES:
             if call.tokens is not None:
                 raise RuntimeError(
-                    f"ExplicitDropout(residual=...) reads a branch at its last linear layer, but "
-                    "at "
-                    f"'{call.site.name if call.site else call.role}' the branch is a sum of "
+                    f"ExplicitDropout(residual=...) reads a branch at its last linear layer, "
+                    f"but at '{call.site.name if call.site else call.role}' the branch is a sum of "
                     "experts, weighted after "
                     f"it. Set residual=0, or {leave_out(call.site.name if call.site else '')}."
                 )

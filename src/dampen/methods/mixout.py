@@ -79,9 +79,8 @@ class StartWeight:
         """Take another start, as of a run that is resumed."""
         if whole.shape != self.shape:
             raise ValueError(
-                f"a starting weight of the shape {tuple(whole.shape)} was saved, but this model's "
-                "has "
-                f"{tuple(self.shape)}. Load the state into the model that it is of."
+                f"a starting weight of the shape {tuple(whole.shape)} was saved, but this "
+                f"model's has {tuple(self.shape)}. Load the state into the model that it is of."
             )
         flat = whole.to(self.value).flatten()
         if self.group is not None:

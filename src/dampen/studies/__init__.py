@@ -169,7 +169,9 @@ def __getattr__(name: str) -> Any:
     """Import on first use: the command reads recipes without waiting for torch."""
     if name in _RENAMED:
         new = _RENAMED[name]
-        warnings.warn(f"dampen.studies.{name} is now dampen.studies.{new}", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            f"dampen.studies.{name} is now dampen.studies.{new}", DeprecationWarning, stacklevel=2
+        )
         return __getattr__(new)
     for module, names in _HOMES.items():
         for public, _, there in (entry.partition("=") for entry in names.split()):

@@ -31,7 +31,9 @@ class CatalogEntry:
     passes: int = 1
     in_eval: bool = False
     fused: bool = field(default=True)
-    example: dict[str, Any] = field(default_factory=dict)  # arguments without which it would do nothing
+    example: dict[str, Any] = field(
+        default_factory=dict
+    )  # arguments without which it would do nothing
 
     @property
     def written(self) -> str:
@@ -52,11 +54,18 @@ def catalog() -> dict[str, CatalogEntry]:
     """
     tree = ast.parse((PACKAGE / "methods" / "__init__.py").read_text())
     homes = {
-        a.asname or a.name: n.module for n in tree.body if isinstance(n, ast.ImportFrom) and n.module for a in n.names
+        a.asname or a.name: n.module
+        for n in tree.body
+        if isinstance(n, ast.ImportFrom) and n.module
+        for a in n.names
     }
-    listed = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__")
+    listed = next(
+        n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+    )
     entries = [_entry(cls, str(homes[cls])) for cls in ast.literal_eval(listed.value)]
-    entries += [_outside(name, *place.split(":")) for name, place in references("dampen.methods").items()]
+    entries += [
+        _outside(name, *place.split(":")) for name, place in references("dampen.methods").items()
+    ]
     return {e.name: e for e in sorted((e for e in entries if e is not None), key=lambda e: e.name)}
 
 
@@ -88,7 +97,9 @@ def _entry(cls: str, module: str) -> CatalogEntry | None:
     if not chain:
         return None  # a function or constant
     doc = ast.get_docstring(chain[0]) or ""
-    members = {n.name: n for node in reversed(chain) for n in node.body if isinstance(n, ast.FunctionDef)}
+    members = {
+        n.name: n for node in reversed(chain) for n in node.body if isinstance(n, ast.FunctionDef)
+    }
     constants = {k: v for node in reversed(chain) for k, v in _constants(node)}
     stages = [s for s in STAGES if s in members]
     return CatalogEntry(
@@ -113,13 +124,20 @@ def _ancestry(cls: str, module: str) -> list[ast.ClassDef]:
         return []
     tree = _parse(path)
     node = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls), None)
-    imports = {a.asname or a.name: str(n.module) for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    imports = {
+        a.asname or a.name: str(n.module)
+        for n in tree.body
+        if isinstance(n, ast.ImportFrom)
+        for a in n.names
+    }
     if node is None:
         return _ancestry(cls, imports[cls]) if cls in imports else []
     chain = [node]
     for base in node.bases:
         name = ast.unparse(base)
-        if name.rpartition(".")[2] != "Regularizer" and (name not in imports or imports[name].startswith("dampen")):
+        if name.rpartition(".")[2] != "Regularizer" and (
+            name not in imports or imports[name].startswith("dampen")
+        ):
             chain += _ancestry(name, imports.get(name, module))
     return chain
 
@@ -145,7 +163,11 @@ def _parse(path: Path) -> ast.Module:
 def _constants(node: ast.ClassDef) -> list[tuple[str, Any]]:
     found = []
     for statement in node.body:
-        target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+        target = (
+            statement.targets[0]
+            if isinstance(statement, ast.Assign)
+            else getattr(statement, "target", None)
+        )
         value = getattr(statement, "value", None)
         if isinstance(target, ast.Name) and isinstance(value, ast.Constant | ast.Dict):
             found.append((target.id, ast.literal_eval(value)))
@@ -156,7 +178,9 @@ def _arguments(init: ast.FunctionDef) -> dict[str, str]:
     """The constructor's arguments with their defaults as they are written."""
     arguments = [a.arg for a in (*init.args.posonlyargs, *init.args.args)][1:]
     defaults = [ast.unparse(d) for d in init.args.defaults]
-    found = dict.fromkeys(arguments, "") | dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+    found = dict.fromkeys(arguments, "") | dict(
+        zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+    )
     for argument, default in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True):
         found[argument.arg] = ast.unparse(default) if default is not None else ""
     return found

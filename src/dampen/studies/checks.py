@@ -38,9 +38,13 @@ def check_trial(trial: Run, path: str = "") -> list[str]:
     ]
     problems += _check_takes(trial.model["name"], trial.data["name"], path)
     if trial.train.test_samples is not None:
-        problems += _check_samples(trial.data["name"], trial.model["name"], f"{path}train.test_samples")
+        problems += _check_samples(
+            trial.data["name"], trial.model["name"], f"{path}train.test_samples"
+        )
     first = trial.pretraining()
-    return problems + (check_trial(first, f"{path}pretrain.") if first is not None and not problems else [])
+    return problems + (
+        check_trial(first, f"{path}pretrain.") if first is not None and not problems else []
+    )
 
 
 def _check_takes(model: str, data: str, path: str) -> list[str]:
@@ -51,7 +55,9 @@ def _check_takes(model: str, data: str, path: str) -> list[str]:
     if kind is None or data not in DATASETS or DATASETS[data].spec.task in kind.takes:
         return []
     needs = " or ".join(kind.takes)
-    return [f"{path}model.name: {model!r} needs {needs} data; {data!r} is a data set for {DATASETS[data].spec.task}"]
+    return [
+        f"{path}model.name: {model!r} needs {needs} data; {data!r} is a data set for {DATASETS[data].spec.task}"
+    ]
 
 
 def brings_task(model: str) -> Any:
@@ -69,7 +75,9 @@ def _check_samples(data: str, model: str, path: str) -> list[str]:
 
     if data not in DATASETS or TASKS[task_of(data, model)].classes:
         return []
-    return [f"{path}: averages class probabilities of sets with one class each; this is {task_of(data, model)}"]
+    return [
+        f"{path}: averages class probabilities of sets with one class each; this is {task_of(data, model)}"
+    ]
 
 
 def check_data(data: dict[str, Any], path: str) -> list[str]:
@@ -79,16 +87,24 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
     from dampen.studies.metrics import TASKS
 
     if data["name"] not in DATASETS:
-        return [f"{path}name: unknown data set {data['name']!r}{hint('dampen.data', data['name'], DATASETS)}"]
+        return [
+            f"{path}name: unknown data set {data['name']!r}{hint('dampen.data', data['name'], DATASETS)}"
+        ]
     spec = DATASETS[data["name"]].spec
     moved = [key for key in MOVED["dampen.transforms"] if key in data and key not in TRANSFORMS]
-    problems = [f"{path}{key}: unknown key{hint('dampen.transforms', key, TRANSFORMS)}" for key in moved]
-    problems += unknown_keys(data, [*COMMON_DATA, *TRANSFORMS, *moved, *options(data["name"])], path)
+    problems = [
+        f"{path}{key}: unknown key{hint('dampen.transforms', key, TRANSFORMS)}" for key in moved
+    ]
+    problems += unknown_keys(
+        data, [*COMMON_DATA, *TRANSFORMS, *moved, *options(data["name"])], path
+    )
     folds = data.get("folds")
     for key in ("split_seed", "test_seed"):
         drawn = data.get(key, 0)
         if drawn != "seed" and (not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0):
-            problems.append(f"{path}{key}: a whole number from 0, or 'seed' to draw anew for each seed, got {drawn!r}")
+            problems.append(
+                f"{path}{key}: a whole number from 0, or 'seed' to draw anew for each seed, got {drawn!r}"
+            )
     if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool) or folds < 2):
         problems.append(f"{path}folds: a whole number from 2, got {folds!r}")
     elif folds is not None and (why := spec.no_folds):
@@ -97,7 +113,9 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
         problems.append(f"{path}name: {data['name']}: {problem}")
     for key, transform in TRANSFORMS.items():
         value = data.get(key)
-        if value not in (None, False) and (problem := transform.problem(value, TASKS[spec.task].classes)):
+        if value not in (None, False) and (
+            problem := transform.problem(value, TASKS[spec.task].classes)
+        ):
             problems.append(f"{path}{key}: {problem} (dataset {data['name']}, task {spec.task})")
     return problems + _check_augment(data.get("augment"), spec.task, f"{path}augment")
 
@@ -111,17 +129,25 @@ def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
     for item in items:
         name = item.get("name") if isinstance(item, dict) else item
         if not isinstance(name, str):
-            problems.append(f'{path}: expected names or tables such as {{ name = "flip" }}, got {item!r}')
+            problems.append(
+                f'{path}: expected names or tables such as {{ name = "flip" }}, got {item!r}'
+            )
             continue
         if name not in AUGMENTATIONS:
-            problems.append(f"{path}: unknown augmentation {name!r}{hint('dampen.augmentations', name, AUGMENTATIONS)}")
+            problems.append(
+                f"{path}: unknown augmentation {name!r}{hint('dampen.augmentations', name, AUGMENTATIONS)}"
+            )
             continue
         problems += [f"{path}: {problem}"] if (problem := missing_for(name)) else []
         kind = AUGMENTATIONS[name]
         if task not in kind.tasks and not (TASKS[task].mirrors and name in MIRRORS):
-            problems.append(f"{path}: {name!r} is for {' and '.join(kind.tasks)} tasks, this set is {task}")
+            problems.append(
+                f"{path}: {name!r} is for {' and '.join(kind.tasks)} tasks, this set is {task}"
+            )
         if isinstance(item, dict):
-            problems += unknown_keys(item, ["name", *(f.name for f in fields(kind))], f"{path}.{name}.")
+            problems += unknown_keys(
+                item, ["name", *(f.name for f in fields(kind))], f"{path}.{name}."
+            )
     return problems
 
 
@@ -132,11 +158,19 @@ def check_model(model: dict[str, Any], path: str) -> list[str]:
     name = model["name"]
     if name.startswith("timm/"):
         return _check_timm(name.removeprefix("timm/"), path)
-    if name.startswith("hf/") or ".py:" in name:  # the user's own: found and hashed when the comparison was planned
+    if (
+        name.startswith("hf/") or ".py:" in name
+    ):  # the user's own: found and hashed when the comparison was planned
         known = "fingerprint" if name.startswith("hf/") else "code"
-        return [] if known in model else [f"{path}{known}: missing; say --model {name} to dampen compare"]
+        return (
+            []
+            if known in model
+            else [f"{path}{known}: missing; say --model {name} to dampen compare"]
+        )
     if name not in MODELS:
-        return [f"{path}name: unknown model {name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"]
+        return [
+            f"{path}name: unknown model {name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"
+        ]
     return unknown_keys(model, ["name", *inspect.signature(MODELS[name]).parameters], path)
 
 
@@ -145,7 +179,11 @@ def _check_timm(name: str, path: str) -> list[str]:
         import timm
     except ImportError:
         return [f"{path}name: timm/{name} needs timm; run: pip install 'dampen[timm]'"]
-    return [] if timm.is_model(name) else [f"{path}name: timm has no model {name!r}{nearest(name, timm.list_models())}"]
+    return (
+        []
+        if timm.is_model(name)
+        else [f"{path}name: timm has no model {name!r}{nearest(name, timm.list_models())}"]
+    )
 
 
 def task_of(data: str, model: str) -> str:

@@ -98,12 +98,22 @@ def compare(
             'call under `if __name__ == "__main__":`.'
         )
     if (train is None) == (model is None and data is None):
-        raise ConfigError("The comparison", ["say either train=, your own function, or data= (and model=)"])
+        raise ConfigError(
+            "The comparison", ["say either train=, your own function, or data= (and model=)"]
+        )
     if train is None:
         from dampen.studies.request import request_parts
 
         asked = request_parts(
-            model, data, methods, seeds, reference=reference, metric=metric, params=params, folder=folder, resume=resume
+            model,
+            data,
+            methods,
+            seeds,
+            reference=reference,
+            metric=metric,
+            params=params,
+            folder=folder,
+            resume=resume,
         )
     else:
         function = function_in_file(train) if isinstance(train, str) else as_function(train)
@@ -120,7 +130,12 @@ def compare(
         )
     if asked.remark and progress:
         print(asked.remark, file=sys.stderr)
-    settings: dict[str, Any] = {"engine": engine, "address": address, "workers": workers, "threads": threads}
+    settings: dict[str, Any] = {
+        "engine": engine,
+        "address": address,
+        "workers": workers,
+        "threads": threads,
+    }
     settings |= {"progress": progress, "loggers": tuple(loggers)}
     study = Study(asked.folder, asked.plan, asked.function, asked.parts, settings)
     _start(study, asked, tune, until_decided, budget, margin)
@@ -148,7 +163,9 @@ def _start(
     def train(trials: list[Run]) -> bool:
         return run(study, {}, trials, **study.settings).exit_code != 130
 
-    study.race = race_plan(study.plan, study.folder, train, margin=margin, budget=seconds(budget) if budget else None)
+    study.race = race_plan(
+        study.plan, study.folder, train, margin=margin, budget=seconds(budget) if budget else None
+    )
     if study.settings["progress"]:
         print(study.race.told(), file=sys.stderr)
 
@@ -169,7 +186,9 @@ def _tune(study: Study, asked: ComparisonRequest, trials: int) -> None:
     first.header |= asked.plan.header
     study.plan, code = tune(recipe, first, study.folder, None, (), (), train)
     if code:
-        raise LabError(f"The tuning in {study.folder} stopped (code {code}); the same call goes on.")
+        raise LabError(
+            f"The tuning in {study.folder} stopped (code {code}); the same call goes on."
+        )
     if study.settings["progress"]:
         print("\n".join(chosen_in_words(study.folder)), file=sys.stderr)
 
@@ -191,7 +210,9 @@ def run(
     plan, folder = study.plan, study.folder
     if study.function is not None:
         names = plan.config_of_run()
-        study.function = replace(study.function, rows=names, objects={**study.function.objects, **objects})
+        study.function = replace(
+            study.function, rows=names, objects={**study.function.objects, **objects}
+        )
         save_function(study.function, folder)
     else:
         save_parts(study.parts or Parts(), folder, data_dir)
@@ -203,7 +224,9 @@ def run(
     with view_of(study, trials, progress) as view:
         result = run_comparison(plan, folder, trials, execution, view, retry=False, **options)
     if result.exit_code == 130:
-        raise Interrupted(f"Stopped; what was recorded is in {folder}. The same call goes on from there.")
+        raise Interrupted(
+            f"Stopped; what was recorded is in {folder}. The same call goes on from there."
+        )
     if not any(o.status == "finished" for o in result.outcomes.values()):
         told = "\n".join(result.messages()) or "no trial finished"
         raise LabError(f"No trial of {folder} came to an end:\n{told}")
@@ -292,10 +315,21 @@ def check_rows(plan: Comparison, folder: Path, execution: Execution) -> None:
     problems, state = [], torch.get_rng_state()
     for row in plan.configs:
         trial = plan.first_run(row)
-        done = any((folder / i / "final.json").exists() for p in row.settings for i in p.ids.values())
-        if trial.function is None and trial.pretrain is None and brings_task(trial.model["name"]) is None and not done:
+        done = any(
+            (folder / i / "final.json").exists() for p in row.settings for i in p.ids.values()
+        )
+        if (
+            trial.function is None
+            and trial.pretrain is None
+            and brings_task(trial.model["name"]) is None
+            and not done
+        ):
             problem = _problem(trial, execution)
-            problems += [f"row {row.name!r} cannot run on {trial.model['name']}: {problem}"] if problem else []
+            problems += (
+                [f"row {row.name!r} cannot run on {trial.model['name']}: {problem}"]
+                if problem
+                else []
+            )
     torch.set_rng_state(state)
     if problems:
         raise ConfigError("The comparison", problems)
@@ -304,14 +338,18 @@ def check_rows(plan: Comparison, folder: Path, execution: Execution) -> None:
 def _problem(trial: Run, execution: Execution) -> str:
     """Why the methods of a trial do not work on its model, or nothing. What is wrong without them is raised."""
     data = load_data(trial.data, execution.data_dir, execution.parts, trial.seed)
-    trial.train.steps_per_epoch(len(data.train))  # raises where there are fewer examples than one batch has
+    trial.train.steps_per_epoch(
+        len(data.train)
+    )  # raises where there are fewer examples than one batch has
     seed_all(0)
     try:
         model = make_model(trial.model, data.model_args, execution.parts).train()
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError("The model", [f"{trial.model['name']} cannot be built for this data: {error}"]) from error
+        raise ConfigError(
+            "The model", [f"{trial.model['name']} cannot be built for this data: {error}"]
+        ) from error
     batch = data.train.batch([0, min(1, len(data.train) - 1)])
 
     def criterion(output: Any) -> torch.Tensor:
@@ -322,7 +360,9 @@ def _problem(trial: Run, execution: Execution) -> str:
             criterion(model(*batch["inputs"]))
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:
             shapes = [tuple(x.shape) for x in batch["inputs"]]
-            problem = f"{trial.model['name']} cannot take the data, inputs of shape {shapes}: {error}"
+            problem = (
+                f"{trial.model['name']} cannot take the data, inputs of shape {shapes}: {error}"
+            )
             raise ConfigError("The model", [problem]) from error
         return ""
     try:
@@ -345,7 +385,9 @@ class RowProbe:
     @property
     def seconds(self) -> float | None:
         """The steps of one trial, without evaluation; None where the training does not say how long it is."""
-        return self.step_seconds * self.steps if self.step_seconds is not None and self.steps else None
+        return (
+            self.step_seconds * self.steps if self.step_seconds is not None and self.steps else None
+        )
 
 
 def probe(plan: Comparison, execution: Execution) -> list[RowProbe]:
@@ -365,7 +407,11 @@ def _probe(row: str, trial: Run, execution: Execution) -> RowProbe:
         if event["kind"] == "progress":
             count, total = event.get("count", event["step"]), event["steps"]
             if "fraction" in event:  # one's own training tells the share that is done before a step
-                total = round((count - 1) / event["fraction"]) if event["fraction"] and count > 1 else None
+                total = (
+                    round((count - 1) / event["fraction"])
+                    if event["fraction"] and count > 1
+                    else None
+                )
             if not seen or count > seen[-1][1]:
                 seen.append((time.perf_counter(), count, total))
 
@@ -377,7 +423,9 @@ def _probe(row: str, trial: Run, execution: Execution) -> RowProbe:
             pass  # as asked
         except LabError as error:
             return RowProbe(row, str(error))
-        except Exception as error:  # data and models raise their own kinds; a dry run tells all of them
+        except (
+            Exception
+        ) as error:  # data and models raise their own kinds; a dry run tells all of them
             return RowProbe(row, f"{type(error).__name__}: {error}")
     gaps = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(seen) if b[1] > a[1]]
     total = next((t for _, _, t in reversed(seen) if t), None)

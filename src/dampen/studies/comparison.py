@@ -85,7 +85,9 @@ class Config:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Config:
         """Read what `to_dict` wrote."""
-        settings = [Setting(s["grid"], s["trials"], s.get("published", {})) for s in plain["points"]]
+        settings = [
+            Setting(s["grid"], s["trials"], s.get("published", {})) for s in plain["points"]
+        ]
         return cls(**{k: v for k, v in plain.items() if k != "points"}, settings=settings)
 
 
@@ -115,10 +117,15 @@ class Comparison:
     @classmethod
     def load(cls, folder: Path) -> Comparison:
         """Read plan.json."""
-        content = read_json(folder / "plan.json", "Run the command that wrote it again: it is made anew, trials stay.")
+        content = read_json(
+            folder / "plan.json",
+            "Run the command that wrote it again: it is made anew, trials stay.",
+        )
         configs = [Config.from_dict(row) for row in content.pop("rows")]
         stored = content.pop("trials").items()
-        runs = {id: Run.from_stored(run, f"trial {id} in {folder / 'plan.json'}") for id, run in stored}
+        runs = {
+            id: Run.from_stored(run, f"trial {id} in {folder / 'plan.json'}") for id, run in stored
+        }
         return cls(**content, configs=configs, runs=runs)
 
     def config_of_run(self) -> dict[str, str]:
@@ -153,7 +160,10 @@ class Comparison:
         own = {row.name: copy.deepcopy(row) for row in self.configs}
         trials = dict(self.runs)
         for row in earlier.configs:
-            kept = [replace(p, ids={s: i for s, i in p.ids.items() if i in recorded}) for p in row.settings]
+            kept = [
+                replace(p, ids={s: i for s, i in p.ids.items() if i in recorded})
+                for p in row.settings
+            ]
             if not any(point.ids for point in kept):
                 continue
             trials |= {i: earlier.runs[i] for point in kept for i in point.ids.values()}
@@ -164,11 +174,17 @@ class Comparison:
                     here.settings.append(point)
                 else:
                     same.ids = point.ids | same.ids
-        seeds = sorted({*self.seeds, *(int(s) for row in own.values() for p in row.settings for s in p.ids)})
-        commands = dict.fromkeys(filter(None, [*earlier.header["command"].split(" && "), self.header["command"]]))
+        seeds = sorted(
+            {*self.seeds, *(int(s) for row in own.values() for p in row.settings for s in p.ids)}
+        )
+        commands = dict.fromkeys(
+            filter(None, [*earlier.header["command"].split(" && "), self.header["command"]])
+        )
         header = {**self.header, "command": " && ".join(commands)}
         looked = all(i in recorded for i in earlier.runs) and bool({*self.seeds} - {*earlier.seeds})
-        if looked or earlier.header.get("test") == "sequential":  # looked at, then extended: see `stats.py`
+        if (
+            looked or earlier.header.get("test") == "sequential"
+        ):  # looked at, then extended: see `stats.py`
             header["test"] = "sequential"
         return replace(self, configs=list(own.values()), runs=trials, seeds=seeds, header=header)
 
@@ -202,7 +218,9 @@ class Comparison:
             seeds: default: all.
         """
         names = {r.name for r in self.configs}
-        problems = [f"--row: there is no row {r!r}{nearest(r, names)}" for r in rows if r not in names]
+        problems = [
+            f"--row: there is no row {r!r}{nearest(r, names)}" for r in rows if r not in names
+        ]
         if problems:
             raise ConfigError(self.name, problems)
         wanted: dict[str, Run] = {}
@@ -251,13 +269,22 @@ def make_comparison(
         plan.header["plugins"] = recipe.plugins
     for i, row in enumerate(at["rows"]):
         config, path = _config(at, row, over), f"rows[{i}] {row['name']}: "
-        choices, found = _choices(config, at["grid"], len(seeds), path) if points is None else (points[row["name"]], [])
+        choices, found = (
+            _choices(config, at["grid"], len(seeds), path)
+            if points is None
+            else (points[row["name"]], [])
+        )
         made, wrong = _points(config, choices, seeds, row, plan, path, check_names)
         problems += found + wrong
         methods = config.get("methods", [])
         plan.configs.append(
             Config(
-                row["name"], methods, made, row.get("published", {}), row.get("baseline", False), row.get("note", "")
+                row["name"],
+                methods,
+                made,
+                row.get("published", {}),
+                row.get("baseline", False),
+                row.get("note", ""),
             )
         )
     problems = list(dict.fromkeys(problems))
@@ -273,9 +300,14 @@ def read_settings(settings: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     return over, problems
 
 
-def _config(at: Mapping[str, Any], row: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _config(
+    at: Mapping[str, Any], row: Mapping[str, Any], over: Mapping[str, Any]
+) -> dict[str, Any]:
     """What a row is trained with, but for its settings and seeds."""
-    config = merge(merge({k: at[k] for k in SECTIONS if k in at}, {k: row[k] for k in SECTIONS if k in row}), over)
+    config = merge(
+        merge({k: at[k] for k in SECTIONS if k in at}, {k: row[k] for k in SECTIONS if k in row}),
+        over,
+    )
     return {k: v for k, v in config.items() if k not in ("seeds", "tuning_seeds")}
 
 
@@ -285,7 +317,9 @@ def design_of(
     """The axes that the search of a recipe has in each row, and the settings that it tries; every row as many."""
     at = recipe.at(scale)
     over, _ = read_settings(settings)
-    axes = {row["name"]: axes_of_row(at["search"], row, _config(at, row, over)) for row in at["rows"]}
+    axes = {
+        row["name"]: axes_of_row(at["search"], row, _config(at, row, over)) for row in at["rows"]
+    }
     axes = {row: [a for a in own if not _is_set(over, a.key)] for row, own in axes.items()}
     staged = STRENGTH_SETTINGS in at["search"]
     tried = (first_stage if staged else design)(axes, at["search"][SETTINGS])
@@ -293,11 +327,15 @@ def design_of(
     for row in at["rows"]:
         own = axes[row["name"]]
         unused = _unused(row.get("search", {}), [own])
-        problems += [f"row {row['name']!r}: search.{k}: the row does not say '${k}'" for k in unused]
+        problems += [
+            f"row {row['name']!r}: search.{k}: the row does not say '${k}'" for k in unused
+        ]
         different = [s for i, s in enumerate(tried[row["name"]]) if s not in tried[row["name"]][:i]]
         if own and len(different) < at["search"][SETTINGS]:
             told = f"its axes make only {len(different)} different settings of {at['search'][SETTINGS]}"
-            problems.append(f"row {row['name']!r}: search: {told}; give a range, or longer lists, or fewer settings")
+            problems.append(
+                f"row {row['name']!r}: search: {told}; give a range, or longer lists, or fewer settings"
+            )
     if problems:
         raise ConfigError(f"Recipe {recipe.name!r} at scale {at['scale']!r}", problems)
     return axes, tried
@@ -305,7 +343,11 @@ def design_of(
 
 def _unused(search: Mapping[str, Any], axes: Iterable[Sequence[Axis]]) -> list[str]:
     known = {axis.key for own in axes for axis in own}
-    return [k for k, v in search.items() if k not in COUNTS and "." not in k and v is not False and k not in known]
+    return [
+        k
+        for k, v in search.items()
+        if k not in COUNTS and "." not in k and v is not False and k not in known
+    ]
 
 
 def _is_set(over: Mapping[str, Any], key: str) -> bool:
@@ -325,8 +367,12 @@ def _choices(
     used = {k: v for k, v in grid.items() if "." in k or mentions(config, f"${k}")}
     count = math.prod(map(len, used.values())) * seeds
     if count > MOST:
-        return [], [f"{path}grid: it makes {count} trials with {seeds} seeds; at most {MOST} can be planned"]
-    return [dict(zip(used, values, strict=True)) for values in itertools.product(*used.values())], []
+        return [], [
+            f"{path}grid: it makes {count} trials with {seeds} seeds; at most {MOST} can be planned"
+        ]
+    return [
+        dict(zip(used, values, strict=True)) for values in itertools.product(*used.values())
+    ], []
 
 
 def _points(
@@ -357,7 +403,8 @@ def _points(
         plan.runs |= {run.id: run for run in runs}
         ids = {str(run.seed): run.id for run in runs}
         published: dict[str, Any] = next(
-            (p["published"] for p in row.get("published_grid", []) if _matches(p["grid"], chosen)), {}
+            (p["published"] for p in row.get("published_grid", []) if _matches(p["grid"], chosen)),
+            {},
         )
         points.setdefault(tuple(ids.values()), Setting(chosen, ids, published))
     return list(points.values()), problems
@@ -378,7 +425,9 @@ def _fill(value: Any, chosen: Mapping[str, Any]) -> Any:
         return {k: _fill(v, chosen) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_fill(v, chosen) for v in value]
-    return chosen.get(value[1:], value) if isinstance(value, str) and value.startswith("$") else value
+    return (
+        chosen.get(value[1:], value) if isinstance(value, str) and value.startswith("$") else value
+    )
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> list[str]:
@@ -424,7 +473,9 @@ def _apply_setting(setting: str, over: dict[str, Any]) -> list[str]:
         near = f"; did you mean {known[key]!r}?" if key in known else nearest(section, ROW_SECTIONS)
         return [f"--set {setting}: unknown section {section!r}{near}"]
     if key in TABLES and not isinstance(value, Mapping) and value is not False:
-        return [f"--set {setting}: {key} is a table; say which of its values, such as {key}.{TABLES[key]}"]
+        return [
+            f"--set {setting}: {key} is a table; say which of its values, such as {key}.{TABLES[key]}"
+        ]
     return [f"--set {problem}" for problem in _put(over, key, value)]
 
 
@@ -444,7 +495,9 @@ def load_comparison(folder: Path) -> Comparison:
     except (LabError, KeyError, TypeError, AttributeError) as error:
         plan = rebuild_plan(folder)
         if not plan.runs:
-            raise LabError(f"{folder / 'plan.json'} is damaged ({error}), and no trial lies beside it.") from error
+            raise LabError(
+                f"{folder / 'plan.json'} is damaged ({error}), and no trial lies beside it."
+            ) from error
         return plan
 
 
@@ -463,8 +516,13 @@ def rebuild_plan(folder: Path) -> Comparison:
     points: dict[tuple[str, str], Setting] = {}
     for id, trial in trials.items():
         name = " + ".join(_method_name(m) for m in trial.methods) or "plain"
-        other = json.dumps({k: v for k, v in trial.canonical().items() if k not in ("seed", "methods")}, sort_keys=True)
-        row = rows.setdefault(name, Config(name, list(trial.methods), [], baseline=not trial.methods))
+        other = json.dumps(
+            {k: v for k, v in trial.canonical().items() if k not in ("seed", "methods")},
+            sort_keys=True,
+        )
+        row = rows.setdefault(
+            name, Config(name, list(trial.methods), [], baseline=not trial.methods)
+        )
         if (name, other) not in points:
             points[name, other] = Setting({}, {})
             row.settings.append(points[name, other])
@@ -474,7 +532,12 @@ def rebuild_plan(folder: Path) -> Comparison:
             point.grid["point"] = i
     finals = (_primary(folder / id) for id in trials)
     header: dict[str, Any] = dict.fromkeys(HEADER, "")
-    header |= {"title": folder.name, "metric": next(filter(None, finals), ""), "report": "best", "cost": ""}
+    header |= {
+        "title": folder.name,
+        "metric": next(filter(None, finals), ""),
+        "report": "best",
+        "cost": "",
+    }
     departures = ["plan.json was damaged: rows and their names were made again from the trials"]
     seeds = sorted({t.seed for t in trials.values()})
     ordered = sorted(rows.values(), key=lambda row: not row.baseline)

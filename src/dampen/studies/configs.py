@@ -22,7 +22,13 @@ from typing import Any
 from dampen.registry import methods as registered
 from dampen.regularizer import Regularizer, snake_case
 from dampen.studies.errors import ConfigError
-from dampen.studies.methods_text import OBJECT, SCHEDULES, build_methods, methods_as_text, parse_rows
+from dampen.studies.methods_text import (
+    OBJECT,
+    SCHEDULES,
+    build_methods,
+    methods_as_text,
+    parse_rows,
+)
 from dampen.studies.user_code import code_of, code_of_class
 
 PLAIN = "plain"
@@ -47,7 +53,10 @@ class Rows:
 
     def add(self, row: Row) -> None:
         if any(r.name == row.name for r in self.rows):
-            raise ConfigError("The list of rows", [f"two rows are called {row.name!r}; give one of them another name"])
+            raise ConfigError(
+                "The list of rows",
+                [f"two rows are called {row.name!r}; give one of them another name"],
+            )
         self.rows.append(row)
 
 
@@ -66,10 +75,13 @@ def read_rows(given: Any, reference: str = PLAIN) -> Rows:
         _read(item, found)
     if reference not in (r.name for r in found.rows):
         names = ", ".join(repr(r.name) for r in found.rows)
-        raise ConfigError("The list of rows", [f"reference: there is no row {reference!r}; there are {names}"])
+        raise ConfigError(
+            "The list of rows", [f"reference: there is no row {reference!r}; there are {names}"]
+        )
     if len(found.rows) < 2:
         raise ConfigError(
-            "The list of rows", ["methods: nothing to compare with the reference; name at least one method"]
+            "The list of rows",
+            ["methods: nothing to compare with the reference; name at least one method"],
         )
     return found
 
@@ -124,7 +136,8 @@ def _method(method: Any, found: Rows) -> tuple[str, list[dict[str, Any]]]:
         parsed = parse_rows(method)
         if len(parsed) != 1:
             raise ConfigError(
-                "The list of rows", [f"{method!r}: one row is meant here; join methods with + or give a list"]
+                "The list of rows",
+                [f"{method!r}: one row is meant here; join methods with + or give a list"],
             )
         ((name, specs),) = parsed.items()
         return name, specs
@@ -150,7 +163,11 @@ def plain_form(method: Regularizer) -> dict[str, Any] | None:
         return None
     spec: dict[str, Any] = {"name": name}
     for key, parameter in inspect.signature(type(method)).parameters.items():
-        value = method._schedules[key][0] if key in method._schedules else getattr(method, key, parameter.default)
+        value = (
+            method._schedules[key][0]
+            if key in method._schedules
+            else getattr(method, key, parameter.default)
+        )
         value = _plain(value)
         if value != _plain(parameter.default) and _is_json(value):
             spec[key] = value
@@ -217,9 +234,14 @@ def _told(value: Any) -> str:
 def check_params(base: Mapping[str, Any] | None, rows: Iterable[Row]) -> list[str]:
     """Problems of parameters that are not plain data."""
     problems = []
-    for where, params in [("params", base or {}), *((f"params of row {r.name!r}", r.params) for r in rows)]:
+    for where, params in [
+        ("params", base or {}),
+        *((f"params of row {r.name!r}", r.params) for r in rows),
+    ]:
         try:
             json.dumps(params, allow_nan=False)
         except (TypeError, ValueError) as error:
-            problems.append(f"{where}: only numbers, strings, lists and tables can be recorded: {error}")
+            problems.append(
+                f"{where}: only numbers, strings, lists and tables can be recorded: {error}"
+            )
     return problems

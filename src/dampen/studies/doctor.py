@@ -71,7 +71,9 @@ def _packages() -> list[Finding]:
     for name, extra in NEEDED.items():
         version = found.get(name) or _version(name)
         remedy = f"pip install 'dampen[{extra}]'" if extra else "pip install torch"
-        lines.append(Finding(name, version is not None, version or "missing", "" if version else remedy))
+        lines.append(
+            Finding(name, version is not None, version or "missing", "" if version else remedy)
+        )
     for name, purpose in OPTIONAL.items():
         version = _version(name)
         lines.append(Finding(name, True, version or f"not installed; only for {purpose}"))
@@ -89,7 +91,11 @@ def _devices() -> list[Finding]:
     import torch
 
     lines = [
-        Finding("processor", True, f"{cpu_name()}, {usable_cores()} usable cores, {torch.get_num_threads()} threads")
+        Finding(
+            "processor",
+            True,
+            f"{cpu_name()}, {usable_cores()} usable cores, {torch.get_num_threads()} threads",
+        )
     ]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -99,7 +105,9 @@ def _devices() -> list[Finding]:
     lines.append(Finding("MPS", True, "yes" if torch.backends.mps.is_available() else "none"))
     compiler = shutil.which("g++") or shutil.which("clang++")
     told = compiler and Path(compiler).name
-    lines.append(Finding("compiler", True, told or "none: --compile needs a C++ compiler on the CPU"))
+    lines.append(
+        Finding("compiler", True, told or "none: --compile needs a C++ compiler on the CPU")
+    )
     return lines
 
 
@@ -114,7 +122,10 @@ def _torchvision() -> Finding:
         import torchvision
     except (ImportError, RuntimeError) as error:
         return Finding(
-            "torchvision", False, f"cannot be imported: {error}", "pip install torchvision, built for your torch"
+            "torchvision",
+            False,
+            f"cannot be imported: {error}",
+            "pip install torchvision, built for your torch",
         )
     how = (
         "its compiled extension does not load with this torch; with a workaround, all that dampen needs works"
@@ -150,7 +161,11 @@ def _data(data_dir: str | None) -> list[Finding]:
     from dampen.studies.data import list_data
 
     return [
-        Finding(f"data {d['name']}", True, str(d["found"]) if d["found"] else f"not found; dampen data get {d['name']}")
+        Finding(
+            f"data {d['name']}",
+            True,
+            str(d["found"]) if d["found"] else f"not found; dampen data get {d['name']}",
+        )
         for d in list_data(data_dir)
     ]
 
@@ -160,4 +175,6 @@ def _disk(runs: Path) -> Finding:
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free / 2**30
-    return Finding("disk", free > 1, f"{free:.1f} GB free for {runs}", "" if free > 1 else "free some space")
+    return Finding(
+        "disk", free > 1, f"{free:.1f} GB free for {runs}", "" if free > 1 else "free some space"
+    )

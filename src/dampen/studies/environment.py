@@ -14,7 +14,16 @@ from dampen.native import library
 from dampen.native.machine import cpu_name
 from dampen.studies.processes import describe_malloc
 
-PACKAGES = ("dampen", "torch", "lightning", "torchmetrics", "numpy", "scikit-learn", "timm", "transformers")
+PACKAGES = (
+    "dampen",
+    "torch",
+    "lightning",
+    "torchmetrics",
+    "numpy",
+    "scikit-learn",
+    "timm",
+    "transformers",
+)
 
 
 def describe(threads: int, device: str) -> dict[str, Any]:
@@ -53,7 +62,11 @@ def commit() -> str | None:
         return None
     try:
         head = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
         dirty = subprocess.run(
             ["git", "status", "--porcelain", "--untracked-files=no", "--", "."],
@@ -64,12 +77,18 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "") if head.returncode == 0 else None
+    return (
+        head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+        if head.returncode == 0
+        else None
+    )
 
 
 def usable_cores() -> int:
     """How many cores this process may use: its affinity, cut by the quota of its control group."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.exists():
         limit, period = quota.read_text().split()[:2]

@@ -40,7 +40,9 @@ class ConfigError(LabError, ValueError):
     def __init__(self, what: str, problems: Sequence[str]):
         self.what, self.problems = what, list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(f"{what} is not valid, {count}:\n" + "\n".join(f"  - {p}" for p in self.problems))
+        super().__init__(
+            f"{what} is not valid, {count}:\n" + "\n".join(f"  - {p}" for p in self.problems)
+        )
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, list[str]]]:
         return type(self), (self.what, self.problems)

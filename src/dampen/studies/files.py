@@ -69,7 +69,9 @@ def read_json(path: Path, remedy: str = "Delete its folder to run the trial agai
         remedy: what to do about a damaged file, for the error message.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number, parse_float=_finite)
+        return json.loads(
+            path.read_text(encoding="utf-8"), parse_constant=_no_number, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise DamagedRecord(f"{path} is damaged: {error}. {remedy}") from error
 
@@ -112,7 +114,9 @@ def unsealed(value: Any, what: str, remedy: str) -> Any:
     content = {k: v for k, v in value.items() if k != CHECKSUM}
     found = checksum(content)
     if found != value[CHECKSUM]:
-        raise DamagedRecord(f"{what} was changed: its checksum is {found}, it says {value[CHECKSUM]!r}. {remedy}")
+        raise DamagedRecord(
+            f"{what} was changed: its checksum is {found}, it says {value[CHECKSUM]!r}. {remedy}"
+        )
     return content
 
 
@@ -163,11 +167,15 @@ def fingerprint(path: Path | str) -> str:
         entry = known.get(key)
         if entry is None or entry[:2] != mark or time.time_ns() - stat.st_mtime_ns < FRESH_NS:
             entry = fresh[key] = [*mark, file_hash(file)]
-        lines.append(f"{entry[2]}  {file.relative_to(path).as_posix() if path.is_dir() else file.name}")
+        lines.append(
+            f"{entry[2]}  {file.relative_to(path).as_posix() if path.is_dir() else file.name}"
+        )
     if fresh:
         keep(CACHE, fresh)
     if path.is_file():
-        lines = [line.split("  ", 1)[0] for line in lines]  # a file is known by its content, whatever its name
+        lines = [
+            line.split("  ", 1)[0] for line in lines
+        ]  # a file is known by its content, whatever its name
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -178,7 +186,9 @@ def files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         raise FileNotFoundError(f"There is no file or folder {path}.")
     below = (p for p in path.rglob("*") if p.is_file())
-    return sorted(p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts))
+    return sorted(
+        p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)
+    )
 
 
 def file_hash(path: Path) -> str:

@@ -97,7 +97,9 @@ class WandbLogger:
         self.run.finish()
 
 
-LOGGERS: Registry[Any] = Registry("dampen.loggers", {"tensorboard": TensorBoardLogger, "wandb": WandbLogger})
+LOGGERS: Registry[Any] = Registry(
+    "dampen.loggers", {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
+)
 """The loggers by name: the built-in ones, and those that packages and plug-ins add."""
 
 
@@ -129,7 +131,9 @@ def open_loggers(names: Sequence[str], folder: Path, trial: Run, step: int) -> l
             opened.append(LOGGERS[name](folder, trial, step))
         except ModuleNotFoundError as error:
             problem = f"{name} is not installed here ({error.name})"
-            raise ConfigError("--logger", [f"{problem}; run: pip install 'dampen[{name}]'"]) from error
+            raise ConfigError(
+                "--logger", [f"{problem}; run: pip install 'dampen[{name}]'"]
+            ) from error
     return opened
 
 

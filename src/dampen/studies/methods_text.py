@@ -52,7 +52,9 @@ def compose(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"name": "drop_key", "rate": rates["key"], "unit": "column"},
         {"name": "hidden_dropout", "rate": rates["hidden"]},
     ]
-    return parts if rates["weight"] == 0 else [*parts, {"name": "r_drop", "weight": rates["weight"]}]
+    return (
+        parts if rates["weight"] == 0 else [*parts, {"name": "r_drop", "weight": rates["weight"]}]
+    )
 
 
 def build_methods(specs: Sequence[Mapping[str, Any]]) -> list[Regularizer]:
@@ -85,17 +87,23 @@ def check_methods(specs: Sequence[Mapping[str, Any]], path: str) -> list[str]:
         except ValueError as error:
             problems.append(f"{where}: {error}")
             continue
-        unknown = unknown_keys(_arguments(spec), inspect.signature(cls).parameters, f"{where} {name}.")
+        unknown = unknown_keys(
+            _arguments(spec), inspect.signature(cls).parameters, f"{where} {name}."
+        )
         problems += unknown
         if not unknown:
             try:
                 built = _build(spec)
-            except Exception as error:  # whatever a method, or one of the user's, says of its arguments
+            except (
+                Exception
+            ) as error:  # whatever a method, or one of the user's, says of its arguments
                 problems.append(f"{where} {name}: {error or type(error).__name__}")
             else:
                 if built.does_nothing:
                     example = ", ".join(f"{k}={v}" for k, v in built.example.items())
-                    problems.append(f"{where} {name}: as written it does nothing; write for example {name}({example})")
+                    problems.append(
+                        f"{where} {name}: as written it does nothing; write for example {name}({example})"
+                    )
     return problems
 
 
@@ -113,7 +121,9 @@ def _class(spec: Mapping[str, Any]) -> type[Regularizer]:
 
     cls, wanted = find_method(spec["name"]), spec.get(CODE)
     if wanted is not None and code_of_method(spec["name"]) != wanted:
-        raise ValueError(f"{spec['name']} has changed since this trial was made. Run the comparison again: new trials.")
+        raise ValueError(
+            f"{spec['name']} has changed since this trial was made. Run the comparison again: new trials."
+        )
     return cls
 
 
@@ -131,14 +141,18 @@ def _value(value: Any) -> Any:
     from dampen import schedules
 
     if len(value) != 1:
-        raise ValueError(f"a schedule is a table with one key, such as {{ linear = [0.3, 0.0] }}, got {dict(value)!r}")
+        raise ValueError(
+            f"a schedule is a table with one key, such as {{ linear = [0.3, 0.0] }}, got {dict(value)!r}"
+        )
     ((name, arguments),) = value.items()
     if name not in WRITTEN:
         raise ValueError(f"unknown schedule {name!r}{nearest(name, WRITTEN)}")
     make = getattr(schedules, name)
     if isinstance(arguments, Mapping):
         return make(**{k: _value(v) for k, v in arguments.items()})
-    return make(*(_value(v) for v in (arguments if isinstance(arguments, list | tuple) else [arguments])))
+    return make(
+        *(_value(v) for v in (arguments if isinstance(arguments, list | tuple) else [arguments]))
+    )
 
 
 def parse_rows(text: str, what: str = "--methods") -> dict[str, list[dict[str, Any]]]:
@@ -157,16 +171,21 @@ def parse_rows(text: str, what: str = "--methods") -> dict[str, list[dict[str, A
     hidden, files = _hide_files(text)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's opinion of odd escapes and the like is nothing for users
+            warnings.simplefilter(
+                "ignore"
+            )  # Python's opinion of odd escapes and the like is nothing for users
             tree = ast.parse(f"[{hidden}\n]", mode="eval").body
         if isinstance(tree, ast.List) and tree.elts:
             names = [ast.unparse(row) for row in tree.elts]
             twice = sorted({_shown(name, files) for name in names if names.count(name) > 1})
             if twice:
-                raise ConfigError(what, [f"the row {name!r} is written more than once" for name in twice])
+                raise ConfigError(
+                    what, [f"the row {name!r} is written more than once" for name in twice]
+                )
             rows = {name: _row(row, what) for name, row in zip(names, tree.elts, strict=True)}
             return {
-                _shown(n, files): [{**s, "name": files.get(s["name"], s["name"])} for s in r] for n, r in rows.items()
+                _shown(n, files): [{**s, "name": files.get(s["name"], s["name"])} for s in r]
+                for n, r in rows.items()
             }
         reason = "brackets that do not belong there" if text.strip() else "nothing is there"
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -174,7 +193,9 @@ def parse_rows(text: str, what: str = "--methods") -> dict[str, list[dict[str, A
             raise
         reason = _reason(hidden, getattr(error, "msg", "") or str(error) or "nested too deeply")
     shown = text if len(text) < 200 else f"{text[:200]}..."
-    raise ConfigError(what, [f"cannot read {shown!r}: {reason}; write drop_key(rate=0.1), drop_path + drop_head"])
+    raise ConfigError(
+        what, [f"cannot read {shown!r}: {reason}; write drop_key(rate=0.1), drop_path + drop_head"]
+    )
 
 
 def _reason(text: str, told: str) -> str:
@@ -184,7 +205,9 @@ def _reason(text: str, told: str) -> str:
     opened, closed = (sum(text.count(mark) for mark in marks) for marks in ("([{", ")]}"))
     if opened == closed:
         return "its brackets do not belong together"
-    return "a bracket is not closed" if opened > closed else "a bracket is closed that was not opened"
+    return (
+        "a bracket is not closed" if opened > closed else "a bracket is closed that was not opened"
+    )
 
 
 def _hide_files(text: str) -> tuple[str, dict[str, str]]:
@@ -212,7 +235,9 @@ def _row(node: ast.expr, what: str) -> list[dict[str, Any]]:
         return [] if node.id == "plain" else compose({"name": node.id})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
         return compose({"name": node.func.id, **_named(node, what)})
-    raise ConfigError(what, [f"cannot read {ast.unparse(node)!r}: write name or name(argument=value)"])
+    raise ConfigError(
+        what, [f"cannot read {ast.unparse(node)!r}: write name or name(argument=value)"]
+    )
 
 
 def _named(node: ast.Call, what: str) -> dict[str, Any]:
@@ -220,7 +245,10 @@ def _named(node: ast.Call, what: str) -> dict[str, Any]:
     names = [k.arg for k in node.keywords]
     for name in names:
         if name is None or name == "name" or names.count(name) > 1:
-            raise ConfigError(what, [f"cannot read {ast.unparse(node)!r}: write each argument once, as name=value"])
+            raise ConfigError(
+                what,
+                [f"cannot read {ast.unparse(node)!r}: write each argument once, as name=value"],
+            )
     return {str(k.arg): _literal(k.value, what) for k in node.keywords}
 
 
@@ -228,7 +256,9 @@ def _literal(node: ast.expr, what: str) -> Any:
     """A number, string, list, or a schedule written as a call."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if node.args and node.keywords:
-            raise ConfigError(what, [f"{ast.unparse(node)!r}: give either positions or names, not both"])
+            raise ConfigError(
+                what, [f"{ast.unparse(node)!r}: give either positions or names, not both"]
+            )
         return {node.func.id: _named(node, what) or [_literal(a, what) for a in node.args]}
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(e, what) for e in node.elts]
@@ -259,7 +289,9 @@ def methods_as_text(methods: Iterable[Mapping[str, Any]]) -> str:
         if OBJECT in method:  # one of the user's own, which knows how it wants to be shown
             parts.append(str(method.get("shown", method["name"])))
             continue
-        arguments = ", ".join(f"{k}={_argument_as_text(v)}" for k, v in method.items() if k != "name")
+        arguments = ", ".join(
+            f"{k}={_argument_as_text(v)}" for k, v in method.items() if k != "name"
+        )
         parts.append(f"{method['name']}({arguments})" if arguments else str(method["name"]))
     return " + ".join(parts) or "plain"
 
@@ -268,7 +300,9 @@ def _argument_as_text(value: Any) -> str:
     if isinstance(value, Mapping) and len(value) == 1:
         ((name, arguments),) = value.items()
         if isinstance(arguments, Mapping):
-            return f"{name}({', '.join(f'{k}={_argument_as_text(v)}' for k, v in arguments.items())})"
+            return (
+                f"{name}({', '.join(f'{k}={_argument_as_text(v)}' for k, v in arguments.items())})"
+            )
         items = arguments if isinstance(arguments, list | tuple) else [arguments]
         return f"{name}({', '.join(map(_argument_as_text, items))})"
     return json.dumps(value) if isinstance(value, str) else str(value)

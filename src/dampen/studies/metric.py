@@ -36,7 +36,9 @@ class Metric:
     digits: int = 3
     diagnosed: bool = False  # by `dampen diagnose`, on the trained model
     drawn: bool = False  # layer by layer in a figure of the page, whose tables leave it out: paper is only so wide
-    noisy_by_count: bool = False  # a share of test examples: their number alone gives a standard error
+    noisy_by_count: bool = (
+        False  # a share of test examples: their number alone gives a standard error
+    )
 
     @property
     def scale(self) -> float:
@@ -57,7 +59,11 @@ class Metric:
         """The default margin, in the unit of tables, given the reference's mean; None where there is none."""
         if self.margin is not None:
             return self.margin
-        return None if self.margin_share is None or reference != reference else self.margin_share * abs(reference)
+        return (
+            None
+            if self.margin_share is None or reference != reference
+            else self.margin_share * abs(reference)
+        )
 
 
 def _share(name: str, label: str, better: Direction = "max", **more: bool) -> Metric:
@@ -97,12 +103,25 @@ METRICS: dict[str, Metric] = {
         Metric("averaged_brier_bound", "Brier bound, averaged", None, diagnosed=True),
         Metric("training_variance", "gradient variance over training", "min", margin_share=0.02),
         Metric(
-            "training_variance_normalized", "gradient variance / squared norm over training", "min", margin_share=0.02
+            "training_variance_normalized",
+            "gradient variance / squared norm over training",
+            "min",
+            margin_share=0.02,
         ),
         Metric("variance_ratio", "gradient variance / reference", None),
-        replace(_share("accuracy_gap", "train - test accuracy", diagnosed=True), better=None, margin=None),
+        replace(
+            _share("accuracy_gap", "train - test accuracy", diagnosed=True),
+            better=None,
+            margin=None,
+        ),
         Metric(
-            "attention_entropy", "attention entropy / largest", None, percent=True, digits=2, diagnosed=True, drawn=True
+            "attention_entropy",
+            "attention entropy / largest",
+            None,
+            percent=True,
+            digits=2,
+            diagnosed=True,
+            drawn=True,
         ),
     )
 }

@@ -134,7 +134,9 @@ def require_batches(count: float) -> None:
         count: of examples.
     """
     if not count:
-        raise RuntimeError("No example has been counted yet: call update() with at least one batch before compute().")
+        raise RuntimeError(
+            "No example has been counted yet: call update() with at least one batch before compute()."
+        )
 
 
 class ClassificationMetrics(Metrics):
@@ -159,7 +161,9 @@ class ClassificationMetrics(Metrics):
         self.classes = classes
         self.accuracy = MulticlassAccuracy(classes, average="micro", sync_on_compute=False)
         self.f1 = MulticlassF1Score(classes, average="macro", sync_on_compute=False)
-        self.calibration = MulticlassCalibrationError(classes, n_bins=BINS, norm="l1", sync_on_compute=False)
+        self.calibration = MulticlassCalibrationError(
+            classes, n_bins=BINS, norm="l1", sync_on_compute=False
+        )
         self.nll = MeanMetric(sync_on_compute=False)
         self.brier = MeanMetric(sync_on_compute=False)
         self._count = 0
@@ -172,7 +176,9 @@ class ClassificationMetrics(Metrics):
         index: Tensor | None = None,
     ) -> None:
         if logits.dim() != 2 or logits.shape[1] != self.classes:
-            raise ValueError(f"Logits must be (batch, {self.classes}): got shape {tuple(logits.shape)}.")
+            raise ValueError(
+                f"Logits must be (batch, {self.classes}): got shape {tuple(logits.shape)}."
+            )
         logits, target = logits.detach().double().cpu(), target.detach().cpu()
         target = target.argmax(dim=-1) if target.is_floating_point() else target
         if valid is not None:
@@ -254,7 +260,9 @@ class CombinedMetrics(Metrics):
         for metrics in self.metrics:
             more = metrics.compute()
             if twice := sorted(set(more) & set(found)):
-                raise ValueError(f"{type(metrics).__name__} gives {', '.join(twice)}, which is measured already.")
+                raise ValueError(
+                    f"{type(metrics).__name__} gives {', '.join(twice)}, which is measured already."
+                )
             found |= more
         return found
 
@@ -327,7 +335,9 @@ def not_measured(metric: str, task: str) -> str:
     >>> not_measured("acuracy", "image")
     "'acuracy' is not measured here; did you mean 'accuracy'?"
     """
-    others = [m.description.name for m in from_plugins("dampen.metrics").values() if task in m.tasks]
+    others = [
+        m.description.name for m in from_plugins("dampen.metrics").values() if task in m.tasks
+    ]
     known = [*TASKS[task].gives, *others]
     if metric.startswith("training_variance"):  # measured with train.variance_every
         return ""

@@ -25,7 +25,13 @@ from dampen.studies.environment import asked_threads, usable_cores
 from dampen.studies.errors import ConfigError, Diverged, Interrupted, LabError, Locked
 from dampen.studies.files import write_json
 from dampen.studies.plugins import activate
-from dampen.studies.processes import context, end_soon_after_parent, keep_freed_memory, stop_on_signals, without_main
+from dampen.studies.processes import (
+    context,
+    end_soon_after_parent,
+    keep_freed_memory,
+    stop_on_signals,
+    without_main,
+)
 from dampen.studies.recipe import Recipe
 from dampen.studies.search_space import Axis
 from dampen.studies.trainer.checkpoint import saved_states
@@ -86,7 +92,9 @@ def search(
     if trials < 1:
         raise ValueError(f"trials must be 1 or more, got {trials}.")
     if importlib.util.find_spec("optuna") is None:
-        told = "optuna is not installed here, and tuning needs it; run: pip install 'dampen[search]'"
+        told = (
+            "optuna is not installed here, and tuning needs it; run: pip install 'dampen[search]'"
+        )
         raise ConfigError("The search", [told])
     opened, axes = make_searchable(recipe, scale)
     at = opened.at(scale)
@@ -94,16 +102,29 @@ def search(
     folder.mkdir(parents=True, exist_ok=True)
     all_seeds = list(seeds) if seeds is not None else at.get("seeds", [0])
     url = storage or f"sqlite:///{(folder / 'search.db').resolve()}"
-    what = Search(opened, folder, axes, url, trials, execution, selection, scale, tuple(settings), TUNING_SEED)
+    what = Search(
+        opened, folder, axes, url, trials, execution, selection, scale, tuple(settings), TUNING_SEED
+    )
     what = replace(what, rows=[r["name"] for r in at["rows"]])
     for row in what.rows:  # names, ranges and storage are checked before any process starts
         _release_dead(_study(what, row))
-        plan_at(opened, scale, settings, row, {a.key: a.choices[0] if a.choices else a.low for a in axes[row]}, [0])
-    if any(count < trials for count in _counts({row: _study(what, row) for row in what.rows}).values()):
+        plan_at(
+            opened,
+            scale,
+            settings,
+            row,
+            {a.key: a.choices[0] if a.choices else a.low for a in axes[row]},
+            [0],
+        )
+    if any(
+        count < trials for count in _counts({row: _study(what, row) for row in what.rows}).values()
+    ):
         _run_workers(what, workers, report)
     plan, record = _best_plan(what, all_seeds), _told(what)
     write_json(folder / "search.json", record)
-    plan.header["search"] = {key: value for key, value in record.items() if key in ("metric", "trials", "seeds")}
+    plan.header["search"] = {
+        key: value for key, value in record.items() if key in ("metric", "trials", "seeds")
+    }
     return plan
 
 
@@ -125,11 +146,15 @@ def _study(what: Search, row: str, worker: int = 0) -> Any:
     try:
         database = optuna.storages.RDBStorage(what.url, engine_kwargs=waits)
     except Exception as error:  # SQLAlchemy and drivers raise their own kinds
-        raise LabError(f"The storage for the search cannot be used: {type(error).__name__}: {error}") from error
+        raise LabError(
+            f"The storage for the search cannot be used: {type(error).__name__}: {error}"
+        ) from error
     study = optuna.create_study(
         storage=database,
         study_name=f"{what.recipe.name} {what.scale or what.recipe.scale}: {row}",
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=max(3, what.trials // 4), n_warmup_steps=2),
+        pruner=optuna.pruners.MedianPruner(
+            n_startup_trials=max(3, what.trials // 4), n_warmup_steps=2
+        ),
         direction="maximize" if what.selection[1] == "max" else "minimize",
         load_if_exists=True,
     )
@@ -167,7 +192,10 @@ def _run_workers(what: Search, workers: int | None, report: Callable[[str], None
     what = replace(what, execution=replace(what.execution, threads=threads))
     start = context()
     stop, lines = start.Event(), start.SimpleQueue()
-    crew = [start.Process(target=_work, args=(what, i, stop, lines), name="dampen search") for i in range(count)]
+    crew = [
+        start.Process(target=_work, args=(what, i, stop, lines), name="dampen search")
+        for i in range(count)
+    ]
     with without_main():
         for process in crew:
             process.start()
@@ -184,10 +212,14 @@ def _run_workers(what: Search, workers: int | None, report: Callable[[str], None
             interrupted = True
             stop.set()
     if interrupted:
-        raise Interrupted(f"The search stopped; what it found is in {what.folder}. The same command goes on.")
+        raise Interrupted(
+            f"The search stopped; what it found is in {what.folder}. The same command goes on."
+        )
     dead = [p.exitcode for p in crew if p.exitcode]
     if dead:
-        raise LabError(f"{len(dead)} of {count} processes of the search died (exit codes {dead}). Run again to go on.")
+        raise LabError(
+            f"{len(dead)} of {count} processes of the search died (exit codes {dead}). Run again to go on."
+        )
 
 
 def _work(what: Search, worker: int, stop: Any, lines: Any) -> None:
@@ -216,7 +248,9 @@ def _counts(studies: dict[str, Any]) -> dict[str, int]:
     return {row: sum(t.state not in open_ for t in study.trials) for row, study in studies.items()}
 
 
-def run_one(what: Search, row: str, study: Any, trial: Any, stop: Callable[[], bool] = lambda: False) -> str:
+def run_one(
+    what: Search, row: str, study: Any, trial: Any, stop: Callable[[], bool] = lambda: False
+) -> str:
     """Run one proposal and tell the study how it went; returns that in words."""
     import optuna
 
@@ -238,7 +272,9 @@ def run_one(what: Search, row: str, study: Any, trial: Any, stop: Callable[[], b
                 pruned = trial.should_prune()
 
     try:
-        result = run_trial(content, folder, _for_row(what.execution, id, row), listen, lambda: pruned or stop())
+        result = run_trial(
+            content, folder, _for_row(what.execution, id, row), listen, lambda: pruned or stop()
+        )
     except Interrupted:
         if pruned:
             study.tell(trial, state=states.PRUNED)
@@ -259,7 +295,11 @@ def run_one(what: Search, row: str, study: Any, trial: Any, stop: Callable[[], b
             "Give it to trial.log(valid={...}), or return it under 'valid'."
         )
     value = result["valid"][result["selection"][0]]
-    study.tell(trial, value if math.isfinite(value) else None, state=None if math.isfinite(value) else states.FAIL)
+    study.tell(
+        trial,
+        value if math.isfinite(value) else None,
+        state=None if math.isfinite(value) else states.FAIL,
+    )
     return f"validation {value:.4f}"
 
 
@@ -306,12 +346,21 @@ def _told(what: Search) -> dict[str, Any]:
     rows = {}
     for row in what.rows:
         tried = [
-            {"values": t.params, "valid": t.value, "state": t.state.name.lower(), "id": t.user_attrs.get("id")}
+            {
+                "values": t.params,
+                "valid": t.value,
+                "state": t.state.name.lower(),
+                "id": t.user_attrs.get("id"),
+            }
             for t in _study(what, row).trials
         ]
         rows[row] = {"axes": [a.__dict__ for a in what.axes[row]], "trials": tried}
     place = make_url(what.url)
-    shown = place.render_as_string(hide_password=True) if not place.drivername.startswith("sqlite") else "search.db"
+    shown = (
+        place.render_as_string(hide_password=True)
+        if not place.drivername.startswith("sqlite")
+        else "search.db"
+    )
     return {
         "storage": shown,
         "trials": what.trials,

@@ -23,7 +23,9 @@ def on_one_path(ours: LoggedRun, theirs: LoggedRun) -> bool:
     return len(paths) < 2 or not ours.config.get("methods") or not theirs.config.get("methods")
 
 
-def unpaired(ours: Mapping[str, LoggedRun], theirs: Mapping[str, LoggedRun], folds: int = 1) -> list[str]:
+def unpaired(
+    ours: Mapping[str, LoggedRun], theirs: Mapping[str, LoggedRun], folds: int = 1
+) -> list[str]:
     """Seeds (or rounds of folds) of which a run and the reference's were on different kernels."""
     other = [int(s) // folds for s in ours if s in theirs and not on_one_path(ours[s], theirs[s])]
     return [str(n) for n in dict.fromkeys(other)]
@@ -38,7 +40,11 @@ def averaged_folds(values: Mapping[str, float], folds: int) -> dict[str, float]:
     rounds: dict[int, list[float]] = {}
     for seed, value in values.items():
         rounds.setdefault(int(seed) // folds, []).append(value)
-    return {str(n): statistics.fmean(found) for n, found in sorted(rounds.items()) if len(found) == folds}
+    return {
+        str(n): statistics.fmean(found)
+        for n, found in sorted(rounds.items())
+        if len(found) == folds
+    }
 
 
 # --------------------
@@ -69,16 +75,26 @@ def cost_of(finals: Sequence[Result]) -> Cost:
     """Medians of a row's own runs."""
     steps = [t for f in finals if (t := f.step_time)]
     seconds = [f.seconds["train"] for f in finals if "train" in f.seconds]
-    return Cost(statistics.median(steps) if steps else None, statistics.median(seconds) if seconds else None)
+    return Cost(
+        statistics.median(steps) if steps else None, statistics.median(seconds) if seconds else None
+    )
 
 
-def cost_against(cost: Cost, ours: Mapping[str, LoggedRun], theirs: Mapping[str, LoggedRun]) -> Cost:
+def cost_against(
+    cost: Cost, ours: Mapping[str, LoggedRun], theirs: Mapping[str, LoggedRun]
+) -> Cost:
     """The ratios of step times of shared seeds, of runs on the same machine and path of kernels, with as many threads
     and the same malloc."""
     ratios = []
     for seed, run in ours.items():
         other = theirs.get(seed)
-        if other and run.final and other.final and run.place == other.place and on_one_path(run, other):
+        if (
+            other
+            and run.final
+            and other.final
+            and run.place == other.place
+            and on_one_path(run, other)
+        ):
             own, plain = run.final.step_time, other.final.step_time
             if own and plain:
                 ratios.append(own / plain)
@@ -147,7 +163,9 @@ def published_figures(figures: Mapping[str, Any]) -> dict[str, Published]:
     for metric, value in figures.items():
         mean, sd = value if isinstance(value, list) and len(value) == 2 else (value, None)
         mean = mean[0] if isinstance(mean, list) else mean
-        found[metric] = Published(float(mean), None if sd is None else float(sd), None if sd is None else PAPER_SEEDS)
+        found[metric] = Published(
+            float(mean), None if sd is None else float(sd), None if sd is None else PAPER_SEEDS
+        )
     return found
 
 
@@ -176,7 +194,9 @@ class AgainstPaper:
     high: float | None = None
 
 
-def against_paper(ours: Summary | None, paper: Published, departures: Sequence[str] = ()) -> AgainstPaper:
+def against_paper(
+    ours: Summary | None, paper: Published, departures: Sequence[str] = ()
+) -> AgainstPaper:
     """Judge our runs against the published figure, both in the same unit.
 
     Reproduced: the 95 % interval of the difference (Welch, from means, deviations and counts) contains 0 and is
@@ -195,7 +215,11 @@ def against_paper(ours: Summary | None, paper: Published, departures: Sequence[s
     if departures:
         return AgainstPaper("not comparable", "; ".join(departures), difference)
     if ours.n < FEWEST:
-        return AgainstPaper("not comparable", f"too few runs here: {ours.n}, at least {FEWEST} are needed", difference)
+        return AgainstPaper(
+            "not comparable",
+            f"too few runs here: {ours.n}, at least {FEWEST} are needed",
+            difference,
+        )
     half = _welch_half_width(ours, paper)
     low, high = difference - half, difference + half
     interval = f"difference {difference:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}"
@@ -214,5 +238,7 @@ def _welch_half_width(ours: Summary, paper: Published) -> float:
     b = paper.sd**2 / paper.n if paper.sd is not None and paper.n and paper.n > 1 else 0.0
     if a + b == 0:
         return 0.0
-    freedom = (a + b) ** 2 / (a**2 / (ours.n - 1) + (b**2 / (paper.n - 1) if b and paper.n else 0.0))
+    freedom = (a + b) ** 2 / (
+        a**2 / (ours.n - 1) + (b**2 / (paper.n - 1) if b and paper.n else 0.0)
+    )
     return t_quantile(freedom) * math.sqrt(a + b)

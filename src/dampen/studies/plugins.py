@@ -159,7 +159,13 @@ _HOMES = {
     "text": ("BEGIN", "END", "PAD", "Bpe", "pad_tokens"),
     "trainer.data": ("derive",),
 }
-__all__ = ["activate", "active", "load_plugins", "register", *(n for names in _HOMES.values() for n in names)]
+__all__ = [
+    "activate",
+    "active",
+    "load_plugins",
+    "register",
+    *(n for names in _HOMES.values() for n in names),
+]
 
 _active: dict[str, str] = {}  # name of the module -> the folder that holds it
 
@@ -212,7 +218,9 @@ def load_plugins(names: Iterable[str], near: Path | None = None) -> None:
 
 def load_from_environment() -> None:
     """Import the plug-ins that `DAMPEN_PLUGINS` lists, separated by commas."""
-    load_plugins(filter(None, (name.strip() for name in os.environ.get(ENVIRONMENT, "").split(","))))
+    load_plugins(
+        filter(None, (name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")))
+    )
 
 
 def _load(name: str, folders: list[Path]) -> None:
@@ -222,18 +230,23 @@ def _load(name: str, folders: list[Path]) -> None:
     first, *inside = name.split(".")
     if not first.isidentifier() or not all(part.isidentifier() for part in inside):
         raise ConfigError("plugins", [f"expected the name of a Python module, got {name!r}"])
-    folder = next((f for f in folders if (f / first).is_dir() or (f / f"{first}.py").is_file()), None)
+    folder = next(
+        (f for f in folders if (f / first).is_dir() or (f / f"{first}.py").is_file()), None
+    )
     if folder is None and importlib.util.find_spec(first) is None:
         looked = ", ".join(map(str, folders[:4]))
         raise ConfigError(
-            "plugins", [f"there is no plug-in {name!r}. It is not installed, and not in {looked}, or above"]
+            "plugins",
+            [f"there is no plug-in {name!r}. It is not installed, and not in {looked}, or above"],
         )
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
         importlib.import_module(name)
     except Exception as error:  # whatever the import of foreign code raises
-        raise ConfigError("plugins", [f"{name} cannot be imported: {type(error).__name__}: {error}"]) from error
+        raise ConfigError(
+            "plugins", [f"{name} cannot be imported: {type(error).__name__}: {error}"]
+        ) from error
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,12 @@ def warm() -> None:
 
 
 with end_with_parent():
-    for name in ("lightning.fabric.strategies", "torchmetrics.classification", "sklearn.datasets", "dampen.public"):
+    for name in (
+        "lightning.fabric.strategies",
+        "torchmetrics.classification",
+        "sklearn.datasets",
+        "dampen.public",
+    ):
         importlib.import_module(name)
     for name in ("data", "metrics", "trainer.train"):
         importlib.import_module(f"dampen.studies.{name}")

@@ -28,7 +28,9 @@ def context() -> Any:
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
-    os.environ[SERVER_OF] = str(os.getpid())  # set now: we may be gone before the server looks for its parent
+    os.environ[SERVER_OF] = str(
+        os.getpid()
+    )  # set now: we may be gone before the server looks for its parent
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["dampen.studies.preload"])
     return server
@@ -88,7 +90,9 @@ def is_ctrl_c(error: BaseException) -> bool:
     Args:
         error: any error.
     """
-    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    return (
+        isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    )
 
 
 def _polite(handler: Any) -> None:
@@ -189,7 +193,9 @@ def keep_freed_memory() -> bool:
     if not _said() and platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         # the order counts: the second alone would freeze the limit for blocks at its smallest
-        _kept = any(mallopt(M_MMAP_THRESHOLD, size) and mallopt(M_TRIM_THRESHOLD, size) for size in SIZES)
+        _kept = any(
+            mallopt(M_MMAP_THRESHOLD, size) and mallopt(M_TRIM_THRESHOLD, size) for size in SIZES
+        )
     return _kept
 
 

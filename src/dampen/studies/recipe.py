@@ -45,10 +45,29 @@ from dampen.studies.search_space import COUNTS, SETTINGS, STRENGTH_SETTINGS, rea
 TUNING_SEEDS = (10_000, 10_001, 10_002)
 """Settings are tried on these where a recipe or a comparison names none. No table uses them."""
 FEWEST_TUNING = 3
-SECTIONS = ("data", "model", "train", "methods", "sites", "pretrain", "function", "seeds", "tuning_seeds")
+SECTIONS = (
+    "data",
+    "model",
+    "train",
+    "methods",
+    "sites",
+    "pretrain",
+    "function",
+    "seeds",
+    "tuning_seeds",
+)
 SCALE_KEYS = (*SECTIONS, "grid", "search", "rows", "cost", "departures", "unavailable")
 ROW_SECTIONS = ("data", "model", "train", "methods", "sites", "pretrain", "function")
-ROW_KEYS = (*ROW_SECTIONS, "search", "name", "scales", "published", "published_grid", "baseline", "note")
+ROW_KEYS = (
+    *ROW_SECTIONS,
+    "search",
+    "name",
+    "scales",
+    "published",
+    "published_grid",
+    "baseline",
+    "note",
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,9 @@ class Recipe:
     base: dict[str, Any]
     rows: list[Any]
     title: str = ""
-    paper: str = ""  # a recipe of one's own has none, and need not say what it costs or departs from
+    paper: str = (
+        ""  # a recipe of one's own has none, and need not say what it costs or departs from
+    )
     table: str = ""
     cost: str = ""
     command: str = ""
@@ -76,7 +97,9 @@ class Recipe:
         """The base at a scale: data, model, train, methods, sites, seeds, grid, cost, departures."""
         scale = scale or self.scale
         if scale not in self.scales:
-            raise ConfigError(self.name, [f"--scale: there is no scale {scale!r}{nearest(scale, self.scales)}"])
+            raise ConfigError(
+                self.name, [f"--scale: there is no scale {scale!r}{nearest(scale, self.scales)}"]
+            )
         own = self.scales[scale]
         if "unavailable" in own:
             raise LabError(f"{self.name} cannot run at scale {scale!r}: {own['unavailable']}")
@@ -97,14 +120,20 @@ class Recipe:
             raise ConfigError(f"Recipe {self.name!r} at scale {scale!r}", [told])
         return {**merged, "grid": grid, "search": search, "rows": rows, **header}
 
-    def _check_tuning(self, scale: str, search: Mapping[str, Any], seeds: Sequence[int], own: bool) -> None:
+    def _check_tuning(
+        self, scale: str, search: Mapping[str, Any], seeds: Sequence[int], own: bool
+    ) -> None:
         """What a search needs: how many settings, and enough seeds to choose by."""
         problems = []
         if SETTINGS not in search:
-            problems.append("search.settings: missing; say how many settings each row gets, such as settings = 12")
+            problems.append(
+                "search.settings: missing; say how many settings each row gets, such as settings = 12"
+            )
         if len(seeds) < FEWEST_TUNING and not own:
             told = f"tuning_seeds: a search needs at least {FEWEST_TUNING}, got {seeds}: one seed chooses by luck"
-            problems.append(f"{told}. Only a scale may name fewer: [scales.{scale}] tuning_seeds = {seeds}")
+            problems.append(
+                f"{told}. Only a scale may name fewer: [scales.{scale}] tuning_seeds = {seeds}"
+            )
         if problems:
             raise ConfigError(f"Recipe {self.name!r} at scale {scale!r}", problems)
 
@@ -148,7 +177,9 @@ def load_recipe(name: str) -> Recipe:
     known = list_recipes()
     path = known.get(name.removesuffix(".toml"), Path(name))
     if not path.is_file():
-        raise ConfigError(f"Recipe {name!r}", [f"there is no such recipe and no such file{_where(name, known)}"])
+        raise ConfigError(
+            f"Recipe {name!r}", [f"there is no such recipe and no such file{_where(name, known)}"]
+        )
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -190,7 +221,10 @@ def parse_recipe(name: str, content: Mapping[str, Any]) -> tuple[Recipe | None, 
         return None, plain
     content = {"title": name, "scales": {str(content.get("scale", "laptop")): {}}, **content}
     values, problems = check_fields(Recipe, {"name": name, **content}, "")
-    if any(not isinstance(content.get(key, {}), Mapping) for key in ("base", "grid", "search", "scales")):
+    if any(
+        not isinstance(content.get(key, {}), Mapping)
+        for key in ("base", "grid", "search", "scales")
+    ):
         return None, problems
     problems += _check_base(content.get("base", {}))
     problems += _check_grid(content.get("grid", {}), "grid")
@@ -203,7 +237,9 @@ def parse_recipe(name: str, content: Mapping[str, Any]) -> tuple[Recipe | None, 
         for scale in scales:
             chosen = scales[scale].get("rows", [])
             problems += [
-                f"scales.{scale}.rows: there is no row {r!r}{nearest(r, names)}" for r in chosen if r not in names
+                f"scales.{scale}.rows: there is no row {r!r}{nearest(r, names)}"
+                for r in chosen
+                if r not in names
             ]
     if content.get("report", "best") not in ("best", "all"):
         problems.append(f"report: expected 'best' or 'all', got {content['report']!r}")
@@ -213,14 +249,24 @@ def parse_recipe(name: str, content: Mapping[str, Any]) -> tuple[Recipe | None, 
 def _check_base(base: Any) -> list[str]:
     if not isinstance(base, Mapping):
         return [f"base: expected a table, got {base!r}"]
-    problems = unknown_keys(base, SECTIONS, "base.") + _check_seeds(base.get("seeds", [0]), "base.seeds")
-    return problems + (_check_seeds(base["tuning_seeds"], "base.tuning_seeds") if "tuning_seeds" in base else [])
+    problems = unknown_keys(base, SECTIONS, "base.") + _check_seeds(
+        base.get("seeds", [0]), "base.seeds"
+    )
+    return problems + (
+        _check_seeds(base["tuning_seeds"], "base.tuning_seeds") if "tuning_seeds" in base else []
+    )
 
 
 def _check_seeds(seeds: Any, path: str) -> list[str]:
-    good = isinstance(seeds, list) and seeds and all(isinstance(s, int) and not isinstance(s, bool) for s in seeds)
+    good = (
+        isinstance(seeds, list)
+        and seeds
+        and all(isinstance(s, int) and not isinstance(s, bool) for s in seeds)
+    )
     return (
-        [] if good and len(set(seeds)) == len(seeds) else [f"{path}: expected different whole numbers, got {seeds!r}"]
+        []
+        if good and len(set(seeds)) == len(seeds)
+        else [f"{path}: expected different whole numbers, got {seeds!r}"]
     )
 
 
@@ -243,7 +289,9 @@ def _check_search(search: Any, path: str, settings: bool = True) -> list[str]:
         if key in search and not settings:
             problems.append(f"{path}.{key}: every row gets as many; say it in [search]")
         elif not isinstance(count, int) or isinstance(count, bool) or not least <= count <= 1000:
-            problems.append(f"{path}.{key}: expected a whole number from {least} to 1000, got {count!r}")
+            problems.append(
+                f"{path}.{key}: expected a whole number from {least} to 1000, got {count!r}"
+            )
     for key, given in search.items():
         left_out = given is False and not settings
         problems += read_axis(key, given, path)[1] if key not in COUNTS and not left_out else []
@@ -253,7 +301,11 @@ def _check_search(search: Any, path: str, settings: bool = True) -> list[str]:
 def _check_scales(scales: Any, default: Any) -> list[str]:
     if not isinstance(scales, Mapping) or not scales:
         return ["scales: missing; say [scales.laptop] and [scales.paper]"]
-    problems = [] if default in list(scales) else [f"scale: there is no [scales.{default}]{nearest(default, scales)}"]
+    problems = (
+        []
+        if default in list(scales)
+        else [f"scale: there is no [scales.{default}]{nearest(default, scales)}"]
+    )
     for name, scale in scales.items():
         if not isinstance(scale, Mapping):
             problems.append(f"scales.{name}: expected a table, got {scale!r}")
@@ -292,7 +344,9 @@ def _check_rows(rows: Any, scales: list[str]) -> list[str]:
         problems += _check_published(row.get("published", {}), f"{where}.published")
         problems += _check_search(row.get("search", {}), f"{where}.search", settings=False)
         at_scales = row.get("scales", {})
-        if not isinstance(at_scales, Mapping) or not all(isinstance(own, Mapping) for own in at_scales.values()):
+        if not isinstance(at_scales, Mapping) or not all(
+            isinstance(own, Mapping) for own in at_scales.values()
+        ):
             problems.append(f"{where}.scales: expected a table of tables, got {at_scales!r}")
             at_scales = {}
         problems += unknown_keys(at_scales, scales, f"{where}.scales.")
@@ -312,15 +366,21 @@ def _check_published_grid(points: Any, path: str) -> list[str]:
         isinstance(p, Mapping) and isinstance(p.get("grid"), Mapping) for p in points
     )
     if not good:
-        return [f"{path}: expected a list of {{ grid = {{ ... }}, published = {{ ... }} }}, got {points!r}"]
+        return [
+            f"{path}: expected a list of {{ grid = {{ ... }}, published = {{ ... }} }}, got {points!r}"
+        ]
     return [
-        p for j, point in enumerate(points) for p in _check_published(point.get("published"), f"{path}[{j}].published")
+        p
+        for j, point in enumerate(points)
+        for p in _check_published(point.get("published"), f"{path}[{j}].published")
     ]
 
 
 def _check_published(published: Any, path: str) -> list[str]:
     if not isinstance(published, Mapping):
-        return [f"{path}: expected {{ metric = mean }} or {{ metric = [mean, sd] }}, got {published!r}"]
+        return [
+            f"{path}: expected {{ metric = mean }} or {{ metric = [mean, sd] }}, got {published!r}"
+        ]
     problems = []
     for metric, value in published.items():
         numbers = value if isinstance(value, list) else [value]
@@ -350,7 +410,10 @@ FAMILIES: list[tuple[str, list[dict[str, Any]]]] = [
     ("heads", [{"name": "drop_head", "rate": 0.2}]),
     ("penalties", [{"name": "explicit_dropout", "value": 1.0, "ffn": 1.0}]),
     ("feed-forward", [{"name": "feed_forward_dropout", "rate": 0.2}]),
-    ("input", [{"name": "token_graying"}]),  # does nothing here: a table in which everything helps teaches little
+    (
+        "input",
+        [{"name": "token_graying"}],
+    ),  # does nothing here: a table in which everything helps teaches little
 ]
 """One representative of each idea."""
 
@@ -376,7 +439,14 @@ def demo_recipe(known: list[str], seeds: int = DEMO_SEEDS) -> Recipe:
         metric="accuracy",
         base={
             "data": {"name": "digits", "train_fraction": 0.25},
-            "model": {"name": "vit", "patch_size": 2, "width": 32, "depth": 2, "heads": 4, "mlp": 64},
+            "model": {
+                "name": "vit",
+                "patch_size": 2,
+                "width": 32,
+                "depth": 2,
+                "heads": 4,
+                "mlp": 64,
+            },
             "train": {
                 "epochs": 60,
                 "batch_size": 32,

@@ -59,8 +59,14 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
             raise ConfigError("The comparison", [f"seeds: must be 1 or more, got {seeds}"])
         return list(range(seeds))
     listed = list(seeds) if isinstance(seeds, Sequence) and not isinstance(seeds, str) else []
-    if not listed or len(set(listed)) < len(listed) or not all(type(s) is int and s >= 0 for s in listed):
-        raise ConfigError("The comparison", [f"seeds: a number, or different whole numbers from 0, got {seeds!r}"])
+    if (
+        not listed
+        or len(set(listed)) < len(listed)
+        or not all(type(s) is int and s >= 0 for s in listed)
+    ):
+        raise ConfigError(
+            "The comparison", [f"seeds: a number, or different whole numbers from 0, got {seeds!r}"]
+        )
     return listed
 
 
@@ -79,7 +85,9 @@ def metric_of(metric: str | Sequence[str] | None) -> tuple[str, str] | None:
     if len(parts) == 1:
         parts.append(guess_direction(parts[0]))
     if len(parts) != 2 or parts[1] not in ("max", "min") or not parts[0]:
-        raise ConfigError("The comparison", [f"metric: expected a name, 'name:max' or 'name:min', got {metric!r}"])
+        raise ConfigError(
+            "The comparison", [f"metric: expected a name, 'name:max' or 'name:min', got {metric!r}"]
+        )
     return parts[0], parts[1]
 
 
@@ -104,26 +112,48 @@ def request_own(
     problems = check_params(params, rows.rows)
     if problems:
         raise ConfigError("The comparison", problems)
-    section = {"name": function.code.name, "code": function.code.digest, "params": dict(params or {})}
-    name = "compare-" + re.sub(r"[^\w.-]+", "-", function.code.name.replace(".py:", "-").replace("notebook:", ""))
-    place = _folder(folder, out, name, {"name": section["name"], "params": section["params"]}, resume)
+    section = {
+        "name": function.code.name,
+        "code": function.code.digest,
+        "params": dict(params or {}),
+    }
+    name = "compare-" + re.sub(
+        r"[^\w.-]+", "-", function.code.name.replace(".py:", "-").replace("notebook:", "")
+    )
+    place = _folder(
+        folder, out, name, {"name": section["name"], "params": section["params"]}, resume
+    )
     section["code"], remark = _code(section, place, same_code)
     base = {"function": section, "seeds": seeds_of(seeds)}
     title = f"{function.code.name}, {plural(len(base['seeds']), 'seed')}"
-    recipe = recipe_of(name, title, rows, reference, base, judged[0] if judged else "", shlex.join(command))
+    recipe = recipe_of(
+        name, title, rows, reference, base, judged[0] if judged else "", shlex.join(command)
+    )
     recipe = replace(recipe, grid={f"function.params.{k}": v for k, v in (grid or {}).items()})
     asked = planned(recipe)
     plan = with_recorded(asked, place)
-    return ComparisonRequest(recipe, plan, place, asked.chosen(), sent(function, plan, rows, judged), remark)
+    return ComparisonRequest(
+        recipe, plan, place, asked.chosen(), sent(function, plan, rows, judged), remark
+    )
 
 
 def recipe_of(
-    name: str, title: str, rows: Rows, reference: str, base: dict[str, Any], metric: str, command: str
+    name: str,
+    title: str,
+    rows: Rows,
+    reference: str,
+    base: dict[str, Any],
+    metric: str,
+    command: str,
 ) -> Recipe:
     """The recipe of a comparison: it has no paper, and every row says only what differs."""
     listed = []
     for row in rows.rows:
-        own: dict[str, Any] = {"name": row.name, "methods": row.methods, "baseline": row.name == reference}
+        own: dict[str, Any] = {
+            "name": row.name,
+            "methods": row.methods,
+            "baseline": row.name == reference,
+        }
         listed.append(own | ({"function": {"params": row.params}} if row.params else {}))
     return Recipe(
         name=name,
@@ -148,28 +178,47 @@ def planned(recipe: Recipe, settings: Sequence[str] = ()) -> Comparison:
         return make_comparison(recipe, settings=settings)
     except ConfigError as error:
         marks = [f"rows[{i}] {row['name']}: " for i, row in enumerate(recipe.rows)]
-        by_row = {mark: [p.removeprefix(mark) for p in error.problems if p.startswith(mark)] for mark in marks}
+        by_row = {
+            mark: [p.removeprefix(mark) for p in error.problems if p.startswith(mark)]
+            for mark in marks
+        }
         common = [p for p in by_row[marks[0]] if all(p in found for found in by_row.values())]
         rest = [p for p in error.problems if not p.startswith(tuple(marks))]
-        own = [f"row {row['name']!r}: {p}" for row, mark in zip(recipe.rows, marks, strict=True) for p in by_row[mark]]
-        raise ConfigError("The comparison", rest + common + [p for p in own if not p.endswith(tuple(common))]) from None
+        own = [
+            f"row {row['name']!r}: {p}"
+            for row, mark in zip(recipe.rows, marks, strict=True)
+            for p in by_row[mark]
+        ]
+        raise ConfigError(
+            "The comparison", rest + common + [p for p in own if not p.endswith(tuple(common))]
+        ) from None
 
 
-def sent(function: Function, plan: Comparison, rows: Rows, metric: tuple[str, str] | None) -> Function:
+def sent(
+    function: Function, plan: Comparison, rows: Rows, metric: tuple[str, str] | None
+) -> Function:
     """The function with what its trials need: names of rows, regularizers without a plain form, the metric."""
     names = plan.config_of_run()
-    return replace(function, rows=names, objects={**function.objects, **rows.objects}, metric=metric)
+    return replace(
+        function, rows=names, objects={**function.objects, **rows.objects}, metric=metric
+    )
 
 
-def _folder(folder: Path | str | None, out: Path | str, name: str, kind: dict[str, Any], resume: bool) -> Path:
+def _folder(
+    folder: Path | str | None, out: Path | str, name: str, kind: dict[str, Any], resume: bool
+) -> Path:
     """Same function and parameters, same folder; the code is not part of it, so that its changes can be told."""
     mark = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:8]
     place = Path(folder) if folder is not None else Path(out) / f"{name}-{mark}"
     if resume or not (place / "plan.json").exists():
         return place
     if folder is not None:
-        raise ConfigError("folder", [f"{place} holds a study already, and resume=False; give another folder"])
-    return next(p for i in range(2, 10_000) if not (p := place.with_name(f"{place.name}-{i}")).exists())
+        raise ConfigError(
+            "folder", [f"{place} holds a study already, and resume=False; give another folder"]
+        )
+    return next(
+        p for i in range(2, 10_000) if not (p := place.with_name(f"{place.name}-{i}")).exists()
+    )
 
 
 def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, str]:
@@ -177,7 +226,11 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
     if not (folder / "plan.json").exists():
         return section["code"], ""
     earlier = load_comparison(folder)
-    done = {t.function["code"] for i, t in earlier.runs.items() if t.function and (folder / i / "final.json").exists()}
+    done = {
+        t.function["code"]
+        for i, t in earlier.runs.items()
+        if t.function and (folder / i / "final.json").exists()
+    }
     if not done or section["code"] in done:
         return section["code"], ""
     if same_code:
@@ -205,7 +258,8 @@ def with_recorded(plan: Comparison, folder: Path) -> Comparison:
     recorded = {
         i
         for i, t in earlier.runs.items()
-        if RunStore(folder / i).done and (t.format in formats if t.function is None else t.function["code"] in code)
+        if RunStore(folder / i).done
+        and (t.format in formats if t.function is None else t.function["code"] in code)
     }
     return plan.joined(earlier, recorded) if recorded else plan
 
@@ -237,12 +291,18 @@ def request_parts(
     """The comparison of methods on a model and data, trained by the lab."""
     section, parts = data_section(data if data is not None else "digits", data_dir)
     chosen, parts = model_section(model, parts)
-    if chosen is not None and chosen["name"].startswith("hf/") and DATASETS[section["name"]].spec.task == "text":
+    if (
+        chosen is not None
+        and chosen["name"].startswith("hf/")
+        and DATASETS[section["name"]].spec.task == "text"
+    ):
         section["tokenizer"] = MODEL
     base: dict[str, Any] = merge({"data": section}, preset(section["name"]))
     base = merge(base, {"model": chosen}) if chosen is not None else base
     if chosen is None and section["name"] == "function":
-        raise ConfigError("--model", ["data from a function needs a model: say --model file.py:build or another"])
+        raise ConfigError(
+            "--model", ["data from a function needs a model: say --model file.py:build or another"]
+        )
     base = merge(base, sections(params or {}, base, "params"))
     rows = read_rows(methods, reference)
     said = metric_of(metric)
@@ -263,9 +323,13 @@ def request_parts(
     asked.header |= {"folds": folds} if folds is not None else {}
     place = _place(asked.name, asked.runs, folder, out, resume)
     plan = with_recorded(asked, place)
-    remark = builtin_dropout_warning(builtin_dropout(parts.model if parts else None, asked.chosen()[0].model), name)
+    remark = builtin_dropout_warning(
+        builtin_dropout(parts.model if parts else None, asked.chosen()[0].model), name
+    )
     plan.departures = list(dict.fromkeys([*plan.departures, *([remark] if remark else [])]))
-    return ComparisonRequest(recipe, plan, place, asked.chosen(), remark=remark, parts=parts, settings=tuple(settings))
+    return ComparisonRequest(
+        recipe, plan, place, asked.chosen(), remark=remark, parts=parts, settings=tuple(settings)
+    )
 
 
 def _judged(said: tuple[str, str] | None, task: str) -> str:
@@ -281,7 +345,9 @@ def _judged(said: tuple[str, str] | None, task: str) -> str:
     return name
 
 
-def comparison(data: Any, model: Any, methods: Any, seeds: int, settings: Sequence[str] = ()) -> Recipe:
+def comparison(
+    data: Any, model: Any, methods: Any, seeds: int, settings: Sequence[str] = ()
+) -> Recipe:
     """The recipe of a comparison, written as on the command line.
 
     >>> recipe = comparison("digits", "vit(depth=2)", "drop_key(rate=0.3), drop_attention + drop_key", 5)
@@ -307,7 +373,11 @@ def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts
     if not path.exists():
         known = f"--data: there is no data set and no path {str(data)!r}{hint('dampen.data', str(data), DATASETS)}"
         raise ConfigError("The comparison", [known])
-    section = {"name": recognize(path), "source": path.resolve().name, "fingerprint": fingerprint(path)}
+    section = {
+        "name": recognize(path),
+        "source": path.resolve().name,
+        "fingerprint": fingerprint(path),
+    }
     return section, Parts(data=str(path.resolve()))
 
 
@@ -323,7 +393,9 @@ def model_section(model: Any, parts: Parts) -> tuple[dict[str, Any] | None, Part
         return None, parts
     if callable(model):
         function = as_function(model)
-        return {"name": function.code.name, "code": function.code.digest}, replace(parts, build=function)
+        return {"name": function.code.name, "code": function.code.digest}, replace(
+            parts, build=function
+        )
     text = str(model)
     if text.startswith("hf/"):
         name, arguments = _arguments(text)
@@ -331,12 +403,18 @@ def model_section(model: Any, parts: Parts) -> tuple[dict[str, Any] | None, Part
         if not (folder / "config.json").is_file():
             problem = f"{folder} holds no saved Hugging Face model: there is no config.json. Say --model hf/FOLDER"
             raise ConfigError("--model", [problem])
-        section = {"name": f"hf/{folder.resolve().name}", "fingerprint": fingerprint(folder), **arguments}
+        section = {
+            "name": f"hf/{folder.resolve().name}",
+            "fingerprint": fingerprint(folder),
+            **arguments,
+        }
         return section, replace(parts, model=str(folder.resolve()))
     if ".py:" in text:
         name, arguments = _arguments(text)
         found: Function = function_in_file(name, "--model")
-        return {"name": found.code.name, "code": found.code.digest, **arguments}, replace(parts, build=found)
+        return {"name": found.code.name, "code": found.code.digest, **arguments}, replace(
+            parts, build=found
+        )
     name, arguments = _arguments(text)
     return {"name": name, **arguments}, parts
 
@@ -349,7 +427,9 @@ def _arguments(text: str) -> tuple[str, dict[str, Any]]:
     try:
         ((parsed,),) = parse_rows(f"x({rest}").values()
     except (ConfigError, ValueError) as error:
-        raise ConfigError("--model", [f"cannot read {text!r}: write name or name(argument=value)"]) from error
+        raise ConfigError(
+            "--model", [f"cannot read {text!r}: write name or name(argument=value)"]
+        ) from error
     return name.strip(), {k: v for k, v in parsed.items() if k != "name"}
 
 
@@ -381,27 +461,45 @@ def sections(params: Mapping[str, Any], base: Mapping[str, Any], where: str) -> 
         elif key == "augment":
             found["data"] = {"augment": value}
         else:
-            problems.append(f"{where}: unknown parameter {key!r}{nearest(key, [*TRAIN, 'mixup', 'augment'])}")
+            problems.append(
+                f"{where}: unknown parameter {key!r}{nearest(key, [*TRAIN, 'mixup', 'augment'])}"
+            )
     if problems:
         raise ConfigError("The comparison", problems)
     return found
 
 
-def _place(name: str, trials: Mapping[str, Any], folder: Any, out: Path | str, resume: bool) -> Path:
+def _place(
+    name: str, trials: Mapping[str, Any], folder: Any, out: Path | str, resume: bool
+) -> Path:
     """Same conditions, same folder."""
-    kind = {k: v for k, v in next(iter(trials.values())).canonical().items() if k not in ("seed", "methods")}
+    kind = {
+        k: v
+        for k, v in next(iter(trials.values())).canonical().items()
+        if k not in ("seed", "methods")
+    }
     mark = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:8]
     place = Path(folder) if folder is not None else Path(out) / f"{name}-{mark}"
     if not resume and (place / "plan.json").exists():
-        raise ConfigError("folder", [f"{place} holds a study already, and resume=False; give another folder"])
+        raise ConfigError(
+            "folder", [f"{place} holds a study already, and resume=False; give another folder"]
+        )
     return place
 
 
 def _command(data: Any, model: Any, methods: Any, seeds: Any, settings: Sequence[str]) -> list[str]:
     """The command that repeats it, as far as it can be written on one."""
-    if not all(x is None or isinstance(x, str | Path) for x in (data, model)) or not isinstance(methods, str):
+    if not all(x is None or isinstance(x, str | Path) for x in (data, model)) or not isinstance(
+        methods, str
+    ):
         return ["dampen.compare(...)"]
-    command = ["dampen", "compare", "--data", str(data), *(["--model", str(model)] if model is not None else [])]
+    command = [
+        "dampen",
+        "compare",
+        "--data",
+        str(data),
+        *(["--model", str(model)] if model is not None else []),
+    ]
     command += ["--methods", methods, "--seeds", str(len(seeds_of(seeds)))]
     return command + [part for s in settings for part in ("--set", s)]
 
@@ -417,7 +515,10 @@ def builtin_dropout(folder: str | None, model: Mapping[str, Any]) -> dict[str, f
         return {}
     try:
         config = {**json.loads(path.read_text(encoding="utf-8")), **model}
-    except (ValueError, TypeError):  # no JSON, or no table: the library that loads it says so better
+    except (
+        ValueError,
+        TypeError,
+    ):  # no JSON, or no table: the library that loads it says so better
         return {}
     found = {k: v for k, v in config.items() if "drop" in k and isinstance(v, float)}
     return {key: value for key, value in found.items() if value > 0}
@@ -434,6 +535,4 @@ write --set model.hidden_dropout_prob=0.0
         return ""
     said = ", ".join(f"{key}={value:g}" for key, value in rates.items())
     off = " ".join(f"--set model.{key}=0.0" for key in rates)
-    return (
-        f"{name} drops by itself ({said}), in every row, plain too; to compare with a model that does not, write {off}"
-    )
+    return f"{name} drops by itself ({said}), in every row, plain too; to compare with a model that does not, write {off}"

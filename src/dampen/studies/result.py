@@ -34,7 +34,10 @@ class Result(msgspec.Struct, kw_only=True):
     status: Literal["finished", "diverged"]
     format: int = 0
     task: str = ""
-    primary: tuple[str, str] = ("", "max")  # the metric that judges the test, and which way it improves
+    primary: tuple[str, str] = (
+        "",
+        "max",
+    )  # the metric that judges the test, and which way it improves
     selection: tuple[str, str] = ("", "max")  # the metric that chose the epoch on validation
     test: dict[str, float | None] = {}
     valid: dict[str, float | None] = {}
@@ -56,7 +59,9 @@ class Result(msgspec.Struct, kw_only=True):
     selected_weights: str = ""
     data: dict[str, Any] = {}
     pretrain: dict[str, Any] | None = None
-    variance: dict[str, float | None] | None = None  # of the gradient, mean over training, where it was measured
+    variance: dict[str, float | None] | None = (
+        None  # of the gradient, mean over training, where it was measured
+    )
     detections: list[Detected] = []  # of a detector: a few test images with true and found boxes
     reason: str = ""
     terms: list[str] = []
@@ -66,7 +71,11 @@ class Result(msgspec.Struct, kw_only=True):
     @property
     def step_time(self) -> float | None:
         """The time of a step that ratios are made of: processor time on the CPU, wall time elsewhere."""
-        return self.step_cpu_seconds if self.device == "cpu" and self.step_cpu_seconds else self.step_seconds
+        return (
+            self.step_cpu_seconds
+            if self.device == "cpu" and self.step_cpu_seconds
+            else self.step_seconds
+        )
 
     @property
     def validated(self) -> float | None:
@@ -83,7 +92,9 @@ class LogLine(msgspec.Struct, kw_only=True):
     valid: dict[str, float | None] = {}
     lr: Any = None  # a number of our trainer, or whatever a user gave that name
     seconds: float | None = None
-    conditioning: Any = None  # these two are lists of our trainer's measurements, or whatever a user gave that name
+    conditioning: Any = (
+        None  # these two are lists of our trainer's measurements, or whatever a user gave that name
+    )
     variance: Any = None
 
     @property
@@ -197,7 +208,9 @@ def diagnosed(measured: Diagnosis) -> dict[str, float]:
     found["gradient_variance"] = measured.gradient_variance.get("normalized")
     found["averaged_brier_bound"] = measured.consistency.get("bound")
     found["accuracy_gap"] = measured.generalization.get("accuracy_gap")
-    if spread := [a["entropy_share"] for a in measured.attention.get("layers", []) if "entropy_share" in a]:
+    if spread := [
+        a["entropy_share"] for a in measured.attention.get("layers", []) if "entropy_share" in a
+    ]:
         found["attention_entropy"] = statistics.fmean(spread)
     return {k: v for k, v in found.items() if v is not None}
 
@@ -254,4 +267,6 @@ def parse_event(content: Any) -> Event:
     try:
         return msgspec.convert(content, Event)
     except msgspec.ValidationError as error:
-        raise LabError(f"an event of a worker is not what was expected: {error}; got {content!r}") from error
+        raise LabError(
+            f"an event of a worker is not what was expected: {error}; got {content!r}"
+        ) from error

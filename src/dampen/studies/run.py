@@ -59,17 +59,27 @@ class TrainOptions:
     validate_every: int = 1
     patience: int | None = None
     select: Literal["best", "last"] = "best"
-    condition_every: int | None = None  # steps between measurements of condition numbers, on 16 validation examples
-    variance_every: int | None = None  # steps between measurements of the gradient's variance, on 8 training batches
-    test_samples: int | None = None  # random forwards that the test averages (Monte Carlo); None: one without dropping
+    condition_every: int | None = (
+        None  # steps between measurements of condition numbers, on 16 validation examples
+    )
+    variance_every: int | None = (
+        None  # steps between measurements of the gradient's variance, on 8 training batches
+    )
+    test_samples: int | None = (
+        None  # random forwards that the test averages (Monte Carlo); None: one without dropping
+    )
 
     def steps_per_epoch(self, examples: int) -> int:
         """Whole batches in so many training examples; raises ConfigError, with what to say, where there is not one."""
         if examples >= self.batch_size:
             return examples // self.batch_size
         fitting = 2 ** max(0, examples.bit_length() - 2)  # two batches or more
-        problem = f"train.batch_size: {self.batch_size} is more than the {examples} training examples"
-        raise ConfigError("The trial", [f"{problem}; say for example --set train.batch_size={fitting}"])
+        problem = (
+            f"train.batch_size: {self.batch_size} is more than the {examples} training examples"
+        )
+        raise ConfigError(
+            "The trial", [f"{problem}; say for example --set train.batch_size={fitting}"]
+        )
 
     def problems(self, path: str = "train.") -> list[str]:
         """What is wrong with the values, beyond their types."""
@@ -110,9 +120,13 @@ class TrainOptions:
                 f"{self.accumulate} equal parts; choose a multiple of {self.accumulate * self.devices}"
             )
         if self.variance_every is not None and (self.devices > 1 or self.accumulate > 1):
-            found.append(f"{path}variance_every: the gradient of a whole batch is measured on one device, accumulate 1")
+            found.append(
+                f"{path}variance_every: the gradient of a whole batch is measured on one device, accumulate 1"
+            )
         if self.precision == "fp16" and self.strategy == "fsdp" and self.devices > 1:
-            found.append(f"{path}precision: fp16 needs a gradient scaler, which fsdp does not have here; use bf16")
+            found.append(
+                f"{path}precision: fp16 needs a gradient scaler, which fsdp does not have here; use bf16"
+            )
         return found
 
 
@@ -134,8 +148,12 @@ class Run:
     train: TrainOptions = field(default_factory=TrainOptions)
     seed: int = 0
     sites: str = "*"
-    pretrain: dict[str, Any] | None = None  # what differs in the pretraining that goes before; None: there is none
-    function: dict[str, Any] | None = None  # a training of the user's own, in place of data, model and train: FUNCTION
+    pretrain: dict[str, Any] | None = (
+        None  # what differs in the pretraining that goes before; None: there is none
+    )
+    function: dict[str, Any] | None = (
+        None  # a training of the user's own, in place of data, model and train: FUNCTION
+    )
     format: int = FORMAT
 
     @classmethod
@@ -202,8 +220,14 @@ class Run:
             return None, problems
         format = mapping.get("format", FORMAT)
         data = mapping["data"] if format < 2 else with_drawn_splits(mapping["data"])
-        plain = json.loads(json.dumps({"data": data, "model": mapping["model"], "pretrain": pretrain}))
-        names = {"seed": mapping.get("seed", 0), "sites": mapping.get("sites", "*"), "pretrain": plain["pretrain"]}
+        plain = json.loads(
+            json.dumps({"data": data, "model": mapping["model"], "pretrain": pretrain})
+        )
+        names = {
+            "seed": mapping.get("seed", 0),
+            "sites": mapping.get("sites", "*"),
+            "pretrain": plain["pretrain"],
+        }
         trial = cls(plain["data"], plain["model"], methods, train, format=format, **names)
         if pretrain is not None:
             problems = cls.parse(_before(trial), f"{path}pretrain.")[1]
@@ -234,13 +258,18 @@ class Run:
     def canonical(self) -> dict[str, Any]:
         """Plain data without what equals the default, so that a new option does not rename old trials."""
         if self.function is not None:
-            return {"format": FUNCTION_FORMAT, **{k: _plain_numbers(v) for k, v in self.to_dict().items()}}
+            return {
+                "format": FUNCTION_FORMAT,
+                **{k: _plain_numbers(v) for k, v in self.to_dict().items()},
+            }
         default = asdict(TrainOptions())
         train = {k: v for k, v in asdict(self.train).items() if v != default[k]}
         data = {k: v for k, v in self.data.items() if v is not None and v is not False}
         if data.get("noise") == 0:  # no noise is the same as not saying it
             del data["noise"]
-        if data.get("folds"):  # before, all folds were normalized by one draw: those are other trials
+        if data.get(
+            "folds"
+        ):  # before, all folds were normalized by one draw: those are other trials
             data["folds"] = {"count": data["folds"], "learned": "in the fold"}
         parts = {
             "data": data,
@@ -281,7 +310,10 @@ def _parse_function(mapping: Mapping[str, Any], path: str) -> tuple[Run | None, 
     function = mapping["function"]
     problems = unknown_keys(mapping, ("function", "methods", "seed", "format"), path)
     if not isinstance(function, Mapping):
-        return None, [*problems, f"{path}function: expected a table with {', '.join(FUNCTION)}, got {function!r}"]
+        return None, [
+            *problems,
+            f"{path}function: expected a table with {', '.join(FUNCTION)}, got {function!r}",
+        ]
     problems += unknown_keys(function, FUNCTION, f"{path}function.")
     problems += [
         f"{path}function.{key}: expected a string, got {function.get(key)!r}"
@@ -297,7 +329,9 @@ def _parse_function(mapping: Mapping[str, Any], path: str) -> tuple[Run | None, 
         seed = coerce(mapping.get("seed", 0), int)
         plain = json.loads(json.dumps({**function, "params": dict(params)}, allow_nan=False))
     except (TypeError, ValueError) as error:
-        problems.append(f"{path}function.params and seed are plain data, such as numbers and strings: {error}")
+        problems.append(
+            f"{path}function.params and seed are plain data, such as numbers and strings: {error}"
+        )
     if problems:
         return None, problems
     return Run({}, {}, methods, seed=seed, function=plain), []
@@ -306,7 +340,9 @@ def _parse_function(mapping: Mapping[str, Any], path: str) -> tuple[Run | None, 
 def _check_pretrain(pretrain: Any, model: Any, path: str) -> list[str]:
     """Problems of the section's shape; its content is checked as the trial it makes."""
     if not isinstance(pretrain, Mapping):
-        return [f"{path}: expected a table such as {{ train = {{ epochs = 4 }} }}, or false, got {pretrain!r}"]
+        return [
+            f"{path}: expected a table such as {{ train = {{ epochs = 4 }} }}, or false, got {pretrain!r}"
+        ]
     problems = unknown_keys(pretrain, PRETRAIN, f"{path}.")
     problems += [
         f"{path}.{key}: expected a table, got {pretrain[key]!r}"
@@ -314,9 +350,13 @@ def _check_pretrain(pretrain: Any, model: Any, path: str) -> list[str]:
         if not isinstance(pretrain.get(key, {}), Mapping)
     ]
     if isinstance(model, Mapping) and model.get("name") != "vit":
-        problems.append(f"{path}: a masked autoencoder pretrains model 'vit', not {model.get('name')!r}")
+        problems.append(
+            f"{path}: a masked autoencoder pretrains model 'vit', not {model.get('name')!r}"
+        )
     elif isinstance(model, Mapping) and model.get("stem", "patch") != "patch":
-        problems.append(f"{path}: a masked autoencoder hides patches, so the model needs stem = 'patch'")
+        problems.append(
+            f"{path}: a masked autoencoder hides patches, so the model needs stem = 'patch'"
+        )
     return problems
 
 
@@ -346,10 +386,16 @@ def parse_methods(methods: Any, path: str) -> tuple[tuple[dict[str, Any], ...], 
         if isinstance(method, str):
             method = {"name": method}
         if not isinstance(method, Mapping) or not isinstance(method.get("name"), str):
-            problems.append(f'{path}[{i}]: expected a name or {{ name = "drop_key", rate = 0.1 }}, got {method!r}')
+            problems.append(
+                f'{path}[{i}]: expected a name or {{ name = "drop_key", rate = 0.1 }}, got {method!r}'
+            )
             continue
         plain = json.loads(json.dumps(dict(method)))
-        if is_in_file(plain["name"]) and CODE not in plain and Path(plain["name"].rpartition(":")[0]).is_file():
+        if (
+            is_in_file(plain["name"])
+            and CODE not in plain
+            and Path(plain["name"].rpartition(":")[0]).is_file()
+        ):
             plain[CODE] = code_of_method(plain["name"])  # other code is another trial
         try:
             parsed += compose(plain)

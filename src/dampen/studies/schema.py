@@ -32,18 +32,30 @@ def check_plain(value: Any, path: str, depth: int = 0) -> list[str]:
     if depth > DEEPEST:
         return [f"{path}: nested more than {DEEPEST} deep"]
     if isinstance(value, Mapping):
-        named = [f"{path}: expected names as keys, got {key!r}" for key in value if not isinstance(key, str)]
-        inner = [p for k, v in value.items() for p in check_plain(v, f"{path}.{k}" if path else str(k), depth + 1)]
+        named = [
+            f"{path}: expected names as keys, got {key!r}"
+            for key in value
+            if not isinstance(key, str)
+        ]
+        inner = [
+            p
+            for k, v in value.items()
+            for p in check_plain(v, f"{path}.{k}" if path else str(k), depth + 1)
+        ]
         return named + inner
     if isinstance(value, list | tuple):
         return [p for i, v in enumerate(value) for p in check_plain(v, f"{path}[{i}]", depth + 1)]
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{path}: expected a finite number, got {value}"]
     if isinstance(value, int) and abs(value) >= LARGEST:
-        return [f"{path}: expected a number below 2**63, got one of {len(f'{abs(value):x}') * 4} bits"]
+        return [
+            f"{path}: expected a number below 2**63, got one of {len(f'{abs(value):x}') * 4} bits"
+        ]
     if value is None or isinstance(value, str | int | float):
         return []
-    return [f"{path}: expected a number, a string, a list or a table, got a {type(value).__name__}: {value}"]
+    return [
+        f"{path}: expected a number, a string, a list or a table, got a {type(value).__name__}: {value}"
+    ]
 
 
 # --------------------
@@ -57,7 +69,9 @@ def unknown_keys(mapping: Mapping[str, Any], known: Iterable[str], path: str) ->
     return [f"{path}{key}: unknown key{nearest(key, known)}" for key in mapping if key not in known]
 
 
-def check_fields(cls: Any, mapping: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[str]]:
+def check_fields(
+    cls: Any, mapping: Mapping[str, Any], path: str
+) -> tuple[dict[str, Any], list[str]]:
     """The values for the dataclass `cls`, with numbers in the declared type, and all that is wrong with them.
 
     Args:
@@ -128,7 +142,11 @@ def coerce(value: Any, hint: Any) -> Any:
             if not abs(value) < 2**1023:  # NaN and infinity too
                 raise TypeError(f"expected a finite number, got {str(value)[:40]}")
             return float(value)
-    elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+    elif (
+        isinstance(hint, type)
+        and isinstance(value, hint)
+        and (hint is bool or not isinstance(value, bool))
+    ):
         return value
     name = hint.__name__ if isinstance(hint, type) and origin is None else str(hint)
     raise TypeError(f"expected {name}, got {value!r}")

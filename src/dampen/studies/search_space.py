@@ -97,7 +97,9 @@ class Axis:
     @property
     def ordered(self) -> bool:
         """Whether it has two ends."""
-        return all(_is_number(v) for v in self.choices) and list(self.choices) == sorted(self.choices)
+        return all(_is_number(v) for v in self.choices) and list(self.choices) == sorted(
+            self.choices
+        )
 
     def value(self, place: float) -> Any:
         """What lies at a place between 0 and 1, or beyond them, in four digits.
@@ -114,7 +116,13 @@ class Axis:
     def place(self, value: Any) -> float:
         """Where a value lies: 0 at the lower end, 1 at the upper one."""
         if self.choices:
-            index = self.choices.index(value) if value in self.choices else -1 if value < self.choices[0] else None
+            index = (
+                self.choices.index(value)
+                if value in self.choices
+                else -1
+                if value < self.choices[0]
+                else None
+            )
             return (len(self.choices) if index is None else index) / (len(self.choices) - 1)
         if self.log:
             return float(math.log(value / self.low) / math.log(self.high / self.low))
@@ -169,10 +177,20 @@ def read_axis(key: str, given: Any, path: str) -> tuple[Axis, list[str]]:
         numbers = all(_is_number(v) for v in given)
         return Axis(key, choices=tuple(sorted(given) if numbers else given)), []
     if not isinstance(given, Mapping):
-        return Axis(key), [f"{where}: expected {{ low = 0.1, high = 0.5 }} or a list of values, got {given!r}"]
-    problems = [f"{where}.{k}: unknown key; known are {', '.join(AXIS_KEYS)}" for k in given if k not in AXIS_KEYS]
+        return Axis(key), [
+            f"{where}: expected {{ low = 0.1, high = 0.5 }} or a list of values, got {given!r}"
+        ]
+    problems = [
+        f"{where}.{k}: unknown key; known are {', '.join(AXIS_KEYS)}"
+        for k in given
+        if k not in AXIS_KEYS
+    ]
     numbers_given = {k: given[k] for k in ("low", "high", "min", "max", "start") if k in given}
-    problems += [f"{where}.{k}: expected a number, got {v!r}" for k, v in numbers_given.items() if not _is_number(v)]
+    problems += [
+        f"{where}.{k}: expected a number, got {v!r}"
+        for k, v in numbers_given.items()
+        if not _is_number(v)
+    ]
     problems += [f"{where}.{k}: missing" for k in ("low", "high") if k not in given]
     log = given.get("log", False)
     if not isinstance(log, bool):
@@ -188,13 +206,17 @@ def read_axis(key: str, given: Any, path: str) -> tuple[Axis, list[str]]:
     if log is True and least is not None and not least > 0:
         problems.append(f"{where}: min of a logarithmic range lies above 0, got {least:g}")
     if (least is not None and least > low) or (most is not None and most < high):
-        problems.append(f"{where}: min and max bound an extension of the range, so they lie outside low and high")
+        problems.append(
+            f"{where}: min and max bound an extension of the range, so they lie outside low and high"
+        )
     if first is not None and not low <= first <= high:
         problems.append(f"{where}: start must lie between low and high, got {first:g}")
     return Axis(key, low, high, log, (), least, most, first), problems
 
 
-def axes_of_row(search: Mapping[str, Any], row: Mapping[str, Any], config: Mapping[str, Any]) -> list[Axis]:
+def axes_of_row(
+    search: Mapping[str, Any], row: Mapping[str, Any], config: Mapping[str, Any]
+) -> list[Axis]:
     """The axes that a row has: the dotted ones, and those that it mentions; its own `search` goes before the recipe's.
 
     `false` takes an axis from a row. `config` is the row with all that the base says. What fills a probability stays
@@ -202,7 +224,11 @@ def axes_of_row(search: Mapping[str, Any], row: Mapping[str, Any], config: Mappi
     """
     given = {k: v for k, v in {**search, **row.get(SEARCH, {})}.items() if k not in COUNTS}
     given = {k: v for k, v in given.items() if v is not False}
-    axes = [read_axis(k, v, SEARCH)[0] for k, v in given.items() if "." in k or mentions(config, f"${k}")]
+    axes = [
+        read_axis(k, v, SEARCH)[0]
+        for k, v in given.items()
+        if "." in k or mentions(config, f"${k}")
+    ]
     return [_bounded(axis, config) for axis in axes]
 
 
@@ -248,9 +274,14 @@ def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[Axi
     if not keys:
         return {row: [{}] for row in axes}
     seed = zlib.crc32(" ".join(keys).encode())
-    drawn = qmc.LatinHypercube(d=len(keys), scramble=False, optimization="random-cd", rng=seed).random(count)
+    drawn = qmc.LatinHypercube(
+        d=len(keys), scramble=False, optimization="random-cd", rng=seed
+    ).random(count)
     places = dict(zip(keys, drawn.T.tolist(), strict=True))
-    return {row: [{a.key: a.value(places[a.key][i]) for a in own} for i in range(count)] for row, own in axes.items()}
+    return {
+        row: [{a.key: a.value(places[a.key][i]) for a in own} for i in range(count)]
+        for row, own in axes.items()
+    }
 
 
 def first_stage(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[AxisValues]]:
@@ -279,7 +310,10 @@ def second_stage(
         common, strengths = _split(own)
         varied[row] = strengths or [a.near(best[row][a.key]) if row in best else a for a in common]
     found: dict[str, list[AxisValues]] = {}
-    for drawn in (count + 1, count):  # an even number has no setting in the middle, where the best one often lies
+    for drawn in (
+        count + 1,
+        count,
+    ):  # an even number has no setting in the middle, where the best one often lies
         for row, settings in design(varied, drawn).items():
             new = [s for s in settings if row in best and not _same(s, best[row], varied[row])]
             if len(new) >= count or (row in best and row not in found):
@@ -376,7 +410,9 @@ def select(tried: Sequence[Tried], axes: Sequence[Axis], mode: str) -> Selection
     fit = [t for t in tried if t.complete] or [t for t in tried if len(t.numbers) == most]
     sign = 1 if mode == "max" else -1
     best = max(sign * t.mean for t in fit if t.mean is not None)
-    tied = [t for t in fit if t.mean is not None and best - sign * t.mean <= SAME * max(1.0, abs(best))]
+    tied = [
+        t for t in fit if t.mean is not None and best - sign * t.mean <= SAME * max(1.0, abs(best))
+    ]
     chosen = _middle(tied, axes)
     alike = sum(t is chosen or _alike(t, chosen) for t in fit)
     return Selection(chosen, len(tied), alike, _edges(chosen, tried, axes))
@@ -403,7 +439,11 @@ def _place(axis: Axis, tried: Tried) -> float:
 def _alike(one: Tried, other: Tried) -> bool:
     """Whether the difference over shared seeds is at most its standard error: too little to tell them apart."""
     pairs = [(one.by_seed.get(s), v) for s, v in other.by_seed.items()]
-    gaps = [a - b for a, b in pairs if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)]
+    gaps = [
+        a - b
+        for a, b in pairs
+        if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)
+    ]
     if len(gaps) < 2:
         return bool(gaps) and not any(gaps)
     return abs(statistics.fmean(gaps)) <= statistics.stdev(gaps) / math.sqrt(len(gaps))
@@ -430,13 +470,21 @@ def remarks(row: Mapping[str, Any]) -> list[str]:
     if row.get("tied", 1) > 1:
         told.append(f"selection: {row['tied']} of {count} settings tie; the middle one was taken")
     elif row.get("alike", 1) > 1:
-        told.append(f"selection: {row['alike']} of {count} settings are within one standard error of the chosen one")
+        told.append(
+            f"selection: {row['alike']} of {count} settings are within one standard error of the chosen one"
+        )
     for edge in row.get("edges", []):
         range_ = "range, which was extended once" if edge["extended"] else "range"
         told.append(
             f"{edge['axis'].rsplit('.', 1)[-1]} {edge['value']:g} lies at the {edge['end']} end of its {range_}"
         )
-    left = [e for e in row.get("extended", []) if e["axis"] not in [edge["axis"] for edge in row.get("edges", [])]]
+    left = [
+        e
+        for e in row.get("extended", [])
+        if e["axis"] not in [edge["axis"] for edge in row.get("edges", [])]
+    ]
     for one in left:
-        told.append(f"the range of {one['axis'].rsplit('.', 1)[-1]} was extended once to {one['to']:g}")
+        told.append(
+            f"the range of {one['axis'].rsplit('.', 1)[-1]} was extended once to {one['to']:g}"
+        )
     return told

@@ -56,9 +56,7 @@ class Race:
         }
         text = f"{spent}: {ends[self.why]}."
         if self.fixed and self.why == "all decided":
-            text += (
-                f" A plan fixed before, with power 0.8 for the same differences, would have taken {self.fixed} runs."
-            )
+            text += f" A plan fixed before, with power 0.8 for the same differences, would have taken {self.fixed} runs."
         return text
 
 
@@ -75,7 +73,9 @@ def race(
     first: int | None = None,
     most: int = MOST_SEEDS,
     clock: Callable[[], float] = time.monotonic,
-    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
+    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: (
+        None
+    ),
 ) -> Race:
     """Run seeds round by round until every row is decided, the time (seconds) is used, or `most` seeds are.
 
@@ -108,14 +108,23 @@ def race(
         failed = [row for row in open_ if str(seed - 1) not in found.get(row, {})] if going else []
         out.failed += failed
         open_ = [row for row in open_ if row not in failed]
-        known = {row: found.get(row, {}) for row in (reference, *(r for r in rows if r not in out.failed))}
+        known = {
+            row: found.get(row, {})
+            for row in (reference, *(r for r in rows if r not in out.failed))
+        }
         name = metric() if callable(metric) else metric
-        out.verdicts = judge(known, reference, name, better=better(), margin=margin, test="sequential")
+        out.verdicts = judge(
+            known, reference, name, better=better(), margin=margin, test="sequential"
+        )
         out.seeds = {row: len(mine) for row, mine in known.items() if mine}
         if seed >= start or not going:
             out.rounds += 1
             same = [row for row in open_ if _same(found[row], found[reference])]
-            open_ = [row for row in open_ if row not in same and out.verdicts[row].verdict == "inconclusive"]
+            open_ = [
+                row
+                for row in open_
+                if row not in same and out.verdicts[row].verdict == "inconclusive"
+            ]
             look(out.rounds, open_, out.verdicts)
         if not going:
             break
@@ -147,7 +156,9 @@ def _fixed_plan(
         if c.verdict == "inconclusive" or not has_spread(d):
             continue
         margin = c.margin or 0.0
-        gap = {"equal": margin - abs(c.difference), "no gain": margin + abs(c.difference)}.get(c.verdict, c.difference)
+        gap = {"equal": margin - abs(c.difference), "no gain": margin + abs(c.difference)}.get(
+            c.verdict, c.difference
+        )
         needed.append(seeds_needed(gap, c.sd, LEVEL / len(verdicts)))
     if not needed or any(n is None for n in needed):
         return None
@@ -163,7 +174,9 @@ def race_plan(
     budget: float | None = None,
     first: int | None = None,
     most: int = MOST_SEEDS,
-    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: None,
+    look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: (
+        None
+    ),
 ) -> Race:
     """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and says whether to go
     on. The plan grows by the seeds that were asked for, and says that its test is the sequential one.
@@ -180,7 +193,10 @@ def race_plan(
     """
     several = [row.name for row in plan.configs if len(row.settings) != 1]
     reference = next((row.name for row in plan.configs if row.baseline), None)
-    problems = [f"{name} has several settings; choose one, or tune them first (--tune 10)" for name in several]
+    problems = [
+        f"{name} has several settings; choose one, or tune them first (--tune 10)"
+        for name in several
+    ]
     problems += ["there is no row to compare with"] if reference is None else []
     if problems or reference is None:
         raise ConfigError("--until-decided", problems)
@@ -193,7 +209,9 @@ def race_plan(
         return comparison_table(plan, read_runs(plan, folder))
 
     def train(pairs: list[Pair]) -> bool:
-        wanted = [(settings[name], folds * seed + fold) for name, seed in pairs for fold in range(folds)]
+        wanted = [
+            (settings[name], folds * seed + fold) for name, seed in pairs for fold in range(folds)
+        ]
         return run([plan.run_of(setting, seed) for setting, seed in wanted])
 
     def values() -> dict[str, dict[str, float]]:
@@ -213,7 +231,12 @@ def race_plan(
         most=most,
         look=look,
     )
-    plan.header["race"] = {"runs": found.runs, "rounds": found.rounds, "why": found.why, "fixed": found.fixed}
+    plan.header["race"] = {
+        "runs": found.runs,
+        "rounds": found.rounds,
+        "why": found.why,
+        "fixed": found.fixed,
+    }
     plan.save(folder)
     return found
 
@@ -231,11 +254,17 @@ def seconds(text: str | float) -> float:
         found = float(text)
     else:
         parts = re.fullmatch(
-            r"\s*(?:(\d+(?:\.\d+)?)\s*h)?\s*(?:(\d+(?:\.\d+)?)\s*m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)\s*s?)?\s*", text
+            r"\s*(?:(\d+(?:\.\d+)?)\s*h)?\s*(?:(\d+(?:\.\d+)?)\s*m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)\s*s?)?\s*",
+            text,
         )
         if parts is None or not any(parts.groups()):
-            raise ConfigError("--budget", [f"expected a time such as 30m, 1h30m or 90s, got {text!r}"])
-        found = sum(float(value or 0) * unit for value, unit in zip(parts.groups(), (3600, 60, 1), strict=True))
+            raise ConfigError(
+                "--budget", [f"expected a time such as 30m, 1h30m or 90s, got {text!r}"]
+            )
+        found = sum(
+            float(value or 0) * unit
+            for value, unit in zip(parts.groups(), (3600, 60, 1), strict=True)
+        )
     if not found > 0 or math.isinf(found):
         raise ConfigError("--budget", [f"must be a positive time, got {text!r}"])
     return found

@@ -45,7 +45,9 @@ def summarize(values: Sequence[float]) -> Summary:
     """
     if not values:
         return Summary(math.nan, math.nan, 0)
-    return Summary(statistics.fmean(values), deviation(values) if len(values) > 1 else math.nan, len(values))
+    return Summary(
+        statistics.fmean(values), deviation(values) if len(values) > 1 else math.nan, len(values)
+    )
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -68,7 +70,9 @@ def paired_differences(ours: Mapping[str, float], theirs: Mapping[str, float]) -
     >>> paired_differences({"10": 3.0, "2": 1.0, "7": 9.0}, {"2": 0.5, "10": 1.0})
     [0.5, 2.0]
     """
-    shared = sorted((s for s in ours if s in theirs), key=lambda s: (not s.lstrip("-").isdigit(), _number(s), s))
+    shared = sorted(
+        (s for s in ours if s in theirs), key=lambda s: (not s.lstrip("-").isdigit(), _number(s), s)
+    )
     # What is left between 0.4 - 0.3 and 0.3 - 0.2 in floating point is rounding, not spread.
     return [round(ours[s] - theirs[s], 12) for s in shared]
 
@@ -145,7 +149,10 @@ def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, fl
     n = len(values)
     if n < 2:
         return math.nan, math.nan
-    mean, half = statistics.fmean(values), t_quantile(n - 1, level) * deviation(values) / math.sqrt(n)
+    mean, half = (
+        statistics.fmean(values),
+        t_quantile(n - 1, level) * deviation(values) / math.sqrt(n),
+    )
     return mean - half, mean + half
 
 
@@ -277,7 +284,11 @@ def seeds_needed(difference: float, sd: float, level: float, power: float = POWE
         return None
     while low < high:  # what n pairs can show falls with n
         middle = (low + high) // 2
-        low, high = (low, middle) if detectable(sd, middle, level, power) <= abs(difference) else (middle + 1, high)
+        low, high = (
+            (low, middle)
+            if detectable(sd, middle, level, power) <= abs(difference)
+            else (middle + 1, high)
+        )
     return low
 
 
@@ -349,7 +360,9 @@ def sequential_interval(differences: Sequence[float], level: float = LEVEL) -> t
             low, high = max(low, last[0]), min(high, last[1])
     if math.isinf(low):
         return math.nan, math.nan
-    return (low, high) if low <= high else last  # looks that contradict each other: the newest speaks
+    return (
+        (low, high) if low <= high else last
+    )  # looks that contradict each other: the newest speaks
 
 
 def _half_width(n: int, level: float) -> float:
@@ -376,7 +389,9 @@ def seeds_to_decide(effect: float, level: float, power: float = POWER) -> int | 
     The effect is rounded to a twentieth (above 5 to a whole), so that a table asks for few simulations.
     """
     size = min(abs(effect), 20.0)
-    return _simulated(round(20 * size) / 20 if size < 5 else float(round(size)), round(level, 6), power)
+    return _simulated(
+        round(20 * size) / 20 if size < 5 else float(round(size)), round(level, 6), power
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -386,7 +401,9 @@ def _simulated(effect: float, level: float, power: float) -> int | None:
     if effect < 0.1:
         return None
     looks = MOST if effect < 0.5 else 100
-    decided = first_decisions(np.random.default_rng(0).standard_normal((200, looks)) + effect, level)
+    decided = first_decisions(
+        np.random.default_rng(0).standard_normal((200, looks)) + effect, level
+    )
     at = float(np.quantile(decided, power))
     return math.ceil(at) if at <= looks else None
 
@@ -397,7 +414,9 @@ def first_decisions(differences: np.ndarray, level: float) -> np.ndarray:
 
     e = log_e_matrix(differences)
     reached = e >= -math.log(level)
-    out: np.ndarray = np.where(reached.any(axis=1), reached.argmax(axis=1) + 2, differences.shape[1] + 1)
+    out: np.ndarray = np.where(
+        reached.any(axis=1), reached.argmax(axis=1) + 2, differences.shape[1] + 1
+    )
     return out
 
 

@@ -59,7 +59,9 @@ def locked(folder: Path) -> Iterator[None]:
             ) from None
     try:
         with clear_disk_errors(holder):
-            holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+            holder.write_text(
+                f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8"
+            )
         yield
     finally:
         holder.unlink(missing_ok=True)
@@ -89,13 +91,18 @@ class RunStore:
         path = self.folder / "config.json"
         try:
             known = self.trial().id if path.exists() else None
-        except (DamagedRecord, ConfigError):  # what is asked for is known all the same; a checkpoint says whose it is
+        except (
+            DamagedRecord,
+            ConfigError,
+        ):  # what is asked for is known all the same; a checkpoint says whose it is
             _set_aside(path)
             known = None
         if known is None:
             write_json(path, {"id": trial.id, **trial.to_dict()})
         elif known != trial.id:
-            raise LabError(f"{self.folder} holds trial {known}, not {trial.id}. Choose another folder.")
+            raise LabError(
+                f"{self.folder} holds trial {known}, not {trial.id}. Choose another folder."
+            )
         try:
             sessions = self.sessions()
         except DamagedRecord:
@@ -111,7 +118,9 @@ class RunStore:
         content = read_json(path)
         sessions = content.get("sessions") if isinstance(content, dict) else None
         if not isinstance(sessions, list) or not all(isinstance(s, dict) for s in sessions):
-            raise DamagedRecord(f"{path} is damaged: it has no list of sessions. Delete it; results do not need it.")
+            raise DamagedRecord(
+                f"{path} is damaged: it has no list of sessions. Delete it; results do not need it."
+            )
         return sessions
 
     def trial(self) -> Run:
@@ -119,8 +128,12 @@ class RunStore:
         path = self.folder / "config.json"
         config = read_json(path)
         if not isinstance(config, dict):
-            raise DamagedRecord(f"{path} is damaged: it holds no trial. Delete its folder to run the trial again.")
-        return Run.from_stored({k: v for k, v in config.items() if k != "id"}, str(self.folder / "config.json"))
+            raise DamagedRecord(
+                f"{path} is damaged: it holds no trial. Delete its folder to run the trial again."
+            )
+        return Run.from_stored(
+            {k: v for k, v in config.items() if k != "id"}, str(self.folder / "config.json")
+        )
 
     @property
     def done(self) -> bool:
@@ -177,7 +190,9 @@ class RunStore:
         content = path.read_bytes() if path.exists() else b""
         whole = content.split(b"\n")[:-1]
         marked = CHECKSUM.encode() in content  # all lines of a log have checksums, or none
-        lines = [_read_line(line, marked, f"Line {i + 1} of {path}") for i, line in enumerate(whole)]
+        lines = [
+            _read_line(line, marked, f"Line {i + 1} of {path}") for i, line in enumerate(whole)
+        ]
         final = self.final() or {}
         if len(lines) != final.get("log_lines", len(lines)):
             raise DamagedRecord(
@@ -208,7 +223,9 @@ def _read_line(line: bytes, marked: bool, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedRecord(f"{what} is damaged: {error}. {remedy}") from error
     if not isinstance(value, dict) or (marked and CHECKSUM not in value):
-        raise DamagedRecord(f"{what} is damaged: it is no table of values with a checksum. {remedy}")
+        raise DamagedRecord(
+            f"{what} is damaged: it is no table of values with a checksum. {remedy}"
+        )
     return dict(unsealed(value, what, remedy))
 
 
@@ -254,7 +271,8 @@ class LoggedRun:
         """What two step times must share to be compared: machine, threads, device, malloc (as found, if not said)."""
         last = self.sessions[-1] if self.sessions else {}
         device, threads, malloc = (
-            last.get(key) or getattr(self.final, key, None) for key in ("device", "threads", "malloc")
+            last.get(key) or getattr(self.final, key, None)
+            for key in ("device", "threads", "malloc")
         )
         return last.get("cpu"), device, threads, malloc or AS_FOUND
 
@@ -288,7 +306,14 @@ def read_run(folder: Path, trial: Run) -> LoggedRun | None:
     if final is None and not error:
         return None
     config = {"id": trial.id, **trial.to_dict()}
-    return LoggedRun(folder, trial.id, config, parse_result(final) if final else None, record.sessions(), error=error)
+    return LoggedRun(
+        folder,
+        trial.id,
+        config,
+        parse_result(final) if final else None,
+        record.sessions(),
+        error=error,
+    )
 
 
 def read_error(folder: Path) -> str:

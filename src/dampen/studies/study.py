@@ -177,17 +177,31 @@ def load(folder: Path | str) -> Study:
     """
     folder = Path(folder)
     if not (folder / "plan.json").is_file():
-        raise LabError(f"{folder} holds no study: there is no plan.json. Give the folder that dampen compare wrote.")
+        raise LabError(
+            f"{folder} holds no study: there is no plan.json. Give the folder that dampen compare wrote."
+        )
     return Study(folder, Comparison.load(folder))
 
 
-def _line(row: str, grid: Mapping[str, Any], seed: int, result: Mapping[str, Any]) -> dict[str, Any]:
+def _line(
+    row: str, grid: Mapping[str, Any], seed: int, result: Mapping[str, Any]
+) -> dict[str, Any]:
     valid = {f"valid_{k}": v for k, v in result.get("valid", {}).items()}
     cost = {k: result.get(k) for k in ("step_seconds", "step_cpu_seconds", "steps")}
-    return {"row": row, "seed": seed, "status": result["status"], **grid, **result.get("test", {}), **valid, **cost}
+    return {
+        "row": row,
+        "seed": seed,
+        "status": result["status"],
+        **grid,
+        **result.get("test", {}),
+        **valid,
+        **cost,
+    }
 
 
-def _add_row(plan: Comparison, like: str, name: str, methods: list[dict[str, Any]], params: dict[str, Any]) -> None:
+def _add_row(
+    plan: Comparison, like: str, name: str, methods: list[dict[str, Any]], params: dict[str, Any]
+) -> None:
     """One more row: the reference's trials with other methods and parameters."""
     (model,) = (row for row in plan.configs if row.name == like)
     points = []
@@ -243,7 +257,9 @@ def save_function(function: Function, folder: Path) -> None:
 def load_function(folder: Path) -> Function:
     """Read it back. A function that was kept by value is unpickled when a trial runs, as it was the first time."""
     if not (folder / FILE).exists():
-        raise LabError(f"{folder} does not say where its function is. Call dampen.compare with it again.")
+        raise LabError(
+            f"{folder} does not say where its function is. Call dampen.compare with it again."
+        )
     return _function(read_json(folder / FILE))
 
 
@@ -251,7 +267,9 @@ def save_parts(parts: Parts, folder: Path, data_dir: str | None = None) -> None:
     """Write where the user's own model and data are, and in which folder official sets were looked for."""
     folder.mkdir(parents=True, exist_ok=True)
     places = {k: _stored(v) if isinstance(v, Function) else v for k, v in _shallow(parts).items()}
-    write_json(folder / PARTS, places | {"data_dir": str(Path(data_dir).resolve()) if data_dir else None})
+    write_json(
+        folder / PARTS, places | {"data_dir": str(Path(data_dir).resolve()) if data_dir else None}
+    )
 
 
 def load_parts(folder: Path, plan: Comparison) -> tuple[Parts, str | None]:
@@ -259,7 +277,9 @@ def load_parts(folder: Path, plan: Comparison) -> tuple[Parts, str | None]:
     sections = [section for trial in plan.runs.values() for section in (trial.data, trial.model)]
     if not (folder / PARTS).exists():
         if any("fingerprint" in section or "code" in section for section in sections):
-            raise LabError(f"{folder} does not say where its data and model are. Call dampen.compare again.")
+            raise LabError(
+                f"{folder} does not say where its data and model are. Call dampen.compare again."
+            )
         return Parts(), None
     kept = read_json(folder / PARTS)
     data_dir = kept.pop("data_dir", None)
@@ -275,7 +295,9 @@ def _check_place(place: str | None, planned: str | None, what: str) -> None:
     if place is None or planned is None:
         return
     if not Path(place).exists():
-        raise LabError(f"The {what} of this study is no longer at {place}. Call dampen.compare with its new place.")
+        raise LabError(
+            f"The {what} of this study is no longer at {place}. Call dampen.compare with its new place."
+        )
     if (found := fingerprint(place)) != planned:
         raise LabError(
             f"The {what} at {place} has changed since this study was run (fingerprint {found}, not {planned}), so more "
@@ -306,7 +328,9 @@ def _maybe(kept: dict[str, Any] | None) -> Function | None:
 def _function(kept: dict[str, Any]) -> Function:
     file = Path(kept["file"]) if kept["file"] else None
     if file is not None and not file.is_file():
-        raise LabError(f"The function {kept['name']} is no longer at {file}. Call dampen.compare with it again.")
+        raise LabError(
+            f"The function {kept['name']} is no longer at {file}. Call dampen.compare with it again."
+        )
     code = Code(kept["name"], kept["code"])
     if file is not None:
         if digest_of_file(file) != kept["code"]:
@@ -335,7 +359,9 @@ WIDTH, LINE, NAMES = 640, 24, 240
 
 def study_html(study: Study) -> str:
     """Table and forest plot."""
-    failures = "".join(f"<p>{escape(name)} failed: {escape(why)}</p>" for name, why in study.failures.items())
+    failures = "".join(
+        f"<p>{escape(name)} failed: {escape(why)}</p>" for name, why in study.failures.items()
+    )
     return f"<div>{table_html(study)}{forest_svg(study)}{failures}<p>Records: {escape(str(study.folder))}</p></div>"
 
 
@@ -348,10 +374,10 @@ def table_html(study: Study) -> str:
         cost = f"{row.cost.ratio:.2f}x" if row.cost.ratio else "-"
         cells = [row.name, mean_sd(row, table.metric), counted(row, table), cost]
         lines.append([*cells, row.told(table.metric, numbers=True) or "-"])
-    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>" for line in lines)
-    return (
-        f"<table><thead><tr>{''.join(f'<th>{escape(h)}</th>' for h in head)}</tr></thead><tbody>{body}</tbody></table>"
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>" for line in lines
     )
+    return f"<table><thead><tr>{''.join(f'<th>{escape(h)}</th>' for h in head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def forest_svg(study: Study) -> str:
@@ -369,14 +395,22 @@ def forest_svg(study: Study) -> str:
     def x(value: float) -> float:
         return round(NAMES + (value - low) / span * (WIDTH - NAMES - 20) + 5, 1)
 
-    marks = [f'<line x1="{x(0)}" x2="{x(0)}" y1="0" y2="{LINE * len(found)}" stroke="currentColor" opacity="0.4"/>']
+    marks = [
+        f'<line x1="{x(0)}" x2="{x(0)}" y1="0" y2="{LINE * len(found)}" stroke="currentColor" opacity="0.4"/>'
+    ]
     for i, (name, difference, left, right) in enumerate(found):
         y = LINE * i + LINE / 2
         shown = name if len(name) <= 34 else name[:33] + "…"
-        marks.append(f'<text x="0" y="{y + 4}" font-size="12" fill="currentColor">{escape(shown)}</text>')
-        marks.append(f'<line x1="{x(left)}" x2="{x(right)}" y1="{y}" y2="{y}" stroke="#3b6fb6" stroke-width="2"/>')
+        marks.append(
+            f'<text x="0" y="{y + 4}" font-size="12" fill="currentColor">{escape(shown)}</text>'
+        )
+        marks.append(
+            f'<line x1="{x(left)}" x2="{x(right)}" y1="{y}" y2="{y}" stroke="#3b6fb6" stroke-width="2"/>'
+        )
         told = f"{difference:+.3g} [{left:+.3g}, {right:+.3g}]"
-        marks.append(f'<circle cx="{x(difference)}" cy="{y}" r="4" fill="#3b6fb6"><title>{told}</title></circle>')
+        marks.append(
+            f'<circle cx="{x(difference)}" cy="{y}" r="4" fill="#3b6fb6"><title>{told}</title></circle>'
+        )
     title = f"Difference in test {escape(table.metric.title)} from {escape(reference.name)}, corrected interval"
     size = f'width="{WIDTH}" height="{LINE * len(found)}" viewBox="0 0 {WIDTH} {LINE * len(found)}"'
     return f'<p>{title}</p><svg role="img" aria-label="{title}" {size}>{"".join(marks)}</svg>'

@@ -53,11 +53,17 @@ class Entry:
     unfinished: int
     problems: list[str]  # why runs have no result
     reference: str | None = None  # the entry it is compared with; None if it is a reference itself
-    no_number: list[str] = field(default_factory=list)  # seeds that ended with NaN or infinity, or without the metric
-    unpaired: list[str] = field(default_factory=list)  # seeds that ran on other kernels than the reference's
+    no_number: list[str] = field(
+        default_factory=list
+    )  # seeds that ended with NaN or infinity, or without the metric
+    unpaired: list[str] = field(
+        default_factory=list
+    )  # seeds that ran on other kernels than the reference's
     same_as: str | None = None  # an entry before it whose runs are the same, bit by bit
     comparison: Verdict | None = None
-    secondary: dict[str, Verdict] = field(default_factory=dict)  # the other metrics, each corrected over the rows
+    secondary: dict[str, Verdict] = field(
+        default_factory=dict
+    )  # the other metrics, each corrected over the rows
     verdict: str = "reference"
     published: dict[str, Published] = field(default_factory=dict)
     against: dict[str, AgainstPaper] = field(default_factory=dict)
@@ -88,7 +94,11 @@ class Entry:
             return self.verdict
         told = sentence(self.comparison, metric) if numbers else words(self.comparison, metric)
         seeds = f"{len(self.unpaired)} seed{'s' * (len(self.unpaired) != 1)}"
-        return f"{told}; {seeds} not paired: other kernels than the reference" if self.unpaired else told
+        return (
+            f"{told}; {seeds} not paired: other kernels than the reference"
+            if self.unpaired
+            else told
+        )
 
     def paired(self, values: Mapping[str, float]) -> dict[str, float]:
         """Values by seed without those that may not be paired with the reference."""
@@ -96,17 +106,35 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for programs."""
-        plain: dict[str, Any] = {"name": self.name, "methods": self.config.methods, "grid": self.setting.grid}
+        plain: dict[str, Any] = {
+            "name": self.name,
+            "methods": self.config.methods,
+            "grid": self.setting.grid,
+        }
         plain["values"] = self.values
-        plain |= {**asdict(self.summary), "planned": self.setting.planned, "baseline": self.config.baseline}
+        plain |= {
+            **asdict(self.summary),
+            "planned": self.setting.planned,
+            "baseline": self.config.baseline,
+        }
         plain |= {"metrics": {m: asdict(s) for m, s in self.metrics.items()}, "valid": self.valid}
         plain |= {"reference": self.reference, "same_as": self.same_as, "verdict": self.verdict}
         plain |= {"unpaired": self.unpaired, "no_number": self.no_number}
         plain["comparison"] = asdict(self.comparison) if self.comparison else None
         plain["secondary"] = {m: asdict(c) for m, c in self.secondary.items()}
-        plain |= {"cost": asdict(self.cost), "published": {m: asdict(p) for m, p in self.published.items()}}
-        plain |= {"against_paper": {m: asdict(a) for m, a in self.against.items()}, "claim": self.claim}
-        return plain | {"diverged": self.diverged, "unfinished": self.unfinished, "problems": self.problems}
+        plain |= {
+            "cost": asdict(self.cost),
+            "published": {m: asdict(p) for m, p in self.published.items()},
+        }
+        plain |= {
+            "against_paper": {m: asdict(a) for m, a in self.against.items()},
+            "claim": self.claim,
+        }
+        return plain | {
+            "diverged": self.diverged,
+            "unfinished": self.unfinished,
+            "problems": self.problems,
+        }
 
 
 @dataclass
@@ -142,7 +170,9 @@ class ResultTable:
     def reference_name(self) -> str:
         """What rows are compared with, in words: one row's name, or what their references have in common."""
         names = {e.reference for e in self.entries if e.reference}
-        return "the row without methods of the same model" if len(names) > 1 else next(iter(names), "")
+        return (
+            "the row without methods of the same model" if len(names) > 1 else next(iter(names), "")
+        )
 
     def compared(self) -> list[Entry]:
         """The rows that are judged, each training once."""
@@ -180,7 +210,9 @@ def comparison_table(plan: Comparison, runs: Mapping[str, LoggedRun]) -> ResultT
     return make_table(logged_comparison(plan, runs.get))
 
 
-def read_runs(plan: Comparison, folder: Path, known: Mapping[str, LoggedRun] | None = None) -> dict[str, LoggedRun]:
+def read_runs(
+    plan: Comparison, folder: Path, known: Mapping[str, LoggedRun] | None = None
+) -> dict[str, LoggedRun]:
     """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones not read again.
 
     Args:
@@ -220,7 +252,11 @@ def make_table(study: LoggedComparison) -> ResultTable:
     for row in study.configs:
         settings = row.settings if study.show_all else [chosen_setting(row)]
         for setting in settings:
-            name = f"{row.name} · {grid_text(setting.grid)}" if study.show_all and setting.grid else row.name
+            name = (
+                f"{row.name} · {grid_text(setting.grid)}"
+                if study.show_all and setting.grid
+                else row.name
+            )
             entries.append(_entry(study, name, row, setting))
     table = ResultTable(study, entries)
     _set_references(table)
@@ -239,7 +275,8 @@ def grid_text(grid: Mapping[str, Any]) -> str:
     'lambda 0.001, lr 0.0005'
     """
     return ", ".join(
-        f"{axis_name(k)} {v:g}" if isinstance(v, float) else f"{axis_name(k)} {v}" for k, v in grid.items()
+        f"{axis_name(k)} {v:g}" if isinstance(v, float) else f"{axis_name(k)} {v}"
+        for k, v in grid.items()
     )
 
 
@@ -263,11 +300,17 @@ def best_setting(row: Config, results: Mapping[str, dict[str, Any]]) -> Setting:
     """The same choice for a planned row, from results by trial id."""
     scores = []
     for point in row.settings:
-        done = [results[i] for i in point.ids.values() if i in results and results[i]["status"] == "finished"]
+        done = [
+            results[i]
+            for i in point.ids.values()
+            if i in results and results[i]["status"] == "finished"
+        ]
         if done:
             name, mode = done[0]["selection"]
             known = [r["valid"][name] for r in done if r["valid"].get(name) is not None]
-            mean = statistics.fmean(known) if known else 0.0  # one's own training may have no validation
+            mean = (
+                statistics.fmean(known) if known else 0.0
+            )  # one's own training may have no validation
             scores.append((len(done), mean if mode == "max" else -mean))
         else:
             scores.append((0, 0.0))
@@ -276,21 +319,39 @@ def best_setting(row: Config, results: Mapping[str, dict[str, Any]]) -> Setting:
 
 def _entry(study: LoggedComparison, name: str, row: Config, setting: Setting) -> Entry:
     finals = {seed: run.final for seed, run in setting.finished().items() if run.final}
-    found = {s: {**f.test, **in_training(f), **diagnosed(setting.logged[s].measured)} for s, f in finals.items()}
+    found = {
+        s: {**f.test, **in_training(f), **diagnosed(setting.logged[s].measured)}
+        for s, f in finals.items()
+    }
     keys = list(dict.fromkeys(k for values in found.values() for k in values))
     by_seed = {
-        k: {s: describe(k).scale * value for s, v in found.items() if (value := v.get(k)) is not None} for k in keys
+        k: {
+            s: describe(k).scale * value
+            for s, v in found.items()
+            if (value := v.get(k)) is not None
+        }
+        for k in keys
     }
     if study.header.get("folds"):
         by_seed = {k: averaged_folds(v, study.header["folds"]) for k, v in by_seed.items()}
     values = by_seed.get(study.metric, {})
     validated = [f.validated for f in finals.values() if f.validated is not None]
     statuses = [run.status for run in setting.logged.values()]
-    without = [f"seed {s}: {run.reason}" for s, run in setting.logged.items() if run.status in ("diverged", "failed")]
+    without = [
+        f"seed {s}: {run.reason}"
+        for s, run in setting.logged.items()
+        if run.status in ("diverged", "failed")
+    ]
     for seed, values_of in found.items():
         if finals[seed].task == "own" and study.metric not in values_of:
-            without.append(f"seed {seed}: it returned no {study.metric}, only {', '.join(values_of)}")
-    no_number = [s for s, values_of in found.items() if study.metric in values_of and values_of[study.metric] is None]
+            without.append(
+                f"seed {seed}: it returned no {study.metric}, only {', '.join(values_of)}"
+            )
+    no_number = [
+        s
+        for s, values_of in found.items()
+        if study.metric in values_of and values_of[study.metric] is None
+    ]
     without += [f"seed {s}: no number, {study.metric} is undefined or infinite" for s in no_number]
     return Entry(
         name=name,
@@ -328,9 +389,13 @@ def _set_references(table: ResultTable) -> None:
         for entry in entries:
             if entry is not reference:
                 entry.reference = reference.name
-                entry.cost = cost_against(entry.cost, entry.setting.finished(), reference.setting.finished())
+                entry.cost = cost_against(
+                    entry.cost, entry.setting.finished(), reference.setting.finished()
+                )
                 entry.unpaired = unpaired(
-                    entry.setting.finished(), reference.setting.finished(), table.study.header.get("folds") or 1
+                    entry.setting.finished(),
+                    reference.setting.finished(),
+                    table.study.header.get("folds") or 1,
                 )
                 _variance_ratio(entry, reference)
         if not table.study.show_all:
@@ -347,7 +412,14 @@ def _find_twins(entries: list[Entry]) -> None:
             continue
         marks = {s: f"{f.last_weights} {sorted(f.test.items())}" for s, f in finals.items()}
         alike = first.setdefault(min(marks.items()), [])
-        twin = next((e.name for e, other in alike if all(marks[s] == other[s] for s in marks.keys() & other)), None)
+        twin = next(
+            (
+                e.name
+                for e, other in alike
+                if all(marks[s] == other[s] for s in marks.keys() & other)
+            ),
+            None,
+        )
         entry.same_as = twin
         if twin is None:
             alike.append((entry, marks))
@@ -375,7 +447,11 @@ def _model_of(entry: Entry) -> Mapping[str, Any]:
 
 def _reference(entries: list[Entry]) -> Entry:
     """The row that says so; else the one without methods; else the first."""
-    flagged = [e for e in entries if e.config.baseline] or [e for e in entries if not e.config.methods] or entries
+    flagged = (
+        [e for e in entries if e.config.baseline]
+        or [e for e in entries if not e.config.methods]
+        or entries
+    )
     return next((e for e in flagged if e.summary.n), flagged[0])
 
 
@@ -390,16 +466,23 @@ def _judge(table: ResultTable) -> None:
             entry.verdict = ""
     rows = [e for e in table.entries if e.reference and not e.same_as and e.verdict != "failed"]
     pairs = {e.name: (e.paired(e.values), table.entry(e.reference or "").values) for e in rows}
-    for name, found in judge_pairs(pairs, study.metric, better=study.mode, margin=study.margin, test=test).items():
+    for name, found in judge_pairs(
+        pairs, study.metric, better=study.mode, margin=study.margin, test=test
+    ).items():
         entry = table.entry(name)
         entry.comparison = found
         entry.verdict = entry.verdict if entry.verdict == "no run yet" else found.verdict
     for metric in (m for m in table.other_metrics() if describe(m).better):
         pairs = {
-            e.name: (e.paired(e.by_seed.get(metric, {})), table.entry(e.reference or "").by_seed.get(metric, {}))
+            e.name: (
+                e.paired(e.by_seed.get(metric, {})),
+                table.entry(e.reference or "").by_seed.get(metric, {}),
+            )
             for e in rows
         }
-        for name, found in judge_pairs({n: p for n, p in pairs.items() if p[0]}, metric, test=test).items():
+        for name, found in judge_pairs(
+            {n: p for n, p in pairs.items() if p[0]}, metric, test=test
+        ).items():
             table.entry(name).secondary[metric] = found
     for entry in (e for e in table.entries if e.same_as):
         twin = table.entry(entry.same_as or "")
@@ -411,7 +494,9 @@ def _against_paper(table: ResultTable) -> None:
     """Our figures next to the published ones, and whether the paper's gain over its reference shows here too."""
     for entry in table.entries:
         for metric, paper in entry.published.items():
-            entry.against[metric] = against_paper(entry.measured(metric), paper, table.study.departures)
+            entry.against[metric] = against_paper(
+                entry.measured(metric), paper, table.study.departures
+            )
         entry.claim = _claim(entry, table)
 
 
@@ -423,7 +508,9 @@ def _claim(entry: Entry, table: ResultTable) -> str:
         return ""
     gain = entry.published[metric].mean - reference.published[metric].mean
     if ours is None or ours.p is None or entry.verdict == "failed":
-        return f"paper {gain:+.2f}, here {'failed' if entry.verdict == 'failed' else 'too few runs'}"
+        return (
+            f"paper {gain:+.2f}, here {'failed' if entry.verdict == 'failed' else 'too few runs'}"
+        )
     shown = f"paper {gain:+.2f}, here {ours.difference:+.2f}"
     if entry.verdict not in ("better", "worse"):
         return f"{shown}: {'equal here' if entry.verdict == 'equal' else 'inconclusive here'}"
@@ -458,12 +545,22 @@ class LoggedComparison:
 
     def runs(self) -> list[LoggedRun]:
         """Every run of the study."""
-        return [run for config in self.configs for setting in config.settings for run in setting.logged.values()]
+        return [
+            run
+            for config in self.configs
+            for setting in config.settings
+            for run in setting.logged.values()
+        ]
 
     def grid_keys(self) -> list[str]:
         """The names of the grid's axes, in the order of the plan."""
         return list(
-            dict.fromkeys(key for config in self.configs for setting in config.settings for key in setting.grid)
+            dict.fromkeys(
+                key
+                for config in self.configs
+                for setting in config.settings
+                for key in setting.grid
+            )
         )
 
     def planned(self) -> int:
@@ -477,7 +574,9 @@ class LoggedComparison:
         self.mode = direction(self.metric, known.get(self.metric))
 
 
-def logged_comparison(plan: Comparison, find: Callable[[str], LoggedRun | None]) -> LoggedComparison:
+def logged_comparison(
+    plan: Comparison, find: Callable[[str], LoggedRun | None]
+) -> LoggedComparison:
     """A comparison with the runs that are logged.
 
     Args:
@@ -495,7 +594,9 @@ def logged_comparison(plan: Comparison, find: Callable[[str], LoggedRun | None])
         title=plan.header.get("title") or plan.name,
         metric="",
         mode="max",
-        configs=[replace(config, settings=[*map(with_runs, config.settings)]) for config in plan.configs],
+        configs=[
+            replace(config, settings=[*map(with_runs, config.settings)]) for config in plan.configs
+        ],
         header={**plan.header, "scale": plan.scale},
         departures=plan.departures,
         show_all=plan.header.get("report") == "all",

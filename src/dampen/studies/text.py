@@ -31,7 +31,9 @@ class Bpe:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         if vocabulary < 256 + len(SPECIALS):
-            raise ValueError(f"A byte-level vocabulary has at least {256 + len(SPECIALS)} tokens: got {vocabulary}.")
+            raise ValueError(
+                f"A byte-level vocabulary has at least {256 + len(SPECIALS)} tokens: got {vocabulary}."
+            )
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +44,9 @@ class Bpe:
             show_progress=False,
         )
         tokenizer.train_from_iterator(lines, trainer)
-        tokenizer.encode_special_tokens = True  # '<s>' in the text is four characters, not the begin token
+        tokenizer.encode_special_tokens = (
+            True  # '<s>' in the text is four characters, not the begin token
+        )
         return cls(tokenizer)
 
     def __len__(self) -> int:
@@ -55,7 +59,9 @@ class Bpe:
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """The text of each list of tokens; special tokens are left out."""
-        out: list[str] = self.tokenizer.decode_batch([list(t) for t in tokens], skip_special_tokens=True)
+        out: list[str] = self.tokenizer.decode_batch(
+            [list(t) for t in tokens], skip_special_tokens=True
+        )
         return out
 
     def characters(self) -> Tensor:
@@ -69,7 +75,9 @@ class Bpe:
         counts = torch.zeros(len(self), dtype=torch.float64)
         for token, number in self.tokenizer.get_vocab().items():
             if number >= len(SPECIALS):
-                counts[number] = sum(not 0x80 <= alphabet[c] < 0xC0 for c in token)  # not a UTF-8 continuation byte
+                counts[number] = sum(
+                    not 0x80 <= alphabet[c] < 0xC0 for c in token
+                )  # not a UTF-8 continuation byte
         return counts
 
 
@@ -77,9 +85,13 @@ def _byte_alphabet(pre_tokenizers: Any) -> dict[str, int]:
     """The character by which byte-level BPE writes each byte: printable latin-1 as itself, the rest from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    table = {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
     if set(table) != set(pre_tokenizers.ByteLevel.alphabet()):
-        raise RuntimeError("This version of `tokenizers` writes bytes in another alphabet; install one from 0.20 on.")
+        raise RuntimeError(
+            "This version of `tokenizers` writes bytes in another alphabet; install one from 0.20 on."
+        )
     return table
 
 
@@ -92,5 +104,7 @@ def pad_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     width = int(lengths.max()) if len(rows) else 0
     table = torch.full((len(rows), width), PAD, dtype=torch.int32)
-    table[torch.arange(width) < lengths[:, None]] = torch.tensor([t for row in rows for t in row], dtype=torch.int32)
+    table[torch.arange(width) < lengths[:, None]] = torch.tensor(
+        [t for row in rows for t in row], dtype=torch.int32
+    )
     return table

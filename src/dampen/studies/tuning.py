@@ -16,7 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dampen.studies.comparison import Comparison, Config, Setting, design_of, make_comparison, read_settings
+from dampen.studies.comparison import (
+    Comparison,
+    Config,
+    Setting,
+    design_of,
+    make_comparison,
+    read_settings,
+)
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.files import read_json, write_json
 from dampen.studies.metric import describe
@@ -38,7 +45,18 @@ from dampen.studies.trainer.user_function import Function
 
 DECAY = (0.01, 3.0)
 """Where AdamW's weight decay is searched: on little data the best is often far above the usual 0.01 to 0.05."""
-STRENGTHS = ("rate", "weight", "query", "key", "value", "attended_value", "query_key", "ffn", "ffn1", "ffn2")
+STRENGTHS = (
+    "rate",
+    "weight",
+    "query",
+    "key",
+    "value",
+    "attended_value",
+    "query_key",
+    "ffn",
+    "ffn1",
+    "ffn2",
+)
 """Arguments that say how strong a method is."""
 
 
@@ -57,7 +75,9 @@ def axis_of(key: str, values: Sequence[Any]) -> Axis:
     return Axis(key, low, high, log=low > 0 and high / low >= 10)
 
 
-def make_searchable(recipe: Recipe, scale: str | None = None) -> tuple[Recipe, dict[str, list[Axis]]]:
+def make_searchable(
+    recipe: Recipe, scale: str | None = None
+) -> tuple[Recipe, dict[str, list[Axis]]]:
     """A recipe whose rows have something to search for, and the axes of each row.
 
     With a search of its own the recipe says the axes, with a grid they span it. Without one they are the learning rate,
@@ -70,7 +90,9 @@ def make_searchable(recipe: Recipe, scale: str | None = None) -> tuple[Recipe, d
         return recipe, design_of(recipe, scale)[0]
     if at["grid"]:
         axes = {
-            row["name"]: [axis_of(k, v) for k, v in at["grid"].items() if "." in k or f"${k}" in repr(row)]
+            row["name"]: [
+                axis_of(k, v) for k, v in at["grid"].items() if "." in k or f"${k}" in repr(row)
+            ]
             for row in at["rows"]
         }
         return recipe, axes
@@ -89,13 +111,25 @@ def _of_the_optimizer(at: Mapping[str, Any]) -> list[Axis]:
     if "function" in at:
         said, where, usual = at["function"]["params"], "function.params", False
     else:
-        train = {"lr": TrainOptions.lr, "weight_decay": TrainOptions.weight_decay, **at.get("train", {})}
-        said, where, usual = train, "train", train.get("optimizer", TrainOptions.optimizer) == "adamw"
-    lr, decay = (said.get(name) if _is_number(said.get(name)) else None for name in ("lr", "weight_decay"))
+        train = {
+            "lr": TrainOptions.lr,
+            "weight_decay": TrainOptions.weight_decay,
+            **at.get("train", {}),
+        }
+        said, where, usual = (
+            train,
+            "train",
+            train.get("optimizer", TrainOptions.optimizer) == "adamw",
+        )
+    lr, decay = (
+        said.get(name) if _is_number(said.get(name)) else None for name in ("lr", "weight_decay")
+    )
     axes = [Axis(f"{where}.lr", lr / 5, lr * 5, log=True)] if lr else []
     if decay is not None:
         low, high = (DECAY[0], DECAY[1]) if usual or not decay else (decay / 10, decay * 10)
-        axes.append(Axis(f"{where}.weight_decay", min(low, decay or low), max(high, decay), log=True))
+        axes.append(
+            Axis(f"{where}.weight_decay", min(low, decay or low), max(high, decay), log=True)
+        )
     return axes
 
 
@@ -132,10 +166,17 @@ def tuned_recipe(recipe: Recipe, count: int, settings: Sequence[str] = ()) -> Re
     rows = []
     for row in opened.rows:
         left = {key: False for key in common if key not in [a.key for a in axes[row["name"]]]}
-        rows.append({**row, "search": left | {a.key: a.table() for a in axes[row["name"]] if "." not in a.key}})
+        rows.append(
+            {
+                **row,
+                "search": left | {a.key: a.table() for a in axes[row["name"]] if "." not in a.key},
+            }
+        )
     mixed = any(len({"." in a.key for a in own}) == 2 for own in axes.values())
     second = {STRENGTH_SETTINGS: count // 3} if mixed and count >= 3 else {}
-    return replace(opened, rows=rows, search={SETTINGS: count - sum(second.values()), **second, **common})
+    return replace(
+        opened, rows=rows, search={SETTINGS: count - sum(second.values()), **second, **common}
+    )
 
 
 def _open_methods(methods: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Axis]]:
@@ -176,7 +217,9 @@ def plan_at(
     """The plan of one row with the chosen values in place of the grid."""
     name = recipe.at(scale)["scale"]
     own = {k: v for k, v in recipe.scales[name].items() if k not in ("grid", "search")}
-    point = replace(recipe, grid={k: [v] for k, v in chosen.items()}, search={}, scales={name: own}, scale=name)
+    point = replace(
+        recipe, grid={k: [v] for k, v in chosen.items()}, search={}, scales={name: own}, scale=name
+    )
     plan = make_comparison(point, name, settings, seeds, check_names=False)
     plan.configs = [r for r in plan.configs if r.name == row]
     wanted = {trial for p in plan.configs[0].settings for trial in p.ids.values()}
@@ -203,10 +246,14 @@ class Tuning:
     axes: dict[str, list[Axis]]
     settings: int  # of each row, in both stages; 0 for a grid, whose rows may differ
     strength_settings: int = 0  # how many of them belong to the second stage
-    inside: dict[str, int] = field(default_factory=dict)  # by row, settings within its ranges; the others extend them
+    inside: dict[str, int] = field(
+        default_factory=dict
+    )  # by row, settings within its ranges; the others extend them
     extended: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by row
 
-    def of(self, rows: Sequence[str], after: Mapping[str, int] | None = None, stage: str = "") -> Comparison:
+    def of(
+        self, rows: Sequence[str], after: Mapping[str, int] | None = None, stage: str = ""
+    ) -> Comparison:
         """The plan of these rows alone, or of all; of the settings after the first so many of each row, where given."""
         kept = [row for row in self.plan.configs if not rows or row.name in rows]
         if after is not None:
@@ -223,12 +270,19 @@ class Tuning:
         return {row.name: len(row.settings) for row in self.plan.configs}
 
     def add(
-        self, recipe: Recipe, scale: str | None, settings: Sequence[str], more: Mapping[str, list[AxisValues]]
+        self,
+        recipe: Recipe,
+        scale: str | None,
+        settings: Sequence[str],
+        more: Mapping[str, list[AxisValues]],
     ) -> None:
         """Append settings to rows."""
         at = recipe.at(scale)
         points: dict[str, list[AxisValues]] = {row["name"]: [] for row in at["rows"]}
-        points |= {row.name: [p.grid for p in row.settings] + more.get(row.name, []) for row in self.plan.configs}
+        points |= {
+            row.name: [p.grid for p in row.settings] + more.get(row.name, [])
+            for row in self.plan.configs
+        }
         self.plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=points)
         self.plan = self.of(list(self.axes))
 
@@ -258,7 +312,9 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
     return tuning if tuning.plan.configs else None
 
 
-def tuning_plan(recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]) -> Comparison | None:
+def tuning_plan(
+    recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]
+) -> Comparison | None:
     """The trials that choose, as far as they are known before any has run; None where nothing is chosen. Its header
     says how many follow in a second stage; extended ranges come on top of that."""
     tuning = make_tuning(recipe, scale, settings)
@@ -322,7 +378,10 @@ def tune(
     if tuning is None:
         return plan, 0
     if both := sorted({*plan.seeds} & {*tuning.plan.seeds}):
-        raise ConfigError(recipe.name, [f"--seed: {both} are tuning seeds; settings chosen on them would gain there"])
+        raise ConfigError(
+            recipe.name,
+            [f"--seed: {both} are tuning seeds; settings chosen on them would gain there"],
+        )
     place = folder / FOLDER
     code = run(tuning.of(rows), place)
     if code not in GOING:
@@ -344,17 +403,24 @@ def tune(
     write_json(folder / "search.json", record)
     _check_chosen(tuning.of(rows), chosen, results, place)
     points = {name: found.chosen.values for name, found in chosen.items()}
-    brief = {name: {k: v for k, v in row.items() if k != "trials"} for name, row in record["rows"].items()}
+    brief = {
+        name: {k: v for k, v in row.items() if k != "trials"}
+        for name, row in record["rows"].items()
+    }
     plan.header["search"] = record | {"rows": brief}
     if not tuning.settings:
         return _at(plan, points), 0
     waiting = {row.name: [p.grid for p in row.settings] for row in plan.configs}
-    made = make_comparison(recipe, scale, settings, plan.seeds, points=waiting | {k: [v] for k, v in points.items()})
+    made = make_comparison(
+        recipe, scale, settings, plan.seeds, points=waiting | {k: [v] for k, v in points.items()}
+    )
     made.header |= plan.header
     return made, 0
 
 
-def _check_chosen(tuning: Comparison, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path) -> None:
+def _check_chosen(
+    tuning: Comparison, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path
+) -> None:
     """A row of which nothing can be chosen stops the run, unless all its runs diverged: then that is its result."""
     for row in tuning.configs:
         ended = [id in results for point in row.settings for id in point.ids.values()]
@@ -388,32 +454,46 @@ def chosen_in_words(folder: Path) -> list[str]:
         what = "nothing chosen"
         if row.get("chosen") is not None:
             value = f"{metric.scale * row['valid']:.{metric.digits}f}"
-            what = (
-                f"{grid_text(row['chosen'])} (validation {metric.title} {value}, {len(record['seeds'])} tuning seeds)"
-            )
+            what = f"{grid_text(row['chosen'])} (validation {metric.title} {value}, {len(record['seeds'])} tuning seeds)"
         lines.append("; ".join([f"{name}: {what}", *remarks(row)]))
     return lines
 
 
-def _strengths(tuning: Tuning, found: Mapping[str, Selection | None]) -> dict[str, list[AxisValues]]:
+def _strengths(
+    tuning: Tuning, found: Mapping[str, Selection | None]
+) -> dict[str, list[AxisValues]]:
     """The settings of the second stage, around the best of the first."""
-    best = {row: selection.chosen.values for row, selection in found.items() if selection is not None}
-    return second_stage(tuning.axes, best, tuning.strength_settings) if tuning.strength_settings else {}
+    best = {
+        row: selection.chosen.values for row, selection in found.items() if selection is not None
+    }
+    return (
+        second_stage(tuning.axes, best, tuning.strength_settings)
+        if tuning.strength_settings
+        else {}
+    )
 
 
-def _extensions(tuning: Tuning, found: Mapping[str, Selection | None]) -> dict[str, list[AxisValues]]:
+def _extensions(
+    tuning: Tuning, found: Mapping[str, Selection | None]
+) -> dict[str, list[AxisValues]]:
     """Settings beyond the ends at which rows chose."""
     points: dict[str, list[AxisValues]] = {}
     for row, selection in found.items() if tuning.settings else ():
-        more = _beyond(selection, tuning.axes[row], tuning.settings) if selection is not None else []
+        more = (
+            _beyond(selection, tuning.axes[row], tuning.settings) if selection is not None else []
+        )
         for key, upwards, extra in more:
             points.setdefault(row, []).extend(extra)
             last = [s[key] for s in extra][-1]
-            tuning.extended.setdefault(row, []).append({"axis": key, "end": _end(upwards), "to": last})
+            tuning.extended.setdefault(row, []).append(
+                {"axis": key, "end": _end(upwards), "to": last}
+            )
     return points
 
 
-def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[tuple[str, bool, list[AxisValues]]]:
+def _beyond(
+    selection: Selection, axes: Sequence[Axis], settings: int
+) -> list[tuple[str, bool, list[AxisValues]]]:
     """A quarter of the settings again, shared by the ends at which the choice lies; the other values stay chosen."""
     by_key, chosen = {axis.key: axis for axis in axes}, selection.chosen.values
     ends = [(key, upwards) for key, upwards in selection.edges if by_key[key].beyond(upwards, 1)]
@@ -421,7 +501,9 @@ def _beyond(selection: Selection, axes: Sequence[Axis], settings: int) -> list[t
     found = []
     for i, (key, upwards) in enumerate(ends):
         share = count // len(ends) + (i < count % len(ends))
-        extra: list[AxisValues] = [{**chosen, key: value} for value in by_key[key].beyond(upwards, share)]
+        extra: list[AxisValues] = [
+            {**chosen, key: value} for value in by_key[key].beyond(upwards, share)
+        ]
         found.append((key, upwards, extra))
     return found
 
@@ -473,26 +555,55 @@ def _head(tuning: Tuning, results: Mapping[str, Any]) -> dict[str, Any]:
     return {**kind, "trials": count * len(seeds), "seeds": seeds, "metric": metric, "mode": mode}
 
 
-def _told(tuning: Tuning, chosen: Mapping[str, Selection], results: Mapping[str, Any]) -> dict[str, Any]:
+def _told(
+    tuning: Tuning, chosen: Mapping[str, Selection], results: Mapping[str, Any]
+) -> dict[str, Any]:
     """Everything that was tried and what was chosen, for the record."""
-    rows = {row.name: _row(row, tuning, chosen.get(row.name), results) for row in tuning.plan.configs}
+    rows = {
+        row.name: _row(row, tuning, chosen.get(row.name), results) for row in tuning.plan.configs
+    }
     return _head(tuning, results) | {"rows": rows}
 
 
-def _row(row: Config, tuning: Tuning, found: Selection | None, results: Mapping[str, Any]) -> dict[str, Any]:
-    tried, extended = _tried(row, results, tuning.inside[row.name]), tuning.extended.get(row.name, [])
+def _row(
+    row: Config, tuning: Tuning, found: Selection | None, results: Mapping[str, Any]
+) -> dict[str, Any]:
+    tried, extended = (
+        _tried(row, results, tuning.inside[row.name]),
+        tuning.extended.get(row.name, []),
+    )
     trials = [
-        {"values": t.values, "valid": t.mean, "by_seed": t.by_seed, "ids": t.ids, "states": t.states}
+        {
+            "values": t.values,
+            "valid": t.mean,
+            "by_seed": t.by_seed,
+            "ids": t.ids,
+            "states": t.states,
+        }
         | {"state": "complete" if t.complete else "failed", "extension": t.extension}
         for t in tried
     ]
-    told: dict[str, Any] = {"axes": [a.__dict__ for a in tuning.axes[row.name]], "tried": len(tried), "trials": trials}
+    told: dict[str, Any] = {
+        "axes": [a.__dict__ for a in tuning.axes[row.name]],
+        "tried": len(tried),
+        "trials": trials,
+    }
     if found is None:
         return told | {"chosen": None}
-    told |= {"chosen": found.chosen.values, "valid": found.chosen.mean, "tied": found.tied, "alike": found.alike}
+    told |= {
+        "chosen": found.chosen.values,
+        "valid": found.chosen.mean,
+        "tied": found.tied,
+        "alike": found.alike,
+    }
     further = {(e["axis"], e["end"]) for e in extended}
     told["edges"] = [
-        {"axis": k, "end": _end(up), "value": found.chosen.values[k], "extended": (k, _end(up)) in further}
+        {
+            "axis": k,
+            "end": _end(up),
+            "value": found.chosen.values[k],
+            "extended": (k, _end(up)) in further,
+        }
         for k, up in found.edges
     ]
     return told | {"extended": extended}

@@ -44,7 +44,12 @@ def code_of(function: Callable[..., Any]) -> Code:
         return Code(f"notebook:{name}", _sha(facts + bound))
     files = local_files(file)
     root = package_root(file)
-    return Code(f"{file.name}:{name}", _sha(_trees(root, files, file) + bound + _closure(inner)), root, files)
+    return Code(
+        f"{file.name}:{name}",
+        _sha(_trees(root, files, file) + bound + _closure(inner)),
+        root,
+        files,
+    )
 
 
 def digest_of_file(file: Path) -> str:
@@ -55,7 +60,11 @@ def digest_of_file(file: Path) -> str:
 def code_of_class(kind: type) -> str:
     """The hash of the code of a class: of its file and what that imports, or of its source in a notebook."""
     file = _file(kind)
-    return digest_of_file(file) if file is not None else _sha("\n".join(sorted(set(_reachable(kind, set())))))
+    return (
+        digest_of_file(file)
+        if file is not None
+        else _sha("\n".join(sorted(set(_reachable(kind, set())))))
+    )
 
 
 def package_root(file: Path) -> Path:
@@ -126,7 +135,10 @@ def normalized(tree: ast.AST) -> str:
     'def f(x):\\n    return x'
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module) and node.body:
+        if (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
+            and node.body
+        ):
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 node.body = node.body[1:] or [ast.Pass()]
@@ -170,13 +182,21 @@ def _unwrapped(function: Any) -> tuple[Any, str]:
 
 
 def _file(function: Any) -> Path | None:
-    target = function if isinstance(function, FunctionType | type) or inspect.ismethod(function) else type(function)
+    target = (
+        function
+        if isinstance(function, FunctionType | type) or inspect.ismethod(function)
+        else type(function)
+    )
     try:
         file = inspect.getsourcefile(target)
     except TypeError:
         return None
     path = Path(file) if file else None
-    return path if path is not None and path.is_file() and "ipykernel" not in path.parts[-2:][0] else None
+    return (
+        path
+        if path is not None and path.is_file() and "ipykernel" not in path.parts[-2:][0]
+        else None
+    )
 
 
 def _reachable(thing: Any, seen: set[int]) -> Iterator[str]:
@@ -186,7 +206,12 @@ def _reachable(thing: Any, seen: set[int]) -> Iterator[str]:
     seen.add(id(thing))
     if isinstance(thing, ModuleType):
         file = getattr(thing, "__file__", None)
-        if file and Path(file).suffix == ".py" and Path.cwd() in Path(file).resolve().parents and _own(file):
+        if (
+            file
+            and Path(file).suffix == ".py"
+            and Path.cwd() in Path(file).resolve().parents
+            and _own(file)
+        ):
             yield digest_of_file(Path(file))
     elif isinstance(thing, FunctionType):
         yield _source(thing)
@@ -217,7 +242,11 @@ def _names(code: Any) -> Iterator[str]:
 def _source(thing: Any) -> str:
     try:
         return normalized(ast.parse(textwrap.dedent(inspect.getsource(thing))))
-    except (OSError, TypeError, SyntaxError):  # typed where Python keeps no source: the compiled code has to do
+    except (
+        OSError,
+        TypeError,
+        SyntaxError,
+    ):  # typed where Python keeps no source: the compiled code has to do
         code = getattr(thing, "__code__", None)
         return f"{thing.__qualname__} {code.co_code.hex() if code else ''} {code.co_consts if code else ''}"
 
@@ -236,7 +265,11 @@ def _value(value: Any) -> str:
         return f"{type(value).__name__}[{', '.join(_value(v) for v in value)}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_value(k)}: {_value(v)}" for k, v in value.items()) + "}"
-    array = value.detach().cpu().numpy() if hasattr(value, "detach") and hasattr(value, "numpy") else value
+    array = (
+        value.detach().cpu().numpy()
+        if hasattr(value, "detach") and hasattr(value, "numpy")
+        else value
+    )
     if hasattr(array, "tobytes") and hasattr(array, "dtype"):
         return f"array {array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
     return f"{type(value).__module__}.{type(value).__qualname__}"

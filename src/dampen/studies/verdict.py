@@ -67,7 +67,9 @@ class Verdict:
     verdict: Word
     small: bool  # better or worse by less than the margin
     margin: float | None
-    needed: int | None  # seeds in all at which this difference and spread would be decided, where it is not
+    needed: (
+        int | None
+    )  # seeds in all at which this difference and spread would be decided, where it is not
     detectable: float  # the smallest difference these seeds show with power 0.8
     test: str  # which test p comes from, in words
     wilcoxon_p: float | None = None  # a second opinion, where n lets it reach 0.05
@@ -139,7 +141,16 @@ def judge_pairs(
         mean = statistics.fmean(theirs) if theirs else math.nan
         limit = margin if margin is not None else metric.margin_at(mean)
         judged[name] = _judged(
-            d, tested[name], corrected[i], levels[i], decided[i], len(pairs), limit, upwards, test, few
+            d,
+            tested[name],
+            corrected[i],
+            levels[i],
+            decided[i],
+            len(pairs),
+            limit,
+            upwards,
+            test,
+            few,
         )
     return _beaten(judged, upwards) if test == "sequential" else judged
 
@@ -153,7 +164,9 @@ def _beaten(judged: dict[str, Verdict], upwards: bool) -> dict[str, Verdict]:
     best = max(sure, key=lambda name: sure[name])
     for name, c in judged.items():
         if c.verdict == "inconclusive" and (c.high if upwards else -c.low) < sure[best]:
-            judged[name] = replace(c, verdict="no gain", because=f"cannot reach {best} any more", needed=None)
+            judged[name] = replace(
+                c, verdict="no gain", because=f"cannot reach {best} any more", needed=None
+            )
     return judged
 
 
@@ -195,7 +208,11 @@ def _judged(
         verdict=word,
         small=word in ("better", "worse") and margin is not None and _inside((low, high), margin),
         margin=margin,
-        needed=_needed(d, mean, sd, level, LEVEL / rows, margin, test) if open_ else FEWEST if p is None else None,
+        needed=_needed(d, mean, sd, level, LEVEL / rows, margin, test)
+        if open_
+        else FEWEST
+        if p is None
+        else None,
         detectable=detectable(sd, len(d), LEVEL / rows),
         test=_named(d, test) if p is not None else "none",
         wilcoxon_p=wilcoxon_p(d) if p is not None and effects else None,
@@ -207,7 +224,12 @@ def _judged(
 
 
 def _word(
-    mean: float, decided: bool, widest: tuple[float, float], margin: float | None, upwards: bool, test: Test
+    mean: float,
+    decided: bool,
+    widest: tuple[float, float],
+    margin: float | None,
+    upwards: bool,
+    test: Test,
 ) -> tuple[Word, str]:
     """The verdict, and the reason of a row that is out of a race. `widest` is the interval at level / rows."""
     if decided and mean != 0:
@@ -226,7 +248,13 @@ def _inside(interval: tuple[float, float], margin: float) -> bool:
 
 
 def _needed(
-    d: Sequence[float], mean: float, sd: float, level: float, widest: float, margin: float | None, test: Test
+    d: Sequence[float],
+    mean: float,
+    sd: float,
+    level: float,
+    widest: float,
+    margin: float | None,
+    test: Test,
 ) -> int | None:
     """Seeds at which this difference and spread would be decided: as a difference, or as equal, whichever is first."""
     if not has_spread(d) and test == "sequential":
@@ -236,7 +264,9 @@ def _needed(
     ways = []
     for gap, at in ((abs(mean), level), ((margin or 0.0) - abs(mean), widest)):
         if gap > 0:
-            ways.append(seeds_to_decide(gap / sd, at) if test == "sequential" else seeds_needed(gap, sd, at))
+            ways.append(
+                seeds_to_decide(gap / sd, at) if test == "sequential" else seeds_needed(gap, sd, at)
+            )
     found = [n for n in ways if n is not None]
     return max(len(d) + 1, min(found)) if found else None
 
@@ -268,10 +298,14 @@ def words(c: Verdict, metric: str | Metric) -> str:
             return f"inconclusive, needs at least {FEWEST} shared seeds"
         if c.needed is None and c.sd == 0:
             return (
-                "inconclusive, the same difference in every seed" if c.difference else "inconclusive, no seed differs"
+                "inconclusive, the same difference in every seed"
+                if c.difference
+                else "inconclusive, no seed differs"
             )
         return (
-            f"inconclusive, needs about {c.needed:,} seeds" if c.needed else "inconclusive, out of reach of more seeds"
+            f"inconclusive, needs about {c.needed:,} seeds"
+            if c.needed
+            else "inconclusive, out of reach of more seeds"
         )
     return f"{c.verdict}, by less than the margin" if c.small else c.verdict
 

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import DropoutModule, has_forward_hooks, in_functorch, pytree, saved_tensors_are_hooked, version_of
+from dampen._torch import (
+    DropoutModule,
+    has_forward_hooks,
+    in_functorch,
+    pytree,
+    saved_tensors_are_hooked,
+    version_of,
+)
 from dampen.regularizer import Regularizer
 from dampen.two_pass.own_randomness import draws
 
@@ -39,7 +46,9 @@ class DoubledBatch:
         self.used = False  # whether the last step was one doubled batch
         self.blocks = [] if first_block is None else [first_block]  # where the size is measured
         self.inside: list[nn.Module] | None = None  # the model's modules, to look for hooks
-        self.verdicts: dict[Any, str] = {}  # form of the input -> why it cannot be doubled, "" where it can
+        self.verdicts: dict[
+            Any, str
+        ] = {}  # form of the input -> why it cannot be doubled, "" where it can
         self.forget()
 
     def forget(self) -> None:
@@ -67,7 +76,15 @@ class DoubledBatch:
         self.turn, self.gradients = 0 if self.note else 1, torch.is_grad_enabled()
         return self.turn == 1
 
-    def run(self, model: nn.Module, forward: Forward, bare: Forward, silence: Silence, args: Any, kwargs: Any) -> Any:
+    def run(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        bare: Forward,
+        silence: Silence,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         """The model's forward inside a step: `forward` with the methods, `bare` without, under `silence`."""
         leaves = [*args, *kwargs.values()]
         if self.turn == 2:
@@ -87,7 +104,9 @@ class DoubledBatch:
 
     def _other_half(self, forward: Forward, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         asked, second, self.asked, self.second = self.asked, self.second, None, None
-        if asked is None:  # the function calls the model once more than in the first pass, or for the second time
+        if (
+            asked is None
+        ):  # the function calls the model once more than in the first pass, or for the second time
             return forward(*args, **kwargs)
         if not same(asked, leaves) or _versions(asked) != self.versions:
             self.why, self.used = "the model's input differs between the passes", False
@@ -103,21 +122,35 @@ class DoubledBatch:
         if self.inside is None:
             self.inside = [m for m in model.modules() if m is not model]
         hooked = next((m for m in self.inside if has_forward_hooks(m)), None)
-        return "" if hooked is None else f"a hook on a {type(hooked).__name__} would see a doubled batch"
+        return (
+            ""
+            if hooked is None
+            else f"a hook on a {type(hooked).__name__} would see a doubled batch"
+        )
 
-    def _verdict(self, model: nn.Module, bare: Forward, silence: Silence, args: Any, kwargs: Any) -> str:
+    def _verdict(
+        self, model: nn.Module, bare: Forward, silence: Silence, args: Any, kwargs: Any
+    ) -> str:
         """Whether an input of this form can be doubled; looked at once for each form."""
         form = tuple((k, _form(v)) for k, v in [*enumerate(args), *kwargs.items()])
         if form not in self.verdicts:
-            self.verdicts[form] = shared_in_batch(model) or self._tried(model, bare, silence, args, kwargs)
+            self.verdicts[form] = shared_in_batch(model) or self._tried(
+                model, bare, silence, args, kwargs
+            )
         return self.verdicts[form]
 
-    def _tried(self, model: nn.Module, bare: Forward, silence: Silence, args: Any, kwargs: Any) -> str:
+    def _tried(
+        self, model: nn.Module, bare: Forward, silence: Silence, args: Any, kwargs: Any
+    ) -> str:
         leaves = [*args, *kwargs.values()]
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         strange = next((v for v in leaves if not isinstance(v, PLAIN)), None)
         if strange is not None or not tensors:
-            return f"the model gets a {type(strange).__name__}" if tensors else "the model gets no tensor"
+            return (
+                f"the model gets a {type(strange).__name__}"
+                if tensors
+                else "the model gets no tensor"
+            )
         batch = len(tensors[0]) if tensors[0].ndim else 0
         if batch < 2 or any(not t.ndim or len(t) != batch for t in tensors):
             return f"the model's inputs {[tuple(t.shape) for t in tensors]} do not all begin with a batch of several"
@@ -130,7 +163,9 @@ class DoubledBatch:
             try:
                 together = pytree.tree_leaves(bare(*many, **more))
             except (RuntimeError, ValueError, IndexError) as error:
-                return f"a doubled batch fails ({type(error).__name__}: {str(error).splitlines()[0]})"
+                return (
+                    f"a doubled batch fails ({type(error).__name__}: {str(error).splitlines()[0]})"
+                )
         if not torch.equal(random, torch.get_rng_state()):
             torch.set_rng_state(random)
             return "the model draws at random in its own code"
@@ -147,7 +182,11 @@ def plan_doubled(clones: Iterable[Regularizer], first_block: nn.Module | None) -
     shared = next((c for c in within if not c.per_sample), None)
     if first_block is None:
         return DoubledBatch("no module is the first block, so the size is not known")
-    why = "" if shared is None else f"{type(shared).__name__} may draw, or average, over the whole batch"
+    why = (
+        ""
+        if shared is None
+        else f"{type(shared).__name__} may draw, or average, over the whole batch"
+    )
     return DoubledBatch(why, first_block)
 
 
@@ -158,7 +197,9 @@ def shared_in_batch(model: nn.Module) -> str:
             return f"'{name}' ({type(m).__name__}) has statistics of the batch"
         if m._compiled_call_impl is not None or hasattr(m, "_orig_mod"):
             return f"'{name}' is compiled"
-        known = isinstance(m, Regularizer | DropoutModule | nn.MultiheadAttention | nn.RReLU)  # draw per element
+        known = isinstance(
+            m, Regularizer | DropoutModule | nn.MultiheadAttention | nn.RReLU
+        )  # draw per element
         if not known and draws(m):
             return f"'{name}' ({type(m).__name__}) draws at random, perhaps once for the batch"
     return ""
@@ -177,7 +218,9 @@ def halves(output: Any) -> tuple[Any, Any]:
     """The output of a doubled batch as the outputs of two passes."""
     leaves, form = pytree.tree_flatten(output)
     # not chunk, whose parts may not be changed in place
-    pairs = [(t[: len(t) // 2], t[len(t) // 2 :]) if isinstance(t, Tensor) else (t, t) for t in leaves]
+    pairs = [
+        (t[: len(t) // 2], t[len(t) // 2 :]) if isinstance(t, Tensor) else (t, t) for t in leaves
+    ]
     return tuple(pytree.tree_unflatten([pair[i] for pair in pairs], form) for i in (0, 1))
 
 
@@ -187,7 +230,12 @@ def same(first: Sequence[Any], second: Sequence[Any]) -> bool:
         return False
     return all(
         a is b
-        or (isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b))
+        or (
+            isinstance(a, Tensor)
+            and isinstance(b, Tensor)
+            and a.shape == b.shape
+            and torch.equal(a, b)
+        )
         or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
         for a, b in zip(first, second, strict=True)
     )
@@ -199,7 +247,12 @@ def measured(blocks: Sequence[nn.Module], sizes: list[int]) -> Iterator[None]:
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not sizes:
-            sizes.append(max((t.numel() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), default=0))
+            sizes.append(
+                max(
+                    (t.numel() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)),
+                    default=0,
+                )
+            )
 
     with contextlib.ExitStack() as stack:
         for block in blocks:
@@ -215,7 +268,9 @@ def _compared(alone: list[Any], together: list[Any], batch: int) -> str:
         if a is None and t is None:
             continue
         if not isinstance(a, Tensor) or not isinstance(t, Tensor):
-            return f"the model's output has a {type(a).__name__} in it (transformers: use_cache=False)"
+            return (
+                f"the model's output has a {type(a).__name__} in it (transformers: use_cache=False)"
+            )
         if not a.ndim or len(a) != batch or t.shape != (2 * batch, *a.shape[1:]):
             return f"the model's output {tuple(a.shape)} does not begin with the batch (a loss of its own is a mean)"
         expected = torch.cat([a, a[:1].expand_as(a)]).float()
@@ -229,7 +284,9 @@ def _rounding(output: Tensor) -> float:
     kind, device = output.dtype if output.is_floating_point() else torch.float32, output.device.type
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
-    largest = output.float().abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if output.numel() else 0.0
+    largest = (
+        output.float().abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if output.numel() else 0.0
+    )
     return float(torch.finfo(kind).eps ** 0.5 * max(largest, 1e-3))
 
 
@@ -243,7 +300,11 @@ def _unfit_place() -> str:
 
 
 def _form(value: Any) -> Any:
-    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else (type(value), repr(value))
+    return (
+        (value.shape, value.dtype, value.device)
+        if isinstance(value, Tensor)
+        else (type(value), repr(value))
+    )
 
 
 def _versions(leaves: Sequence[Any]) -> list[int]:

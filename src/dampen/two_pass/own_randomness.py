@@ -27,5 +27,7 @@ def draws(module: nn.Module) -> bool:
         return module.p > 0
     if isinstance(module, nn.RReLU):
         return True
-    rates = [v for k, v in vars(module).items() if "drop" in k.lower() and isinstance(v, float | int)]
+    rates = [
+        v for k, v in vars(module).items() if "drop" in k.lower() and isinstance(v, float | int)
+    ]
     return any(not isinstance(r, bool) and 0 < r <= 1 for r in rates)

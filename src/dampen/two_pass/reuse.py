@@ -43,7 +43,9 @@ class SharedBlocks:
         )  # the other way, where nothing can be shared
         self.trying = False  # this step was begun as one doubled batch
         self.sites: list[PrefixSite] = []
-        self.thread: dict[str, int] = {}  # whose step of two passes is under way; a dict, to be claimed in one move
+        self.thread: dict[
+            str, int
+        ] = {}  # whose step of two passes is under way; a dict, to be claimed in one move
 
     @contextlib.contextmanager
     def step(self, passes: int, model: nn.Module) -> Iterator[None]:
@@ -107,13 +109,17 @@ class SharedBlocks:
         return {**self.__dict__, "mode": "", "open": False, "thread": {}, "trying": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"doubled": DoubledBatch(BEGUN_APART), "trying": False, **state})  # 0.1 had none
+        self.__dict__.update(
+            {"doubled": DoubledBatch(BEGUN_APART), "trying": False, **state}
+        )  # 0.1 had none
 
 
 class PrefixSite:
     """What is kept on a block: what it was asked and what it gave, between the two passes."""
 
-    def __init__(self, prefix: SharedBlocks, name: str, clones: Sequence[Regularizer], perturbed: bool) -> None:
+    def __init__(
+        self, prefix: SharedBlocks, name: str, clones: Sequence[Regularizer], perturbed: bool
+    ) -> None:
         self.prefix, self.name, self.clones, self.perturbed = prefix, name, list(clones), perturbed
         self.forget()
 
@@ -131,7 +137,9 @@ class PrefixSite:
             return base(block, *args, **kwargs)
         buffers = [(b, version_of(b)) for b in block.buffers()]
         random = _random_state(asked)
-        idle = [c for c in self.clones if c.stochastic]  # their rate is 0, but they may draw all the same
+        idle = [
+            c for c in self.clones if c.stochastic
+        ]  # their rate is 0, but they may draw all the same
         for clone in idle:
             clone.asleep = True
         try:
@@ -140,7 +148,9 @@ class PrefixSite:
             for clone in idle:
                 clone.asleep = False
         if any(version_of(b) != version for b, version in buffers):
-            self.prefix.give_up(f"'{self.name}' updates a state of its own (batch norm), once per pass")
+            self.prefix.give_up(
+                f"'{self.name}' updates a state of its own (batch norm), once per pass"
+            )
         elif random != _random_state(asked):
             self.prefix.give_up(f"'{self.name}' draws at random")
         else:
@@ -151,7 +161,9 @@ class PrefixSite:
     def replay(self, block: nn.Module, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Give the first pass's output again, if the question is the same."""
         if not same(self.asked or [], pytree.tree_leaves((args, kwargs))):
-            self.prefix.give_up(f"the input of '{self.name}' differs between the passes: something random is below it")
+            self.prefix.give_up(
+                f"the input of '{self.name}' differs between the passes: something random is below it"
+            )
         elif _versions(self.output) != self.versions:
             self.prefix.give_up(f"the output of '{self.name}' is changed in place above it")
         else:
@@ -173,7 +185,11 @@ class PrefixSite:
             kind = type(strange).__name__
             return f"'{self.name}' gets a {kind}, which may carry states upwards (transformers: use_cache=False)"
         hooked = next((m for m in block.modules() if m is not block and has_forward_hooks(m)), None)
-        return "" if hooked is None else f"a hook inside '{self.name}' ({type(hooked).__name__}) reads a lower state"
+        return (
+            ""
+            if hooked is None
+            else f"a hook inside '{self.name}' ({type(hooked).__name__}) reads a lower state"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         clean = PrefixSite(self.prefix, self.name, self.clones, self.perturbed)
@@ -204,7 +220,9 @@ def prefix_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plan_prefix(
-    plans: Sequence[LayerPlan], clones: Mapping[str, Sequence[Regularizer]], own: Sequence[Regularizer]
+    plans: Sequence[LayerPlan],
+    clones: Mapping[str, Sequence[Regularizer]],
+    own: Sequence[Regularizer],
 ) -> tuple[SharedBlocks, list[tuple[nn.Module, PrefixSite]]]:
     """Which blocks could share their output: a site for each, and why none can where that is known beforehand."""
     prefix, found = SharedBlocks(), []
@@ -219,9 +237,15 @@ def plan_prefix(
         site = PrefixSite(prefix, plan.name, here, bool(perturbing or inside))
         found.append((plan.block, site))
         if site.perturbed and len(found) == 1:
-            by = type(perturbing[0]).__name__ if perturbing else f"the model's own '{plan.name}.{inside[0]}'"
+            by = (
+                type(perturbing[0]).__name__
+                if perturbing
+                else f"the model's own '{plan.name}.{inside[0]}'"
+            )
             prefix.why = f"the first block, '{plan.name}', is perturbed already by {by}"
-    random = [c for c in own if c.stochastic and c.stages & {"inputs", "embeddings"} and not c.always_idle]
+    random = [
+        c for c in own if c.stochastic and c.stages & {"inputs", "embeddings"} and not c.always_idle
+    ]
     if random:
         prefix.why = f"{type(random[0]).__name__} perturbs the input"
     if prefix.why:

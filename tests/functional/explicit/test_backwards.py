@@ -8,7 +8,13 @@ from dampen.calls import LinearCall
 from dampen.functional.explicit.layers import Term, multiply, only_weight
 from dampen.functional.explicit.pairs import gram, spread, squares_over_heads
 from dampen.functional.explicit.reductions import FORMS
-from dampen.functional.explicit.squares import column_power, contract_squares, feature_power, squared_norm, tap
+from dampen.functional.explicit.squares import (
+    column_power,
+    contract_squares,
+    feature_power,
+    squared_norm,
+    tap,
+)
 
 
 def tensors(*shapes, seed=0):
@@ -24,15 +30,24 @@ CASES = {
     "spread": (spread, [(2, 2, 4), (3, 4)]),
     "squared_norm": (lambda y, b: squared_norm(y, b, None), [(2, 3, 4), (4,)]),
     "squared_norm, rows": (lambda y, b: squared_norm(y, b, rows), [(2, 3, 4), (4,)]),
-    "squared_norm, heads": (lambda y, b: squared_norm(y, b, rows.unsqueeze(1)), [(2, 2, 3, 4), (2, 1, 4)]),
+    "squared_norm, heads": (
+        lambda y, b: squared_norm(y, b, rows.unsqueeze(1)),
+        [(2, 2, 3, 4), (2, 1, 4)],
+    ),
     "squared_norm, no bias": (lambda y: squared_norm(y, None, rows), [(2, 3, 4)]),
     "feature_power": (lambda x: feature_power(x, rows), [(2, 3, 4)]),
     "feature_power, no rows": (lambda x: feature_power(x, None), [(2, 3, 4)]),
     "squares, per sample": (lambda x: contract_squares("bni,bn->bi", x, rows), [(2, 3, 4)]),
-    "squares, per sample, no rows": (lambda x: contract_squares("bni,bn->bi", x, None), [(2, 3, 4)]),
+    "squares, per sample, no rows": (
+        lambda x: contract_squares("bni,bn->bi", x, None),
+        [(2, 3, 4)],
+    ),
     "squares, both": (lambda x, w: contract_squares("bnl,hl->bnh", x, w), [(2, 3, 4), (2, 4)]),
     "squares, columns": (lambda a: contract_squares("bhnm,bn->bhm", a, rows), [(2, 2, 3, 4)]),
-    "squares, columns, no rows": (lambda a: contract_squares("bhnm,bn->bhm", a, None), [(2, 2, 3, 4)]),
+    "squares, columns, no rows": (
+        lambda a: contract_squares("bhnm,bn->bhm", a, None),
+        [(2, 2, 3, 4)],
+    ),
     "column_power": (column_power, [(3, 4)]),
     "column_power, heads": (column_power, [(2, 3, 4)]),
     "squares_over_heads": (squares_over_heads, [(2, 2, 3, 2), (2, 2, 4)]),
@@ -95,7 +110,10 @@ TAPS = {
     "heads": (lambda y, b: tap(y, b, rows.unsqueeze(1), 0.3), [(2, 2, 3, 4), (2, 1, 4)]),
     "no bias": (lambda y: tap(y, None, None, 0.3), [(2, 3, 4)]),
     "rows of a map": (lambda y, b: tap(y, b, None, 0.3, (2, 4)), [(2, 2, 3, 2), (7,)]),
-    "tensor factor": (lambda y, b: tap(y, b, None, torch.tensor(0.3, dtype=torch.float64)), [(2, 3, 4), (4,)]),
+    "tensor factor": (
+        lambda y, b: tap(y, b, None, torch.tensor(0.3, dtype=torch.float64)),
+        [(2, 3, 4), (4,)],
+    ),
 }
 
 
@@ -109,12 +127,16 @@ def test_a_tap_passes_its_gradient_on(name):
 
 def mapped(x, w, b=None, form="paper", valid=None):
     """A linear map with 0.7 sum ||x W^T||^2 beside it, in the paper's form."""
-    return multiply(LinearCall("ffn_in", x, w, b, valid=valid), Term(5.6, 0.5, form, "sum"), swapped=False)
+    return multiply(
+        LinearCall("ffn_in", x, w, b, valid=valid), Term(5.6, 0.5, form, "sum"), swapped=False
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("shapes", [[(2, 3, 4), (5, 4), (5,)], [(2, 3, 4), (5, 4)], [(6, 4), (5, 4), (5,)]], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [[(2, 3, 4), (5, 4), (5,)], [(2, 3, 4), (5, 4)], [(6, 4), (5, 4), (5,)]], ids=str
+)
 def test_a_map_with_its_penalty(form, padded, shapes):
     """Both outputs and their first and second derivatives, with and without a bias, padded tokens and samples."""
     inputs = tensors(*shapes)
@@ -151,7 +173,9 @@ def test_a_map_with_its_penalty_equals_the_penalty_beside_it(after, form):
         return torch.relu(torch.nn.functional.linear(x, w, b)).pow(3).sum() + squares
 
     ours = checkpoint(together, x, use_reentrant=False) if "checkpoint" in after else together(x)
-    for a, e in zip(torch.autograd.grad(ours, [x, w, b]), torch.autograd.grad(beside(x), [x, w, b]), strict=True):
+    for a, e in zip(
+        torch.autograd.grad(ours, [x, w, b]), torch.autograd.grad(beside(x), [x, w, b]), strict=True
+    ):
         torch.testing.assert_close(a, e)
 
 

@@ -31,7 +31,9 @@ def path(request):
 
 def vit(**options):
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp=24, **options)
+    model = dampen.models.ViT(
+        image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp=24, **options
+    )
     for p in model.parameters():  # biases that a slip would show
         nn.init.normal_(p, std=0.3)
     return model.train()
@@ -41,7 +43,9 @@ def gradients(model, reg, x, scale=1.0):
     model.zero_grad()
     terms = reg.loss(lambda: model(x), lambda out: F.cross_entropy(out, torch.arange(len(x))))[1]
     (terms["task"] + scale * sum(v for n, v in terms.items() if n != "task")).backward()
-    return {n: v.detach() for n, v in terms.items()}, {n: p.grad for n, p in model.named_parameters()}
+    return {n: v.detach() for n, v in terms.items()}, {
+        n: p.grad for n, p in model.named_parameters()
+    }
 
 
 def nodes(value):
@@ -72,17 +76,24 @@ def test_equals_plain_autograd_of_the_papers_sum(path):
     model, x = vit(), torch.randn(3, 1, 8, 8)
     reg = dampen.regularize(model, dampen.ExplicitDropout(ffn1=1.0, rate=0.5))
     seen = []
-    hooks = [b.mlp.fc1.register_forward_hook(lambda m, i, o: seen.append((i[0], m))) for b in model.blocks]
+    hooks = [
+        b.mlp.fc1.register_forward_hook(lambda m, i, o: seen.append((i[0], m)))
+        for b in model.blocks
+    ]
     out = model(x)
     value = reg.penalties()["explicit_dropout.ffn1"]
-    mine = torch.autograd.grad(value, list(model.parameters()), retain_graph=True, allow_unused=True)
+    mine = torch.autograd.grad(
+        value, list(model.parameters()), retain_graph=True, allow_unused=True
+    )
     tokens = 3 * 5
     expected = sum(0.5 * 0.25 * F.linear(i, m.weight).square().sum() / tokens for i, m in seen)
     theirs = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
     torch.testing.assert_close(value, expected)
     for (name, _), a, b in zip(model.named_parameters(), mine, theirs, strict=True):
         a = a if a is not None else torch.zeros(())
-        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            a, torch.zeros_like(a) if b is None else b, msg=lambda m, name=name: f"{name}: {m}"
+        )
     assert len(hooks) == 2
     del out
 
@@ -103,7 +114,9 @@ def test_second_derivatives(path):
 
     def norm():
         model(x)
-        found = torch.autograd.grad(reg.penalty(), list(model.parameters()), create_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            reg.penalty(), list(model.parameters()), create_graph=True, allow_unused=True
+        )
         return sum(g.square().sum() for g in found if g is not None)
 
     mine = torch.autograd.grad(norm(), list(model.parameters()), allow_unused=True)
@@ -172,13 +185,17 @@ def test_forwards_add_up_and_a_clone_gives_its_own(path):
     model(x)
     assert reg.penalty().item() == pytest.approx(2 * once, rel=1e-5)
     model(x)
-    assert sum(v.item() for c in reg.clones for v in c.take_penalties().values()) == pytest.approx(once, rel=1e-5)
+    assert sum(v.item() for c in reg.clones for v in c.take_penalties().values()) == pytest.approx(
+        once, rel=1e-5
+    )
 
 
 def test_threads_have_their_own(path):
     model, found = vit(), {}
     reg = dampen.regularize(model, dampen.ExplicitDropout(**TERMS))
-    inputs = {i: torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)}
+    inputs = {
+        i: torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)
+    }
 
     def run(i):
         model(inputs[i])

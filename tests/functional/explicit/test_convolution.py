@@ -40,7 +40,9 @@ def expected(x, conv, form, reduction):
         return slow.enumerate_convolution(sample, conv, RATE, form == "inverted")
 
     positions = conv(x[:1]).flatten(2).shape[2]
-    divisor = {"sum": 1, "mean": 2 * positions, "token_mean": positions, "author": positions / 2}[reduction]
+    divisor = {"sum": 1, "mean": 2 * positions, "token_mean": positions, "author": positions / 2}[
+        reduction
+    ]
     return sum(one(sample) for sample in x) / divisor
 
 
@@ -48,7 +50,9 @@ def expected(x, conv, form, reduction):
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_values_and_gradients(name, form):
     conv, x = build(name)
-    for reduction, given in itertools.product(REDUCTIONS if name == "2d" else ["mean"], [True, False]):
+    for reduction, given in itertools.product(
+        REDUCTIONS if name == "2d" else ["mean"], [True, False]
+    ):
         output = conv(x) if given else None
         value = convolution_penalty(x, conv, RATE, form=form, reduction=reduction, output=output)
         oracle = expected(x, conv, form, reduction)
@@ -63,7 +67,9 @@ def test_dropout_before_the_convolution():
     conv, x = build("2d, grouped, dilated, strided")
     image = x.detach()[0]
     with torch.no_grad():
-        mean, error = slow.sample_change(lambda drop: conv(drop(image.expand(20_000, *image.shape))), 0.3, draws=20_000)
+        mean, error = slow.sample_change(
+            lambda drop: conv(drop(image.expand(20_000, *image.shape))), 0.3, draws=20_000
+        )
     value = convolution_penalty(image[None], conv, 0.3, form="inverted", reduction="sum").item()
     assert abs(mean - value) < 4 * error
     assert error < 0.01 * value
@@ -110,7 +116,12 @@ def test_three_axes_and_transposed_ones(name, form):
 
     total = sum(one(sample.flatten()) for sample in x)
     for reduction, given in itertools.product(REDUCTIONS, [True, False]):
-        divisor = {"sum": 1, "mean": 2 * positions, "token_mean": positions, "author": positions / 2}[reduction]
+        divisor = {
+            "sum": 1,
+            "mean": 2 * positions,
+            "token_mean": positions,
+            "author": positions / 2,
+        }[reduction]
         output = conv(x) if given else None
         value = convolution_penalty(x, conv, RATE, form=form, reduction=reduction, output=output)
         torch.testing.assert_close(value, total / divisor, rtol=1e-10, atol=0)
@@ -138,7 +149,9 @@ def test_every_kind_is_found_in_a_model(name):
     handle = regularize_convolutions(net, weight=2.0, rate=RATE, form="exact")
     x = torch.randn(2, *shape, dtype=torch.float64)
     net(x)
-    torch.testing.assert_close(handle.penalty(), 2 * convolution_penalty(x, net[0], RATE, form="exact"))
+    torch.testing.assert_close(
+        handle.penalty(), 2 * convolution_penalty(x, net[0], RATE, form="exact")
+    )
 
 
 def test_forwards_add_up_until_they_are_taken():
@@ -163,7 +176,9 @@ def test_a_penalty_that_was_left_out_of_the_loss_is_reported():
     net, x = model(), torch.randn(2, 3, 8, 8)
     handle = regularize_convolutions(net, weight=1.0)
     net(x).sum().backward()
-    with pytest.raises(RuntimeError, match="a backward pass ran through the model while its penalties"):
+    with pytest.raises(
+        RuntimeError, match="a backward pass ran through the model while its penalties"
+    ):
         net(x)
     handle.remove()
     handle = regularize_convolutions(net, weight=1.0, strict=False)
@@ -180,7 +195,12 @@ def test_an_image_without_a_batch():
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.ReLU(inplace=True),
+    )
 
 
 def test_the_hook_adds_up_all_convolutions_and_can_be_removed():
@@ -205,7 +225,9 @@ def test_the_hook_adds_up_all_convolutions_and_can_be_removed():
 
 def test_the_hook_keeps_the_contracts_of_penalties():
     net, x = model(), torch.randn(2, 3, 8, 8)
-    handle = regularize_convolutions(net, weight=dampen.linear(0.0, 1.0, along="progress"), rate=RATE)
+    handle = regularize_convolutions(
+        net, weight=dampen.linear(0.0, 1.0, along="progress"), rate=RATE
+    )
     net(x)
     assert handle.penalty().item() == 0
     handle.progress(1.0)
@@ -253,7 +275,9 @@ def test_bad_input(arguments, text):
 
 
 def test_not_a_convolution():
-    with pytest.raises(TypeError, match="takes nn.Conv1d, nn.Conv2d, nn.Conv3d or a transposed one, got Linear"):
+    with pytest.raises(
+        TypeError, match="takes nn.Conv1d, nn.Conv2d, nn.Conv3d or a transposed one, got Linear"
+    ):
         convolution_penalty(torch.randn(2, 3), nn.Linear(3, 3), 0.1)
     with pytest.raises(ValueError, match="progress is the fraction of training"):
         regularize_convolutions(model()).progress(2.0)

@@ -16,4 +16,6 @@ def test_the_table_is_up_to_date():
     written = text.split(exactness_table.START)[1].split(exactness_table.END)[0]
     found = exactness_table.table()
     assert len(numbers(found)) == 3 * (len(exactness_table.TERMS) + 1)
-    assert numbers(written) == pytest.approx(numbers(found), abs=1.0), "run `python -m benchmarks.exactness_table`"
+    assert numbers(written) == pytest.approx(numbers(found), abs=1.0), (
+        "run `python -m benchmarks.exactness_table`"
+    )

@@ -35,11 +35,17 @@ def build(kind, count):
     model = Sparse(lambda: KINDS[kind](count)).train()
     with torch.no_grad():
         for layer in model.layers:
-            biases = [m.bias for m in layer.mlp.modules() if isinstance(m, nn.Linear) and m.out_features != count]
+            biases = [
+                m.bias
+                for m in layer.mlp.modules()
+                if isinstance(m, nn.Linear) and m.out_features != count
+            ]
             for bias in biases:
                 bias.zero_()
             for number in range(1, count):
-                for weight, first in zip(layer.mlp.weights(number), layer.mlp.weights(0), strict=True):
+                for weight, first in zip(
+                    layer.mlp.weights(number), layer.mlp.weights(0), strict=True
+                ):
                     weight.copy_(first)
     return model
 
@@ -47,7 +53,10 @@ def build(kind, count):
 def by_hand(model, method, valid=None):
     """The penalty from what enters the mixture, with the weights of expert 0 for all."""
     rate, total, inputs = 0.2, 0.0, []
-    hooks = [layer.mlp.register_forward_pre_hook(lambda m, args: inputs.append(args[0])) for layer in model.layers]
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
+        for layer in model.layers
+    ]
     model(X, valid)
     for hook in hooks:
         hook.remove()
@@ -70,7 +79,9 @@ def by_hand(model, method, valid=None):
     return total.item()
 
 
-@pytest.mark.parametrize(("count", "padded"), [(1, False), (3, True)], ids=["one-whole", "three-padded"])
+@pytest.mark.parametrize(
+    ("count", "padded"), [(1, False), (3, True)], ids=["one-whole", "three-padded"]
+)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_experts_cost_what_the_dense_layer_costs(kind, method, count, padded):
@@ -111,7 +122,9 @@ def test_gradients_are_those_of_the_formula(kind):
         up, down = mixture.weights(number)
         x = flat[torch.arange(len(flat)) % 3 == number]
         hidden = F.gelu(x @ up.t())
-        value = value + 0.02 * ((x @ up.t()).square().sum() + (hidden @ down.t()).square().sum()) / len(flat)
+        value = value + 0.02 * (
+            (x @ up.t()).square().sum() + (hidden @ down.t()).square().sum()
+        ) / len(flat)
     value.backward()
     expected = dict(mixture.named_parameters())
     assert got
@@ -121,7 +134,9 @@ def test_gradients_are_those_of_the_formula(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", [FeedForwardDropout(0.9), DropConnect(0.9)], ids=["dropout", "connect"])
+@pytest.mark.parametrize(
+    "method", [FeedForwardDropout(0.9), DropConnect(0.9)], ids=["dropout", "connect"]
+)
 def test_experts_are_reached_by_dropout(kind, method):
     """Every expert's output changes."""
     model = build(kind, 3)
@@ -172,11 +187,15 @@ class OneProduct(ParameterMixture):
 
 
 def test_experts_that_cannot_be_reached_are_refused_by_name():
-    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.experts.first, layers.0.mlp.experts.second"):
+    with pytest.raises(
+        UnsupportedModel, match=r"layers.0.mlp.experts.first, layers.0.mlp.experts.second"
+    ):
         dampen.regularize(Sparse(Strange), FeedForwardDropout(0.1))
     model = Sparse(lambda: OneProduct(2)).train()
     dampen.regularize(model, FeedForwardDropout(0.1))
-    with pytest.raises(RuntimeError, match=r"'layers.0.mlp' ran without a product with a slice of .*gate_up_proj"):
+    with pytest.raises(
+        RuntimeError, match=r"'layers.0.mlp' ran without a product with a slice of .*gate_up_proj"
+    ):
         model(X)
 
 

@@ -28,7 +28,10 @@ class Interleaved(nn.Module):
             q, v = q + self.q_bias, v + self.v_bias
         elif self.way == "rotary":
             turn = torch.linspace(0, 1, x.shape[1])[:, None]
-            q, k = (t * turn.cos() + torch.cat((-t[..., 2:], t[..., :2]), -1) * turn.sin() for t in (q, k))
+            q, k = (
+                t * turn.cos() + torch.cat((-t[..., 2:], t[..., :2]), -1) * turn.sin()
+                for t in (q, k)
+            )
         elif self.way == "lost":
             v = torch.einsum("bhts->bhts", v) + self.v_bias
         elif self.way == "queries lost":
@@ -58,7 +61,11 @@ def columns(role):
 def parts_of(model, x, role):
     """What the map of each block gives in the columns of a role, by the code of the model alone."""
     for block in model:
-        yield getattr(block.attn, block.attn.name)(block.norm(x))[..., columns(role)], block.norm(x), block.attn
+        yield (
+            getattr(block.attn, block.attn.name)(block.norm(x))[..., columns(role)],
+            block.norm(x),
+            block.attn,
+        )
         x = block(x)
 
 
@@ -82,7 +89,9 @@ def test_queries_and_keys_are_read_in_their_columns(way):
     model, x = model_of(way), torch.randn(2, 5, D)
     pairs = [
         [y.unflatten(-1, (H, S)).transpose(1, 2) for y in (q, k)]
-        for (q, _, _), (k, _, _) in zip(parts_of(model, x, "q"), parts_of(model, x, "k"), strict=True)
+        for (q, _, _), (k, _, _) in zip(
+            parts_of(model, x, "q"), parts_of(model, x, "k"), strict=True
+        )
     ]
     expected = sum(0.5 * 0.04 * (q @ k.mT).square().sum() / (2 * 5 * 5) for q, k in pairs)
     reg = regularize(model, ExplicitDropout(query=1.0, rate=0.2))

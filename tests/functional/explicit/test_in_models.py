@@ -79,7 +79,9 @@ def test_paper_form_from_the_maps_of_every_family(name):
             term = "ffn1" if call.role == "ffn_in" else "ffn2"
             expected[term] += mean_square(call.input, call.weight, call.valid)
     bare.remove()
-    reg = dampen.regularize(model, ExplicitDropout(query=1.0, key=1.0, value=1.0, ffn=1.0, rate=rate))
+    reg = dampen.regularize(
+        model, ExplicitDropout(query=1.0, key=1.0, value=1.0, ffn=1.0, rate=rate)
+    )
     model(**family.inputs)
     got = {key.split(".")[1]: value for key, value in reg.penalties().items()}
     torch.testing.assert_close(got["query"], got["key"])  # the same function
@@ -92,11 +94,14 @@ def test_paper_form_from_the_maps_of_every_family(name):
 def test_every_form_trains(form, name):
     family = FAMILIES[name]
     model = family.model()
-    reg = dampen.regularize(model, ExplicitDropout(**TERMS, attended_value=0.1, query_key=0.1, form=form))
+    reg = dampen.regularize(
+        model, ExplicitDropout(**TERMS, attended_value=0.1, query_key=0.1, form=form)
+    )
     loss, terms = reg.loss(lambda: model(**family.inputs), lambda out: output(out).square().mean())
     loss.backward()
     assert set(terms) == {"task"} | {
-        f"explicit_dropout.{t}" for t in ("query", "key", "value", "attended_value", "query_key", "ffn1", "ffn2")
+        f"explicit_dropout.{t}"
+        for t in ("query", "key", "value", "attended_value", "query_key", "ffn1", "ffn2")
     }
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
@@ -106,10 +111,14 @@ def test_padded_tokens_change_nothing(form):
     """Two padded ids are changed; every term and its gradient on the embedding of kept tokens stay."""
     family = FAMILIES["hf_bert"]
     model = family.model()
-    reg = dampen.regularize(model, ExplicitDropout(**TERMS, attended_value=0.2, query_key=0.1, form=form))
+    reg = dampen.regularize(
+        model, ExplicitDropout(**TERMS, attended_value=0.2, query_key=0.1, form=form)
+    )
     seen = []
     for shift in (0, 7):
-        ids = torch.where(PADDING.bool(), family.inputs["input_ids"], (family.inputs["input_ids"] + shift) % 50)
+        ids = torch.where(
+            PADDING.bool(), family.inputs["input_ids"], (family.inputs["input_ids"] + shift) % 50
+        )
         model(input_ids=ids, attention_mask=PADDING)
         seen.append(reg.penalties())
     for name in seen[0]:
@@ -180,7 +189,11 @@ def test_arora_on_a_linear_map():
     expected = 0.0
     for clone in bare.clones:
         v = clone.attentions[0][0]["v"]
-        expected += (v.input.double().square().mean((0, 1)) * v.weight.double().square().sum(0)).sum().item()
+        expected += (
+            (v.input.double().square().mean((0, 1)) * v.weight.double().square().sum(0))
+            .sum()
+            .item()
+        )
     bare.remove()
     reg = dampen.regularize(model, AroraDropout(value=1.0, rate=rate))
     model(**family.inputs)

@@ -24,7 +24,9 @@ def attention_of(x, w, heads=1):
 
 def exact_sum(x, w, heads=1, valid=None):
     """sum_ij x_ij^2 ||d o / d x_ij||^2 from the whole Jacobian; outputs of padded queries do not count."""
-    jacobian = torch.autograd.functional.jacobian(lambda t: attention_of(t, w, heads), x, create_graph=True)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda t: attention_of(t, w, heads), x, create_graph=True
+    )
     squares = jacobian.square()
     if valid is not None:
         squares = squares * valid[:, None, :, None, None, None, None]
@@ -70,7 +72,9 @@ MODELS = {
     "own ViT, fused": lambda: dampen.models.ViT(
         image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=2, mlp=8
     ),
-    "torch's encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True),
+    "torch's encoder layer": lambda: nn.TransformerEncoderLayer(
+        8, 2, 8, dropout=0.0, batch_first=True
+    ),
 }
 
 
@@ -81,7 +85,9 @@ def test_in_a_model_the_mean_over_draws_is_the_jacobians_sum(name):
     x = torch.randn(2, 1, 8, 8).double() if "ViT" in name else torch.randn(2, 5, 8).double()
     kept = {}
     target = model.blocks[0].norm1 if "ViT" in name else None
-    hook = target.register_forward_hook(lambda m, i, o: kept.update(x=o.detach())) if target else None
+    hook = (
+        target.register_forward_hook(lambda m, i, o: kept.update(x=o.detach())) if target else None
+    )
     plain = model(x)
     if hook:
         hook.remove()
@@ -89,7 +95,13 @@ def test_in_a_model_the_mean_over_draws_is_the_jacobians_sum(name):
     weight = model.blocks[0].attn.qkv.weight if "ViT" in name else model.self_attn.in_proj_weight
     bias = model.blocks[0].attn.qkv.bias if "ViT" in name else model.self_attn.in_proj_bias
     assert (bias == 0).all()  # else the plain reference above would need it
-    expected = 0.5 * 0.2 / 0.8 * exact_sum(inputs, weight.detach(), heads=2).item() / inputs.shape[:2].numel()
+    expected = (
+        0.5
+        * 0.2
+        / 0.8
+        * exact_sum(inputs, weight.detach(), heads=2).item()
+        / inputs.shape[:2].numel()
+    )
     reg = regularize(model, ExplicitDropout(joint=1.0, form="inverted", rate=0.2))
     draws = []
     for _ in range(300):
@@ -107,7 +119,9 @@ def test_in_a_model_the_mean_over_draws_is_the_jacobians_sum(name):
 
 def test_padded_tokens_change_nothing():
     torch.manual_seed(0)
-    model = dampen.models.FeatureEncoder(features=4, width=8, depth=2, heads=2, mlp=8, classes=3).train()
+    model = dampen.models.FeatureEncoder(
+        features=4, width=8, depth=2, heads=2, mlp=8, classes=3
+    ).train()
     reg = regularize(model, ExplicitDropout(joint=1.0, form="inverted"))
     x = torch.randn(2, 6, 4)
     padding = torch.arange(6).expand(2, 6) >= torch.tensor([[6], [4]])
@@ -125,7 +139,9 @@ def test_padded_tokens_change_nothing():
 def test_where_nothing_below_is_trained():
     """Frozen embeddings and norms: the input of the first attention has no gradient of its own."""
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=4, channels=1, width=8, depth=2, heads=2, mlp=8).train()
+    model = dampen.models.ViT(
+        image_size=8, patch_size=4, channels=1, width=8, depth=2, heads=2, mlp=8
+    ).train()
     x = torch.randn(2, 1, 8, 8)
     free = regularize(model, ExplicitDropout(joint=1.0, form="inverted"))
     torch.manual_seed(1)
@@ -145,10 +161,14 @@ def test_where_nothing_below_is_trained():
 
 def test_separate_projections_and_causal_models():
     torch.manual_seed(0)
-    model = dampen.models.LanguageModel(vocab=11, width=8, depth=2, heads=2, mlp=8, context=6).train()
+    model = dampen.models.LanguageModel(
+        vocab=11, width=8, depth=2, heads=2, mlp=8, context=6
+    ).train()
     reg = regularize(model, ExplicitDropout(joint=1.0, form="inverted"))
     tokens = torch.randint(11, (2, 6))
-    loss, terms = reg.loss(lambda: model(tokens), lambda out: F.cross_entropy(out.flatten(0, 1), tokens.flatten()))
+    loss, terms = reg.loss(
+        lambda: model(tokens), lambda out: F.cross_entropy(out.flatten(0, 1), tokens.flatten())
+    )
     loss.backward()
     assert terms["explicit_dropout.joint"] > 0
 
@@ -172,7 +192,9 @@ def test_cross_attention_and_compiled_graphs_are_refused():
     regularize(model, ExplicitDropout(joint=1.0, form="inverted"))
     with pytest.raises(RuntimeError, match="they read different inputs"):
         model(torch.randint(3, 9, (2, 5)), torch.randint(3, 9, (2, 5)))
-    vit = dampen.models.ViT(image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=2, mlp=8).train()
+    vit = dampen.models.ViT(
+        image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=2, mlp=8
+    ).train()
     regularize(vit, ExplicitDropout(joint=1.0, form="inverted"))
     torch._dynamo.reset()
     with pytest.raises(Exception, match="joint_variance"):
@@ -180,7 +202,9 @@ def test_cross_attention_and_compiled_graphs_are_refused():
 
 
 def test_eval_is_untouched_and_no_grad_counts_nothing_that_nobody_takes():
-    model = dampen.models.ViT(image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=2, mlp=8).eval()
+    model = dampen.models.ViT(
+        image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=2, mlp=8
+    ).eval()
     x = torch.randn(1, 1, 8, 8)
     plain = model(x)
     reg = regularize(model, ExplicitDropout(joint=1.0, form="inverted"))
@@ -198,7 +222,9 @@ def test_a_loss_measured_without_gradients_has_it_too(name):
     """The same numbers as with gradients, and no graph in them."""
     torch.manual_seed(0)
     if name == "vit":
-        model = dampen.models.ViT(image_size=8, patch_size=4, channels=1, width=8, depth=2, heads=2, mlp=8)
+        model = dampen.models.ViT(
+            image_size=8, patch_size=4, channels=1, width=8, depth=2, heads=2, mlp=8
+        )
         x = torch.randn(2, 1, 8, 8)
     elif name == "language":
         model = dampen.models.LanguageModel(vocab=11, width=8, depth=2, heads=2, mlp=8, context=6)
@@ -220,14 +246,19 @@ def test_a_loss_measured_without_gradients_has_it_too(name):
     torch.testing.assert_close(measured, loss.detach())
     assert not measured.requires_grad
     loss.backward()
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"under torch.no_grad\(\) instead"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"under torch.no_grad\(\) instead"),
+    ):
         reg.loss(lambda: model(x), lambda out: out.square().mean())
 
 
 COMPILED = {"compiled", "compiled_dynamic", "compiled_inductor"}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch"
+)
 def test_the_contracts_with_it_on():
     """All but a compiled graph, which is refused by name."""
 

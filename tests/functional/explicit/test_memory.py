@@ -9,7 +9,12 @@ import dampen
 from dampen import ExplicitDropout
 from dampen.methods.explicit_dropout import TERMS
 
-WIDTH, HEADS, TOKENS, BATCH = 64, 4, 50, 3  # n, d, dh = 50, 64, 16: every product of two of them is unmistakable
+WIDTH, HEADS, TOKENS, BATCH = (
+    64,
+    4,
+    50,
+    3,
+)  # n, d, dh = 50, 64, 16: every product of two of them is unmistakable
 ALL = dict.fromkeys(TERMS, 0.1)
 
 
@@ -22,16 +27,24 @@ class Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:  # views are not made
+            if (
+                isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given
+            ):  # views are not made
                 self.made.add((func.name(), tuple(t.shape)))
         return out
 
 
 def shapes(method):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[dampen.models.block.Block(WIDTH, HEADS, 96) for _ in range(2)]).train()
+    model = torch.nn.Sequential(
+        *[dampen.models.block.Block(WIDTH, HEADS, 96) for _ in range(2)]
+    ).train()
     reg = dampen.regularize(model, method) if method else None
     watch = Shapes()
     with watch:
@@ -52,7 +65,9 @@ def has(shape, *sizes):
 @pytest.mark.parametrize("reduction", ["mean", "author"])
 def test_paper_form_builds_no_square_matrix(reduction):
     own = shapes(ExplicitDropout(**ALL, reduction=reduction)) - shapes(None)
-    assert any(shape == (BATCH, HEADS, 16, 16) for _, shape in own)  # the Gram matrices are seen, so seeing works
+    assert any(
+        shape == (BATCH, HEADS, 16, 16) for _, shape in own
+    )  # the Gram matrices are seen, so seeing works
     assert not [s for s in own if has(s[1], TOKENS, TOKENS)]
     # the only d x d tensors are the weights' own gradients
     assert not [s for s in own if has(s[1], WIDTH, WIDTH) or has(s[1], BATCH, WIDTH, WIDTH)]
@@ -62,7 +77,9 @@ def test_paper_form_builds_no_square_matrix(reduction):
 def test_other_forms_build_nothing_per_head_and_feature(form):
     own = shapes(ExplicitDropout(**{**ALL, "attended_value": 0.0}, form=form)) - shapes(None)
     assert not [s for s in own if has(s[1], TOKENS, TOKENS)]
-    assert not [s for s in own if has(s[1], BATCH, HEADS, TOKENS, WIDTH) or has(s[1], BATCH, WIDTH, WIDTH)]
+    assert not [
+        s for s in own if has(s[1], BATCH, HEADS, TOKENS, WIDTH) or has(s[1], BATCH, WIDTH, WIDTH)
+    ]
     assert not [s for s in own if has(s[1], BATCH, HEADS, 16, WIDTH)]
 
 
@@ -70,7 +87,10 @@ def test_attention_weights_are_needed_for_the_attended_variance_only():
     assert ExplicitDropout(**ALL).stages == {"product", "qkv", "heads"}
     assert ExplicitDropout(**ALL, form="exact").stages == {"product", "qkv", "heads", "probs"}
     assert ExplicitDropout(**ALL, form="inverted").stages == {"product", "qkv", "probs"}
-    assert ExplicitDropout(**{**ALL, "attended_value": 0}, form="exact").stages == {"product", "qkv"}
+    assert ExplicitDropout(**{**ALL, "attended_value": 0}, form="exact").stages == {
+        "product",
+        "qkv",
+    }
 
 
 def test_long_sequences_stay_linear(monkeypatch):
@@ -82,7 +102,9 @@ def test_long_sequences_stay_linear(monkeypatch):
     assert not [s for s in own if has(s[1], TOKENS, TOKENS)]
     monkeypatch.setattr("dampen.functional.explicit.pairs.CHUNK", BATCH * HEADS * TOKENS * 10)
     own = shapes(ExplicitDropout(query_key=0.1, form="exact", heads="concat"))
-    assert any(has(shape, BATCH, 10, TOKENS) for _, shape in own) or any(has(s, BATCH, 40, TOKENS) for _, s in own)
+    assert any(has(shape, BATCH, 10, TOKENS) for _, shape in own) or any(
+        has(s, BATCH, 40, TOKENS) for _, s in own
+    )
     assert not [s for s in own if has(s[1], TOKENS, TOKENS)]
 
 
@@ -95,4 +117,6 @@ def test_nothing_is_kept_beyond_the_forward():
     reg.penalty()
     for clone in reg.clones:
         assert not clone._penalties
-        assert not [v for v in vars(clone).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None]
+        assert not [
+            v for v in vars(clone).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None
+        ]

@@ -17,8 +17,12 @@ class Lora(nn.Module):
     def __init__(self, base):
         super().__init__()
         self.base_layer = base
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False).to(base.weight)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False).to(base.weight)})
+        self.lora_A = nn.ModuleDict(
+            {"default": nn.Linear(base.in_features, 2, bias=False).to(base.weight)}
+        )
+        self.lora_B = nn.ModuleDict(
+            {"default": nn.Linear(2, base.out_features, bias=False).to(base.weight)}
+        )
         self.weight = base.weight
 
     def forward(self, x):
@@ -30,7 +34,9 @@ def test_adapters_beside_a_map_are_refused_where_they_would_be_left_out():
     layer.attn.v_proj = Lora(layer.attn.v_proj)
     with pytest.raises(ValueError, match=r"the map v at .* is W \+ B A \(LoRA\)"):
         regularize(layer, ExplicitDropout(value=1.0))
-    reg = regularize(layer, ExplicitDropout(ffn=1.0, query=1.0))  # maps without adapters are as they were
+    reg = regularize(
+        layer, ExplicitDropout(ffn=1.0, query=1.0)
+    )  # maps without adapters are as they were
     layer(**inputs)
     assert set(reg.penalties()) == {f"explicit_dropout.{t}" for t in ("query", "ffn1", "ffn2")}
 
@@ -41,7 +47,10 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x, mask=None):
-        q, k, v = (m(x).unflatten(-1, (2, 4)).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            m(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            for m in (self.q_proj, self.k_proj, self.v_proj)
+        )
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out_proj(o.transpose(1, 2).flatten(2))
 
@@ -70,7 +79,11 @@ def test_a_sequence_first_decoder_gives_the_penalties_of_a_batch_first_one(token
     found = []
     for batch_first in (True, False):
         torch.manual_seed(0)
-        layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first).double().train()
+        layer = (
+            nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first)
+            .double()
+            .train()
+        )
         x, memory = torch.randn(2, tokens, 8).double(), torch.randn(2, 4, 8).double()
         padding = torch.zeros(2, tokens, dtype=torch.bool)
         padding[1, 1:] = True
@@ -153,7 +166,10 @@ class Twice(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            f(x).unflatten(-1, (4, 4)).transpose(1, 2)
+            for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.how == "difference":
             halves = [torch.cat([h, h], dim=1) for h in v.chunk(2, dim=1)]
             first, second = (F.scaled_dot_product_attention(q, k, h) for h in halves)
@@ -186,13 +202,21 @@ def test_a_projection_that_several_attentions_read_is_penalized_once(how, form):
     q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in per_head)
     weight, p = maps.v_proj.weight, 0.2
     power = (x.square().sum((0, 1)) * weight.square().sum(0)).sum()
-    factors = {"paper": (p * p, 0), "exact": (p * p, p * (1 - p)), "inverted": (0, p / (1 - p))}[form]
+    factors = {"paper": (p * p, 0), "exact": (p * p, p * (1 - p)), "inverted": (0, p / (1 - p))}[
+        form
+    ]
     value = 0.5 * (factors[0] * v.square().sum() + factors[1] * power) / 18
-    reg = dampen.regularize(model, [ExplicitDropout(value=1.0, query=1.0, form=form), AroraDropout(value=1.0, key=1.0)])
+    reg = dampen.regularize(
+        model, [ExplicitDropout(value=1.0, query=1.0, form=form), AroraDropout(value=1.0, key=1.0)]
+    )
     model(x)
     got = reg.penalties()
     assert got["explicit_dropout.value"].item() == pytest.approx(value.item(), rel=1e-4)
-    assert got["arora_dropout.value"].item() == pytest.approx((p / (1 - p) * power / 18).item(), rel=1e-4)
+    assert got["arora_dropout.value"].item() == pytest.approx(
+        (p / (1 - p) * power / 18).item(), rel=1e-4
+    )
     if form == "paper":
         scores = (q @ k.transpose(-2, -1)).square().sum()
-        assert got["explicit_dropout.query"].item() == pytest.approx((0.5 * p * p * scores / (3 * 36)).item(), rel=1e-4)
+        assert got["explicit_dropout.query"].item() == pytest.approx(
+            (0.5 * p * p * scores / (3 * 36)).item(), rel=1e-4
+        )

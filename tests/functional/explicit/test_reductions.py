@@ -44,7 +44,9 @@ def test_mean_depends_on_neither_batch_size_nor_padding_nor_length(form, attende
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", [{}, {"visible_only": True}, {"heads": "concat", "attended_value": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"visible_only": True}, {"heads": "concat", "attended_value": 0.0}], ids=str
+)
 def test_padded_tokens_change_nothing(reduction, options):
     """Not the value, and not the gradient: it is zero on what is padded."""
     torch.manual_seed(1)
@@ -70,7 +72,9 @@ def test_author_weight_is_what_the_authors_code_means():
     for name in ours:
         pairs = name.rsplit(".", 1)[1] in ("query", "key", "query_key")
         weight = author_weight(published, batch, tokens if pairs else None)
-        torch.testing.assert_close(weight * ours[name], published * theirs[name], rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            weight * ours[name], published * theirs[name], rtol=1e-12, atol=0
+        )
 
 
 def test_author_weight_of_the_papers_window():
@@ -90,7 +94,9 @@ def test_author_weight_refuses(arguments, text):
 
 
 def test_a_sample_without_valid_tokens_counts_nothing():
-    rows = token_rows("token_mean", 2, 3, torch.tensor([[True, True, False], [False, False, False]]))
+    rows = token_rows(
+        "token_mean", 2, 3, torch.tensor([[True, True, False], [False, False, False]])
+    )
     assert rows.weights.tolist() == [[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     assert torch.isfinite(pair_rows("mean", 2, 3, 3, nothing, nothing).factor)

@@ -25,7 +25,9 @@ CASES = {
 
 def check(case, term, form, reduction, **options):
     layer, inputs = case.build()
-    reg = dampen.regularize(layer, ExplicitDropout(**{term: 1.0}, rate=RATE, form=form, reduction=reduction, **options))
+    reg = dampen.regularize(
+        layer, ExplicitDropout(**{term: 1.0}, rate=RATE, form=form, reduction=reduction, **options)
+    )
     layer(**inputs)
     penalties = reg.penalties()
     assert list(penalties) == [f"explicit_dropout.{term}"]
@@ -34,7 +36,9 @@ def check(case, term, form, reduction, **options):
     torch.testing.assert_close(value, oracle, rtol=1e-12, atol=1e-12)
     parameters = dict(layer.named_parameters())
     grads = torch.autograd.grad(value, parameters.values(), retain_graph=True, allow_unused=True)
-    slow_grads = torch.autograd.grad(oracle, parameters.values(), retain_graph=True, allow_unused=True)
+    slow_grads = torch.autograd.grad(
+        oracle, parameters.values(), retain_graph=True, allow_unused=True
+    )
     for name, grad, slow in zip(parameters, grads, slow_grads, strict=True):
         zero = torch.zeros_like(parameters[name])
         torch.testing.assert_close(
@@ -85,7 +89,9 @@ def test_concat(case, term, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("term", ["query", "key", "query_key"])
-@pytest.mark.parametrize("case", ["self", "padded", "causal", "causal_padded", "cross_padded", "grouped"])
+@pytest.mark.parametrize(
+    "case", ["self", "padded", "causal", "causal_padded", "cross_padded", "grouped"]
+)
 def test_visible_only(case, term, form):
     for reduction in ("mean", "sum", "author"):
         check(CASES[case], term, form, reduction, visible_only=True)
@@ -128,7 +134,8 @@ def test_masks_that_differ_between_heads(form):
     keep = torch.rand(2, 2, 3, 3, generator=torch.Generator().manual_seed(1)) > 0.4
     keep |= torch.eye(3, dtype=torch.bool)
     reg = dampen.regularize(
-        layer, ExplicitDropout(query_key=1.0, rate=RATE, form=form, visible_only=True, shared_mask=True)
+        layer,
+        ExplicitDropout(query_key=1.0, rate=RATE, form=form, visible_only=True, shared_mask=True),
     )
     layer(**inputs, keep=keep)
     value = reg.penalty()
@@ -148,12 +155,17 @@ def test_all_heads_as_one_see_what_any_of_them_sees(form, shared):
     keep = torch.rand(2, 2, 3, 3, generator=torch.Generator().manual_seed(1)) > 0.6
     keep |= torch.eye(3, dtype=torch.bool)
     assert (keep[:, 0] != keep[:, 1]).any()
-    method = ExplicitDropout(query_key=1.0, rate=RATE, form=form, visible_only=True, heads="concat", shared_mask=shared)
+    method = ExplicitDropout(
+        query_key=1.0, rate=RATE, form=form, visible_only=True, heads="concat", shared_mask=shared
+    )
     reg = dampen.regularize(layer, method)
     layer(**inputs, keep=keep)
     value, x, seen = reg.penalty(), layer.attn.seen[0], keep.any(1)
     wq, wk = (torch.cat([head[i] for head in split_heads(layer.attn)]) for i in range(2))
-    total = sum(pair_value("query_key", form, x[b], x[b], wq, wk, seen[b].double(), shared) for b in range(2))
+    total = sum(
+        pair_value("query_key", form, x[b], x[b], wq, wk, seen[b].double(), shared)
+        for b in range(2)
+    )
     torch.testing.assert_close(value, total / seen.sum(), rtol=1e-12, atol=1e-12)
 
 
@@ -173,7 +185,9 @@ def test_all_terms_at_once_are_the_sum_of_each(form, rate):
         layer(**inputs)
         alone = reg.penalty()
         reg.remove()
-        torch.testing.assert_close(together[f"explicit_dropout.{term}"], weight * alone, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            together[f"explicit_dropout.{term}"], weight * alone, rtol=1e-6, atol=0
+        )
         assert (alone == 0).item() == (rate == 0)
 
 

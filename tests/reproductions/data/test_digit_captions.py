@@ -32,7 +32,10 @@ def test_captions_are_fixed_and_encoded():
     digits = [3, 1, 4, 1, 5]
     assert captions_of(digits) == captions_of(digits)
     true, false = captions_of(digits)
-    assert all(d in grammar()[t] and d not in grammar()[f] for d, t, f in zip(digits, true, false, strict=True))
+    assert all(
+        d in grammar()[t] and d not in grammar()[f]
+        for d, t, f in zip(digits, true, false, strict=True)
+    )
     row = encode(["an odd digit"], 5)[0].tolist()
     assert [vocabulary()[i] for i in row] == ["an", "odd", "digit", "", ""]
 
@@ -42,7 +45,9 @@ def test_pairs_are_balanced_and_images_are_split_before_captions():
     for split in data.splits.values():
         labels = split.batch(torch.arange(len(split)))["target"]
         assert labels.double().mean() == 0.5
-    train, test = (s.batch(torch.arange(len(s)))["inputs"][0].flatten(1) for s in (data.train, data.test))
+    train, test = (
+        s.batch(torch.arange(len(s)))["inputs"][0].flatten(1) for s in (data.train, data.test)
+    )
     seen = {tuple(row) for row in train.round(decimals=3).tolist()}
     assert not any(tuple(row) in seen for row in test.round(decimals=3).tolist())
     assert "synthetic" in data.info["departures"][-1]
@@ -59,7 +64,11 @@ def test_methods_can_sit_in_the_cross_attention_alone():
     images, caption = torch.randn(3, 1, 8, 8), torch.randint(1, 20, (3, 5))
     reg = regularize(matcher, DropKey(0.5), **places("cross:*"))
     text, image = matcher.text_blocks[0], matcher.image_blocks[0]
-    x, memory, keep = torch.randn(3, 5, 16), torch.randn(3, 16, 16), torch.ones(3, 1, 1, 5, dtype=torch.bool)
+    x, memory, keep = (
+        torch.randn(3, 5, 16),
+        torch.randn(3, 16, 16),
+        torch.ones(3, 1, 1, 5, dtype=torch.bool),
+    )
     assert torch.equal(image(memory), image(memory))
     assert torch.equal(text.self_attn(x, keep=keep), text.self_attn(x, keep=keep))
     assert not torch.equal(text.cross_attn(x, memory), text.cross_attn(x, memory))
@@ -79,5 +88,7 @@ def test_padding_changes_nothing_and_long_captions_are_told():
 def test_no_folds_where_one_image_would_be_in_two_parts():
     (problem,) = check_data({"name": "digit_captions", "folds": 3}, "data.")
     assert "each image makes two pairs" in problem
-    with pytest.raises(ValueError, match="digit_captions cannot be cross-validated: each image makes two pairs"):
+    with pytest.raises(
+        ValueError, match="digit_captions cannot be cross-validated: each image makes two pairs"
+    ):
         load_data({"name": "digit_captions", "folds": 3}, None, None, 0)

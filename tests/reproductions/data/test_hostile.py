@@ -41,7 +41,9 @@ def test_cut_and_flipped_files_are_data_errors(tmp_path, case):
         else:
             harmed = bytearray(whole)
             for _ in range(rng.choice((1, 3, 30))):
-                harmed[rng.randrange(min(len(harmed), rng.choice((64, 10**9))))] = rng.randrange(256)
+                harmed[rng.randrange(min(len(harmed), rng.choice((64, 10**9))))] = rng.randrange(
+                    256
+                )
             path.write_bytes(harmed)
         try:
             read(case, tmp_path)
@@ -81,7 +83,9 @@ def change(path):
 def victim(folder):
     """A file whose content is data: not labels, names or annotations."""
     skipped = ("annotations.json", "batches.meta", "batches.meta.txt", "meta")
-    found = (p for p in files(folder) if p.name not in skipped and p.parent.name != "Main")  # there VOC has its lists
+    found = (
+        p for p in files(folder) if p.name not in skipped and p.parent.name != "Main"
+    )  # there VOC has its lists
     return next(p for p in found if not p.name.endswith((".json", ".xml", "names.txt")))
 
 
@@ -92,7 +96,9 @@ def known_by(dataset):
     return sums
 
 
-@pytest.mark.parametrize("case", [c for c in READERS if "tar" not in c and "python" not in c and "mosaic" not in c])
+@pytest.mark.parametrize(
+    "case", [c for c in READERS if "tar" not in c and "python" not in c and "mosaic" not in c]
+)
 def test_data_that_changed_are_known_to_be_others(tmp_path, case):
     READERS[case][1](tmp_path)
     before = known_by(read(case, tmp_path))
@@ -101,7 +107,9 @@ def test_data_that_changed_are_known_to_be_others(tmp_path, case):
     assert known_by(read(case, tmp_path)) != before
 
 
-@pytest.mark.parametrize("case", ["cifar10 python", "cifar10 mosaic", "cifar10 tar.gz", "cifar100 python"])
+@pytest.mark.parametrize(
+    "case", ["cifar10 python", "cifar10 mosaic", "cifar10 tar.gz", "cifar100 python"]
+)
 def test_packed_layouts_are_known_by_their_pixels(tmp_path, case):
     READERS[case][1](tmp_path)
     before = known_by(read(case, tmp_path))
@@ -127,7 +135,9 @@ def test_a_trial_does_not_resume_on_other_data(tmp_path, small, quick):
         run_trial(trial, tmp_path / "run", execution, report, stop)
     Image.new("RGB", (44, 44), (1, 2, 3)).save(data / "cat" / "0.png")
     _load.cache_clear()
-    with pytest.raises(DamagedData, match=r"has changed since the checkpoint was written.*Put the data back"):
+    with pytest.raises(
+        DamagedData, match=r"has changed since the checkpoint was written.*Put the data back"
+    ):
         run_trial(trial, tmp_path / "run", execution)
     _load.cache_clear()
 
@@ -148,17 +158,24 @@ def test_claims_beyond_a_limit_name_it_and_can_be_raised(tmp_path, monkeypatch):
     writers.parallel(tmp_path)
     (tmp_path / "train.en").unlink()
     path.write_bytes(bomb)
-    with pytest.raises(DamagedData, match=r"train\.en\.gz claims 1000001 bytes.*limit of 1000000.*DAMPEN_MAX_CONTENT="):
+    with pytest.raises(
+        DamagedData,
+        match=r"train\.en\.gz claims 1000001 bytes.*limit of 1000000.*DAMPEN_MAX_CONTENT=",
+    ):
         read("parallel gz", tmp_path)
     monkeypatch.setenv("DAMPEN_MAX_CONTENT", "20000000")
-    with pytest.raises(DamagedData, match=r"claims 10000000 characters in one line.*DAMPEN_MAX_LINE"):
+    with pytest.raises(
+        DamagedData, match=r"claims 10000000 characters in one line.*DAMPEN_MAX_LINE"
+    ):
         read("parallel gz", tmp_path)
 
 
 def test_a_tar_member_a_png_and_an_array_cannot_claim_gigabytes(tmp_path, monkeypatch):
     READERS["cifar10 tar.gz"][1](tmp_path)
     monkeypatch.setenv("DAMPEN_MAX_CONTENT", "50000")
-    with pytest.raises(DamagedData, match=r"data_batch_1\.bin\) claims 61460 bytes.*DAMPEN_MAX_CONTENT"):
+    with pytest.raises(
+        DamagedData, match=r"data_batch_1\.bin\) claims 61460 bytes.*DAMPEN_MAX_CONTENT"
+    ):
         read("cifar10 tar.gz", tmp_path)
     monkeypatch.setenv("DAMPEN_MAX_PIXELS", "1000")
     picture = tmp_path / "a.png"
@@ -179,14 +196,18 @@ def _npy(array):
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(("old", "new"), [(b"}", b"{"), (b"'descr'", b'"""des\''), (b"(3, 4)", b"(3, 4 ")])
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"}", b"{"), (b"'descr'", b'"""des\''), (b"(3, 4)", b"(3, 4 ")]
+)
 def test_headers_of_arrays_that_are_no_literals_are_refused(old, new):
     """The first two were a TokenError: numpy tries them as headers of Python 2."""
     with pytest.raises(DamagedData, match=r"x\.npy .*damaged or truncated"):
         parse_npy(_npy(np.zeros((3, 4), np.float32)).replace(old, new), "x.npy")
 
 
-@pytest.mark.parametrize("array", [np.array([1j]), np.array(["a"]), np.array([1], "M8[s]"), np.zeros(1, [("a", "f4")])])
+@pytest.mark.parametrize(
+    "array", [np.array([1j]), np.array(["a"]), np.array([1], "M8[s]"), np.zeros(1, [("a", "f4")])]
+)
 def test_arrays_of_other_kinds_are_refused(array):
     with pytest.raises(DamagedData, match="which is not read"):
         parse_npy(_npy(array), "x.npy")
@@ -209,9 +230,17 @@ def test_odd_annotations(tmp_path, content, why):
 
 @pytest.mark.parametrize(
     ("segment", "name"),
-    [([-2, -1.5], None), ([3, 2], None), (["a", 1], None), ([0, float("inf")], None), (None, "../../x")],
+    [
+        ([-2, -1.5], None),
+        ([3, 2], None),
+        (["a", 1], None),
+        ([0, float("inf")], None),
+        (None, "../../x"),
+    ],
 )
-def test_segments_before_the_video_and_names_outside_the_folder_are_refused(tmp_path, segment, name):
+def test_segments_before_the_video_and_names_outside_the_folder_are_refused(
+    tmp_path, segment, name
+):
     """[-2, -1.5] once marked the last frame."""
     writers.thumos(tmp_path)
     path = tmp_path / "annotations.json"
@@ -309,7 +338,9 @@ def test_arrays_of_the_other_byte_order_are_read_the_same(tmp_path):
     assert (before == after).all()
 
 
-@pytest.mark.parametrize("labels", [["5", "--5"], ["1", "²"], ["1", "9" * 5000], ["-3", "2", "10"], ["7", "a", "b"]])
+@pytest.mark.parametrize(
+    "labels", [["5", "--5"], ["1", "²"], ["1", "9" * 5000], ["-3", "2", "10"], ["7", "a", "b"]]
+)
 def test_labels_that_look_like_numbers(tmp_path, labels):
     """The first three were tracebacks of int(). Numbers come first, by size."""
     rows = [f"word {i},{label}\n" for label in reversed(labels) for i in range(8)]
@@ -324,7 +355,9 @@ def test_a_table_of_json_that_is_deep_or_long(tmp_path, monkeypatch):
     with pytest.raises(DamagedData, match=r"train\.jsonl cannot be read as jsonl"):
         read("table of jsonl", tmp_path)
     monkeypatch.setenv("DAMPEN_MAX_LINE", "1000")
-    with pytest.raises(DamagedData, match=r"train\.jsonl claims 100001 characters in one line.*DAMPEN_MAX_LINE="):
+    with pytest.raises(
+        DamagedData, match=r"train\.jsonl claims 100001 characters in one line.*DAMPEN_MAX_LINE="
+    ):
         read("table of jsonl", tmp_path)
 
 
@@ -332,14 +365,19 @@ def test_a_table_of_json_that_is_deep_or_long(tmp_path, monkeypatch):
 def test_a_table_with_more_values_than_names(tmp_path, rows):
     """In the first row this was an AttributeError of a column without a name."""
     (tmp_path / "train.csv").write_text("text,label\n" + rows)
-    with pytest.raises(DamagedData, match=r"train\.csv: row [12] has more values than the header has names, \['text'"):
+    with pytest.raises(
+        DamagedData,
+        match=r"train\.csv: row [12] has more values than the header has names, \['text'",
+    ):
         read("table of csv", tmp_path)
 
 
 def test_a_partial_copy_without_its_test_part_says_what_is_missing(tmp_path):
     folder = writers.cifar10_binary(tmp_path / "cifar-10-batches-bin", writers.cifar10_parts())
     (folder / "test_batch.bin").unlink()
-    with pytest.raises(IncompleteData, match="The test split of cifar10 is empty .incomplete copy: .*test_batch"):
+    with pytest.raises(
+        IncompleteData, match="The test split of cifar10 is empty .incomplete copy: .*test_batch"
+    ):
         read("cifar10 binary", tmp_path)
 
 
@@ -367,7 +405,9 @@ def test_saved_sets_that_are_damaged_or_hold_other_formats(tmp_path):
         pictures.append({"bytes": (tmp_path / f"{i}.{kind.lower()}").read_bytes(), "path": None})
     columns = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
     for name, rows in {"good": pictures[:10], "tiff": pictures[2:]}.items():
-        made = datasets.Dataset.from_dict({"image": rows, "label": [i % 2 for i in range(10)]}, features=columns)
+        made = datasets.Dataset.from_dict(
+            {"image": rows, "label": [i % 2 for i in range(10)]}, features=columns
+        )
         made.save_to_disk(str(tmp_path / name))
     options = {"size": 8, "train_fraction": 0.5}
     assert load("hub_images", tmp_path / "good", **options).model_args["channels"] == 3

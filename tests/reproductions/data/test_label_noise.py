@@ -25,7 +25,14 @@ def trial(seed=0, **data):
     return Run.from_dict(
         {
             "data": {"name": "digits", "limit": 300, **data},
-            "model": {"name": "vit", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "mlp": 16},
+            "model": {
+                "name": "vit",
+                "patch_size": 4,
+                "width": 16,
+                "depth": 1,
+                "heads": 2,
+                "mlp": 16,
+            },
             "train": {"epochs": 1, "batch_size": 32},
             "seed": seed,
         }
@@ -42,7 +49,9 @@ def test_exactly_the_share_and_each_other_class_alike(share):
     counts = torch.bincount(shift, minlength=5).double()
     assert counts[0] == 0
     expected = changed.sum().double() / 4
-    assert (counts[1:] - expected).abs().max() < 5 * (expected * 0.75).sqrt()  # binomial, five standard deviations
+    assert (counts[1:] - expected).abs().max() < 5 * (
+        expected * 0.75
+    ).sqrt()  # binomial, five standard deviations
     assert 0 <= wrong.min() <= wrong.max() < 5
 
 
@@ -58,7 +67,9 @@ def test_reproducible_nested_and_different_by_seed():
 def test_only_training_labels_and_the_record_says_so():
     clean = load_data({"name": "digits"}, None)
     noisy = load_data({"name": "digits", "noise": 0.3}, None, seed=4)
-    assert (labels(noisy.train) != labels(clean.train)).double().mean() == pytest.approx(0.3, abs=1e-3)
+    assert (labels(noisy.train) != labels(clean.train)).double().mean() == pytest.approx(
+        0.3, abs=1e-3
+    )
     assert torch.equal(noisy.train.batch([5])["inputs"][0], clean.train.batch([5])["inputs"][0])
     for part in ("valid", "test"):
         assert torch.equal(labels(getattr(noisy, part)), labels(getattr(clean, part)))
@@ -66,7 +77,9 @@ def test_only_training_labels_and_the_record_says_so():
     assert facts["changed"] == round(0.3 * len(clean.train))
     assert "wrong on purpose" in noisy.info["departures"][-1]
     assert "noise" not in clean.info  # the cached clean set is not touched
-    assert not torch.equal(labels(load_data({"name": "digits", "noise": 0.3}, None, seed=5).train), labels(noisy.train))
+    assert not torch.equal(
+        labels(load_data({"name": "digits", "noise": 0.3}, None, seed=5).train), labels(noisy.train)
+    )
 
 
 ONE_CLASS = {"cifar10 binary", "cifar100 binary", "folder of png", "fsdd", "gtzan mel"}
@@ -94,7 +107,9 @@ def test_an_option_of_every_set_with_one_class_for_each_example(case, tmp_path):
 def test_every_built_in_set_is_one_or_the_other():
     for name, source in DATASETS.items():
         said = check_data({"name": name, "noise": 0.3}, "data.")
-        assert any("one class each" in s for s in said) == (not TASKS[source.spec.task].classes), name
+        assert any("one class each" in s for s in said) == (not TASKS[source.spec.task].classes), (
+            name
+        )
 
 
 def test_with_folds():
@@ -115,7 +130,10 @@ def test_a_trial_trains_on_them_and_keeps_the_facts(tmp_path):
     noisy = run_trial(trial(noise=0.5), tmp_path / "noisy", quick)
     clean = run_trial(trial(), tmp_path / "clean", quick)
     assert noisy["data"]["noise"]["share"] == 0.5
-    assert RunStore(tmp_path / "noisy").final()["data"]["noise"]["changed"] == noisy["data"]["noise"]["changed"]
+    assert (
+        RunStore(tmp_path / "noisy").final()["data"]["noise"]["changed"]
+        == noisy["data"]["noise"]["changed"]
+    )
     assert noisy["last_weights"] != clean["last_weights"]
     assert "noise" not in clean["data"]
 

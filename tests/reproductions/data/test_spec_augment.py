@@ -24,7 +24,9 @@ def test_specaugment_masks_bands_and_times(spoken):
     assert (by_band.any(dim=1) == by_band.all(dim=1)).all()
     widths = masked[:, 0, :40].sum(dim=1)
     assert 0 < widths.max() <= 16
-    after = augment({"name": "specaugment", "bands": 0, "times": 1, "time_width": 5}, spoken)(batch)["inputs"][0]
+    after = augment({"name": "specaugment", "bands": 0, "times": 1, "time_width": 5}, spoken)(
+        batch
+    )["inputs"][0]
     rows = ((after == 0) & (x != 0)).any(dim=2).sum(dim=1)
     assert rows.max() <= 5
     assert torch.equal(after[after != 0], x[after != 0])

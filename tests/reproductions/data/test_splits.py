@@ -38,7 +38,9 @@ def test_frame_targets_follow_the_frames():
     batch = split.batch([1])
     assert batch["target"][0, :3, 0].tolist() == [4, 5, 6]
     assert batch["valid"].tolist() == [[True, False, True, False]]  # ambiguous frame, then padding
-    assert batch["inputs"][1].tolist() == [[False, False, False, True]]  # the model still sees the ambiguous frame
+    assert batch["inputs"][1].tolist() == [
+        [False, False, False, True]
+    ]  # the model still sees the ambiguous frame
 
 
 def test_normalization_leaves_padding_at_zero():
@@ -51,7 +53,9 @@ def test_normalization_leaves_padding_at_zero():
 
 def test_windows_must_fit():
     with pytest.raises(ValueError, match="1 to 2 frames"):
-        SequenceSplit(torch.zeros(9, 3), torch.tensor([0]), torch.tensor([3]), torch.tensor([0]), 2, FLAT)
+        SequenceSplit(
+            torch.zeros(9, 3), torch.tensor([0]), torch.tensor([3]), torch.tensor([0]), 2, FLAT
+        )
     with pytest.raises(ValueError, match="every window must be full"):
         sequence_split(padded=False)
 

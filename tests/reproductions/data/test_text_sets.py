@@ -16,7 +16,9 @@ SMALL = {"vocabulary": 300}
 @pytest.mark.parametrize("joint", [False, True])
 def test_pairs_come_back_as_text(tmp_path, compressed, joint):
     writers.parallel(tmp_path / "multi30k", compressed=compressed)
-    with pytest.raises(IncompleteData, match="32 of 29000 train pairs; 4 of 1014 valid pairs; 4 of 1000 test pairs"):
+    with pytest.raises(
+        IncompleteData, match="32 of 29000 train pairs; 4 of 1014 valid pairs; 4 of 1000 test pairs"
+    ):
         load("multi30k", tmp_path, **SMALL)
     dataset = load("multi30k", tmp_path, partial=True, joint=joint, **SMALL)
     assert (len(dataset.train), len(dataset.valid), len(dataset.test)) == (32, 4, 4)
@@ -27,7 +29,9 @@ def test_pairs_come_back_as_text(tmp_path, compressed, joint):
     assert bpe[0].decode(source.tolist()) == [pair[0] for pair in writers.PAIRS]
     assert bpe[1].decode(batch["target"].tolist()) == [pair[1] for pair in writers.PAIRS]
     assert (shifted[:, 0] == BEGIN).all()
-    assert torch.equal(shifted[:, 1:][batch["valid"][:, 1:]], batch["target"][:, :-1][batch["valid"][:, 1:]])
+    assert torch.equal(
+        shifted[:, 1:][batch["valid"][:, 1:]], batch["target"][:, :-1][batch["valid"][:, 1:]]
+    )
     assert (batch["target"][batch["valid"]] == END).sum() == 4
     assert ((source == END).sum(dim=1) == 1).all()
     assert (batch["target"][~batch["valid"]] == PAD).all()
@@ -67,7 +71,10 @@ def test_the_vocabulary_comes_from_the_training_part_alone(tmp_path):
     before = load("multi30k", folder, partial=True, **SMALL).extras["source_bpe"].tokenizer.to_str()
     (folder / "val.en").write_text("zzzz zzzz\n" * 4)
     (folder / "val.de").write_text("zzzz zzzz\n" * 4)
-    assert load("multi30k", folder, partial=True, **SMALL).extras["source_bpe"].tokenizer.to_str() == before
+    assert (
+        load("multi30k", folder, partial=True, **SMALL).extras["source_bpe"].tokenizer.to_str()
+        == before
+    )
 
 
 def test_a_limit_cuts_the_training_part_alone(tmp_path):
@@ -80,7 +87,9 @@ def test_damaged_text(tmp_path):
     folder = writers.parallel(tmp_path)
     whole = (folder / "train.de").read_bytes()
     (folder / "train.de").write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
-    with pytest.raises(DamagedData, match=r"train.de is damaged or truncated: got 31 lines.*train.en has, 32"):
+    with pytest.raises(
+        DamagedData, match=r"train.de is damaged or truncated: got 31 lines.*train.en has, 32"
+    ):
         load("multi30k", folder, partial=True, **SMALL)
     (folder / "train.de").write_bytes(b"\xff\xfe" + whole)
     with pytest.raises(DamagedData, match=r"train.de"):
@@ -96,7 +105,9 @@ def test_line_separators_inside_a_line_do_not_shift_the_pairs(tmp_path):
     lines = (folder / "train.en").read_text().split("\n")
     lines[1] += "\u2028and on"
     (folder / "train.en").write_text("\n".join(lines))
-    assert load("multi30k", folder, partial=True, **SMALL).train.source_text[2] == writers.PAIRS[2][0]
+    assert (
+        load("multi30k", folder, partial=True, **SMALL).train.source_text[2] == writers.PAIRS[2][0]
+    )
 
 
 @pytest.mark.parametrize("tokens", ["character", "bpe"])
@@ -105,7 +116,9 @@ def test_running_text_comes_back(tmp_path, tokens):
     text = (folder / "input.txt").read_text(encoding="utf-8")
     with pytest.raises(IncompleteData, match="4000 of 1115394 characters"):
         load("tinyshakespeare", tmp_path)
-    dataset = load("tinyshakespeare", tmp_path, partial=True, tokens=tokens, context=16, vocabulary=280)
+    dataset = load(
+        "tinyshakespeare", tmp_path, partial=True, tokens=tokens, context=16, vocabulary=280
+    )
     parts = {"train": text[:2520], "valid": text[2520:3600], "test": text[3600:]}
     for part, split in dataset.splits.items():
         numbers = split.tokens.tolist()
@@ -139,7 +152,10 @@ def test_any_text_file_and_limits(tmp_path):
 def test_real_multi30k_and_tinyshakespeare(real_data):
     path, real = real_data("multi30k")
     pairs = load("multi30k", path, partial=not real, vocabulary=8000 if real else 300)
-    assert pairs.extras["target_bpe"].decode(pairs.test.batch([0])["target"].tolist()) == pairs.test.target_text[:1]
+    assert (
+        pairs.extras["target_bpe"].decode(pairs.test.batch([0])["target"].tolist())
+        == pairs.test.target_text[:1]
+    )
     path, _ = real_data("tinyshakespeare")
     plays = load("tinyshakespeare", path, partial=not real)
     if real:

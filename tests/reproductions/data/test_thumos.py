@@ -17,9 +17,13 @@ def test_frame_labels_against_a_loop():
     rng = np.random.default_rng(0)
     actions = [
         (int(c), s, s + d)
-        for c, s, d in zip(rng.integers(0, 3, 9), rng.uniform(0, 120, 9), rng.uniform(1, 9, 9), strict=True)
+        for c, s, d in zip(
+            rng.integers(0, 3, 9), rng.uniform(0, 120, 9), rng.uniform(1, 9, 9), strict=True
+        )
     ]
-    shown, counted = frame_labels(frames, rate, Video("v", "train", 128, actions, [(10.0, 12.0)]), 3)
+    shown, counted = frame_labels(
+        frames, rate, Video("v", "train", 128, actions, [(10.0, 12.0)]), 3
+    )
     for i in range(frames):
         time = (i + 0.5) / rate
         for label in range(3):
@@ -37,7 +41,9 @@ def test_short_and_late_actions():
 def test_windows_cover_every_frame_and_splits_share_no_video(tmp_path):
     writers.thumos(tmp_path / "thumos14")
     dataset = load("thumos14", tmp_path, partial=True, window=32, stride=16)
-    names = {part: {line.name for line in split.timelines} for part, split in dataset.splits.items()}
+    names = {
+        part: {line.name for line in split.timelines} for part, split in dataset.splits.items()
+    }
     assert not names["train"] & names["valid"]
     assert {len(names["train"]), len(names["valid"])} == {4, 2}
     assert len(names["test"]) == 6
@@ -45,7 +51,9 @@ def test_windows_cover_every_frame_and_splits_share_no_video(tmp_path):
         seen = torch.zeros(len(split.frames), dtype=torch.int64)
         for i in range(len(split)):
             seen[split.starts[i] : split.starts[i] + split.lengths[i]] += 1
-        own = torch.cat([torch.arange(line.first, line.first + line.frames) for line in split.timelines])
+        own = torch.cat(
+            [torch.arange(line.first, line.first + line.frames) for line in split.timelines]
+        )
         assert (seen[own] >= 1).all()
         assert seen.sum() == seen[own].sum()
         if part != "train":
@@ -74,7 +82,9 @@ def test_targets_sit_on_the_right_frames(tmp_path, labels):
             assert torch.equal(target[valid, label], on[valid])
         x = batch["inputs"][0][0, valid] * dataset.normalization.std + dataset.normalization.mean
         assert (x[20:30, label] > 0.5).all()
-    own = torch.cat([dataset.train.frames[t.first : t.first + t.frames] for t in dataset.train.timelines])
+    own = torch.cat(
+        [dataset.train.frames[t.first : t.first + t.frames] for t in dataset.train.timelines]
+    )
     torch.testing.assert_close(dataset.normalization.mean, own.mean(dim=0))
     scale = (own - own.mean(dim=0)).square().mean().sqrt()  # one for all features
     torch.testing.assert_close(dataset.normalization.std, scale.expand(8))
@@ -113,7 +123,9 @@ def test_activitynet_form_and_rate(tmp_path):
 def test_missing_videos_are_said(tmp_path):
     root = writers.thumos(tmp_path)
     (root / "features" / "video_test_0000003.npy").unlink()
-    with pytest.raises(IncompleteData, match=r"1 of 6 test videos have no feature file \(video_test_0000003\)"):
+    with pytest.raises(
+        IncompleteData, match=r"1 of 6 test videos have no feature file \(video_test_0000003\)"
+    ):
         load("thumos14", root)
     info = load("thumos14", root, partial=True).info
     assert info["partial"]
@@ -167,7 +179,12 @@ def test_real_thumos(real_data):
     torch.testing.assert_close(batch["target"].sum(dim=-1), torch.ones(batch["target"].shape[:2]))
     if real:
         assert dataset.info["videos"] == {"train": 132, "valid": 56, "test": 200}
-        assert dataset.model_args == {"features": 512, "classes": 21, "max_tokens": 64, "per_token": True}
+        assert dataset.model_args == {
+            "features": 512,
+            "classes": 21,
+            "max_tokens": 64,
+            "per_token": True,
+        }
         assert any("12 of 212 test videos" in words for words in dataset.info["departures"])
         shown = dataset.test.target[:, 1:] > 0
         assert shown.any(dim=0).all()

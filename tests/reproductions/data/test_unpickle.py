@@ -29,7 +29,11 @@ def python2_batch(labels: list[int], rows: np.ndarray) -> bytes:
     kind = b"cnumpy\ndtype\nq\x0a" + short(b"u1") + b"K\x00K\x01\x87q\x0bRq\x0c"
     kind += b"(K\x03" + short(b"|") + b"NNN" + 2 * b"J\xff\xff\xff\xff" + b"K\x00tb"
     shape = b"K" + bytes([n]) + b"M" + width.to_bytes(2, "little") + b"\x86q\x0d"
-    array = b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85" + short(b"b") + b"\x87Rq\x09"
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85"
+        + short(b"b")
+        + b"\x87Rq\x09"
+    )
     array += b"(K\x01" + shape + kind + b"\x89" + long(rows.tobytes()) + b"tb"
     return (
         b"\x80\x02}q\x01(" + short(b"batch_label") + short(b"training batch 1 of 5") + short(b"labels") + b"]q\x02("
@@ -40,7 +44,9 @@ def python2_batch(labels: list[int], rows: np.ndarray) -> bytes:
 def test_a_python_2_batch_is_read():
     rows = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8)
     content = python2_batch([3, 1, 9], rows)
-    expected = pickle.loads(content, encoding="bytes")  # the oracle: pickle's own machine, on a file we wrote
+    expected = pickle.loads(
+        content, encoding="bytes"
+    )  # the oracle: pickle's own machine, on a file we wrote
     table = safe_unpickle(content, "data_batch_1")
     assert table[b"labels"] == expected[b"labels"] == [3, 1, 9]
     np.testing.assert_array_equal(table[b"data"], rows)
@@ -55,7 +61,9 @@ arrays = st.builds(
 )
 tables = st.dictionaries(
     st.binary(min_size=1, max_size=8) | st.text(max_size=8),
-    scalars.filter(lambda v: v != b"") | st.lists(scalars.filter(lambda v: v != b""), max_size=5) | arrays,
+    scalars.filter(lambda v: v != b"")
+    | st.lists(scalars.filter(lambda v: v != b""), max_size=5)
+    | arrays,
     max_size=5,
 )
 
@@ -102,7 +110,9 @@ def test_hostile_files_are_refused_in_a_process_that_survives():
         "    except ValueError as error: print(name, error, flush=True)"
     )
     given_ = pickle.dumps(HOSTILE)
-    done = subprocess.run([sys.executable, "-c", code], input=given_, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=given_, capture_output=True, timeout=120
+    )
     told = done.stdout.decode().splitlines()
     assert done.returncode == 0, (told, done.stderr[-500:])
     assert len(told) == len(HOSTILE)
@@ -116,7 +126,11 @@ def test_a_small_file_cannot_become_large():
     text = b"X" + (100_000).to_bytes(4, "little") + b"a" * 100_000
     again = b"c_codecs\nencode\n(h\x00X\x06\x00\x00\x00latin1tRa"
     swelling = b"\x80\x02}U\x01a]" + text + b"q\x000" + again * 5000
-    nested = b"\x80\x02}U\x01a]q\x00" + b"".join(b"(" + b"h\x00" * 10 + b"lq\x00" for _ in range(20)) + b"s."
+    nested = (
+        b"\x80\x02}U\x01a]q\x00"
+        + b"".join(b"(" + b"h\x00" * 10 + b"lq\x00" for _ in range(20))
+        + b"s."
+    )
     tracemalloc.start()
     for content in (swelling, nested):
         with pytest.raises(DamagedData, match="damaged or unsafe"):

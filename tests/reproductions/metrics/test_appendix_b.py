@@ -28,7 +28,9 @@ def test_the_split_to_ten_digits(p, shape):
     arora, cross = by_pairs(x, w, p)
     assert r_arora(x, w, p).item() == pytest.approx(arora, rel=1e-10)
     assert r_cross(x, w, p).item() == pytest.approx(cross, rel=1e-10)
-    trace = 0.5 * torch.trace(p**2 * x.flatten(0, -2).t() @ x.flatten(0, -2) @ w.t() @ w).item()  # 1/2 Tr(B W^T W)
+    trace = (
+        0.5 * torch.trace(p**2 * x.flatten(0, -2).t() @ x.flatten(0, -2) @ w.t() @ w).item()
+    )  # 1/2 Tr(B W^T W)
     parts = appendix_b(x, w, p)
     assert alpha(p) * arora + cross == pytest.approx(trace, rel=1e-10)
     assert parts.paper.item() == pytest.approx(trace, rel=1e-10)
@@ -43,7 +45,9 @@ def test_gradients_agree():
     w = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     xx, ww, off = x.t() @ x, w.t() @ w, 1 - torch.eye(5, dtype=torch.float64)
     slow = 0.3**2 / 2 * (off * xx * ww).sum()
-    for a, b in zip(*(torch.autograd.grad(v, (x, w)) for v in (slow, r_cross(x, w, 0.3))), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(v, (x, w)) for v in (slow, r_cross(x, w, 0.3))), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 

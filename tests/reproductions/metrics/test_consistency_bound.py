@@ -18,15 +18,21 @@ def test_the_identity_and_pinsker_over_random_predictions():
     """Brier(average) = Brier(one draw) - 1/2 E ||p1 - p2||^2 over all pairs of a finite set of draws, exactly."""
     torch.manual_seed(0)
     for _ in range(20):
-        p = torch.randn(6, CLASSES, dtype=torch.float64).mul(3).softmax(1)  # six equally likely draws
+        p = (
+            torch.randn(6, CLASSES, dtype=torch.float64).mul(3).softmax(1)
+        )  # six equally likely draws
         e = torch.eye(CLASSES, dtype=torch.float64)[torch.randint(CLASSES, ())]
         pairs = [(a, b) for a in p for b in p]
         apart = 0.5 * sum((a - b).square().sum() for a, b in pairs) / len(pairs)
-        torch.testing.assert_close((p.mean(0) - e).square().sum(), (p - e).square().sum(1).mean() - apart)
+        torch.testing.assert_close(
+            (p.mean(0) - e).square().sum(), (p - e).square().sum(1).mean() - apart
+        )
         kl = sum((a * (a / b).log()).sum() for a, b in pairs) / len(pairs)
         assert apart <= kl
         wrong = p.mean(0).argmax() != e.argmax()
-        assert not wrong or (p.mean(0) - e).square().sum() >= 0.5  # so the error is at most twice the Brier score
+        assert (
+            not wrong or (p.mean(0) - e).square().sum() >= 0.5
+        )  # so the error is at most twice the Brier score
 
 
 def model_and_data(n=300):
@@ -36,7 +42,9 @@ def model_and_data(n=300):
     )
     with torch.no_grad():
         model.head.weight.mul_(30)  # predictions that say something, and differ between draws
-    data = [(torch.randn(n // 2, 1, 8, 8), torch.randint(CLASSES, (n // 2,))) for _ in range(2)]  # synthetic
+    data = [
+        (torch.randn(n // 2, 1, 8, 8), torch.randint(CLASSES, (n // 2,))) for _ in range(2)
+    ]  # synthetic
     return model.eval(), data
 
 
@@ -67,7 +75,9 @@ def test_equals_a_plain_loop_and_leaves_everything_alone():
 def test_the_bound_covers():
     """Bernoulli examples of a known mean: the upper bound fails at most as often as it says (200 sets of 50)."""
     torch.manual_seed(0)
-    failed = sum(_upper((torch.rand(50) < 0.1).double(), 1.0, math.log(1 / 0.1)) < 0.1 for _ in range(200))
+    failed = sum(
+        _upper((torch.rand(50) < 0.1).double(), 1.0, math.log(1 / 0.1)) < 0.1 for _ in range(200)
+    )
     assert failed <= 32  # 20 expected at most, three standard deviations
 
 

@@ -17,7 +17,11 @@ def test_bits_per_character_against_a_sum():
     metrics = LanguageMetrics(characters)
     bits = letters = tokens = right = 0.0
     for _ in range(3):
-        logits, target, valid = torch.randn(2, 5, 4), torch.randint(0, 4, (2, 5)), torch.rand(2, 5) < 0.7
+        logits, target, valid = (
+            torch.randn(2, 5, 4),
+            torch.randint(0, 4, (2, 5)),
+            torch.rand(2, 5) < 0.7,
+        )
         metrics.update(logits, target, valid)
         for i in range(2):
             for j in range(5):
@@ -45,7 +49,10 @@ def test_a_uniform_model_has_the_same_bits_in_any_tokens(tmp_path):
         for i in range(len(dataset.test)):
             batch = dataset.test.batch([i])
             metrics.update(
-                torch.zeros(1, 32, dataset.model_args["vocab"]), batch["target"], batch["valid"], batch["index"]
+                torch.zeros(1, 32, dataset.model_args["vocab"]),
+                batch["target"],
+                batch["valid"],
+                batch["index"],
             )
         predicted = dataset.test.tokens[1:].long()
         letters = dataset.extras["characters"][predicted].sum().item()

@@ -18,7 +18,12 @@ from reproductions.data.corpus import TextSplit
 from reproductions.data.thumos import DetectionSplit, Timeline
 from reproductions.metrics.detection import DetectionMetrics, frame_map
 from reproductions.metrics.intervals import Interval, interval_map, propose
-from reproductions.metrics.translation import TranslationMetrics, bleu_signature, corpus_scores, translate
+from reproductions.metrics.translation import (
+    TranslationMetrics,
+    bleu_signature,
+    corpus_scores,
+    translate,
+)
 from tests.reproductions.data import writers
 
 
@@ -60,7 +65,9 @@ def test_interval_precision_against_a_slow_reference():
             expected = np.mean(
                 [
                     reference_average_precision(
-                        [d for d in found if d.label == c], [t for t in truth if t.label == c], threshold
+                        [d for d in found if d.label == c],
+                        [t for t in truth if t.label == c],
+                        threshold,
                     )
                     for c in range(2)
                 ]
@@ -70,13 +77,19 @@ def test_interval_precision_against_a_slow_reference():
 
 def test_interval_precision_by_hand():
     truth = [Interval("a", 0, 0, 10), Interval("a", 0, 20, 30)]
-    found = [Interval("a", 0, 0, 10, 0.9), Interval("a", 0, 50, 60, 0.8), Interval("a", 0, 20, 29, 0.7)]
+    found = [
+        Interval("a", 0, 0, 10, 0.9),
+        Interval("a", 0, 50, 60, 0.8),
+        Interval("a", 0, 20, 29, 0.7),
+    ]
     assert interval_map(found, truth, 0.5) == pytest.approx((1 + 2 / 3) / 2)
     assert interval_map([*found, Interval("a", 0, 0, 10, 0.85)], truth, 0.5) == pytest.approx(
         (1 + 2 / 4) / 2
     )  # a double
     assert interval_map([], truth, 0.5) == 0
-    assert interval_map(found, [*truth, Interval("a", 1, 0, 1)], 0.5) == pytest.approx((1 + 2 / 3) / 4)
+    assert interval_map(found, [*truth, Interval("a", 1, 0, 1)], 0.5) == pytest.approx(
+        (1 + 2 / 3) / 4
+    )
     with pytest.raises(RuntimeError, match="no action"):
         interval_map(found, [], 0.5)
 
@@ -99,8 +112,13 @@ def detection_split(background):
     counted[5] = False
     unit = Normalization(torch.zeros(3), torch.ones(3))
     starts, lengths = torch.tensor([0, 2, 4, 7, 11]), torch.tensor([4, 4, 3, 4, 1])
-    split = DetectionSplit(torch.randn(12, 3), starts, lengths, target, 4, unit, per_token=True, counted=counted)
-    split.timelines = [Timeline("a", 0, 7, 1.0, [(0, 1.0, 4.0)]), Timeline("b", 7, 5, 1.0, [(1, 1.0, 3.0)])]
+    split = DetectionSplit(
+        torch.randn(12, 3), starts, lengths, target, 4, unit, per_token=True, counted=counted
+    )
+    split.timelines = [
+        Timeline("a", 0, 7, 1.0, [(0, 1.0, 4.0)]),
+        Timeline("b", 7, 5, 1.0, [(1, 1.0, 3.0)]),
+    ]
     return split, shown, counted
 
 
@@ -121,14 +139,23 @@ def test_frame_map_against_loops(background, ordered):
 
     scores = [[] for _ in range(12)]
     for i in range(5):
-        p = logits[i].double().softmax(dim=-1)[:, 1:] if background else logits[i].double().sigmoid()
+        p = (
+            logits[i].double().softmax(dim=-1)[:, 1:]
+            if background
+            else logits[i].double().sigmoid()
+        )
         for j in range(split.lengths[i]):
             scores[split.starts[i] + j].append(p[j])
     mean = torch.stack([torch.stack(s).mean(dim=0) for s in scores])
     rows = [i for i in range(12) if counted[i]]
     expected = np.mean([average_precision_score(shown[rows, c], mean[rows, c]) for c in range(2)])
     assert found["frame_map"] == pytest.approx(expected)
-    assert set(found) == {"frame_map", "nll", "interval_map", *(f"interval_map@{t}" for t in (0.3, 0.4, 0.5, 0.6, 0.7))}
+    assert set(found) == {
+        "frame_map",
+        "nll",
+        "interval_map",
+        *(f"interval_map@{t}" for t in (0.3, 0.4, 0.5, 0.6, 0.7)),
+    }
 
 
 def test_a_perfect_detector_is_perfect_and_a_blind_one_is_not():
@@ -141,7 +168,9 @@ def test_a_perfect_detector_is_perfect_and_a_blind_one_is_not():
         assert found["frame_map"] >= lowest
         assert (found["interval_map"] == 1.0) == (sure > 0)
         assert found["nll"] == pytest.approx(0 if sure else math.log(3), abs=1e-6)
-    assert frame_map(torch.zeros(10, 1), torch.arange(10)[:, None] < 3) == pytest.approx(0.3)  # chance is the base rate
+    assert frame_map(torch.zeros(10, 1), torch.arange(10)[:, None] < 3) == pytest.approx(
+        0.3
+    )  # chance is the base rate
 
 
 def test_detection_guards():
@@ -166,8 +195,12 @@ def test_bleu_is_sacrebleus_and_finish_decodes(tmp_path):
         ["the cat sat on the mat .", "hello there world"],
     )
     found = corpus_scores(hypotheses, references)
-    assert found["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=1e-6)
-    assert found["chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [references]).score, abs=1e-6)
+    assert found["bleu"] == pytest.approx(
+        sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=1e-6
+    )
+    assert found["chrf"] == pytest.approx(
+        sacrebleu.corpus_chrf(hypotheses, [references]).score, abs=1e-6
+    )
     assert "tok:13a" in bleu_signature()
     with pytest.raises(ValueError, match="One hypothesis per reference"):
         corpus_scores(["a"], [])
@@ -217,7 +250,16 @@ class Oracle(torch.nn.Module):
 
 
 def test_every_task_has_a_primary_metric_that_its_accumulator_gives(tmp_path):
-    tasks = {"image", "audio", "detection", "objects", "translation", "language", "text", "classification"}
+    tasks = {
+        "image",
+        "audio",
+        "detection",
+        "objects",
+        "translation",
+        "language",
+        "text",
+        "classification",
+    }
     assert set(TASKS) == tasks | {"reconstruction"}  # the last is a masked autoencoder's, of images
     for name, write, task in (
         ("folder", writers.image_folder, "image"),
@@ -231,7 +273,9 @@ def test_every_task_has_a_primary_metric_that_its_accumulator_gives(tmp_path):
         batch = dataset.valid.batch(range(len(dataset.valid)))
         classes = dataset.model_args.get("classes") or dataset.model_args["vocab"]
         shape = batch["target"].shape[: 2 if task in ("detection", "language") else 1]
-        metrics.update(torch.zeros(*shape, classes), batch["target"], batch.get("valid"), batch["index"])
+        metrics.update(
+            torch.zeros(*shape, classes), batch["target"], batch.get("valid"), batch["index"]
+        )
         metrics.finish(torch.nn.Linear(1, 1))  # nothing to add
         for name_of, direction in (primary(task), selection(task)):
             assert direction in ("max", "min")

@@ -10,10 +10,20 @@ from torch import nn
 from torch.distributions import Bernoulli, Independent, Normal, kl_divergence
 
 from dampen.diagnostics import generalization_gap
-from reproductions.metrics.pac_bayes import binary_kl, binary_kl_inverse, gaussian_kl, pac_bayes_bound
+from reproductions.metrics.pac_bayes import (
+    binary_kl,
+    binary_kl_inverse,
+    gaussian_kl,
+    pac_bayes_bound,
+)
 
 
-@given(seed=st.integers(0, 1000), d=st.integers(1, 50), sigma=st.floats(0.01, 5.0), prior_sigma=st.floats(0.01, 5.0))
+@given(
+    seed=st.integers(0, 1000),
+    d=st.integers(1, 50),
+    sigma=st.floats(0.01, 5.0),
+    prior_sigma=st.floats(0.01, 5.0),
+)
 def test_gaussian_kl_matches_torch(seed, d, sigma, prior_sigma):
     generator = torch.Generator().manual_seed(seed)
     w, w0 = (torch.randn(d, generator=generator, dtype=torch.double) for _ in range(2))
@@ -40,8 +50,12 @@ def test_the_printed_entropy_is_not_a_divergence():
 
 @given(q=st.floats(0.0, 1.0), p=st.floats(0.01, 0.99))
 def test_binary_kl_matches_torch(q, p):
-    expected = kl_divergence(Bernoulli(torch.tensor(q, dtype=torch.double)), Bernoulli(torch.tensor(p).double()))
-    assert binary_kl(q, float(torch.tensor(p).double())) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+    expected = kl_divergence(
+        Bernoulli(torch.tensor(q, dtype=torch.double)), Bernoulli(torch.tensor(p).double())
+    )
+    assert binary_kl(q, float(torch.tensor(p).double())) == pytest.approx(
+        float(expected), rel=1e-5, abs=1e-6
+    )
 
 
 @given(q=st.floats(0.0, 1.0), budget=st.floats(0.0, 3.0))
@@ -82,12 +96,16 @@ def halfspace_model():
 
 def test_bound_follows_the_formula():
     model, (x, y) = halfspace_model(), halfspace(1000)
-    result = pac_bayes_bound(model, [(x[:600], y[:600]), (x[600:], y[600:])], sigma=0.3, prior_sigma=1.0, draws=50)
+    result = pac_bayes_bound(
+        model, [(x[:600], y[:600]), (x[600:], y[600:])], sigma=0.3, prior_sigma=1.0, draws=50
+    )
     kl = 0.5 * (6 * 0.09 + 2 - 6 - 6 * math.log(0.09))
     assert result.kl == pytest.approx(kl)
     assert (result.n, result.parameters, result.prior_sigma) == (1000, 6, 1.0)
     assert result.error == pytest.approx((model(x).argmax(dim=1) != y).double().mean().item())
-    assert binary_kl(result.noisy_error, result.noisy_error_bound) == pytest.approx(math.log(100) / 50)
+    assert binary_kl(result.noisy_error, result.noisy_error_bound) == pytest.approx(
+        math.log(100) / 50
+    )
     budget = (kl + math.log(2 * math.sqrt(1000) / 0.04)) / 1000
     assert binary_kl(result.noisy_error_bound, result.bound) == pytest.approx(budget)
     assert result.noisy_error < result.noisy_error_bound < result.bound < 1
@@ -103,7 +121,9 @@ def test_noisy_error_has_its_closed_form():
 
 def test_bound_holds_on_fresh_data_and_tightens_with_more():
     model = halfspace_model()
-    few, many = (pac_bayes_bound(model, [halfspace(n)], 0.3, prior_sigma=1.0, draws=40) for n in (200, 5000))
+    few, many = (
+        pac_bayes_bound(model, [halfspace(n)], 0.3, prior_sigma=1.0, draws=40) for n in (200, 5000)
+    )
     assert many.bound < few.bound
     fresh = pac_bayes_bound(model, [halfspace(20_000, seed=9)], 0.3, prior_sigma=1.0, draws=40)
     assert fresh.noisy_error < many.bound
@@ -111,14 +131,18 @@ def test_bound_holds_on_fresh_data_and_tightens_with_more():
     wider = pac_bayes_bound(model, [halfspace(200)], 0.3, prior_sigma=1.0, draws=40, choices=10)
     assert wider.bound > few.bound
     assert wider.noisy_error == few.noisy_error
-    assert wider.noisy_error_bound == binary_kl_inverse(few.noisy_error, math.log(10 / 0.01) / 40)  # both parts pay
+    assert wider.noisy_error_bound == binary_kl_inverse(
+        few.noisy_error, math.log(10 / 0.01) / 40
+    )  # both parts pay
 
 
 def test_prior_at_the_weights_leaves_no_kl():
     model = halfspace_model()
     prior = {k: v.clone() for k, v in model.state_dict().items()}
     assert pac_bayes_bound(model, [halfspace(100)], 0.3, prior=prior, draws=3).kl == 0
-    assert pac_bayes_bound(model, [halfspace(100)], 0.5, draws=3).kl == pytest.approx(2 / (2 * 0.25))
+    assert pac_bayes_bound(model, [halfspace(100)], 0.5, draws=3).kl == pytest.approx(
+        2 / (2 * 0.25)
+    )
 
 
 def test_weights_and_modes_come_back_bit_for_bit():
@@ -176,13 +200,31 @@ def test_gap():
         ({"delta": 0.0}, ValueError, "chances of failure"),
         ({"delta": 0.995}, ValueError, "sum below 1"),
         ({"train": iter([])}, TypeError, "got an iterator"),
-        ({"prior": {"weights": torch.zeros(2, 3)}}, ValueError, "no weights for 'weight'; the nearest is 'weights'"),
-        ({"prior": {"weight": torch.zeros(3, 2)}}, ValueError, r"shape \(3, 2\), the model \(2, 3\)"),
-        ({"model": nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))}, ValueError, r"0 \(BatchNorm1d\) keeps running"),
+        (
+            {"prior": {"weights": torch.zeros(2, 3)}},
+            ValueError,
+            "no weights for 'weight'; the nearest is 'weights'",
+        ),
+        (
+            {"prior": {"weight": torch.zeros(3, 2)}},
+            ValueError,
+            r"shape \(3, 2\), the model \(2, 3\)",
+        ),
+        (
+            {"model": nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))},
+            ValueError,
+            r"0 \(BatchNorm1d\) keeps running",
+        ),
         ({"model": nn.Linear(3, 2).requires_grad_(False)}, ValueError, "noise would touch nothing"),
     ],
 )
 def test_errors(change, error, message):
-    arguments = {"model": halfspace_model(), "train": [halfspace(20)], "sigma": 0.3, "draws": 2, **change}
+    arguments = {
+        "model": halfspace_model(),
+        "train": [halfspace(20)],
+        "sigma": 0.3,
+        "draws": 2,
+        **change,
+    }
     with pytest.raises(error, match=message):
         pac_bayes_bound(**arguments)

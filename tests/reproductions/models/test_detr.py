@@ -15,7 +15,9 @@ from reproductions.models.set_loss import focal, layer_loss, match, match_costs,
 
 def tiny(**more):
     return DETR(
-        image_size=(32, 48), classes=3, **{"width": 16, "depth": 2, "heads": 2, "mlp": 16, "queries": 6, **more}
+        image_size=(32, 48),
+        classes=3,
+        **{"width": 16, "depth": 2, "heads": 2, "mlp": 16, "queries": 6, **more},
     )
 
 
@@ -97,7 +99,9 @@ def slow_loss(logits, boxes, target):
                 total += 2 * -0.75 * p**2 * math.log(1 - p)
         if t is not None:
             mine, theirs = boxes[i, q], target[i, t, 1:]
-            total += 5 * sum(abs(a - b) for a, b in zip(mine.tolist(), theirs.tolist(), strict=True))
+            total += 5 * sum(
+                abs(a - b) for a, b in zip(mine.tolist(), theirs.tolist(), strict=True)
+            )
             total += 2 * (1 - generalized_iou(corners(mine), corners(theirs)).item())
     return total / max(objects, 1)
 
@@ -105,7 +109,9 @@ def slow_loss(logits, boxes, target):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_loss_against_loops_and_its_gradient_against_differences(seed):
     logits, boxes, target = made(seed)
-    assert layer_loss(logits, boxes, target).item() == pytest.approx(slow_loss(logits, boxes, target), rel=1e-5)
+    assert layer_loss(logits, boxes, target).item() == pytest.approx(
+        slow_loss(logits, boxes, target), rel=1e-5
+    )
     logits.requires_grad_()
     wanted = torch.zeros_like(logits)
     wanted[0, 0, 1] = 1
@@ -149,7 +155,9 @@ def test_queries_start_at_their_anchors_and_say_nothing():
 def test_it_learns_where_one_box_is():
     torch.manual_seed(0)
     model, images = tiny(), torch.full((4, 3, 32, 48), -1.0)
-    target = torch.tensor([[[1.0, 0.2, 0.3, 0.2, 0.3]], [[2.0, 0.7, 0.6, 0.2, 0.3]]]).repeat(2, 1, 1)
+    target = torch.tensor([[[1.0, 0.2, 0.3, 0.2, 0.3]], [[2.0, 0.7, 0.6, 0.2, 0.3]]]).repeat(
+        2, 1, 1
+    )
     for i, (_, x, y, w, h) in enumerate(target[:, 0].tolist()):
         box = corners(torch.tensor([x, y, w, h])) * torch.tensor([48, 32, 48, 32])
         left, top, right, bottom = box.round().int().tolist()
@@ -166,7 +174,9 @@ def test_it_learns_where_one_box_is():
     found = model(images)
     best = found.logits.amax(-1).argmax(-1)
     assert found.logits[torch.arange(4), best].argmax(-1).tolist() == [1, 2, 1, 2]
-    overlap = generalized_iou(corners(found.boxes[torch.arange(4), best]), corners(target[:, 0, 1:]))
+    overlap = generalized_iou(
+        corners(found.boxes[torch.arange(4), best]), corners(target[:, 0, 1:])
+    )
     assert (overlap > 0.5).all(), overlap
 
 
@@ -185,7 +195,9 @@ def test_every_method_attaches_and_trains(name):
     chosen = [methods()[name](**ARGUMENTS.get(name, {}))]
     chosen += [dampen.DropKey(0.2)] if name in ("consistency", "r_drop") else []
     reg = dampen.regularize(model, chosen)
-    loss, _ = reg.loss(lambda: model(torch.randn(2, 3, 32, 48)), lambda found: set_loss(found, target))
+    loss, _ = reg.loss(
+        lambda: model(torch.randn(2, 3, 32, 48)), lambda found: set_loss(found, target)
+    )
     loss.backward()
     assert torch.isfinite(loss)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
@@ -203,7 +215,9 @@ def test_encoder_and_decoder_each_have_their_own_schedule():
     model = tiny(depth=3, decoder_depth=2)
     reg = dampen.regularize(model, [dampen.DropKey(rate=dampen.linear(0.3, 0.0))])
     model(torch.randn(2, 3, 32, 48))
-    rates = [line.split("rate=")[1].split(",")[0] for line in str(reg).splitlines() if "rate=" in line]
+    rates = [
+        line.split("rate=")[1].split(",")[0] for line in str(reg).splitlines() if "rate=" in line
+    ]
     assert rates == ["0.3", "0.15", "0", "0.3", "0"]
     assert "cross_attn" in str(reg)
     assert "self_attn" in str(reg)

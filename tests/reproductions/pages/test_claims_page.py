@@ -32,7 +32,13 @@ OPEN = "inconclusive (could detect 1.20 points)"
         ("no worse", -0.4, -0.1, None, "shown"),  # below 0, but by less than the margin
         ("no worse", -1.9, -0.6, None, "contradicted"),
         ("no worse", -0.6, 0.9, None, OPEN),
-        ("no worse", -0.9, -0.4, None, "inconclusive (below the reference, perhaps by less than the margin)"),
+        (
+            "no worse",
+            -0.9,
+            -0.4,
+            None,
+            "inconclusive (below the reference, perhaps by less than the margin)",
+        ),
         ("equal", -0.4, 0.4, None, "shown"),
         ("equal", 0.6, 1.4, None, "contradicted"),
         ("equal", -1.4, -0.6, None, "contradicted"),
@@ -79,19 +85,31 @@ def test_a_claim_on_what_a_record_does_not_hold_is_an_error():
 
 def test_what_a_table_says_is_not_what_was_put_into_its_mouth():
     """The kinds of Explicit Dropout's rows, against its own figures by hand."""
-    kinds = {(c.source.partition(",")[0], c.row): c.kind for c in CLAIMS if c.row and c.source.startswith("Table")}
-    v, av, ffn, q = (f"{a} + explicit ffn" for a in ("explicit v", "explicit av", "none", "arora q"))
+    kinds = {
+        (c.source.partition(",")[0], c.row): c.kind
+        for c in CLAIMS
+        if c.row and c.source.startswith("Table")
+    }
+    v, av, ffn, q = (
+        f"{a} + explicit ffn" for a in ("explicit v", "explicit av", "none", "arora q")
+    )
     assert [kinds["Table 1", row] for row in (v, av, ffn)] == ["better"] * 3
-    assert [kinds["Table 2", row] for row in (v, av, ffn, q)] == ["contrast"] * 4  # weaker on CIFAR-100
+    assert [kinds["Table 2", row] for row in (v, av, ffn, q)] == [
+        "contrast"
+    ] * 4  # weaker on CIFAR-100
     assert kinds["Table 3", ffn] == "contrast"  # 63.96 against 64.53
     assert [kinds["Table 3", row] for row in (v, av)] == ["no worse"] * 2
-    assert [kinds["Table 4", row] for row in (v, av, ffn, q)] == ["no worse"] * 4  # GTZAN ties, Arora gains
+    assert [kinds["Table 4", row] for row in (v, av, ffn, q)] == [
+        "no worse"
+    ] * 4  # GTZAN ties, Arora gains
     (structure,) = {c.kind for c in CLAIMS if "structure is not needed" in c.text}
     assert structure == "equal"
 
 
 def test_published_effects_are_those_of_the_figures():
-    rows = {(r["attention"], r["ffn"]): r for r in figures("explicit_dropout")["tables_1_to_4"]["rows"]}
+    rows = {
+        (r["attention"], r["ffn"]): r for r in figures("explicit_dropout")["tables_1_to_4"]["rows"]
+    }
     column = {table: column for table, column, *_ in TABLES}
     found = [c for c in CLAIMS if c.row == "arora q + explicit ffn"]
     assert len(found) == len(TABLES)
@@ -143,14 +161,19 @@ def test_limits_are_read_from_the_records():
     spoken = limits("explicit_dropout/results/spoken_digits-study.json.xz")
     assert spoken["weakest settings"].startswith("10 of 11 methods ran at the weakest setting")
     assert {"one split", "one tuning seed", "baseline not tuned", "ties"} <= spoken.keys()
-    assert "rate 0.3 against 0.05" in limits("explicit_dropout/results/table_1-study.json.xz")["confounded"]
+    assert (
+        "rate 0.3 against 0.05"
+        in limits("explicit_dropout/results/table_1-study.json.xz")["confounded"]
+    )
     assert {"3 seeds", "loss still falls"} <= limits("dropkey/results/detr.json").keys()
     assert "baseline underfits" in limits("finetuning/results/banking77.json.xz")
     assert "one split" not in limits("small_data/results/weight_decay_digits.json.xz")
 
 
 def test_failed_runs_are_those_near_guessing():
-    table = committed_report(claims.RECORDS / "always_skip_attention/results/depth_digits-study.json.xz").tables[0]
+    table = committed_report(
+        claims.RECORDS / "always_skip_attention/results/depth_digits-study.json.xz"
+    ).tables[0]
     names = ("12 layers", "12 layers, no attention skip", "12 layers, no feed-forward skip")
     by_hand = [sum(value < 20 for value in table.entry(name).values.values()) for name in names]
     assert [claims.failed(table, name) for name in names] == by_hand == [0, 4, 7]
@@ -160,7 +183,11 @@ def test_the_nll_finding_is_chosen_on_validation():
     """An own search over the record for the lambda with the lowest validation NLL."""
     curves = next(c for c in lambda_page.studies() if c.name == "lambda_cifar10")
     best = {}
-    for entry in (e for e in curves.table.entries if e.config.name in ("paper form", "exact", "implicit dropout")):
+    for entry in (
+        e
+        for e in curves.table.entries
+        if e.config.name in ("paper form", "exact", "implicit dropout")
+    ):
         values = [run.final.valid["nll"] for run in entry.setting.logged.values()]
         score = sum(values) / len(values), entry.metrics["nll"].mean
         best[entry.config.name] = min(best.get(entry.config.name, score), score)

@@ -14,7 +14,9 @@ def test_up_to_date(page):
 
 def test_the_bound_says_something():
     """Below what equal probabilities for ten classes score, above what was measured, and the identity holds."""
-    for found in (f for row in json.loads(consistency_bound.RECORD.read_text())["rows"].values() for f in row):
+    for found in (
+        f for row in json.loads(consistency_bound.RECORD.read_text())["rows"].values() for f in row
+    ):
         assert found["average"] < found["bound"] < 0.9
         assert found["average"] == pytest.approx(found["one_draw"] - found["disagreement"])
         assert 0 < found["disagreement_bound"] < found["disagreement"] < found["kl"]

@@ -16,7 +16,9 @@ from reproductions.pages import planned
 from reproductions.pages import planned_statistics as own
 from tests.studies.synthetic_runs import edit, write_trial
 
-pytestmark = pytest.mark.filterwarnings(r"ignore:.*(a rate above 0\.5|a width above 9) hurts:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:.*(a rate above 0\.5|a width above 9) hurts:UserWarning"
+)
 BY_SLUG = {question.slug: question for question in planned.QUESTIONS}
 
 
@@ -26,11 +28,26 @@ def ran(records, experiment, value, metric="accuracy", seeds=6, noise=0.01, deca
     folder = records / "runs" / f"{group}-{table}-study"
     folder.mkdir(parents=True)
     recipe = load_recipe(experiment)
-    recipe = replace(recipe, grid={k: v if recipe.report == "all" else v[:1] for k, v in recipe.grid.items()})
+    recipe = replace(
+        recipe, grid={k: v if recipe.report == "all" else v[:1] for k, v in recipe.grid.items()}
+    )
     plan = make_comparison(recipe, "study", seeds=range(seeds), check_names=False)
     if decay is not None:
-        rows = {"baseline": {"axes": [], "tried": 8, "trials": [], "chosen": {"train.weight_decay": decay}}}
-        plan.header["search"] = {"storage": "tuning", "settings": 8, "seeds": [1000], "metric": metric, "rows": rows}
+        rows = {
+            "baseline": {
+                "axes": [],
+                "tried": 8,
+                "trials": [],
+                "chosen": {"train.weight_decay": decay},
+            }
+        }
+        plan.header["search"] = {
+            "storage": "tuning",
+            "settings": 8,
+            "seeds": [1000],
+            "metric": metric,
+            "rows": rows,
+        }
     plan.save(folder)
     for row in plan.configs:
         for point in row.settings:
@@ -74,7 +91,9 @@ def test_every_experiment_of_the_campaign_has_a_page():
 def test_a_page_without_results_names_the_command_and_quotes_the_plan(slug, tmp_path):
     told = page(tmp_path, slug)
     assert "**Not run yet.**" in told
-    (command,) = [line for line in told.splitlines() if line.startswith("python -m reproductions.campaign")]
+    (command,) = [
+        line for line in told.splitlines() if line.startswith("python -m reproductions.campaign")
+    ]
     names = command.partition("--only ")[2].partition(" --data-dir")[0].split()
     assert tuple(names) == BY_SLUG[slug].experiments
     quoted = [line.removeprefix("> ") for line in told.splitlines() if line.startswith("> ")]
@@ -112,7 +131,9 @@ def test_trends(effect, told, tmp_path):
     values = {p: table.entry(f"hard masking, p {p}").values for p in ps}
     slopes = [0.1 * np.polyfit(ps, [values[p][str(seed)] for p in ps], 1)[0] for seed in range(6)]
     low, high = stats.t.interval(1 - 0.05 / 2, 5, statistics.fmean(slopes), stats.sem(slopes))
-    assert (found.mean, found.low, found.high) == pytest.approx((statistics.fmean(slopes), low, high))
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (statistics.fmean(slopes), low, high)
+    )
     assert told in page(tmp_path, "trends")
     assert planned.svg(planned.trend_picture(tables(tmp_path, "trends"))).startswith("<svg")
 
@@ -133,15 +154,24 @@ def test_shares_of_runs_that_train(tmp_path):
     ran(tmp_path, "always_skip_attention/skips", fails, seeds=6)
     (table,) = tables(tmp_path, "skips").values()
     shares = own.shares(table)
-    half, none = (shares[f"ViT, 12 layers, no {which} skip"] for which in ("attention", "feed-forward"))
+    half, none = (
+        shares[f"ViT, 12 layers, no {which} skip"] for which in ("attention", "feed-forward")
+    )
     assert (half.trained, half.n, none.trained, none.n) == (3, 6, 0, 6)
-    for found in (half, none, shares["CNN, 4 layers"]):  # Clopper and Pearson by the beta distribution
+    for found in (
+        half,
+        none,
+        shares["CNN, 4 layers"],
+    ):  # Clopper and Pearson by the beta distribution
         k, n = found.trained, found.n
         assert found.low == pytest.approx(stats.beta.ppf(0.025, k, n - k + 1) if k else 0.0)
         assert found.high == pytest.approx(stats.beta.ppf(0.975, k + 1, n - k) if k < n else 1.0)
     assert half.accuracy.mean == pytest.approx(60, abs=3)
     told = page(tmp_path, "skips")
-    assert "At 12 layers 6 of 6 runs train with all skips, 3 of 6 without the attention's, 0 of 6" in told
+    assert (
+        "At 12 layers 6 of 6 runs train with all skips, 3 of 6 without the attention's, 0 of 6"
+        in told
+    )
     assert "| ViT, 12 layers, no feed-forward skip | 0 of 6 | 0 to 46 % | none |" in told
     assert planned.svg(planned.share_picture(tables(tmp_path, "skips"))).startswith("<svg")
 
@@ -163,7 +193,11 @@ def test_which_skip_matters_more(attention, feed_forward, told, tmp_path):
 
 
 def test_networks_are_judged_within_their_depth(tmp_path):
-    ran(tmp_path, "always_skip_attention/skips", lambda name, grid, seed: 0.5 if ", no " in name else 0.8)
+    ran(
+        tmp_path,
+        "always_skip_attention/skips",
+        lambda name, grid, seed: 0.5 if ", no " in name else 0.8,
+    )
     (table,) = tables(tmp_path, "skips").values()
     found = own.judged_by_depth(table)
     assert set(found) == {e.name for e in table.entries if ", no " in e.name}
@@ -177,7 +211,11 @@ def test_networks_are_judged_within_their_depth(tmp_path):
 
 @pytest.mark.parametrize(
     ("effect", "told"),
-    [(0.2, "Dropout hurts in a single epoch, as published"), (-0.2, "against the published"), (0.0, "single epoch")],
+    [
+        (0.2, "Dropout hurts in a single epoch, as published"),
+        (-0.2, "against the published"),
+        (0.0, "single epoch"),
+    ],
 )
 def test_language_over_epochs(effect, told, tmp_path):
     for epochs, decay in ((1, 0.1), (16, 3.0)):
@@ -232,23 +270,35 @@ def test_structures(tmp_path):
     told = page(tmp_path, "forms")
     assert "is better than a constant one, as published (+" in told
     assert "An increasing ratio is worse than a constant one, as published (-" in told
-    assert "Dropping blocks and dropping single keys are equal within 0.5 points, as published" in told
+    assert (
+        "Dropping blocks and dropping single keys are equal within 0.5 points, as published" in told
+    )
     assert "Dropping crosses is worse than dropping single keys" in told
     assert planned.svg(planned.compared(tables(tmp_path, "forms"))).startswith("<svg")
 
 
 def test_a_panel_names_winners_and_those_that_cannot_be_told_from_the_best(tmp_path):
     values = {"PatchDropout": 0.78, "DropKey": 0.78, "baseline, weight decay 0.05": 0.66}
-    ran(tmp_path, "small_data/noisy_digits", lambda n, g, s: values.get(n, 0.7) + s / 100, noise=0.002, decay=1.0)
+    ran(
+        tmp_path,
+        "small_data/noisy_digits",
+        lambda n, g, s: values.get(n, 0.7) + s / 100,
+        noise=0.002,
+        decay=1.0,
+    )
     told = page(tmp_path, "noisy_panel")
-    (gain,) = re.findall(r"Tuning the weight decay gains \+(\S+) \(.* points over the usual 0\.05\.", told)
+    (gain,) = re.findall(
+        r"Tuning the weight decay gains \+(\S+) \(.* points over the usual 0\.05\.", told
+    )
     assert float(gain) == pytest.approx(4, abs=0.3)
     winners = own.winners(next(iter(tables(tmp_path, "noisy_panel").values())))
     assert "DropKey (+" in winners
     assert "PatchDropout (+" in winners
     assert "of 8 methods tuned in the same way (6 seeds, Holm)" in winners
     leaders = own.leaders(next(iter(tables(tmp_path, "noisy_panel").values())))
-    assert sorted(w for w in ("PatchDropout", "DropKey", "baseline", "hard masking") if w in leaders) == [
+    assert sorted(
+        w for w in ("PatchDropout", "DropKey", "baseline", "hard masking") if w in leaders
+    ) == [
         "DropKey",
         "PatchDropout",
     ]
@@ -273,7 +323,9 @@ def test_coefficients_are_described_and_not_judged(tmp_path):
     assert found["Arora value"] == 0.01
     assert set(found) == {e.config.name for e in table.entries if e.config.name != "baseline"}
     assert "have no verdicts" in page(tmp_path, "coefficients")
-    assert planned.svg(planned.coefficient_picture(tables(tmp_path, "coefficients"))).startswith("<svg")
+    assert planned.svg(planned.coefficient_picture(tables(tmp_path, "coefficients"))).startswith(
+        "<svg"
+    )
 
 
 def test_all_files_of_the_pages(tmp_path):

@@ -30,7 +30,9 @@ def test_the_pages_are_up_to_date():
     assert tables.main(["--check"]) == 0, "run `python -m reproductions.pages.tables`"
     assert real_data.main(["--check"]) == 0, "run `python -m reproductions.pages.real_data`"
     assert costs_page.main(["--check"]) == 0, "run `python -m benchmarks.costs_page`"
-    assert detection_page.main(["--check"]) == 0, "run `python -m reproductions.pages.detection_page`"
+    assert detection_page.main(["--check"]) == 0, (
+        "run `python -m reproductions.pages.detection_page`"
+    )
     assert questions.main(["--check"]) == 0, "run `python -m reproductions.pages.questions`"
     assert regimes.main(["--check"]) == 0, "run `python -m reproductions.pages.regimes`"
     assert lambda_page.main(["--check"]) == 0, "run `python -m reproductions.pages.lambda_page`"
@@ -95,7 +97,9 @@ def test_the_regime_is_that_of_plain_training(tmp_path):
     assert regimes.losses([e for e in memorized if e.config.methods]) is None  # no plain row
 
 
-@pytest.mark.parametrize("config", [{"train": {"label_smoothing": 0.1}}, {"data": {"noise": 0.3}}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"train": {"label_smoothing": 0.1}}, {"data": {"noise": 0.3}}], ids=str
+)
 def test_losses_on_other_labels_tell_no_regime(config, tmp_path):
     assert regimes.losses(studied(tmp_path / "a", 1.6, 2.0, **config)) is None
 
@@ -113,17 +117,26 @@ def test_studies_are_counted_by_their_regime():
 
 def test_studies_on_the_same_examples_share_a_split():
     split = {c.record: c.split for c in regimes.cases()}
-    assert split["small_data/results/demo.json.xz"] == split["attentiondrop/results/digits-study.json.xz"]
     assert (
-        split["small_data/results/demo.json.xz"] != split["small_data/results/weight_decay_digits.json.xz"]
+        split["small_data/results/demo.json.xz"]
+        == split["attentiondrop/results/digits-study.json.xz"]
+    )
+    assert (
+        split["small_data/results/demo.json.xz"]
+        != split["small_data/results/weight_decay_digits.json.xz"]
     )  # drawn with the seed
 
 
 def test_all_rows_of_a_page_are_one_family():
     records = [c.record for c in regimes.cases()]
     together = [c for rows in which_method.judged(records).values() for _, c in rows]
-    alone = [c for record in records for rows in which_method.judged([record]).values() for _, c in rows]
-    assert sum(c.corrected > one.corrected for c, one in zip(together, alone, strict=True)) > len(alone) / 2
+    alone = [
+        c for record in records for rows in which_method.judged([record]).values() for _, c in rows
+    ]
+    assert (
+        sum(c.corrected > one.corrected for c, one in zip(together, alone, strict=True))
+        > len(alone) / 2
+    )
     assert all(c.corrected >= one.corrected for c, one in zip(together, alone, strict=True))
 
 

@@ -14,10 +14,24 @@ from typer.testing import CliRunner
 import benchmarks.formulations  # noqa: F401  (registers what is timed beside our methods)
 import dampen
 from benchmarks import published
-from benchmarks.alternatives import ALTERNATIVES, TimmAttention, TorchAttention, replace_attention, wrapped
+from benchmarks.alternatives import (
+    ALTERNATIVES,
+    TimmAttention,
+    TorchAttention,
+    replace_attention,
+    wrapped,
+)
 from dampen.cli import build
 from dampen.registry import methods
-from dampen.studies.bench import NOISY, Options, bench, find_variants, make_subject, peak_memory, timing
+from dampen.studies.bench import (
+    NOISY,
+    Options,
+    bench,
+    find_variants,
+    make_subject,
+    peak_memory,
+    timing,
+)
 from dampen.studies.bench.output import remarks, save_chart
 from dampen.studies.bench.rows import PRESETS, targets_of
 from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
@@ -76,12 +90,18 @@ def test_pairing_cancels_a_drifting_machine():
 def test_the_best_reference_counts():
     machine = Machine({"fused": 2.0, "unfused": 1.0, "other": 3.0})
     found = compare(machine.variants(), ("fused", "unfused"), rounds=5, clock=machine.clock)
-    assert {name: r.median for name, r in found.items()} == {"fused": 2.0, "unfused": 1.0, "other": 3.0}
+    assert {name: r.median for name, r in found.items()} == {
+        "fused": 2.0,
+        "unfused": 1.0,
+        "other": 3.0,
+    }
 
 
 def test_two_variants_are_compared_round_by_round_whatever_the_machine_does_between():
     machine = Machine({"plain": 1.0, "ours": 1.2, "theirs": 2.4}, drift=lambda now: 1 + now / 50)
-    timings = timing.time_rounds(machine.variants(), "plain", rounds=21, every=1, clock=machine.clock)
+    timings = timing.time_rounds(
+        machine.variants(), "plain", rounds=21, every=1, clock=machine.clock
+    )
     assert timings.between("ours", "theirs").median == pytest.approx(0.5, rel=0.02)
     assert timings.between("theirs", "plain").median == timings.ratios()["theirs"].median
 
@@ -94,16 +114,31 @@ def test_a_long_round_times_the_reference_among_every_few_variants():
     assert [found[f"v{i}"].median for i in range(10)] == pytest.approx([1.0 + i for i in range(10)])
     assert found["v3"].rounds == 7
     # between two references there are never more than two groups' variants, here 3 + 3
-    gaps = [len(part) for part in "".join("p" if c == "plain" else "v" for c in machine.calls[11:]).split("p")]
+    gaps = [
+        len(part)
+        for part in "".join("p" if c == "plain" else "v" for c in machine.calls[11:]).split("p")
+    ]
     assert max(gaps) <= 6
 
 
 def test_rounds_end_when_all_intervals_are_narrow():
     machine = Machine({"plain": 1.0, "other": 1.1})
-    assert compare(machine.variants(), "plain", rounds=50, enough=0.03, clock=machine.clock)["other"].rounds == 20
-    assert compare(machine.variants(), "plain", rounds=50, clock=machine.clock)["other"].rounds == 50
+    assert (
+        compare(machine.variants(), "plain", rounds=50, enough=0.03, clock=machine.clock)[
+            "other"
+        ].rounds
+        == 20
+    )
+    assert (
+        compare(machine.variants(), "plain", rounds=50, clock=machine.clock)["other"].rounds == 50
+    )
     noisy = Machine({"plain": 1.0, "other": 1.1}, drift=lambda now: 1 + (now * 7.3 % 1))
-    assert compare(noisy.variants(), "plain", rounds=30, enough=0.03, clock=noisy.clock)["other"].rounds == 30
+    assert (
+        compare(noisy.variants(), "plain", rounds=30, enough=0.03, clock=noisy.clock)[
+            "other"
+        ].rounds
+        == 30
+    )
 
 
 def test_rounds_go_to_the_variants_of_which_least_is_known():
@@ -112,9 +147,15 @@ def test_rounds_go_to_the_variants_of_which_least_is_known():
     steady = machine.run
     machine.run = lambda name: (
         steady(name)
-        or setattr(machine, "now", machine.now + (0.5 * (next(restless) % 2) if name == "restless" else 0.0))
+        or setattr(
+            machine,
+            "now",
+            machine.now + (0.5 * (next(restless) % 2) if name == "restless" else 0.0),
+        )
     )
-    found = compare(machine.variants(), "plain", rounds=30, enough=0.03, sure=7, clock=machine.clock)
+    found = compare(
+        machine.variants(), "plain", rounds=30, enough=0.03, sure=7, clock=machine.clock
+    )
     assert (found["steady"].rounds, found["restless"].rounds) == (7, 30)
     assert found["steady"].median == pytest.approx(1.1)
 
@@ -122,22 +163,37 @@ def test_rounds_go_to_the_variants_of_which_least_is_known():
 def test_a_reference_that_is_surely_slower_becomes_a_variant():
     """Timed in every group of the first five rounds, then once in a round."""
     machine = Machine({"fused": 1.0, "unfused": 2.0, "other": 3.0, "more": 4.0})
-    found = compare(machine.variants(), ("unfused", "fused"), rounds=20, every=1, clock=machine.clock)
+    found = compare(
+        machine.variants(), ("unfused", "fused"), rounds=20, every=1, clock=machine.clock
+    )
     assert (found["unfused"].rounds, found["fused"].rounds, found["other"].rounds) == (25, 55, 20)
     del found["more"]
-    assert {name: r.median for name, r in found.items()} == {"fused": 1.0, "unfused": 2.0, "other": 3.0}
+    assert {name: r.median for name, r in found.items()} == {
+        "fused": 1.0,
+        "unfused": 2.0,
+        "other": 3.0,
+    }
 
 
 def test_time_limit_and_least_rounds():
     machine = Machine({"plain": 1.0, "other": 1.1}, drift=lambda now: 1 + (now * 7.3 % 1))
-    assert compare(machine.variants(), "plain", rounds=50, seconds=0.0, clock=machine.clock)["other"].rounds == 5
-    found = compare(machine.variants(), "plain", rounds=50, seconds=0.0, least=2, clock=machine.clock)
+    assert (
+        compare(machine.variants(), "plain", rounds=50, seconds=0.0, clock=machine.clock)[
+            "other"
+        ].rounds
+        == 5
+    )
+    found = compare(
+        machine.variants(), "plain", rounds=50, seconds=0.0, least=2, clock=machine.clock
+    )
     assert found["other"].rounds == 2
 
 
 def test_progress_is_told():
     machine, told = Machine({"plain": 1.0}), []
-    compare(machine.variants(), "plain", rounds=3, least=3, clock=machine.clock, progress=told.append)
+    compare(
+        machine.variants(), "plain", rounds=3, least=3, clock=machine.clock, progress=told.append
+    )
     assert told == [1, 2, 3]
 
 
@@ -177,7 +233,9 @@ def test_peak_memory_sees_the_backward_pass():
     x = torch.ones(1000, 1000, requires_grad=True)
 
     def run():
-        torch.autograd.grad(x.exp().sum(), x)  # keeps exp(x), then makes the gradient of the sum, expanded, times it
+        torch.autograd.grad(
+            x.exp().sum(), x
+        )  # keeps exp(x), then makes the gradient of the sum, expanded, times it
 
     assert peak_memory(run) == pytest.approx(8_000_000, rel=0.01)
 
@@ -189,8 +247,15 @@ def test_every_method_has_a_row_under_its_registry_name():
     names = [v.name for v in find_variants()]
     assert len(names) == len(set(names))
     assert set(methods()) <= set(names)
-    special = {"drop_key": ("column", "block", "cross"), "explicit_dropout": ("all terms", "exact", "all terms, exact")}
-    special |= {"token_graying": ("svd",), "consistency": ("upper half",), "hard_masking": ("zero",)}
+    special = {
+        "drop_key": ("column", "block", "cross"),
+        "explicit_dropout": ("all terms", "exact", "all terms, exact"),
+    }
+    special |= {
+        "token_graying": ("svd",),
+        "consistency": ("upper half",),
+        "hard_masking": ("zero",),
+    }
     assert {f"{method} {what}" for method, kinds in special.items() for what in kinds} <= set(names)
 
 
@@ -204,7 +269,9 @@ def test_variants_can_be_written_out():
 
 
 def test_a_two_pass_method_on_the_upper_half_runs_the_lower_half_once():
-    subject = make_subject("vit(image_size=8, patch_size=4, width=16, depth=4, heads=2, mlp=16)", batch=2)
+    subject = make_subject(
+        "vit(image_size=8, patch_size=4, width=16, depth=4, heads=2, mlp=16)", batch=2
+    )
     ran = []
 
     class Counted(nn.GELU):
@@ -237,7 +304,9 @@ def test_copies_share_their_weights_and_change_nothing():
     torch.testing.assert_close(subject.model.state_dict(), before)
 
 
-@pytest.mark.parametrize("model", ["encoder", "language", "timm/vit_tiny_patch16_224(img_size=32, depth=1)"])
+@pytest.mark.parametrize(
+    "model", ["encoder", "language", "timm/vit_tiny_patch16_224(img_size=32, depth=1)"]
+)
 def test_other_models_get_a_batch_that_fits(model):
     subject = make_subject(model, batch=2)
     plain_step(subject)()
@@ -264,7 +333,12 @@ class attention_seen:
 
 @pytest.mark.parametrize(
     ("model", "problem"),
-    [("mae", "can be benched"), ("vit(depht=2)", "depth"), ("vit(depth=", "cannot read"), ("timm/vit_tinny", "timm")],
+    [
+        ("mae", "can be benched"),
+        ("vit(depht=2)", "depth"),
+        ("vit(depth=", "cannot read"),
+        ("timm/vit_tinny", "timm"),
+    ],
 )
 def test_models_that_cannot_be_built_are_config_errors(model, problem):
     with pytest.raises(ConfigError, match=problem):
@@ -286,8 +360,16 @@ def test_unfused_attention_is_attention(qkv):
     mask = torch.rand(2, 1, 10, 10) > 0.3
     mask[..., 0] = True
     bias = torch.randn(10, 10, dtype=torch.float64)
-    for kwargs in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": bias}, {"scale": 0.7}):
-        torch.testing.assert_close(plain(q, k, v, **kwargs), F.scaled_dot_product_attention(q, k, v, **kwargs))
+    for kwargs in (
+        {},
+        {"is_causal": True},
+        {"attn_mask": mask},
+        {"attn_mask": bias},
+        {"scale": 0.7},
+    ):
+        torch.testing.assert_close(
+            plain(q, k, v, **kwargs), F.scaled_dot_product_attention(q, k, v, **kwargs)
+        )
     grouped = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
     torch.testing.assert_close(plain(q, k[:, :2], v[:, :2], enable_gqa=True), grouped)
 
@@ -319,13 +401,19 @@ def test_published_hard_masking_and_blur_are_the_reference(qkv):
     torch.manual_seed(1)
     torch.testing.assert_close(ours, reference_stochastic.hard_masking(s, v, 0.5, 2))
     blurred = reference_stochastic.blurred_attention(s, v, sigma=1.0, width=5)
-    torch.testing.assert_close(published.blurred_attention(5, 1.0)(q, k, v), blurred, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        published.blurred_attention(5, 1.0)(q, k, v), blurred, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_published_traces_equal_explicit_dropout():
     """The trace form is the norm form of ours, up to biases (zero here), the number of heads and the reduction."""
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16).double().train()
+    model = (
+        dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
+        .double()
+        .train()
+    )
     x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
     for terms, weights in (("v", {"value": 1.0}), ("q", {"query": 1.0, "heads": "concat"})):
         subject = nn.ModuleList([model]).requires_grad_(True)[0]
@@ -334,7 +422,9 @@ def test_published_traces_equal_explicit_dropout():
         theirs = collect()
         for module in published.fused_attentions(subject).values():
             module._forward_hooks.clear()
-        reg = dampen.regularize(subject, dampen.ExplicitDropout(**weights, rate=0.2, reduction="sum"))
+        reg = dampen.regularize(
+            subject, dampen.ExplicitDropout(**weights, rate=0.2, reduction="sum")
+        )
         subject(x)
         torch.testing.assert_close(theirs, reg.penalty())
         reg.remove()
@@ -345,13 +435,19 @@ def test_published_graying_is_the_reference():
 
     images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
     grayed = published.gray_svd(images, (4, 4), eps=0.7)
-    torch.testing.assert_close(patchify(grayed, 4), reference_skip.gray_svd(patchify(images, 4), 0.7))
+    torch.testing.assert_close(
+        patchify(grayed, 4), reference_skip.gray_svd(patchify(images, 4), 0.7)
+    )
 
 
 def test_two_passes_cost_a_symmetric_divergence():
     first, second = torch.randn(2, 5, 4).unbind(0)
-    there, back = (reference_stochastic.divergence(a, b) for a, b in ((first, second), (second, first)))
-    assert published._symmetric_divergence(first, second).item() == pytest.approx(0.5 * (there + back), rel=1e-5)
+    there, back = (
+        reference_stochastic.divergence(a, b) for a, b in ((first, second), (second, first))
+    )
+    assert published._symmetric_divergence(first, second).item() == pytest.approx(
+        0.5 * (there + back), rel=1e-5
+    )
 
 
 def test_what_one_would_pick_instead_computes_the_same_without_dropout():
@@ -381,7 +477,9 @@ def test_what_one_would_write_instead_is_random(name, monkeypatch):
 
 
 def test_what_has_no_such_modules_is_not_wrapped():
-    with pytest.raises(ValueError, match="written for modules with fc3, which this model does not have"):
+    with pytest.raises(
+        ValueError, match="written for modules with fc3, which this model does not have"
+    ):
         wrapped(("fc3",), lambda m: m)(make_subject(TINY, batch=1))
 
 
@@ -422,7 +520,11 @@ def record():
 @pytest.mark.slow
 def test_a_record_has_every_method_with_its_statistics(record):
     assert set(methods()) <= set(record["ratios"])
-    for entry in [*record["ratios"].values(), *record["papers"].values(), *record["alternatives"].values()]:
+    for entry in [
+        *record["ratios"].values(),
+        *record["papers"].values(),
+        *record["alternatives"].values(),
+    ]:
         assert entry["low"] <= entry["median"] <= entry["high"]
         assert entry["rounds"] == 2
         assert entry["seconds"] > 0
@@ -431,9 +533,17 @@ def test_a_record_has_every_method_with_its_statistics(record):
     best = record["plain"][record["plain"]["best"]]
     assert (best["low"], best["median"], best["high"]) == (1.0, 1.0, 1.0)
     assert record["memory"][record["plain"]["best"]]["ratio"] == 1.0
-    assert set(record["memory"]) == {*record["ratios"], *record["papers"], *record["alternatives"], FUSED, UNFUSED}
+    assert set(record["memory"]) == {
+        *record["ratios"],
+        *record["papers"],
+        *record["alternatives"],
+        FUSED,
+        UNFUSED,
+    }
     assert {p["ours"] for p in record["papers"].values()} <= set(record["ratios"])
-    assert set(record["skipped"]) == {"blurred_attention grid"}  # 8 x 8 patches, this model has 4 x 4
+    assert set(record["skipped"]) == {
+        "blurred_attention grid"
+    }  # 8 x 8 patches, this model has 4 x 4
     assert record["targets"] == {}  # which are for DESIGN's model alone
     assert {"cpu", "threads", "torch", "date"} <= set(record["machine"])
     assert "--rounds 2" in record["command"]
@@ -478,7 +588,10 @@ def test_a_record_becomes_a_page_alone_and_beside_runs(record, tmp_path):
     write_study(tmp_path / "runs")
     report = make_report([tmp_path / "runs", tmp_path / "bench.json"])
     assert '<h2 id="b1-title">Cost of each method</h2>' in report.render()
-    assert f"| drop\\_key block | dampen | {record['ratios']['drop_key block']['median']:.3f}x |" in report.render("md")
+    assert (
+        f"| drop\\_key block | dampen | {record['ratios']['drop_key block']['median']:.3f}x |"
+        in report.render("md")
+    )
 
 
 def test_noise_is_said():
@@ -530,7 +643,9 @@ def test_series_end_with_a_reason(monkeypatch):
     reasons = _too_much(found, {"gone": "before"}, 256, left=100.0)
     assert set(reasons) == {"slow"}  # square takes 4 GiB, just half of what is free
     assert "40.0 s per call" in reasons["slow"]
-    assert len(_too_much(found, {"gone": "before"}, 256, left=11.0)) == 2  # plain and one of the quick ones stay
+    assert (
+        len(_too_much(found, {"gone": "before"}, 256, left=11.0)) == 2
+    )  # plain and one of the quick ones stay
     monkeypatch.setattr(scaling, "available_memory", lambda: 7 * 2**30)
     reasons = _too_much(found, {"gone": "before"}, 256, left=1e9)
     assert set(reasons) == {"square"}
@@ -555,10 +670,14 @@ def test_steps_over_the_batch():
 
 def test_a_row_that_cannot_run_at_a_length_is_left_out_there_and_nothing_is_lost():
     options = Options(model=TINY, seconds=60.0)
-    found = scale_attention(find_variants("blurred_attention"), options, lambda *a: None, lengths=(64, 100))
+    found = scale_attention(
+        find_variants("blurred_attention"), options, lambda *a: None, lengths=(64, 100)
+    )
     assert [p["n"] for p in found["points"] if p["row"] == "blurred_attention"] == [64, 100]
     assert [p["n"] for p in found["points"] if p["row"] == "blurred_attention grid"] == [64]
-    assert found["stopped"]["blurred_attention grid"].startswith("left out: n = 100 (grid (8, 8) has 64 patches")
+    assert found["stopped"]["blurred_attention grid"].startswith(
+        "left out: n = 100 (grid (8, 8) has 64 patches"
+    )
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -566,12 +685,28 @@ def test_a_row_that_cannot_run_at_a_length_is_left_out_there_and_nothing_is_lost
 
 def test_command_prints_a_table_and_writes_the_record(tmp_path):
     path = tmp_path / "bench.json"
-    arguments = ["bench", "--model", TINY, "--batch", "2", "--rounds", "1", "--methods", "drop_path, drop_key"]
+    arguments = [
+        "bench",
+        "--model",
+        TINY,
+        "--batch",
+        "2",
+        "--rounds",
+        "1",
+        "--methods",
+        "drop_path, drop_key",
+    ]
     done = CliRunner().invoke(build("bench"), [*arguments, "-o", str(path)])
     assert done.exit_code == 0, done.output
     assert "drop_key cross" in done.output
     found = json.loads(path.read_text())
-    assert set(found["ratios"]) == {"drop_path", "drop_key", "drop_key column", "drop_key block", "drop_key cross"}
+    assert set(found["ratios"]) == {
+        "drop_path",
+        "drop_key",
+        "drop_key column",
+        "drop_key block",
+        "drop_key cross",
+    }
     assert list(found["papers"]) == ["DropKey, algorithm 1"]
     assert statistics.median([found["ratios"]["drop_key"]["median"]]) > 0
     assert found["papers"]["DropKey, algorithm 1"]["ours_over_it"]["median"] > 0
@@ -603,7 +738,9 @@ def test_sizes_bring_rows_targets_and_their_own_command():
     assert "hard_masking" not in targets_of("long", native=False)  # it has none by torch alone
     rows = {v.name for v in find_variants(options.methods)}
     assert set(targets_of("tiny", native=True)) <= rows
-    assert set(targets_of("mid", native=True)) <= {v.name for v in find_variants(PRESETS["mid"].methods)}
+    assert set(targets_of("mid", native=True)) <= {
+        v.name for v in find_variants(PRESETS["mid"].methods)
+    }
     with pytest.raises(ConfigError, match="tiny, small, mid, long"):
         Options.preset("huge")
 
@@ -617,7 +754,9 @@ def test_attention_alone_is_compared_with_its_targets(monkeypatch):
 
 
 def test_a_size_ends_in_its_time_with_five_rounds_of_what_is_usual_or_has_a_target():
-    record = bench(Options.preset("tiny", methods="drop_key, drop_path(rate=0.1)", rounds=1000, seconds=0.0))
+    record = bench(
+        Options.preset("tiny", methods="drop_key, drop_path(rate=0.1)", rounds=1000, seconds=0.0)
+    )
     assert set(record["ratios"]) == {"drop_key", "drop_path(rate=0.1)"}
     assert {entry["rounds"] for entry in record["ratios"].values()} == {5}
     assert record["papers"] == record["memory"] == {}

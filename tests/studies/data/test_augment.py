@@ -11,7 +11,16 @@ from dampen.studies.data.arrays import ArraySplit
 from dampen.studies.data.images import image_dataset
 from dampen.studies.doctor import _torchvision
 
-IMAGE = ["crop", "flip", "vertical_flip", "randaugment", "autoaugment", "trivialaugment", "mixup", "cutmix"]
+IMAGE = [
+    "crop",
+    "flip",
+    "vertical_flip",
+    "randaugment",
+    "autoaugment",
+    "trivialaugment",
+    "mixup",
+    "cutmix",
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +44,9 @@ def spoken():
 
 
 def pixels(dataset, x):
-    mean, std = (v.view(1, -1, 1, 1) for v in (dataset.normalization.mean, dataset.normalization.std))
+    mean, std = (
+        v.view(1, -1, 1, 1) for v in (dataset.normalization.mean, dataset.normalization.std)
+    )
     return (x * std + mean) * 255
 
 
@@ -47,7 +58,12 @@ def test_crop_is_a_shift_with_black(images):
     padded = torch.nn.functional.pad(before, [4] * 4)
     offsets = set()
     for one, wide in zip(after, padded, strict=True):
-        hits = [(r, c) for r in range(9) for c in range(9) if torch.equal(wide[:, r : r + 32, c : c + 32], one)]
+        hits = [
+            (r, c)
+            for r in range(9)
+            for c in range(9)
+            if torch.equal(wide[:, r : r + 32, c : c + 32], one)
+        ]
         assert len(hits) == 1
         offsets |= set(hits)
     assert len(offsets) > 20  # each image has its own place
@@ -114,7 +130,9 @@ def test_mixup_mixes_images_and_targets_alike(images):
             torch.testing.assert_close(mixed[i], x[i])
             continue
         weight, j = weights[0]
-        torch.testing.assert_close(target[i], weight * own[i] + (1 - weight) * own[j], atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            target[i], weight * own[i] + (1 - weight) * own[j], atol=1e-3, rtol=0
+        )
 
 
 def test_cutmix_weights_targets_by_area(images):
@@ -126,7 +144,9 @@ def test_cutmix_weights_targets_by_area(images):
         x, mixed = batch["inputs"][0], after["inputs"][0]
         changed = (x != mixed).any(dim=1)  # (B, 32, 32)
         moved = changed.any(dim=2).any(dim=1)
-        area = changed[moved].float().mean(dim=(1, 2)).median()  # random pixels hardly ever agree by chance
+        area = (
+            changed[moved].float().mean(dim=(1, 2)).median()
+        )  # random pixels hardly ever agree by chance
         own = torch.nn.functional.one_hot(batch["target"], 10).float()
         kept = (after["target"] * own).sum(dim=1)
         others = kept[(after["target"] > 0).sum(dim=1) == 2]
@@ -226,13 +246,20 @@ def bare(monkeypatch):
     """As after `pip install dampen[studies]`: neither torchvision nor faster-coco-eval."""
     found = importlib.util.find_spec
     absent = ("torchvision", "faster_coco_eval")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else found(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name in absent else found(name, *more),
+    )
 
 
 @pytest.mark.parametrize("name", ["crop", "randaugment", "autoaugment", "trivialaugment", "cutmix"])
 def test_a_missing_torchvision_is_told_before_anything_runs(images, bare, name):
     (problem,) = check_data({"name": "digits", "augment": [{"name": name}]}, "data.")
-    assert f"{name!r} needs torchvision, not installed here; run: pip install 'dampen[augment]'" in problem
+    assert (
+        f"{name!r} needs torchvision, not installed here; run: pip install 'dampen[augment]'"
+        in problem
+    )
     with pytest.raises(ValueError, match=r"needs torchvision.*dampen\[augment\]"):
         augment(name, images)
     assert not check_data({"name": "digits", "augment": ["flip", "mixup"]}, "data.")

@@ -11,7 +11,10 @@ def test_quotes_that_do_not_pair_are_letters(tmp_path):
     """As in GLUE's MRPC: a row that begins with a quote and never closes it would swallow the rows after it."""
     file = tmp_path / "train.tsv"
     file.write_text('label\ttext\n1\t"we won , he said .\n0\tno " here\n1\ta "b" c\n')
-    assert read_table(file) == {"label": ["1", "0", "1"], "text": ['"we won , he said .', 'no " here', 'a "b" c']}
+    assert read_table(file) == {
+        "label": ["1", "0", "1"],
+        "text": ['"we won , he said .', 'no " here', 'a "b" c'],
+    }
 
 
 def test_quotes_that_hold_a_tab_or_a_line_stay_quotes(tmp_path):
@@ -23,7 +26,9 @@ def test_quotes_that_hold_a_tab_or_a_line_stay_quotes(tmp_path):
 def test_uneven_rows_are_refused_with_their_number(tmp_path):
     file = tmp_path / "train.tsv"
     file.write_text("label\ttext\n1\ta\n0\n")
-    with pytest.raises(DamagedData, match=r"row 2 does not have the columns of the first.*see 'text'"):
+    with pytest.raises(
+        DamagedData, match=r"row 2 does not have the columns of the first.*see 'text'"
+    ):
         read_table(file)
 
 
@@ -37,6 +42,12 @@ def test_uneven_rows_are_refused_with_their_number(tmp_path):
 def test_too_few_rows_for_three_parts_are_refused(rows, told):
     from dampen.studies.data.splits import split_rows
 
-    cuts = {"seed": 0, "train_fraction": 0.7, "limit": None, "test_fraction": 0.25, "test_limit": None}
+    cuts = {
+        "seed": 0,
+        "train_fraction": 0.7,
+        "limit": None,
+        "test_fraction": 0.25,
+        "test_limit": None,
+    }
     with pytest.raises(DamagedData, match=told):
         split_rows({"train": torch.arange(rows)}, **cuts)

@@ -13,7 +13,15 @@ from typer.testing import CliRunner
 
 from dampen.cli import build
 from dampen.diagnostics import gradient_variance, measure_calibration
-from dampen.studies.diagnose import SECTIONS, Settings, Trained, diagnose, find_trials, from_model, from_run
+from dampen.studies.diagnose import (
+    SECTIONS,
+    Settings,
+    Trained,
+    diagnose,
+    find_trials,
+    from_model,
+    from_run,
+)
 from dampen.studies.diagnose.output import keep, kept
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.report.diagnosis import measured_figures
@@ -24,14 +32,23 @@ from dampen.studies.trainer.models import make_model
 from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.train import run_trial
 
-QUICK = Settings(examples=200, attack_examples=40, eps=(2.0, 8.0), steps=3, gradient_batches=3, samples=4)
+QUICK = Settings(
+    examples=200, attack_examples=40, eps=(2.0, 8.0), steps=3, gradient_batches=3, samples=4
+)
 
 
 def trial(methods=(), seed=0):
     return Run.from_dict(
         {
             "data": {"name": "digits", "limit": 400},
-            "model": {"name": "vit", "patch_size": 2, "width": 16, "depth": 2, "heads": 2, "mlp": 16},
+            "model": {
+                "name": "vit",
+                "patch_size": 2,
+                "width": 16,
+                "depth": 2,
+                "heads": 2,
+                "mlp": 16,
+            },
             "methods": list(methods),
             "train": {"epochs": 2, "batch_size": 32, "lr": 3e-3},
             "seed": seed,
@@ -43,7 +60,11 @@ def trial(methods=(), seed=0):
 def runs(tmp_path_factory):
     """Two finished trials: plain, and one whose methods act in training and in eval."""
     root = tmp_path_factory.mktemp("runs")
-    methods = ["token_graying", {"name": "drop_key", "rate": 0.3}, {"name": "explicit_dropout", "value": 0.05}]
+    methods = [
+        "token_graying",
+        {"name": "drop_key", "rate": 0.3},
+        {"name": "explicit_dropout", "value": 0.05},
+    ]
     for one in (trial(), trial(methods)):
         run_trial(one, root / one.id, Execution(threads=1, accelerator="cpu"))
     return root
@@ -72,7 +93,9 @@ def test_every_section_is_measured(result):
 def test_the_rebuilt_model_is_the_one_that_was_tested(runs, plain):
     for folder in find_trials(runs):
         recorded = RunStore(folder).final()["test"]
-        found = diagnose(from_run(folder), Settings(examples=10**6), only=["calibration"])["calibration"]
+        found = diagnose(from_run(folder), Settings(examples=10**6), only=["calibration"])[
+            "calibration"
+        ]
         assert found["accuracy"] == pytest.approx(recorded["accuracy"])
         assert found["nll"] == pytest.approx(recorded["nll"], rel=1e-5)
         assert found["ece"] == pytest.approx(recorded["ece"], rel=1e-4)
@@ -89,7 +112,12 @@ def test_calibration_has_its_interval_and_diagrams(result):
 
 def test_attacks_state_everything_and_hurt(result):
     attacks = result["robustness"]
-    assert [(a["attack"], round(255 * a["eps"])) for a in attacks] == [("fgsm", 2), ("pgd", 2), ("fgsm", 8), ("pgd", 8)]
+    assert [(a["attack"], round(255 * a["eps"])) for a in attacks] == [
+        ("fgsm", 2),
+        ("pgd", 2),
+        ("fgsm", 8),
+        ("pgd", 8),
+    ]
     for a in attacks:
         assert a["n"] == 40
         assert a["accuracy"] <= a["clean_accuracy"]
@@ -101,7 +129,11 @@ def test_attacks_state_everything_and_hurt(result):
 
 def test_corruptions_are_measured_on_pixels(result):
     found = result["corruptions"]
-    assert {kind: len(a) for kind, a in found["accuracy"].items()} == {"noise": 5, "blur": 5, "contrast": 5}
+    assert {kind: len(a) for kind, a in found["accuracy"].items()} == {
+        "noise": 5,
+        "blur": 5,
+        "contrast": 5,
+    }
     assert found["clean_accuracy"] == pytest.approx(result["calibration"]["accuracy"])
 
 
@@ -110,11 +142,18 @@ def test_gradient_variance_is_that_of_the_training_loss(plain, runs):
     found = diagnose(t, QUICK, only=["gradient_variance"])["gradient_variance"]
     order = torch.randperm(len(t.data.train), generator=torch.Generator().manual_seed(0))
     parts = [t.data.train.batch(order[i * 32 : (i + 1) * 32]) for i in range(3)]
-    expected = gradient_variance(t.model, [(b["inputs"][0], b["target"]) for b in parts])  # no methods: cross-entropy
+    expected = gradient_variance(
+        t.model, [(b["inputs"][0], b["target"]) for b in parts]
+    )  # no methods: cross-entropy
     assert found["trace"] == pytest.approx(expected.trace)
     assert found["batches"] == 3
     regularized = next(f for f in find_trials(runs) if f != plain)
-    assert diagnose(from_run(regularized), QUICK, only=["gradient_variance"])["gradient_variance"]["trace"] > 0
+    assert (
+        diagnose(from_run(regularized), QUICK, only=["gradient_variance"])["gradient_variance"][
+            "trace"
+        ]
+        > 0
+    )
 
 
 def test_attention_and_conditioning_by_layer(result):
@@ -125,7 +164,9 @@ def test_attention_and_conditioning_by_layer(result):
         assert 0 < layer["entropy_share"] <= 1
         assert 0 < layer["head_similarity"] <= 1
     assert [layer["name"] for layer in result["conditioning"]] == ["blocks.0", "blocks.1"]
-    assert {"tokens", "attention", "attention+skip", "ffn", "ffn+skip"} <= set(result["conditioning"][0])
+    assert {"tokens", "attention", "attention+skip", "ffn", "ffn+skip"} <= set(
+        result["conditioning"][0]
+    )
 
 
 def test_attention_maps_are_pictures(result, plain):
@@ -142,7 +183,9 @@ def test_attention_maps_are_pictures(result, plain):
 
 def test_generalization_compares_training_with_test(result, plain):
     found = result["generalization"]
-    assert found["accuracy_gap"] == pytest.approx(found["train"]["accuracy"] - found["test"]["accuracy"])
+    assert found["accuracy_gap"] == pytest.approx(
+        found["train"]["accuracy"] - found["test"]["accuracy"]
+    )
     assert found["nll_gap"] == pytest.approx(found["test"]["nll"] - found["train"]["nll"])
     t = from_run(plain)
     seed_all(derive(0, "init"))
@@ -170,23 +213,33 @@ def test_what_was_measured_is_not_measured_again(plain, result):
     assert kept(plain, QUICK) == written
     assert kept(plain, Settings(examples=7)) is None  # other settings
     assert kept(plain, QUICK, ["calibration"]) == written
-    again = keep(plain, diagnose(from_run(plain), QUICK, only=["attention"]))  # the other sections stay
+    again = keep(
+        plain, diagnose(from_run(plain), QUICK, only=["attention"])
+    )  # the other sections stay
     assert set(SECTIONS) <= set(again)
     assert set(again["seconds"]) >= set(SECTIONS)
-    other = keep(plain, diagnose(from_run(plain), Settings(samples=2), only=["attention"]))  # nor do others cost them
+    other = keep(
+        plain, diagnose(from_run(plain), Settings(samples=2), only=["attention"])
+    )  # nor do others cost them
     assert {name: other[name] for name in ("calibration", "robustness")} == {
         name: written[name] for name in ("calibration", "robustness")
     }
     assert other["measured_with"]["attention"]["samples"] == 2
     assert other["measured_with"]["calibration"]["samples"] == QUICK.samples
     assert kept(plain, QUICK) is None  # its attention was measured in another way
-    assert kept(plain, QUICK, ["calibration"]) == kept(plain, Settings(samples=2), ["attention"]) == other
+    assert (
+        kept(plain, QUICK, ["calibration"])
+        == kept(plain, Settings(samples=2), ["attention"])
+        == other
+    )
     (plain / "diagnose.json").unlink()
 
 
 def test_a_section_that_fails_later_is_no_longer_reported(plain, result):
     keep(plain, result)
-    failed = {k: v for k, v in result.items() if k != "robustness"} | {"skipped": {"robustness": "no foolbox"}}
+    failed = {k: v for k, v in result.items() if k != "robustness"} | {
+        "skipped": {"robustness": "no foolbox"}
+    }
     again = keep(plain, failed)
     assert "robustness" not in again
     assert again["skipped"]["robustness"] == "no foolbox"
@@ -225,7 +278,9 @@ def synthetic_text():
     from dampen.studies.data.splits import TextSplit
 
     draw = torch.Generator().manual_seed(0)
-    splits = [TextSplit(torch.randint(11, (67,), generator=draw), context=8, stride=8) for _ in range(3)]
+    splits = [
+        TextSplit(torch.randint(11, (67,), generator=draw), context=8, stride=8) for _ in range(3)
+    ]
     return Dataset("synthetic", "language", *splits, classes=[], info={}, model_args={"vocab": 11})
 
 
@@ -257,7 +312,17 @@ def test_several_classes_at_once_have_no_calibration():
     unit = Normalization(torch.zeros(6), torch.ones(6))
     starts, lengths = torch.tensor([0, 8, 16, 24]), torch.tensor([8, 8, 8, 5])
     split = SequenceSplit(frames, starts, lengths, present, 8, unit, per_token=True)
-    data = Dataset("synthetic", "detection", split, split, split, ["a", "b", "c"], {}, {}, loss="binary_cross_entropy")
+    data = Dataset(
+        "synthetic",
+        "detection",
+        split,
+        split,
+        split,
+        ["a", "b", "c"],
+        {},
+        {},
+        loss="binary_cross_entropy",
+    )
     model = FeatureEncoder(6, 3, width=16, heads=2, mlp=16, max_tokens=8, per_token=True)
     found = diagnose(Trained("synthetic", model, data, batch_size=2), QUICK)
     assert "several may be present at once" in found["skipped"]["calibration"]
@@ -311,7 +376,9 @@ def test_a_file_of_weights(tmp_path, plain):
     found = from_model(str(path), "digits", spec)
     assert found.name == "weights"
     batches = found.batches("test", 100)
-    assert asdict(measure_calibration(found.model, batches)) == asdict(measure_calibration(t.model, batches))
+    assert asdict(measure_calibration(found.model, batches)) == asdict(
+        measure_calibration(t.model, batches)
+    )
     with pytest.raises(ConfigError, match="--model: missing"):
         from_model(str(path), "digits")
     with pytest.raises(ConfigError, match="--data: missing"):
@@ -332,7 +399,10 @@ def test_a_function_that_returns_a_model(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     found = from_model("my_models:small", "digits")
-    assert set(diagnose(found, QUICK, only=["attention", "generalization"])) >= {"attention", "generalization"}
+    assert set(diagnose(found, QUICK, only=["attention", "generalization"])) >= {
+        "attention",
+        "generalization",
+    }
     found.picture = tmp_path / "mine.png"
     maps = diagnose(found, QUICK, only=["attention_maps"])["attention_maps"]
     assert (maps["file"], maps["heads_file"]) == ("mine.png", "mine-heads.png")
@@ -351,8 +421,21 @@ def test_a_function_that_returns_a_model(tmp_path, monkeypatch):
 
 
 def test_command_on_a_run_folder(runs, plain):
-    arguments = ["diagnose", str(runs), "--examples", "100", "--attack-examples", "20", "--eps", "8", "--steps", "2"]
-    done = CliRunner().invoke(build("diagnose"), [*arguments, "--only", "calibration,robustness,attention"])
+    arguments = [
+        "diagnose",
+        str(runs),
+        "--examples",
+        "100",
+        "--attack-examples",
+        "20",
+        "--eps",
+        "8",
+        "--steps",
+        "2",
+    ]
+    done = CliRunner().invoke(
+        build("diagnose"), [*arguments, "--only", "calibration,robustness,attention"]
+    )
     assert done.exit_code == 0, done.output
     assert "accuracy" in done.output
     assert "dampen report" in done.output
@@ -361,7 +444,9 @@ def test_command_on_a_run_folder(runs, plain):
         build("diagnose"), [*arguments, "--only", "calibration", "--json"], env={"COLUMNS": "80"}
     )
     assert len(json.loads(printed.stdout)) == 2
-    one = CliRunner().invoke(build("diagnose"), ["diagnose", str(plain), *arguments[2:], "--only", "attention"])
+    one = CliRunner().invoke(
+        build("diagnose"), ["diagnose", str(plain), *arguments[2:], "--only", "attention"]
+    )
     assert "blocks.1" in one.output
 
 

@@ -24,11 +24,15 @@ def jobs_of(tmp_path, trials):
 
 
 @pytest.mark.slow
-def test_each_run_has_a_worker_of_its_own_and_records_equal_those_of_one_process(tmp_path, small, quick):
+def test_each_run_has_a_worker_of_its_own_and_records_equal_those_of_one_process(
+    tmp_path, small, quick
+):
     trials = [small(seed=s, epochs=1) for s in range(4)]
     events = []
     engine = make_engine("local", workers=2)
-    outcomes = engine.run(jobs_of(tmp_path / "many", trials), quick, lambda i, e: events.append((i, e)))
+    outcomes = engine.run(
+        jobs_of(tmp_path / "many", trials), quick, lambda i, e: events.append((i, e))
+    )
     assert {o.status for o in outcomes.values()} == {"finished"}
     for trial in trials:
         alone = run_trial(trial, tmp_path / "one" / trial.id, quick)
@@ -39,9 +43,13 @@ def test_each_run_has_a_worker_of_its_own_and_records_equal_those_of_one_process
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_its_trial_resumed_and_a_failure_stays_alone(tmp_path, small, quick):
+def test_a_killed_worker_is_replaced_and_its_trial_resumed_and_a_failure_stays_alone(
+    tmp_path, small, quick
+):
     good = small(epochs=8)
-    bad = Run.from_dict({**good.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
+    bad = Run.from_dict(
+        {**good.to_dict(), "model": {"name": "vit", "patch_size": 3}}
+    )  # 3 does not divide 8
     killed = []
 
     def report(trial, event):
@@ -93,11 +101,15 @@ def test_interrupting_leaves_checkpoints_that_resume(tmp_path, small, quick):
 def test_data_that_is_missing_stops_the_run_and_a_folder_in_use_is_said(tmp_path, small, quick):
     there = small()
     busy = small(seed=7)
-    missing = [Run.from_dict({**there.to_dict(), "data": {"name": "cifar10"}, "seed": s}) for s in range(3)]
+    missing = [
+        Run.from_dict({**there.to_dict(), "data": {"name": "cifar10"}, "seed": s}) for s in range(3)
+    ]
     plugins = (("reproductions", str(Path(__file__).resolve().parents[3])),)
     execution = replace(quick, data_dir=str(tmp_path / "nowhere"), plugins=plugins)
     with locked(tmp_path / busy.id):
-        outcomes = LocalEngine(workers=1).run(jobs_of(tmp_path, [busy, *missing]), execution, lambda *_: None)
+        outcomes = LocalEngine(workers=1).run(
+            jobs_of(tmp_path, [busy, *missing]), execution, lambda *_: None
+        )
     assert outcomes[busy.id].status == "locked"
     assert "in use by process" in outcomes[busy.id].message
     assert [outcomes[t.id].status for t in missing] == ["no data", "interrupted", "interrupted"]
@@ -110,7 +122,10 @@ def test_cores_are_shared_out_and_never_oversubscribed(monkeypatch):
     assert LocalEngine().shares(3) == (3, 2)
     assert LocalEngine(workers=2).shares(100) == (2, 4)
     assert LocalEngine(workers=16).shares(100) == (16, 1)
-    assert LocalEngine(planned=100).shares(2) == (2, 1)  # the rest of a resumed run keeps its threads
+    assert LocalEngine(planned=100).shares(2) == (
+        2,
+        1,
+    )  # the rest of a resumed run keeps its threads
     assert usable_cores() >= 1
 
 

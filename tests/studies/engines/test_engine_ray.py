@@ -32,12 +32,19 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
         make_engine("ray")
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 @pytest.mark.parametrize(
     ("address", "told"),
-    [(None, "Ray did not start on this machine: too slow"), ("10.0.0.1:6379", "no Ray cluster at 10.0.0.1:6379: too")],
+    [
+        (None, "Ray did not start on this machine: too slow"),
+        ("10.0.0.1:6379", "no Ray cluster at 10.0.0.1:6379: too"),
+    ],
 )
-def test_a_node_that_does_not_start_in_time_is_told_in_words(tmp_path, monkeypatch, small, quick, address, told):
+def test_a_node_that_does_not_start_in_time_is_told_in_words(
+    tmp_path, monkeypatch, small, quick, address, told
+):
     """Ray raises Exception itself, after half a minute: that was a traceback on a busy machine."""
     import ray
 
@@ -46,15 +53,23 @@ def test_a_node_that_does_not_start_in_time_is_told_in_words(tmp_path, monkeypat
 
     monkeypatch.setattr(ray, "init", late)
     with pytest.raises(LabError, match=told):
-        make_engine("ray", address=address).run([Job(small(), tmp_path)], quick, lambda trial, event: None)
+        make_engine("ray", address=address).run(
+            [Job(small(), tmp_path)], quick, lambda trial, event: None
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quick):
     good = [small(seed=s, epochs=1) for s in range(2)]
-    long = small(seed=9, epochs=100)  # long enough that the kill arrives before its end on any machine
-    bad = Run.from_dict({**long.to_dict(), "model": {"name": "vit", "patch_size": 3}})  # 3 does not divide 8
+    long = small(
+        seed=9, epochs=100
+    )  # long enough that the kill arrives before its end on any machine
+    bad = Run.from_dict(
+        {**long.to_dict(), "model": {"name": "vit", "patch_size": 3}}
+    )  # 3 does not divide 8
     events, warnings, killed = [], [], []
 
     def report(trial, event):
@@ -84,6 +99,6 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quic
         names = {p.name for p in (tmp_path / trial.id).iterdir()}
         assert {"config.json", "environment.json", "final.json", "log.jsonl"} <= names
         assert not [n for n in names if n.startswith(("checkpoint", "lock.", "."))]
-        assert len(json.loads((tmp_path / trial.id / "environment.json").read_text())["sessions"]) == (
-            2 if trial is long else 1
-        )
+        assert len(
+            json.loads((tmp_path / trial.id / "environment.json").read_text())["sessions"]
+        ) == (2 if trial is long else 1)

@@ -15,7 +15,9 @@ from dampen.studies.sequential import race, seconds
 from dampen.studies.stats import holm
 from dampen.studies.verdict import judge, words
 
-differences = st.lists(st.floats(-5, 5), min_size=3, max_size=12).filter(lambda d: np.std(d[:2]) > 0.01)
+differences = st.lists(st.floats(-5, 5), min_size=3, max_size=12).filter(
+    lambda d: np.std(d[:2]) > 0.01
+)
 
 
 def slow_e(d):
@@ -39,7 +41,9 @@ def slow_e(d):
 def test_the_formula_is_the_mixture_that_it_says(d):
     t = math.sqrt(len(d)) * np.mean(d) / np.std(d, ddof=1)
     assert math.exp(sequential.log_e(t * t, len(d))) == pytest.approx(slow_e(d), rel=1e-3)
-    assert math.exp(sequential.log_e_matrix(np.array([d]))[0, -1]) == pytest.approx(slow_e(d), rel=1e-3)
+    assert math.exp(sequential.log_e_matrix(np.array([d]))[0, -1]) == pytest.approx(
+        slow_e(d), rel=1e-3
+    )
 
 
 @given(differences, st.floats(0.002, 0.2))
@@ -84,7 +88,9 @@ def simulated(effects, seed=0, spread=1.0, reference="plain"):
     def run(pairs):
         for row, s in pairs:
             asked.append((row, s))
-            found[row][str(s)] = base[s] + (0 if row == reference else effects[row] + spread * rng.normal())
+            found[row][str(s)] = base[s] + (
+                0 if row == reference else effects[row] + spread * rng.normal()
+            )
         return True
 
     return run, lambda: found, asked
@@ -122,7 +128,9 @@ def test_a_race_ends_when_its_time_is_used():
         now[0] += 10.0
         return run(pairs)
 
-    done = race(["hard"], "plain", slow, values, "accuracy", margin=0.01, budget=65.0, clock=lambda: now[0])
+    done = race(
+        ["hard"], "plain", slow, values, "accuracy", margin=0.01, budget=65.0, clock=lambda: now[0]
+    )
     assert done.why == "time used"
     assert now[0] <= 65.0
     assert len(asked) == 2 * 6
@@ -130,9 +138,13 @@ def test_a_race_ends_when_its_time_is_used():
 
 def test_a_race_ends_at_the_most_seeds_and_where_it_is_stopped():
     run, values, _ = simulated({"hard": 0.0})
-    assert race(["hard"], "plain", run, values, "accuracy", margin=0.001, most=9).why == "most seeds"
+    assert (
+        race(["hard"], "plain", run, values, "accuracy", margin=0.001, most=9).why == "most seeds"
+    )
     run, values, asked = simulated({"hard": 0.0})
-    stopped = race(["hard"], "plain", lambda pairs: run(pairs) and len(asked) < 5, values, "accuracy")
+    stopped = race(
+        ["hard"], "plain", lambda pairs: run(pairs) and len(asked) < 5, values, "accuracy"
+    )
     assert stopped.why == "stopped"
 
 
@@ -143,9 +155,19 @@ def test_a_row_that_fails_leaves_the_race_and_the_others_go_on():
         return run([(row, s) for row, s in pairs if row != "broken"])
 
     done = race(["good", "broken"], "plain", only_some, values, "accuracy")
-    assert (done.why, done.failed, done.verdicts["good"].verdict) == ("all decided", ["broken"], "better")
+    assert (done.why, done.failed, done.verdicts["good"].verdict) == (
+        "all decided",
+        ["broken"],
+        "better",
+    )
     run, values, _ = simulated({"good": 5.0})
-    lost = race(["good"], "plain", lambda pairs: run([p for p in pairs if p[0] != "plain"]), values, "accuracy")
+    lost = race(
+        ["good"],
+        "plain",
+        lambda pairs: run([p for p in pairs if p[0] != "plain"]),
+        values,
+        "accuracy",
+    )
     assert lost.why == "no reference"
 
 
@@ -154,12 +176,16 @@ def test_a_row_that_does_nothing_at_all_leaves_after_the_first_round():
 
     def copying(pairs):
         run(pairs)
-        values()["nothing"].update({s: v for s, v in values()["plain"].items() if s in values()["nothing"]})
+        values()["nothing"].update(
+            {s: v for s, v in values()["plain"].items() if s in values()["nothing"]}
+        )
         return True
 
     done = race(["good", "nothing"], "plain", copying, values, "accuracy")
     assert (done.why, done.seeds["nothing"]) == ("all decided", sequential.first_round(2))
-    assert words(done.verdicts["nothing"], "accuracy") == "inconclusive, no seed differs"  # and promises nothing
+    assert (
+        words(done.verdicts["nothing"], "accuracy") == "inconclusive, no seed differs"
+    )  # and promises nothing
 
 
 def test_a_race_says_how_many_seeds_it_took():

@@ -27,7 +27,14 @@ def recipe(grid=None, rows=None, epochs=2):
         metric="accuracy",
         base={
             "data": {"name": "digits", "limit": 200},
-            "model": {"name": "vit", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "mlp": 16},
+            "model": {
+                "name": "vit",
+                "patch_size": 4,
+                "width": 16,
+                "depth": 1,
+                "heads": 2,
+                "mlp": 16,
+            },
             "train": {"epochs": epochs, "batch_size": 32, "lr": 0.004},
             "seeds": [0, 1],
         },
@@ -55,11 +62,17 @@ def test_the_axes_span_the_grid_or_surround_the_values():
     ]
     opened, axes = make_searchable(recipe(grid, rows))
     assert [a.key for a in axes["plain"]] == ["train.lr"]
-    assert axes["key"][1:] == [Axis("lambda", 0.01, 0.02), Axis("unit", choices=("element", "column"))]
+    assert axes["key"][1:] == [
+        Axis("lambda", 0.01, 0.02),
+        Axis("unit", choices=("element", "column")),
+    ]
     assert opened.rows == rows
     opened, axes = make_searchable(recipe())
     assert [a.key for a in axes["plain"]] == ["train.lr", "train.weight_decay"]
-    assert [(a.low, a.high, a.log) for a in axes["plain"]] == [(0.0008, 0.02, True), (0.01, 3.0, True)]
+    assert [(a.low, a.high, a.log) for a in axes["plain"]] == [
+        (0.0008, 0.02, True),
+        (0.01, 3.0, True),
+    ]
     assert axes["drop_key"][2].key == "drop_key_rate"
     assert (axes["drop_key"][2].low, axes["drop_key"][2].high) == pytest.approx((0.04, 0.6))
     assert opened.rows[1]["methods"] == [{"name": "drop_key", "rate": "$drop_key_rate"}]
@@ -67,7 +80,9 @@ def test_the_axes_span_the_grid_or_surround_the_values():
 
 
 def test_defaults_are_searched_and_schedules_are_left_alone():
-    rows = [{"name": "a", "methods": ["drop_key", {"name": "drop_key", "rate": {"linear": [0.3, 0.0]}}]}]
+    rows = [
+        {"name": "a", "methods": ["drop_key", {"name": "drop_key", "rate": {"linear": [0.3, 0.0]}}]}
+    ]
     _, axes = make_searchable(recipe(rows=rows))
     assert [a.key for a in axes["a"]] == ["train.lr", "train.weight_decay", "drop_key_rate"]
 
@@ -87,12 +102,17 @@ def test_a_hopeless_trial_is_pruned_and_a_good_one_told(tmp_path, quick):
 
     what = plan_of(tmp_path, quick, epochs=30)
     study = _study(what, "plain")
-    for _ in range(3):  # what the pruner compares with: invented trials that were very good from the start
+    for _ in range(
+        3
+    ):  # what the pruner compares with: invented trials that were very good from the start
         distributions = {"train.lr": optuna.distributions.FloatDistribution(0.0008, 0.02, log=True)}
         values = dict.fromkeys(range(1, 31), 0.999)
         study.add_trial(
             optuna.trial.create_trial(
-                params={"train.lr": 0.004}, distributions=distributions, value=0.999, intermediate_values=values
+                params={"train.lr": 0.004},
+                distributions=distributions,
+                value=0.999,
+                intermediate_values=values,
             )
         )
     told = run_one(what, "plain", study, study.ask())
@@ -110,7 +130,9 @@ def test_a_hopeless_trial_is_pruned_and_a_good_one_told(tmp_path, quick):
     assert run_one(short, "plain", study, study.ask()).startswith("validation 0.")
     assert (
         study.best_value
-        == RunStore(tmp_path / "short" / "search" / study.best_trial.user_attrs["id"]).final()["valid"]["accuracy"]
+        == RunStore(tmp_path / "short" / "search" / study.best_trial.user_attrs["id"]).final()[
+            "valid"
+        ]["accuracy"]
     )
 
 
@@ -131,7 +153,9 @@ def test_stopping_and_dying_leave_trials_that_are_tried_again(tmp_path, quick):
     dead.suggest_float("train.lr", 0.0008, 0.02, log=True)
     import socket
 
-    dead.set_user_attr("holder", f"{socket.gethostname()}:{2**22 + 1}")  # beyond the largest process number
+    dead.set_user_attr(
+        "holder", f"{socket.gethostname()}:{2**22 + 1}"
+    )  # beyond the largest process number
     _release_dead(study)
     by_state = {t.number: t.state for t in study.trials}
     assert by_state[again.number] == states.RUNNING
@@ -150,7 +174,15 @@ def test_an_unusable_storage_is_told(tmp_path, quick):
 def test_a_real_search_gives_each_row_its_best_point_on_all_seeds(tmp_path, quick):
     lines = []
     url = f"sqlite:///{tmp_path / 'team.db'}"
-    plan = search(recipe(epochs=1), tmp_path / "run", quick, trials=2, storage=url, workers=1, report=lines.append)
+    plan = search(
+        recipe(epochs=1),
+        tmp_path / "run",
+        quick,
+        trials=2,
+        storage=url,
+        workers=1,
+        report=lines.append,
+    )
     assert len(lines) == 4
     assert [r.name for r in plan.configs] == ["plain", "drop_key"]
     record = json.loads((tmp_path / "run" / "search.json").read_text())
@@ -162,12 +194,23 @@ def test_a_real_search_gives_each_row_its_best_point_on_all_seeds(tmp_path, quic
         best = max((t for t in tried if t["state"] == "complete"), key=lambda t: t["valid"])
         assert point.grid == best["values"]
         assert best["id"] not in point.ids.values()  # tuned on a seed that the table does not use
-        assert RunStore(tmp_path / "run" / "search" / best["id"]).final()["valid"]["accuracy"] == best["valid"]
+        assert (
+            RunStore(tmp_path / "run" / "search" / best["id"]).final()["valid"]["accuracy"]
+            == best["valid"]
+        )
     told = tuned(comparison_table(plan, {}))
     assert told.startswith("Settings were tuned: 2 runs for every method on tuning seeds ")
     assert Path(tmp_path / "team.db").exists()
     again = []
-    search(recipe(epochs=1), tmp_path / "run", quick, trials=2, storage=url, workers=1, report=again.append)
+    search(
+        recipe(epochs=1),
+        tmp_path / "run",
+        quick,
+        trials=2,
+        storage=url,
+        workers=1,
+        report=again.append,
+    )
     assert not again  # all done already
 
 

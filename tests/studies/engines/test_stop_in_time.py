@@ -18,7 +18,9 @@ from dampen.studies.trainer.state import Execution
 from dampen.studies.trainer.user_function import function_in_file
 from tests.studies.engines.test_signals import processes_of, wait_for
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups with signals")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="Windows has no process groups with signals"
+)
 STUBBORN = """
 import dampen
 
@@ -44,7 +46,15 @@ def command(tmp_path):
     started = []
 
     def start(*more):
-        words = [f"{tmp_path / 'stubborn.py'}:train", "--methods", "drop_key", "--seeds", "1", "--workers", "2"]
+        words = [
+            f"{tmp_path / 'stubborn.py'}:train",
+            "--methods",
+            "drop_key",
+            "--seeds",
+            "1",
+            "--workers",
+            "2",
+        ]
         words += ["--out", str(tmp_path / "runs"), "--json", *more]
         started.append(
             subprocess.Popen(
@@ -91,7 +101,8 @@ def test_sigterm_ends_a_command_whose_function_never_listens(command, tmp_path, 
 @pytest.mark.slow
 def test_ctrl_c_in_the_first_round_of_a_race_is_a_stop_that_resumes(command, tmp_path):
     polite = (
-        STUBBORN.split("    threading")[0] + "    while True:\n        trial.log(step=1)\n        time.sleep(0.1)\n"
+        STUBBORN.split("    threading")[0]
+        + "    while True:\n        trial.log(step=1)\n        time.sleep(0.1)\n"
     )
     (tmp_path / "stubborn.py").write_text(polite)
     process = command("--until-decided")
@@ -139,7 +150,9 @@ def test_signals_that_were_ignored_stay_ignored_but_for_ctrl_c_at_a_terminal(mon
             signal.signal(name, signal.SIG_IGN)
         heed_signals()
         assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGINT) == (signal.default_int_handler if terminal else signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) == (
+            signal.default_int_handler if terminal else signal.SIG_IGN
+        )
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         heed_signals()
         with pytest.raises(Terminated):

@@ -29,7 +29,9 @@ def test_pythons_random_state_is_put_back_on_resume():
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_the_generator_of_a_gpu_is_put_back_on_such_a_gpu_only(monkeypatch, device):
     state = rng_state(torch.device("cpu")) | {"cuda": torch.zeros(16, dtype=torch.uint8)}
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: pytest.fail(f"CUDA was asked for on {device}."))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda *given: pytest.fail(f"CUDA was asked for on {device}.")
+    )
     set_rng_state(state, torch.device(device))
 
 
@@ -96,7 +98,9 @@ def test_chunks_of_queries_beyond_4096_know_which_rows_they_are():
 
 def tiny():
     torch.manual_seed(0)
-    return build_model("vit", image_size=8, channels=1, classes=3, patch_size=4, width=8, depth=2, heads=2, mlp=8)
+    return build_model(
+        "vit", image_size=8, channels=1, classes=3, patch_size=4, width=8, depth=2, heads=2, mlp=8
+    )
 
 
 def test_a_linear_map_that_fails_does_not_switch_the_next_ones_off():
@@ -111,7 +115,9 @@ def test_a_linear_map_that_fails_does_not_switch_the_next_ones_off():
         torch.manual_seed(1)
         expected.append(model(x))
     assert torch.equal(*expected)
-    block = next(m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 8)
+    block = next(
+        m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 8
+    )
     weight = block.weight
     with pytest.raises(RuntimeError):
         block.weight = torch.nn.Parameter(torch.zeros(3, 5))

@@ -60,7 +60,10 @@ def recipe(*changes, name="tuned"):
 
 def tried(*results, key="rate"):
     """Settings 0, 1, 2 ... of one axis with what validation said on each seed."""
-    return [Tried({key: float(i)}, {str(s): v for s, v in enumerate(own)}) for i, own in enumerate(results)]
+    return [
+        Tried({key: float(i)}, {str(s): v for s, v in enumerate(own)})
+        for i, own in enumerate(results)
+    ]
 
 
 def axis(count, key="rate"):
@@ -87,7 +90,9 @@ def test_the_values_of_an_axis_are_spread_evenly_in_every_row():
             places = sorted(one.place(s[one.key]) for s in settings[row])
             assert [int(12 * p) for p in places] == list(range(12))
     assert all(0.2 <= s["rate"] <= 0.9 for s in settings["R-Drop"])
-    counts = [s["weight"] for s in design({"row": [Axis("weight", choices=(0.3, 1, 3))]}, 12)["row"]]
+    counts = [
+        s["weight"] for s in design({"row": [Axis("weight", choices=(0.3, 1, 3))]}, 12)["row"]
+    ]
     assert sorted(counts) == [0.3] * 4 + [1] * 4 + [3] * 4
 
 
@@ -115,7 +120,10 @@ def test_rows_can_leave_an_axis_out():
     [
         ([("settings = 4\n", "")], "search.settings: missing"),
         ([("settings = 4", "settings = 1")], "search.settings: expected a whole number from 2"),
-        ([("low = 0.05, high = 0.6", "low = 0.6, high = 0.05")], "search.rate: low must be less than high"),
+        (
+            [("low = 0.05, high = 0.6", "low = 0.6, high = 0.05")],
+            "search.rate: low must be less than high",
+        ),
         ([("low = 0.05, high = 0.6", "lo = 0.05, high = 0.6")], "search.rate.lo: unknown key"),
         ([("low = 0.01, high = 3,", "low = 0, high = 3,")], "a logarithmic range starts above 0"),
         ([("[0.3, 1, 3]", "[1]")], "search.weight: expected at least two different values"),
@@ -123,11 +131,23 @@ def test_rows_can_leave_an_axis_out():
             [("settings = 4", "settings = 4\nstrength_settings = 0")],
             "strength_settings: expected a whole number from 1",
         ),
-        ([("low = 0.05, high = 0.6", "low = 0.05, high = 0.6, start = 0.7")], "start must lie between low and high"),
-        ([("seeds = [0, 1, 2]", "seeds = [0]\ntuning_seeds = [7, 8]")], "a search needs at least 3"),
-        ([("seeds = [0, 1, 2]", "seeds = [0, 7]\ntuning_seeds = [7, 8, 9]")], "are seeds of the table too"),
+        (
+            [("low = 0.05, high = 0.6", "low = 0.05, high = 0.6, start = 0.7")],
+            "start must lie between low and high",
+        ),
+        (
+            [("seeds = [0, 1, 2]", "seeds = [0]\ntuning_seeds = [7, 8]")],
+            "a search needs at least 3",
+        ),
+        (
+            [("seeds = [0, 1, 2]", "seeds = [0, 7]\ntuning_seeds = [7, 8, 9]")],
+            "are seeds of the table too",
+        ),
         ([("rate = { low = 0.05", "share = { low = 0.05")], "search.share: no row says '$share'"),
-        ([('[[rows]]\nname = "b', '[grid]\nrate = [0.1]\n[[rows]]\nname = "b')], "leave out the other"),
+        (
+            [('[[rows]]\nname = "b', '[grid]\nrate = [0.1]\n[[rows]]\nname = "b')],
+            "leave out the other",
+        ),
     ],
 )
 def test_a_search_that_cannot_be_meant_is_refused(changes, told):
@@ -151,7 +171,11 @@ ONE_LIST = [
 
 def test_lists_that_make_too_few_settings_are_refused():
     with pytest.raises(ConfigError, match="its axes make only 3 different settings of 4"):
-        make_comparison(recipe(("low = 1e-3, high = 1e-2, log = true }", "low = 1e-3, high = 1e-2 }"), *ONE_LIST))
+        make_comparison(
+            recipe(
+                ("low = 1e-3, high = 1e-2, log = true }", "low = 1e-3, high = 1e-2 }"), *ONE_LIST
+            )
+        )
 
 
 def test_planning_twelve_rows_with_sixty_seeds_takes_no_time_to_speak_of(monkeypatch):
@@ -178,9 +202,15 @@ def test_the_best_mean_over_the_seeds_is_chosen_and_not_the_best_seed():
 
 
 def test_a_setting_without_a_number_on_one_seed_cannot_win_unless_all_lack_one():
-    assert select(tried((0.9, 0.9, None), (0.1, 0.1, 0.1)), axis(2), "max").chosen.values == {"rate": 1.0}
-    assert select(tried((0.9, 0.9, float("nan")), (0.1, 0.1, 0.1)), axis(2), "max").chosen.values == {"rate": 1.0}
-    assert select(tried((0.9, None, None), (0.1, 0.1, None)), axis(2), "max").chosen.values == {"rate": 1.0}
+    assert select(tried((0.9, 0.9, None), (0.1, 0.1, 0.1)), axis(2), "max").chosen.values == {
+        "rate": 1.0
+    }
+    assert select(
+        tried((0.9, 0.9, float("nan")), (0.1, 0.1, 0.1)), axis(2), "max"
+    ).chosen.values == {"rate": 1.0}
+    assert select(tried((0.9, None, None), (0.1, 0.1, None)), axis(2), "max").chosen.values == {
+        "rate": 1.0
+    }
     assert select(tried((None, None), (None, None)), axis(2), "max") is None
 
 
@@ -192,7 +222,9 @@ def test_ties_go_to_the_middle_in_whatever_order_they_are_written(best):
     for order in (1, -1):
         found = select(tried(*results)[::order], axis(5), "max")
         assert found.tied == len(best)
-        expected = statistics.median(best) if len(best) % 2 else 1.0  # of 0 and 1 the one nearer to the middle, 2
+        expected = (
+            statistics.median(best) if len(best) % 2 else 1.0
+        )  # of 0 and 1 the one nearer to the middle, 2
         assert found.chosen.values == {"rate": float(expected)}
 
 
@@ -265,9 +297,19 @@ def settings_of(path, row):
 
 def test_a_choice_at_the_end_of_a_range_extends_it_once_for_every_row_alike(tmp_path):
     answers = Answers(lambda t: t.train.lr)
-    alone = [('"train.weight_decay" = { low = 0.01, high = 3, log = true }\nrate = { low = 0.05, high = 0.6 }', "")]
+    alone = [
+        (
+            '"train.weight_decay" = { low = 0.01, high = 3, log = true }\nrate = { low = 0.05, high = 0.6 }',
+            "",
+        )
+    ]
     alone += [("weight = [0.3, 1, 3]", ""), ('"$rate"', "0.2"), ('"$weight"', "1.0")]
-    alone += [("search = { rate = { low = 0.2, high = 0.9 }, weight = { low = 0.1, high = 10, log = true } }\n", "")]
+    alone += [
+        (
+            "search = { rate = { low = 0.2, high = 0.9 }, weight = { low = 0.1, high = 10, log = true } }\n",
+            "",
+        )
+    ]
     found = recipe(("settings = 4", "settings = 8"), *alone)
     plan, code = tune(found, make_comparison(found), tmp_path, None, [], [], answers)
     assert code == 0
@@ -276,7 +318,9 @@ def test_a_choice_at_the_end_of_a_range_extends_it_once_for_every_row_alike(tmp_
     for row in ("baseline", "dropkey", "R-Drop"):
         told = settings_of(tmp_path, row)
         assert told["extended"] == [{"axis": "train.lr", "end": "upper", "to": 0.01778}]
-        assert told["edges"] == [{"axis": "train.lr", "end": "upper", "value": 0.01778, "extended": True}]
+        assert told["edges"] == [
+            {"axis": "train.lr", "end": "upper", "value": 0.01778, "extended": True}
+        ]
         assert told["chosen"]["train.lr"] == 0.01778
         assert [t["extension"] for t in told["trials"]] == [False] * 8 + [True] * 2
         (point,) = next(r for r in plan.configs if r.name == row).settings
@@ -292,7 +336,9 @@ def test_each_value_by_tuning_seed_is_recorded(tmp_path):
     assert record["seeds"] == [10_000, 10_001, 10_002]
     for row in record["rows"].values():
         for one in row["trials"]:
-            expected = {str(s): s - 10_000 - abs(one["values"]["train.lr"] - 0.004) for s in record["seeds"]}
+            expected = {
+                str(s): s - 10_000 - abs(one["values"]["train.lr"] - 0.004) for s in record["seeds"]
+            }
             assert one["by_seed"] == pytest.approx(expected)
             assert one["valid"] == pytest.approx(sum(expected.values()) / 3)
         best = max(row["trials"], key=lambda t: t["valid"])
@@ -311,13 +357,19 @@ def test_the_same_command_again_trains_nothing_and_chooses_the_same(tmp_path):
 
 def test_a_row_whose_runs_all_failed_stops_and_one_that_diverged_does_not(tmp_path):
     def fails(plan, place):
-        plan = Comparison(**{**plan.__dict__, "runs": {i: t for i, t in plan.runs.items() if not t.methods}})
+        plan = Comparison(
+            **{**plan.__dict__, "runs": {i: t for i, t in plan.runs.items() if not t.methods}}
+        )
         return Answers(lambda t: 0.5)(plan, place) or 1
 
-    with pytest.raises(LabError, match="No setting of 'dropkey' can be chosen: no tuning run of it came to an end"):
+    with pytest.raises(
+        LabError, match="No setting of 'dropkey' can be chosen: no tuning run of it came to an end"
+    ):
         tune(recipe(), make_comparison(recipe()), tmp_path / "failed", None, [], [], fails)
     answers = Answers(lambda t: None if t.methods else 0.5)
-    plan, code = tune(recipe(), make_comparison(recipe()), tmp_path / "diverged", None, [], [], answers)
+    plan, code = tune(
+        recipe(), make_comparison(recipe()), tmp_path / "diverged", None, [], [], answers
+    )
     assert code == 0
     assert settings_of(tmp_path / "diverged", "dropkey")["chosen"] is None
     assert len(plan.configs) == 3
@@ -349,7 +401,11 @@ TWO_STAGES = [
 def peak(trial, rate=0.5):
     """Validation that is best at learning rate 0.003, weight decay 0.3 and this rate of DropKey."""
     away = abs(math.log(trial.train.lr / 0.003)) + abs(math.log(trial.train.weight_decay / 0.3)) / 5
-    found = [m["rate"] for m in trial.methods if m["name"] == "drop_key" and not isinstance(m["rate"], dict)]
+    found = [
+        m["rate"]
+        for m in trial.methods
+        if m["name"] == "drop_key" and not isinstance(m["rate"], dict)
+    ]
     return -away - abs(found[0] - rate) / 10 if found else -away
 
 
@@ -362,17 +418,25 @@ def test_two_stages_spend_the_same_budget_on_every_row(tmp_path):
     assert [len(p.runs) for p in answers.runs][:2] == [3 * 6 * 3, 3 * 3 * 3]
     told = {row: settings_of(tmp_path, row) for row in ("baseline", "dropkey", "R-Drop")}
     values = {row: [t["values"] for t in own["trials"]] for row, own in told.items()}
-    common = {row: [(s["train.lr"], s["train.weight_decay"]) for s in own] for row, own in values.items()}
+    common = {
+        row: [(s["train.lr"], s["train.weight_decay"]) for s in own] for row, own in values.items()
+    }
     assert common["baseline"][:6] == common["dropkey"][:6] == common["R-Drop"][:6]
     assert {s["rate"] for s in values["dropkey"][:6]} == {0.2}
     assert {s["weight"] for s in values["R-Drop"][:6]} == {1.0}  # no start: the middle of 0.1 to 10
     best = max(told["dropkey"]["trials"][:6], key=lambda t: t["valid"])["values"]
     assert [s | {"rate": 0} for s in values["dropkey"][6:9]] == [best | {"rate": 0}] * 3
-    assert sorted(s["rate"] for s in values["dropkey"][6:9]) == [0.1417, 0.325, 0.5083]  # a third of the range each
+    assert sorted(s["rate"] for s in values["dropkey"][6:9]) == [
+        0.1417,
+        0.325,
+        0.5083,
+    ]  # a third of the range each
     assert told["dropkey"]["chosen"] == best | {"rate": 0.5083}
     around = max(told["baseline"]["trials"][:6], key=lambda t: t["valid"])["values"]
     assert len(set(common["baseline"][:9])) == 9
-    for lr, decay in common["baseline"][6:9]:  # half the logarithmic range, centered or moved inside
+    for lr, decay in common["baseline"][
+        6:9
+    ]:  # half the logarithmic range, centered or moved inside
         assert abs(math.log10(lr / around["train.lr"])) <= 0.5
         assert abs(math.log10(decay / around["train.weight_decay"])) <= 0.5 * math.log10(300)
     assert not any(t["extension"] for own in told.values() for t in own["trials"][:9])
@@ -403,7 +467,15 @@ def test_ties_of_the_first_stage_go_to_the_middle_and_ends_extend_once_after_the
 
 def test_a_row_whose_first_stage_diverged_has_no_second(tmp_path):
     found = recipe(*TWO_STAGES)
-    tune(found, make_comparison(found), tmp_path, None, [], [], Answers(lambda t: None if t.methods else peak(t)))
+    tune(
+        found,
+        make_comparison(found),
+        tmp_path,
+        None,
+        [],
+        [],
+        Answers(lambda t: None if t.methods else peak(t)),
+    )
     assert len(settings_of(tmp_path, "dropkey")["trials"]) == 6
     assert len(settings_of(tmp_path, "baseline")["trials"]) >= 9
 
@@ -412,10 +484,20 @@ def test_strengths_alone_need_no_second_kind_of_stage(tmp_path):
     """With the learning rate and the decay fixed, both stages search the strength, the second close to the best."""
     given = ["train.lr=0.003", "train.weight_decay=0.3"]
     found = recipe(*TWO_STAGES)
-    tune(found, make_comparison(found, settings=given), tmp_path, None, given, [], Answers(lambda t: peak(t, rate=0.3)))
+    tune(
+        found,
+        make_comparison(found, settings=given),
+        tmp_path,
+        None,
+        given,
+        [],
+        Answers(lambda t: peak(t, rate=0.3)),
+    )
     rates = [t["values"]["rate"] for t in settings_of(tmp_path, "dropkey")["trials"]]
     assert len(rates) >= 9
-    chosen = max(settings_of(tmp_path, "dropkey")["trials"][:6], key=lambda t: t["valid"])["values"]["rate"]
+    chosen = max(settings_of(tmp_path, "dropkey")["trials"][:6], key=lambda t: t["valid"])[
+        "values"
+    ]["rate"]
     assert chosen not in rates[6:9]  # nothing is tried twice
     assert max(abs(r - 0.3) for r in rates[6:9]) <= 0.25 * 0.55 + 0.05
 
@@ -425,11 +507,19 @@ def test_a_comparison_is_tuned_with_its_reference_over_rate_learning_rate_and_de
     found = tuned_recipe(asked, 5, ["train.lr=0.01"])
     axes, settings = design_of(found, None)
     assert [a.key for a in axes["plain"]] == ["train.lr", "train.weight_decay"]
-    assert [a.key for a in axes["drop_key(rate=0.2)"]] == ["train.lr", "train.weight_decay", "drop_key_rate"]
+    assert [a.key for a in axes["drop_key(rate=0.2)"]] == [
+        "train.lr",
+        "train.weight_decay",
+        "drop_key_rate",
+    ]
     assert [a.key for a in axes["params(weight_decay=0.3)"]] == ["train.lr"]  # what it says stays
     assert (axes["plain"][0].low, axes["plain"][0].high) == pytest.approx((0.002, 0.05))
-    assert {len(own) for own in settings.values()} == {4}  # and one of the strength alone, at the best of these
-    assert {s["drop_key_rate"] for s in settings["drop_key(rate=0.2)"]} == {0.2}  # what the user wrote
+    assert {len(own) for own in settings.values()} == {
+        4
+    }  # and one of the strength alone, at the best of these
+    assert {s["drop_key_rate"] for s in settings["drop_key(rate=0.2)"]} == {
+        0.2
+    }  # what the user wrote
     plan = tuning_plan(found, None, [], [])
     assert len(plan.runs) == 3 * 4 * 3
     assert count_runs(plan) == 3 * 5 * 3
@@ -437,7 +527,11 @@ def test_a_comparison_is_tuned_with_its_reference_over_rate_learning_rate_and_de
 
 def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
     path = tmp_path / "tuned.toml"
-    path.write_text(RECIPE.replace("settings = 4", "settings = 2").replace("seeds = [0, 1, 2]", "seeds = [0, 1]"))
+    path.write_text(
+        RECIPE.replace("settings = 4", "settings = 2").replace(
+            "seeds = [0, 1, 2]", "seeds = [0, 1]"
+        )
+    )
 
     def run(*more):
         with pytest.raises(SystemExit) as left:
@@ -455,7 +549,9 @@ def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
         (point,) = row.settings
         assert point.grid == record["rows"][row.name]["chosen"]
         best = [t for t in record["rows"][row.name]["trials"] if t["values"] == point.grid]
-        assert max(t["valid"] for t in record["rows"][row.name]["trials"]) == pytest.approx(best[0]["valid"])
+        assert max(t["valid"] for t in record["rows"][row.name]["trials"]) == pytest.approx(
+            best[0]["valid"]
+        )
         for id in best[0]["ids"].values():
             final = json.loads((folder / "search" / id / "final.json").read_text())
             assert final["valid"]["accuracy"] in best[0]["by_seed"].values()
@@ -473,4 +569,7 @@ def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
     for entry in table.entries:
         assert set(entry.values) == {"0", "1"}
         assert {r.config["data"]["split_seed"] for r in entry.setting.logged.values()} == {"seed"}
-        assert {s: r.final.data["seed"] for s, r in entry.setting.logged.items()} == {"0": 0, "1": 1}
+        assert {s: r.final.data["seed"] for s, r in entry.setting.logged.items()} == {
+            "0": 0,
+            "1": 1,
+        }

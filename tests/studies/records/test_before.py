@@ -10,7 +10,12 @@ from dampen.studies.report import make_report
 from dampen.studies.report.summary import noise, tuned
 from dampen.studies.run import Run
 
-PACKS = ("attentiondrop/cifar10", "dropkey/schedules_cifar10", "explicit_dropout/table_1", "explicit_dropout/table_5")
+PACKS = (
+    "attentiondrop/cifar10",
+    "dropkey/schedules_cifar10",
+    "explicit_dropout/table_1",
+    "explicit_dropout/table_5",
+)
 REPRODUCTIONS = Path(__file__).parents[3] / "reproductions"
 
 
@@ -31,7 +36,8 @@ def test_ids_are_what_they_were(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "split"), [("attentiondrop/digits-study", "the same split"), ("finetuning/banking77", None)]
+    ("name", "split"),
+    [("attentiondrop/digits-study", "the same split"), ("finetuning/banking77", None)],
 )
 def test_records_of_format_1_mean_what_they_meant(name, split):
     """No split_seed is the one fixed split, its search is that of one seed, and its trials keep their ids."""

@@ -65,7 +65,9 @@ def test_checkpoints_of_before_say_that_lines_are_lost(tmp_path, small, quick):
     trial = small(epochs=3)
     cut_at(trial, tmp_path, quick, 14)
     (path,) = saved_states(tmp_path, "checkpoint")
-    state = {k: v for k, v in load_state(path).items() if k not in ("log", "data", "threads", "resumed")}
+    state = {
+        k: v for k, v in load_state(path).items() if k not in ("log", "data", "threads", "resumed")
+    }
     path.unlink()
     save_state(tmp_path, "checkpoint", 14, state)
     log = tmp_path / "log.jsonl"
@@ -77,13 +79,17 @@ def test_checkpoints_of_before_say_that_lines_are_lost(tmp_path, small, quick):
 
 @pytest.mark.parametrize("name", ["environment.json", "config.json"])
 @pytest.mark.parametrize("content", ["{", "[]", "null", '{"sessions": 3}', "\x00" * 50])
-def test_a_damaged_companion_does_not_block_an_intact_checkpoint(tmp_path, small, quick, name, content):
+def test_a_damaged_companion_does_not_block_an_intact_checkpoint(
+    tmp_path, small, quick, name, content
+):
     trial = small(epochs=2)
     cut_at(trial, tmp_path, quick, 8)
     (tmp_path / name).write_text(content)
     result, _ = resume(trial, tmp_path, quick)
     assert result["resumed"] == 1
-    assert (tmp_path / f"{name.split('.')[0]}.damaged.json").read_text() == content  # nothing is thrown away
+    assert (
+        tmp_path / f"{name.split('.')[0]}.damaged.json"
+    ).read_text() == content  # nothing is thrown away
     assert RunStore(tmp_path).trial() == trial
     assert RunStore(tmp_path).sessions()[-1]["threads"] == 1
 
@@ -162,7 +168,14 @@ def test_a_plan_without_trials_cannot_be_rebuilt(tmp_path):
 
 
 def test_one_damaged_result_does_not_stop_the_others(tmp_path, quick):
-    settings = ["data.limit=300", "train.epochs=1", "model.width=16", "model.depth=1", "model.heads=2", "model.mlp=16"]
+    settings = [
+        "data.limit=300",
+        "train.epochs=1",
+        "model.width=16",
+        "model.depth=1",
+        "model.heads=2",
+        "model.mlp=16",
+    ]
     plan = make_comparison(comparison("digits", None, "drop_key", 1), settings=settings)
     first, second = plan.chosen()
     run_trial(first, tmp_path / first.id, quick)

@@ -12,7 +12,13 @@ from dampen.studies.errors import DiskFull, LabError, Locked
 from dampen.studies.files import atomic_file, write_json
 from dampen.studies.processes import start
 from dampen.studies.store import RunStore, clean_folder, locked
-from dampen.studies.trainer.checkpoint import load_newest, load_state, save_state, save_weights, saved_states
+from dampen.studies.trainer.checkpoint import (
+    load_newest,
+    load_state,
+    save_state,
+    save_weights,
+    saved_states,
+)
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path):
@@ -44,7 +50,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 def test_a_full_disk_is_said_in_words_and_keeps_what_was_there(tmp_path):
     write_json(tmp_path / "final.json", {"x": 1})
-    with pytest.raises(DiskFull, match=r"No space left.*final\.json.*resumes"), atomic_file(tmp_path / "final.json"):
+    with (
+        pytest.raises(DiskFull, match=r"No space left.*final\.json.*resumes"),
+        atomic_file(tmp_path / "final.json"),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert json.loads((tmp_path / "final.json").read_text()) == {"x": 1}
     with pytest.raises(PermissionError), atomic_file(tmp_path / "final.json"):
@@ -147,7 +156,9 @@ def test_reopening_forgets_what_diverged_and_nothing_else(tmp_path):
         RunStore(tmp_path / name).reopen()
     assert RunStore(tmp_path / "a").final() == {"id": "x", "status": "finished"}
     assert RunStore(tmp_path / "b").final() is None
-    assert not list(tmp_path.glob("*/pretrain/final.json"))  # it runs again with the training that it began
+    assert not list(
+        tmp_path.glob("*/pretrain/final.json")
+    )  # it runs again with the training that it began
 
 
 @pytest.mark.parametrize("torn", ["", "{", '{"epoch": 2, "valid": {"accuracy": 0.25}}'])

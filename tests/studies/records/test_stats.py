@@ -40,7 +40,9 @@ def test_paired_tests_equal_scipy(n):
     assert got.n == n
     assert got.difference == pytest.approx((x - y).mean())
     assert got.p == pytest.approx(reference.ttest_rel(x, y).pvalue)
-    assert (got.low, got.high) == pytest.approx(tuple(reference.ttest_rel(x, y).confidence_interval(0.95)))
+    assert (got.low, got.high) == pytest.approx(
+        tuple(reference.ttest_rel(x, y).confidence_interval(0.95))
+    )
     if n < 6:
         assert got.wilcoxon_p is None  # it could not be below 0.05 whatever the data
     else:
@@ -48,7 +50,11 @@ def test_paired_tests_equal_scipy(n):
 
 
 def test_wilcoxon_could_not_decide_below_six_pairs():
-    assert reference.wilcoxon(np.arange(1, 6)).pvalue > 0.05 > reference.wilcoxon(np.arange(1, 7)).pvalue
+    assert (
+        reference.wilcoxon(np.arange(1, 6)).pvalue
+        > 0.05
+        > reference.wilcoxon(np.arange(1, 7)).pvalue
+    )
 
 
 @pytest.mark.parametrize(("n", "delta"), [(3, 0.0), (3, 1.5), (5, 0.5), (8, 2.0)])
@@ -103,15 +109,22 @@ def test_levels_of_intervals_follow_the_step_down_procedure(p):
 
 
 rows_of_values = st.lists(
-    st.lists(st.floats(-3, 3), min_size=4, max_size=4).filter(lambda d: max(d) - min(d) > 0.01), min_size=1, max_size=6
+    st.lists(st.floats(-3, 3), min_size=4, max_size=4).filter(lambda d: max(d) - min(d) > 0.01),
+    min_size=1,
+    max_size=6,
 )
 
 
 @given(rows_of_values, st.sampled_from(["fixed", "sequential"]), st.floats(0.05, 3))
 def test_no_interval_contradicts_its_verdict(rows, test, margin):
     plain = as_row([50.0, 51.0, 49.0, 50.5])
-    table = {str(i): {s: v + d for (s, v), d in zip(plain.items(), row, strict=True)} for i, row in enumerate(rows)}
-    for c in judge({"plain": plain, **table}, "plain", "accuracy", margin=margin, test=test).values():
+    table = {
+        str(i): {s: v + d for (s, v), d in zip(plain.items(), row, strict=True)}
+        for i, row in enumerate(rows)
+    }
+    for c in judge(
+        {"plain": plain, **table}, "plain", "accuracy", margin=margin, test=test
+    ).values():
         if math.isnan(c.low):
             assert c.verdict == "inconclusive"
             continue
@@ -131,7 +144,10 @@ def test_no_interval_contradicts_its_verdict(rows, test, margin):
 
 
 def test_only_shared_seeds_count():
-    row, plain = {"0": 1.0, "1": 2.0, "2": 3.5, "9": 100.0}, {"0": 0.0, "1": 1.5, "2": 2.0, "7": -50.0}
+    row, plain = (
+        {"0": 1.0, "1": 2.0, "2": 3.5, "9": 100.0},
+        {"0": 0.0, "1": 1.5, "2": 2.0, "7": -50.0},
+    )
     got = judge({"row": row, "plain": plain}, "plain", "accuracy")["row"]
     assert got.n == 3
     assert got.difference == pytest.approx(1.0)
@@ -169,16 +185,22 @@ def test_verdicts():
     assert judge(rows, "plain", "accuracy", margin=0.01)["same"].verdict == "inconclusive"
 
 
-@pytest.mark.parametrize(("difference", "sd", "level"), [(1.0, 0.7, 0.05), (1.0, 0.7, 0.05 / 11), (0.5, 1.0, 0.01)])
+@pytest.mark.parametrize(
+    ("difference", "sd", "level"), [(1.0, 0.7, 0.05), (1.0, 0.7, 0.05 / 11), (0.5, 1.0, 0.01)]
+)
 def test_the_seeds_said_to_be_needed_decide_with_the_power_that_is_said(difference, sd, level):
     n = stats.seeds_needed(difference, sd, level)
     draws = np.random.default_rng(0).normal(difference, sd, (4000, n))
     p = reference.ttest_1samp(draws, 0, axis=1).pvalue
-    assert 0.76 <= (p <= level).mean() <= 0.9  # the formula is an approximation, a little on the safe side at small n
+    assert (
+        0.76 <= (p <= level).mean() <= 0.9
+    )  # the formula is an approximation, a little on the safe side at small n
     assert stats.detectable(sd, n, level) <= difference < stats.detectable(sd, n - 1, level)
 
 
-@pytest.mark.parametrize(("n", "level", "power"), [(2, 0.05, 0.8), (3, 0.01, 0.9), (10, 0.05 / 7, 0.8)])
+@pytest.mark.parametrize(
+    ("n", "level", "power"), [(2, 0.05, 0.8), (3, 0.01, 0.9), (10, 0.05 / 7, 0.8)]
+)
 def test_the_detectable_difference_by_its_formula(n, level, power):
     t = reference.t(n - 1)
     expected = (t.ppf(1 - level / 2) + t.ppf(power)) * 0.7 / math.sqrt(n)
@@ -205,7 +227,10 @@ def test_equal_differences_do_not_pass_for_certainty():
     assert math.isnan(got.low)
     same = judge({"row": plain, "plain": plain}, "plain", "accuracy")["row"]
     assert (same.difference, same.p) == (0.0, 1.0)
-    assert judge({"row": higher, "plain": plain}, "plain", "accuracy", test="sequential")["row"].p == 1.0
+    assert (
+        judge({"row": higher, "plain": plain}, "plain", "accuracy", test="sequential")["row"].p
+        == 1.0
+    )
 
 
 def test_correction_can_take_a_verdict_back_and_its_interval_with_it():
@@ -249,7 +274,9 @@ def test_against_the_paper_uses_welch():
     ours = stats.summarize(list(x))
     for mean, word in [(86.1, "reproduced"), (90.0, "not reproduced"), (80.0, "not reproduced")]:
         got = against_paper(ours, Published(mean, 0.5, 5))
-        p = reference.ttest_ind_from_stats(ours.mean, ours.sd, 5, mean, 0.5, 5, equal_var=False).pvalue
+        p = reference.ttest_ind_from_stats(
+            ours.mean, ours.sd, 5, mean, 0.5, 5, equal_var=False
+        ).pvalue
         assert got.word == word
         assert (p > 0.05) == (word == "reproduced")
         assert (got.low <= 0 <= got.high) == (p > 0.05)
@@ -258,7 +285,9 @@ def test_against_the_paper_uses_welch():
 def test_against_the_paper_without_a_published_deviation_is_a_one_sample_test():
     values = [92.1, 91.8, 92.4, 92.0]
     got = against_paper(stats.summarize(values), Published(92.0))
-    low, high = reference.t.interval(0.95, 3, loc=np.mean(values) - 92.0, scale=reference.sem(values))
+    low, high = reference.t.interval(
+        0.95, 3, loc=np.mean(values) - 92.0, scale=reference.sem(values)
+    )
     assert (got.low, got.high) == (pytest.approx(low), pytest.approx(high))
     assert got.word == "reproduced"
 
@@ -272,5 +301,8 @@ def test_against_the_paper_says_why_not():
     assert few.word == "not comparable"
     assert "too few runs here: 1" in few.reason
     apart = against_paper(ours, Published(86.0), ["20 epochs instead of 200", "fewer images"])
-    assert (apart.word, apart.reason) == ("not comparable", "20 epochs instead of 200; fewer images")
+    assert (apart.word, apart.reason) == (
+        "not comparable",
+        "20 epochs instead of 200; fewer images",
+    )
     assert against_paper(None, Published(86.0)).reason == "not measured here"

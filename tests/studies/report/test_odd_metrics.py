@@ -28,4 +28,6 @@ def test_reports_of_metrics_that_are_no_numbers(tmp_path, value, key, how_many):
         if format == "json":
             json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         if key == "test" and format in ("html", "md", "json"):
-            assert re.search("no number(, accuracy is| from seed)", text)  # a mean over fewer seeds than planned
+            assert re.search(
+                "no number(, accuracy is| from seed)", text
+            )  # a mean over fewer seeds than planned

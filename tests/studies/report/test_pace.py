@@ -42,7 +42,11 @@ def test_warnings_name_their_trial_and_ones_own_training_its_steps():
     text = io.StringIO()
     with LiveView(Console(file=text, width=40), LABELS) as view:
         view(
-            "a", Event(kind="warning", message="Its worker was killed by SIGKILL; it goes on from its last checkpoint.")
+            "a",
+            Event(
+                kind="warning",
+                message="Its worker was killed by SIGKILL; it goes on from its last checkpoint.",
+            ),
         )
         view("a", Event(kind="start", step=41, steps=100, count=6, resumed=1))
     assert text.getvalue().splitlines() == [
@@ -64,7 +68,9 @@ def shown(monkeypatch):
     """What a notebook would show, newest last; IPython itself is not needed."""
     outputs: list[str] = []
     output = SimpleNamespace(update=outputs.append)
-    display = SimpleNamespace(HTML=str, display=lambda html, display_id: outputs.append(html) or output)
+    display = SimpleNamespace(
+        HTML=str, display=lambda html, display_id: outputs.append(html) or output
+    )
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setattr(progress, "table_html", lambda study: "<table></table>")
     return outputs
@@ -77,9 +83,13 @@ def test_a_notebook_shows_what_runs_and_counts_the_trials_of_this_run_only(shown
     view("c", Event(kind="start", steps=10))
     now[0] += 2
     view("c", Event(kind="progress", step=5, steps=10, terms={"task": 0.5}))
-    view("c", Event(kind="progress", step=6, steps=10, terms={"task": 0.4}))  # not again within a second
+    view(
+        "c", Event(kind="progress", step=6, steps=10, terms={"task": 0.4})
+    )  # not again within a second
     view("c", Event(kind="outcome", status="finished"))
     assert len(shown) == 3
     assert shown[0] == "<p>0/1 runs done, time left not known yet</p>"
-    assert re.search("0/1 runs done, about 2 s left; plain &lt;b&gt; seed 1: step 5 task 0.5", shown[1])
+    assert re.search(
+        "0/1 runs done, about 2 s left; plain &lt;b&gt; seed 1: step 5 task 0.5", shown[1]
+    )
     assert shown[2] == "<p>1/1 runs done</p><table></table>"

@@ -99,7 +99,12 @@ def test_advice_takes_the_cheapest_of_the_best(table):
             "Weak: 0 of 1 comparison conclusive",
         ),
         (ROWS, 2, "Too few runs", "Little: 2 shared seeds"),
-        ({k: ROWS[k] for k in ("plain", "Blur")}, 4, "Stay with plain", "Well founded: 1 comparison conclusive"),
+        (
+            {k: ROWS[k] for k in ("plain", "Blur")},
+            4,
+            "Stay with plain",
+            "Well founded: 1 comparison conclusive",
+        ),
     ],
 )
 def test_advice_when_nothing_is_better(tmp_path, rows, seeds, headline, trust):

@@ -20,7 +20,9 @@ from dampen.studies.result import parse_diagnosis
 from dampen.studies.table import diagnosed
 from tests.studies.synthetic_runs import ROWS, loose, recipe, write, write_study
 
-HOSTILE = """<script>alert(1)</script><img src=x onerror="alert(2)">'"&`|_*=\\{{7*7}}</script><!--"""
+HOSTILE = (
+    """<script>alert(1)</script><img src=x onerror="alert(2)">'"&`|_*=\\{{7*7}}</script><!--"""
+)
 
 
 def test_json_holds_everything_and_is_valid(study):
@@ -90,9 +92,13 @@ def test_names_of_users_are_text_in_every_format(tmp_path):
     assert page.tags.count("script") == 4  # early theme, data, charts, page
     assert not [a for a in page.attributes if a[1].startswith("on")]
     assert HOSTILE in page.texts
-    data = page.texts[max(i for i, t in enumerate(page.texts) if t.startswith("{") and '"colors"' in t)]
+    data = page.texts[
+        max(i for i, t in enumerate(page.texts) if t.startswith("{") and '"colors"' in t)
+    ]
     assert "<" not in data
-    assert HOSTILE in json.dumps(json.loads(data), ensure_ascii=False).encode().decode("unicode_escape")
+    assert HOSTILE in json.dumps(json.loads(data), ensure_ascii=False).encode().decode(
+        "unicode_escape"
+    )
     markdown = report.render("md")
     assert "<script" not in markdown
     assert "<img" not in markdown
@@ -125,14 +131,20 @@ def test_the_page_asks_for_nothing_outside_itself(study):
 
 def test_every_grid_point_is_a_row_and_none_is_tested_against_a_corner(tmp_path):
     grid = {"lambda": [1e-4, 1e-3], "train.lr": [1e-4, 5e-4]}
-    rows = {n: ([{"name": "explicit_dropout", n: "$lambda"}], 0.0, 1.0, None) for n in ("key", "value")}
+    rows = {
+        n: ([{"name": "explicit_dropout", n: "$lambda"}], 0.0, 1.0, None) for n in ("key", "value")
+    }
     write_study(tmp_path, rows, grid=grid, report="all", seeds=3)
     report = make_report([tmp_path])
     (table,) = report.tables
     assert len(table.entries) == 8
     assert {e.verdict for e in table.entries} == {""}
-    assert advise(table).which.headline in {f"{n} · lambda 0.001, lr 0.0005" for n in rows}  # the best corner
-    assert report.render("csv").count("lambda 0.001, lr 0.0005") == 4  # the name and the grid of both
+    assert advise(table).which.headline in {
+        f"{n} · lambda 0.001, lr 0.0005" for n in rows
+    }  # the best corner
+    assert (
+        report.render("csv").count("lambda 0.001, lr 0.0005") == 4
+    )  # the name and the grid of both
 
 
 def test_what_was_diagnosed_stands_in_a_table_and_next_to_the_paper(tmp_path):
@@ -163,7 +175,9 @@ def test_a_published_cost_stands_next_to_the_measured_one(tmp_path):
     entry = report.tables[0].entry("DropKey")
     ours = entry.measured("cost_ratio")
     assert ours.n == 5
-    assert ours.mean == pytest.approx(1.05, rel=0.02)  # the synthetic trials cost that, give or take 1 %
+    assert ours.mean == pytest.approx(
+        1.05, rel=0.02
+    )  # the synthetic trials cost that, give or take 1 %
     assert entry.against["cost_ratio"].word in ("reproduced", "not reproduced")
     assert entry.against["frobs"].reason == "not measured here"
     assert f"| DropKey | step cost / reference | 1.05 | {ours.mean:.3f}" in report.render("md")
@@ -174,11 +188,21 @@ def test_what_a_search_tried_is_shown(tmp_path):
     write_study(tmp_path)
     axes = [{"key": "train.lr", "low": 1e-4, "high": 1e-2, "log": True, "choices": []}]
     tried = [
-        {"values": {"train.lr": 0.001 * (i + 1)}, "valid": 0.8 + 0.01 * i, "state": "complete", "id": str(i)}
+        {
+            "values": {"train.lr": 0.001 * (i + 1)},
+            "valid": 0.8 + 0.01 * i,
+            "state": "complete",
+            "id": str(i),
+        }
         for i in range(3)
     ]
     tried.append({"values": {"train.lr": 0.01}, "valid": None, "state": "pruned", "id": "x"})
-    search = {"metric": "accuracy", "mode": "max", "trials": 4, "rows": {"plain": {"axes": axes, "trials": tried}}}
+    search = {
+        "metric": "accuracy",
+        "mode": "max",
+        "trials": 4,
+        "rows": {"plain": {"axes": axes, "trials": tried}},
+    }
     write(tmp_path / "search.json", search)
     page = make_report([tmp_path]).render("html")
     assert "4 per method, scored on validation; 1 unpromising ones were stopped early." in page
@@ -285,6 +309,8 @@ def test_rows_of_several_models_have_several_references():
     drawn = json.dumps(forest(table, Palette([e.name for e in table.entries])).panels[0].spec)
     assert f"difference to {name} in accuracy" in drawn
     eight = table.entry("8 layers, no feed-forward skip")
-    eight.verdict = "better"  # as if: it is better than another row than the one that most are compared with
+    eight.verdict = (
+        "better"  # as if: it is better than another row than the one that most are compared with
+    )
     assert advise(table).which.headline == "It depends on the model"
     assert advise(table).which.details[0] == f"Better than {name}: {eight.name}."

@@ -100,7 +100,11 @@ def test_a_search_of_another_shape_is_skipped_and_the_page_is_made(tmp_path, sea
 
 def test_a_bench_of_another_shape_is_skipped(tmp_path):
     keys = ("machine", "ratios", "papers", "alternatives", "memory", "targets", "skipped")
-    wrong = {"kind": "dampen bench", **{key: {} for key in keys}, "ratios": {"drop_key": {"median": 1}}}
+    wrong = {
+        "kind": "dampen bench",
+        **{key: {} for key in keys},
+        "ratios": {"drop_key": {"median": 1}},
+    }
     (tmp_path / "bench.json").write_text(json.dumps(wrong))
     with pytest.raises(LabError, match="not a bench result"):
         make_report([tmp_path / "bench.json"])

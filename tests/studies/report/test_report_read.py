@@ -67,9 +67,17 @@ def test_nothing_to_report_says_what_was_found_and_what_to_do(tmp_path):
 
 def test_unfinished_and_diverged_runs_are_counted_and_not_averaged(tmp_path):
     plan = write_study(tmp_path)
-    plain, dropkey = (tmp_path / plan.configs[i].settings[0].ids[seed] for i, seed in ((0, "0"), (1, "1")))
+    plain, dropkey = (
+        tmp_path / plan.configs[i].settings[0].ids[seed] for i, seed in ((0, "0"), (1, "1"))
+    )
     (plain / "final.json").unlink()
-    edit(dropkey / "final.json", status="diverged", reason="Training stopped at step 3.", test={}, valid={})
+    edit(
+        dropkey / "final.json",
+        status="diverged",
+        reason="Training stopped at step 3.",
+        test={},
+        valid={},
+    )
     (table,) = make_report([tmp_path]).tables
     one, two = table.entries[:2]
     assert (one.summary.n, one.unfinished, one.diverged) == (4, 1, 0)
@@ -80,7 +88,9 @@ def test_unfinished_and_diverged_runs_are_counted_and_not_averaged(tmp_path):
 
 def test_trials_in_a_shared_store_serve_two_plans(tmp_path):
     write_study(tmp_path / "a", name="a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns("[0-9a-f]*[0-9a-f]"))
+    shutil.copytree(
+        tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns("[0-9a-f]*[0-9a-f]")
+    )
     assert [p.name for p in (tmp_path / "b").iterdir()] == ["plan.json"]
     report = make_report([tmp_path])
     assert [sum(e.summary.n for e in t.entries) for t in report.tables] == [30, 30]
@@ -123,7 +133,9 @@ def test_a_plan_that_mixes_data_is_refused(tmp_path):
     plan = write_study(tmp_path)
     other = tmp_path / next(iter(plan.configs[1].settings[0].ids.values()))
     edit(other / "config.json", data={"name": "cifar100", "limit": 3000})
-    with pytest.raises(ProtocolMismatch, match=r"data\.name: cifar10 in 29 runs, cifar100 in 1 run\n"):
+    with pytest.raises(
+        ProtocolMismatch, match=r"data\.name: cifar10 in 29 runs, cifar100 in 1 run\n"
+    ):
         make_report([tmp_path])
 
 
@@ -141,7 +153,14 @@ def test_rows_with_another_model_are_compared_among_themselves(tmp_path):
         for trial in row.settings[0].ids.values():
             edit(tmp_path / trial / "config.json", model={"name": "convmixer"})
     (table,) = make_report([tmp_path]).tables
-    assert [e.reference for e in table.entries] == [None, "plain", "plain", None, "Explicit v", "Explicit v"]
+    assert [e.reference for e in table.entries] == [
+        None,
+        "plain",
+        "plain",
+        None,
+        "Explicit v",
+        "Explicit v",
+    ]
 
 
 def test_rows_of_a_plan_may_differ_in_their_pretraining_and_older_runs_know_none(tmp_path):
@@ -150,11 +169,15 @@ def test_rows_of_a_plan_may_differ_in_their_pretraining_and_older_runs_know_none
     for trial in first.settings[0].ids.values():
         edit(tmp_path / trial / "config.json", pretrain={"train": {"epochs": 4}})
     one = next(iter(second.settings[0].ids.values()))
-    edit(tmp_path / one / "config.json", pretrain=None)  # as a newer version writes it, beside runs of an older one
+    edit(
+        tmp_path / one / "config.json", pretrain=None
+    )  # as a newer version writes it, beside runs of an older one
     (table,) = make_report([tmp_path]).tables
     assert len(table.entries) == len(plan.configs)
     (tmp_path / "plan.json").unlink()
-    with pytest.raises(ProtocolMismatch, match=r"pretrain\.train\.epochs: not set in 25 runs, 4 in 5 runs"):
+    with pytest.raises(
+        ProtocolMismatch, match=r"pretrain\.train\.epochs: not set in 25 runs, 4 in 5 runs"
+    ):
         make_report([tmp_path])
 
 
@@ -170,7 +193,9 @@ def test_packed_records_give_the_same_report_as_the_folders(tmp_path):
     again, before = make_report([packed]), make_report([tmp_path / "s"])
     assert len(again.skipped) == 1
     for format in ("md", "csv", "latex"):
-        assert again.render(format).replace("s/" + damaged.parent.name, damaged.parent.name) == before.render(format)
+        assert again.render(format).replace(
+            "s/" + damaged.parent.name, damaged.parent.name
+        ) == before.render(format)
     assert again.tables[0].study.runs()[0].lines() == before.tables[0].study.runs()[0].lines()
 
 
@@ -181,7 +206,10 @@ def test_packed_records_give_the_same_report_as_the_folders(tmp_path):
         ("[]", "is not a pack"),
         ('{"kind": "dampen records", "version": 9, "folders": {}}', "version 9"),
         ('{"kind": "dampen records", "version": 1, "folders": {"../x": {}}}', "does not belong"),
-        ('{"kind": "dampen records", "version": 1, "folders": {"x": {"run.sh": ""}}}', "run.sh. does not belong"),
+        (
+            '{"kind": "dampen records", "version": 1, "folders": {"x": {"run.sh": ""}}}',
+            "run.sh. does not belong",
+        ),
     ],
 )
 def test_a_file_that_holds_no_records_is_refused(tmp_path, text, said):

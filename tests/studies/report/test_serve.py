@@ -54,7 +54,9 @@ def test_broken_clients_print_nothing(server, capfd):
     ):
         client = socket.create_connection(server.server_address)
         client.sendall(content)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed
+        client.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # reset, not closed
         client.close()
     assert status(server) == 200
     time.sleep(0.7)

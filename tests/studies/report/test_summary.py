@@ -48,7 +48,9 @@ def table_of(plan, results):
     """The table of results by trial id, all on one machine."""
     config = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit"}}).to_dict()
     runs = {
-        i: LoggedRun(Path(i), i, config, parse_result({"id": i, **r}), [{"cpu": "x", "device": "cpu"}])
+        i: LoggedRun(
+            Path(i), i, config, parse_result({"id": i, **r}), [{"cpu": "x", "device": "cpu"}]
+        )
         for i, r in results.items()
     }
     return comparison_table(plan, runs)
@@ -60,13 +62,18 @@ def plan_of(*rows, report="best"):
 
 def row(name, *points, **more):
     return Config(
-        name, [], [Setting(g, {str(i): f"{name}{j}{i}" for i in range(3)}) for j, g in enumerate(points)], **more
+        name,
+        [],
+        [Setting(g, {str(i): f"{name}{j}{i}" for i in range(3)}) for j, g in enumerate(points)],
+        **more,
     )
 
 
 def test_the_grid_point_is_chosen_on_validation_whatever_the_test_says():
     grid = row("a", {"lr": 1}, {"lr": 2})
-    results = {f"a0{i}": result(0.8, 0.99) for i in range(3)} | {f"a1{i}": result(0.9, 0.10) for i in range(3)}
+    results = {f"a0{i}": result(0.8, 0.99) for i in range(3)} | {
+        f"a1{i}": result(0.9, 0.10) for i in range(3)
+    }
     assert best_setting(grid, results).grid == {"lr": 2}
     del results["a12"]  # a point with fewer runs does not win by luck
     assert best_setting(grid, results).grid == {"lr": 1}
@@ -75,7 +82,9 @@ def test_the_grid_point_is_chosen_on_validation_whatever_the_test_says():
 def test_rows_are_compared_seed_by_seed_and_cost_by_processor_time():
     plan = plan_of(row("plain", {}, baseline=True), row("a", {}), row("b", {}), row("c", {}))
     results = {f"plain0{i}": result(0.8, 0.5 + 0.1 * i) for i in range(3)}
-    results |= {f"a0{i}": result(0.8, 0.6 + 0.1 * i + 0.001 * i, seconds=0.015) for i in range(3)}  # better each time
+    results |= {
+        f"a0{i}": result(0.8, 0.6 + 0.1 * i + 0.001 * i, seconds=0.015) for i in range(3)
+    }  # better each time
     results |= {f"b0{i}": result(0.8, 0.7 - 0.1 * i) for i in range(3)}
     results["c00"] = result(0, 0, status="diverged")
     table = table_of(plan, results)
@@ -92,13 +101,22 @@ def test_rows_are_compared_seed_by_seed_and_cost_by_processor_time():
 
 def test_a_model_in_several_depths_is_compared_within_each():
     names = ("2", "2 dropped", "8", "8 dropped")
-    rows = [Config(n, [{"name": "drop_key"}] * n.endswith("dropped"), row(n, {}).settings) for n in names]
+    rows = [
+        Config(n, [{"name": "drop_key"}] * n.endswith("dropped"), row(n, {}).settings)
+        for n in names
+    ]
     runs = {}
     for n in names:
         model = {"name": "vit", "depth": int(n.split()[0])}
         config = Run.from_dict({"data": {"name": "digits"}, "model": model}).to_dict()
         runs |= {
-            f"{n}0{i}": LoggedRun(Path(n), f"{n}0{i}", config, parse_result({"id": f"{n}0{i}", **result(0.8, 0.5)}), [])
+            f"{n}0{i}": LoggedRun(
+                Path(n),
+                f"{n}0{i}",
+                config,
+                parse_result({"id": f"{n}0{i}", **result(0.8, 0.5)}),
+                [],
+            )
             for i in range(3)
         }
     table = comparison_table(plan_of(*rows), runs)
@@ -107,13 +125,19 @@ def test_a_model_in_several_depths_is_compared_within_each():
 
 def test_the_same_training_under_two_names_is_counted_once():
     plan = plan_of(row("plain", {}, baseline=True), row("q", {}), row("k", {}))
-    results = {f"plain0{i}": result(0.8, 0.5 + 0.1 * i) | {"last_weights": f"p{i}"} for i in range(3)}
+    results = {
+        f"plain0{i}": result(0.8, 0.5 + 0.1 * i) | {"last_weights": f"p{i}"} for i in range(3)
+    }
     for name in "qk":
-        results |= {f"{name}0{i}": result(0.8, 0.6 + 0.11 * i) | {"last_weights": f"w{i}"} for i in range(3)}
+        results |= {
+            f"{name}0{i}": result(0.8, 0.6 + 0.11 * i) | {"last_weights": f"w{i}"} for i in range(3)
+        }
     table = table_of(plan, results)
     assert [e.name for e in table.compared()] == ["q"]
     assert table.entry("k").told(table.metric) == "same as q"
-    assert table.entry("q").comparison.corrected == table.entry("q").comparison.p  # one test, nothing to correct
+    assert (
+        table.entry("q").comparison.corrected == table.entry("q").comparison.p
+    )  # one test, nothing to correct
     results["k02"]["last_weights"] = "another"
     assert len(table_of(plan, results).compared()) == 2
 
@@ -126,8 +150,12 @@ def test_every_metric_is_a_family_of_its_own():
         return {"test": {"accuracy": 0.5 + noise[i] * (1 + i), "nll": value}}
 
     results = {f"plain0{i}": result(0.8, 0.5) | with_nll(1.0 + 0.1 * i, i) for i in range(3)}
-    results |= {f"a0{i}": result(0.8, 0.5) | with_nll(0.8 + 0.1 * i + 0.001 * i, i) for i in range(3)}
-    results |= {f"b0{i}": result(0.8, 0.5) | with_nll(1.0 + 0.1 * i + 0.05 * (-1) ** i, i) for i in range(3)}
+    results |= {
+        f"a0{i}": result(0.8, 0.5) | with_nll(0.8 + 0.1 * i + 0.001 * i, i) for i in range(3)
+    }
+    results |= {
+        f"b0{i}": result(0.8, 0.5) | with_nll(1.0 + 0.1 * i + 0.05 * (-1) ** i, i) for i in range(3)
+    }
     a, b = table_of(plan, results).entries[1:]
     assert a.verdict == "inconclusive"
     assert a.secondary["nll"].verdict == "better"  # lower is better
@@ -157,7 +185,9 @@ def show(table, width=100):
 
 
 def test_the_table_shows_names_as_they_are_and_says_what_has_not_run():
-    plan = plan_of(row("plain [red]x", {}, baseline=True), row("a", {}, published={"accuracy": [86.4, 0.4]}))
+    plan = plan_of(
+        row("plain [red]x", {}, baseline=True), row("a", {}, published={"accuracy": [86.4, 0.4]})
+    )
     text = show(results_table(table_of(plan, {"plain [red]x00": result(0.5, 0.5)})))
     assert "A [bold]title" in text
     assert "plain [red]x" in text
@@ -193,7 +223,9 @@ def test_progress_names_the_loss_terms_and_what_is_left(terminal):
     plan = plan_of(row("plain", {}, baseline=True), row("a", {}))
 
     def table():
-        return results_table(table_of(plan, {"a00": result(0.5, 0.25), "plain00": result(0.5, 0.5)}), verdicts=False)
+        return results_table(
+            table_of(plan, {"a00": result(0.5, 0.25), "plain00": result(0.5, 0.5)}), verdicts=False
+        )
 
     with LiveView(console, {"a00": "a seed 0", "a01": "a seed 1"}, table=table) as view:
         for event in EVENTS:
@@ -204,7 +236,15 @@ def test_progress_names_the_loss_terms_and_what_is_left(terminal):
     assert "a seed 0 resumes at step 3" in shown
     assert "a [warning]" in shown
     if terminal:
-        for part in ("task 0.5", "x.ffn 2", "4 s left", "1/2 runs", "25.00", "about ", "provisional"):
+        for part in (
+            "task 0.5",
+            "x.ffn 2",
+            "4 s left",
+            "1/2 runs",
+            "25.00",
+            "about ",
+            "provisional",
+        ):
             assert part in shown, part
     else:
         assert "[1/2] a seed 0: finished" in shown
@@ -222,9 +262,14 @@ def test_a_full_disk_is_an_outcome_of_its_own(tmp_path, small, quick, monkeypatc
 def test_the_same_weights_tested_in_another_way_are_two_rows():
     """Monte Carlo at test: one training, other results."""
     plan = plan_of(row("plain", {}, baseline=True), row("once", {}), row("sampled", {}))
-    results = {f"plain0{i}": result(0.8, 0.5 + 0.1 * i) | {"last_weights": f"p{i}"} for i in range(3)}
+    results = {
+        f"plain0{i}": result(0.8, 0.5 + 0.1 * i) | {"last_weights": f"p{i}"} for i in range(3)
+    }
     for name, gain in (("once", 0.0), ("sampled", 0.01)):
-        results |= {f"{name}0{i}": result(0.8, 0.6 + 0.11 * i + gain) | {"last_weights": f"w{i}"} for i in range(3)}
+        results |= {
+            f"{name}0{i}": result(0.8, 0.6 + 0.11 * i + gain) | {"last_weights": f"w{i}"}
+            for i in range(3)
+        }
     assert [e.name for e in table_of(plan, results).compared()] == ["once", "sampled"]
 
 

@@ -32,8 +32,13 @@ def of(tmp_path):
 def test_nothing_was_tuned_and_the_epoch_was_chosen_are_two_sentences_that_agree(of):
     table = of()
     told = trust(table).details
-    assert tuned(table) == "Hyperparameters were not tuned: each method was run at the setting listed."
-    assert what_was_tested(table) == "The tested epoch was selected on validation. The test set was used once."
+    assert (
+        tuned(table) == "Hyperparameters were not tuned: each method was run at the setting listed."
+    )
+    assert (
+        what_was_tested(table)
+        == "The tested epoch was selected on validation. The test set was used once."
+    )
     assert {tuned(table), what_was_tested(table)} <= set(told)
     assert not any(line.startswith("Settings and epoch") for line in told)
 
@@ -46,18 +51,27 @@ def test_the_last_epoch_was_not_chosen_by_anything(of):
 def test_of_ones_own_function_only_what_is_known_is_said(of):
     table = of(function={"name": "train.py:train", "code": "0", "params": {}})
     assert what_was_tested(table).startswith("Your function measured the test metrics itself")
-    assert noise(table) == ["Seeds vary what your function draws, which may include the splits of the data."]
+    assert noise(table) == [
+        "Seeds vary what your function draws, which may include the splits of the data."
+    ]
 
 
 def test_the_page_says_which_parts_were_drawn_anew(of):
     (same,) = noise(of(data={"split_seed": 0, "test_seed": 0}))
-    assert same.startswith("Seeds vary initial weights and order of batches; every run trains on the same split")
+    assert same.startswith(
+        "Seeds vary initial weights and order of batches; every run trains on the same split"
+    )
     assert "leave a standard error of" in same
     (anew,) = noise(of())
-    assert "the split into training and validation, which is drawn anew for each; the test set is the same" in anew
+    assert (
+        "the split into training and validation, which is drawn anew for each; the test set is the same"
+        in anew
+    )
     table = of({"folds": 2}, data={"folds": 2})
     (folds,) = noise(table)
-    assert folds.endswith("every example is tested once per seed, so intervals cover the draw of the splits too.")
+    assert folds.endswith(
+        "every example is tested once per seed, so intervals cover the draw of the splits too."
+    )
     assert "standard error" not in folds
 
 
@@ -72,9 +86,14 @@ def test_a_page_tells_given_splits_from_drawn_ones(of, tmp_path):
         (told,) = noise(table)
         return told
 
-    assert "training and validation are given, and the test set is the same in every run" in noise_of([])
+    assert (
+        "training and validation are given, and the test set is the same in every run"
+        in noise_of([])
+    )
     told = noise_of(["valid", "test"])
-    assert told.endswith("which is drawn anew for each, so that intervals cover the draw of the test set too.")
+    assert told.endswith(
+        "which is drawn anew for each, so that intervals cover the draw of the test set too."
+    )
     assert "standard error" not in told
 
 

@@ -76,13 +76,19 @@ def run():
 
     def runs(asked, **execution):
         options = Execution(
-            threads=1, progress_seconds=0.0, checkpoint_seconds=1e9, function=asked.function, **execution
+            threads=1,
+            progress_seconds=0.0,
+            checkpoint_seconds=1e9,
+            function=asked.function,
+            **execution,
         )
         asked.plan.save(asked.folder)
         found = {}
         for row in asked.plan.configs:
             for seed, trial in row.settings[0].ids.items():
-                found[row.name, int(seed)] = run_trial(asked.plan.runs[trial], asked.folder / trial, options)
+                found[row.name, int(seed)] = run_trial(
+                    asked.plan.runs[trial], asked.folder / trial, options
+                )
         return found
 
     return runs

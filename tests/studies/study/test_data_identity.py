@@ -19,7 +19,9 @@ from tests.reproductions.data.writers import cifar10_binary, cifar10_parts
 from tests.studies.user_files import write_csv
 
 
-def test_a_changed_official_set_is_refused_when_a_trial_resumes(tmp_path, small, quick, monkeypatch):
+def test_a_changed_official_set_is_refused_when_a_trial_resumes(
+    tmp_path, small, quick, monkeypatch
+):
     trial, steps = small(), []
     with pytest.raises(Interrupted):
         run_trial(
@@ -43,7 +45,15 @@ def test_a_changed_official_set_is_refused_when_a_trial_is_looked_up(tmp_path, q
     model = {"name": "vit", "patch_size": 16, "width": 8, "depth": 1, "heads": 2, "mlp": 8}
     data = {"name": "cifar10", "partial": True}
     trial = Run.from_dict({"data": data, "model": model, "train": {"epochs": 1, "batch_size": 8}})
-    header = {"title": "", "paper": "", "table": "", "metric": "", "report": "", "command": "", "cost": ""}
+    header = {
+        "title": "",
+        "paper": "",
+        "table": "",
+        "metric": "",
+        "report": "",
+        "command": "",
+        "cost": "",
+    }
     rows = [Config("plain", [], [Setting({}, {str(trial.seed): trial.id})], baseline=True)]
     plan = Comparison("looked-up", "laptop", header, [], [trial.seed], rows, {trial.id: trial})
     execution = replace(quick, data_dir=str(tmp_path / "data"))
@@ -55,7 +65,9 @@ def test_a_changed_official_set_is_refused_when_a_trial_is_looked_up(tmp_path, q
         run = run_comparison(plan, tmp_path / "runs", [trial], execution)
         assert run.counts() == {"finished": 1}
     assert len(read) == 1
-    elsewhere = replace(execution, data_dir=str(tmp_path / "nowhere"))  # results can be shown without their data
+    elsewhere = replace(
+        execution, data_dir=str(tmp_path / "nowhere")
+    )  # results can be shown without their data
     assert run_comparison(plan, tmp_path / "runs", [trial], elsewhere).counts() == {"finished": 1}
     parts["data_batch_3"][5, 100] ^= 1
     cifar10_binary(place, parts)

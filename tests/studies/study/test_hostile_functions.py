@@ -15,7 +15,13 @@ from dampen.studies.files import sealed
 from dampen.studies.report import make_report, write_report
 from dampen.studies.result import parse_lines
 from dampen.studies.store import RunStore
-from dampen.studies.trainer.checkpoint import check_readable, load_newest, load_state, save_state, saved_states
+from dampen.studies.trainer.checkpoint import (
+    check_readable,
+    load_newest,
+    load_state,
+    save_state,
+    saved_states,
+)
 
 HEAD = """
 import dampen
@@ -34,7 +40,13 @@ def function(tmp_path, body):
 
 
 def compare(tmp_path, body, **options):
-    options = {"methods": "drop_key", "seeds": 1, "workers": 1, "threads": 1, "progress": False} | options
+    options = {
+        "methods": "drop_key",
+        "seeds": 1,
+        "workers": 1,
+        "threads": 1,
+        "progress": False,
+    } | options
     return dampen.compare(function(tmp_path, body), folder=tmp_path / "study", **options)
 
 
@@ -69,7 +81,9 @@ return {"nll": 1.0}
 @pytest.mark.slow
 def test_no_run_finds_what_another_changed_in_its_process(tmp_path):
     study = compare(tmp_path, CHANGES, seeds=2)
-    found = [json.loads(path.read_text()) for path in sorted(Path(study.folder).glob("*/state.json"))]
+    found = [
+        json.loads(path.read_text()) for path in sorted(Path(study.folder).glob("*/state.json"))
+    ]
     assert len(found) == 4
     assert all(state == found[0] for state in found)
     assert not found[0]["autocast"]
@@ -100,7 +114,12 @@ def test_a_state_that_could_not_be_read_back_is_refused_where_it_is(state, place
 
 
 def test_numpy_numbers_and_arrays_come_back_as_they_were(tmp_path):
-    given = {"best": np.float64(0.5), "seen": np.arange(3, dtype=np.int16), "flag": np.bool_(True), "x": torch.ones(2)}
+    given = {
+        "best": np.float64(0.5),
+        "seen": np.arange(3, dtype=np.int16),
+        "flag": np.bool_(True),
+        "x": torch.ones(2),
+    }
     given |= {"empty": np.zeros((0, 2), np.float32), "none": None, "order": ((1, 2), {"a": 1.5})}
     check_readable(given, "state")
     save_state(tmp_path, "checkpoint", 1, given)
@@ -124,8 +143,13 @@ def test_an_unreadable_checkpoint_of_an_older_version_is_reported_as_damaged(tmp
 
 @pytest.mark.slow
 def test_a_refused_checkpoint_names_the_line_of_the_function(tmp_path):
-    with pytest.raises(LabError, match=r"hostile\.py, line 8, in train: TypeError: .*state\['at'\]"):
-        compare(tmp_path, "from pathlib import Path\ntrial.checkpoint({'at': Path('x')})\nreturn {'nll': 1.0}")
+    with pytest.raises(
+        LabError, match=r"hostile\.py, line 8, in train: TypeError: .*state\['at'\]"
+    ):
+        compare(
+            tmp_path,
+            "from pathlib import Path\ntrial.checkpoint({'at': Path('x')})\nreturn {'nll': 1.0}",
+        )
 
 
 # --- the log
@@ -134,19 +158,25 @@ def test_a_refused_checkpoint_names_the_line_of_the_function(tmp_path):
 @pytest.mark.parametrize("name", ["seconds", "checksum"])
 def test_names_that_dampen_writes_into_the_log_are_refused(script, ask, run, name):
     script.write_text(script.read_text().replace("trial.log(epoch", f"trial.log({name}=1.0, epoch"))
-    with pytest.raises(OwnCodeError, match=rf"train\.py, line \d+, in train: TypeError: trial\.log\({name}=...\)"):
+    with pytest.raises(
+        OwnCodeError, match=rf"train\.py, line \d+, in train: TypeError: trial\.log\({name}=...\)"
+    ):
         run(ask(seeds=1))
 
 
 def test_a_number_in_place_of_a_group_is_refused_and_a_group_as_lr_is_kept(script, ask, run):
     text = script.read_text()
     script.write_text(text.replace("train=terms", "train=0.5"))
-    with pytest.raises(OwnCodeError, match=r"trial\.log\(train=...\) must be a dict of numbers, got 0\.5"):
+    with pytest.raises(
+        OwnCodeError, match=r"trial\.log\(train=...\) must be a dict of numbers, got 0\.5"
+    ):
         run(ask(seeds=1))
     script.write_text(text.replace("train=terms", "train=terms, lr={'head': 0.1}"))
     asked = ask(seeds=1, methods="drop_head", folder=script.parent / "again")
     run(asked)
-    lines = [parse_lines(RunStore(path.parent).lines()) for path in asked.folder.glob("*/final.json")]
+    lines = [
+        parse_lines(RunStore(path.parent).lines()) for path in asked.folder.glob("*/final.json")
+    ]
     assert [found[0].lr for found in lines] == [{"head": 0.1}] * 2
 
 
@@ -156,10 +186,18 @@ def test_a_number_in_place_of_a_group_is_refused_and_a_group_as_lr_is_kept(scrip
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
-    ["asyncio.CancelledError()", "KeyboardInterrupt()", "GeneratorExit()", "SystemExit(3)", "BaseException('mine')"],
+    [
+        "asyncio.CancelledError()",
+        "KeyboardInterrupt()",
+        "GeneratorExit()",
+        "SystemExit(3)",
+        "BaseException('mine')",
+    ],
 )
 def test_any_exception_is_reported_once_with_its_line(tmp_path, capfd, error):
-    with pytest.raises(LabError, match=r"hostile\.py, line 8, in train: .*" + error.split("(")[0].split(".")[-1]):
+    with pytest.raises(
+        LabError, match=r"hostile\.py, line 8, in train: .*" + error.split("(")[0].split(".")[-1]
+    ):
         compare(tmp_path, f"import asyncio\nraise {error}")
     said = capfd.readouterr().err
     assert "Traceback" not in said

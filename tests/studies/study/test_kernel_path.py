@@ -44,8 +44,12 @@ def begin(asked, row):
         return len(calls) >= 4
 
     with pytest.raises(Stopped):
-        run_trial(trial, asked.folder / trial.id, Execution(threads=1, function=asked.function), stop=stop)
-    return lambda: run_trial(trial, asked.folder / trial.id, Execution(threads=1, function=asked.function))
+        run_trial(
+            trial, asked.folder / trial.id, Execution(threads=1, function=asked.function), stop=stop
+        )
+    return lambda: run_trial(
+        trial, asked.folder / trial.id, Execution(threads=1, function=asked.function)
+    )
 
 
 def test_a_resumed_trial_keeps_its_path_bit_exactly(native, ask, tmp_path):
@@ -54,9 +58,13 @@ def test_a_resumed_trial_keeps_its_path_bit_exactly(native, ask, tmp_path):
         native(on)
         whole = ask(seeds=1, folder=tmp_path / f"whole{on}")
         trial = trial_of(whole, "drop_key(rate=0.2)")
-        result = run_trial(trial, whole.folder / trial.id, Execution(threads=1, function=whole.function))
+        result = run_trial(
+            trial, whole.folder / trial.id, Execution(threads=1, function=whole.function)
+        )
         assert result["kernels"] == ("native" if on else "torch")
-        (session,) = json.loads((whole.folder / trial.id / "environment.json").read_text())["sessions"]
+        (session,) = json.loads((whole.folder / trial.id / "environment.json").read_text())[
+            "sessions"
+        ]
         assert session["kernels"] == result["kernels"]
         ends[on] = result["last_weights"]
     assert ends[True] != ends[False]  # the two draw from different streams
@@ -73,7 +81,9 @@ def test_a_trial_begun_on_native_kernels_is_refused_without_them(native, ask, tm
     asked = ask(seeds=1)
     methods, plain = begin(asked, "drop_key(rate=0.2)"), begin(asked, "plain")
     native(False)
-    with pytest.raises(LabError, match="began on the native kernels.*DAMPEN_NATIVE=0.*delete the folder"):
+    with pytest.raises(
+        LabError, match="began on the native kernels.*DAMPEN_NATIVE=0.*delete the folder"
+    ):
         methods()
     assert plain()["status"] == "finished"  # a model without methods uses neither
 
@@ -87,7 +97,11 @@ def test_rows_are_paired_within_one_path_and_old_records_as_before(native, ask, 
     result = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
 
     def table(kernels):
-        written = result | {"kernels": kernels} if kernels else {k: v for k, v in result.items() if k != "kernels"}
+        written = (
+            result | {"kernels": kernels}
+            if kernels
+            else {k: v for k, v in result.items() if k != "kernels"}
+        )
         RunStore(asked.folder / first).finish(written)
         return comparison_table(asked.plan, read_runs(asked.plan, asked.folder))
 

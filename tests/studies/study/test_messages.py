@@ -71,10 +71,13 @@ def test_a_mistake_is_told_once_and_not_as_one_of_a_recipe(model, methods, told)
 
 def test_a_function_that_was_not_named_or_is_not_there(odd):
     with pytest.raises(
-        ConfigError, match=r"say which function of odd.py; it has differs, model, nan. Write .*:FUNCTION"
+        ConfigError,
+        match=r"say which function of odd.py; it has differs, model, nan. Write .*:FUNCTION",
     ):
         function_in_file(str(odd))
-    with pytest.raises(ConfigError, match=r"--model is not valid.*\n.*odd.py has no function 'build'"):
+    with pytest.raises(
+        ConfigError, match=r"--model is not valid.*\n.*odd.py has no function 'build'"
+    ):
         request_parts(f"{odd}:build", "digits", "drop_key", 1)
 
 
@@ -98,14 +101,24 @@ def test_what_people_do_without_us_stands_beside_the_methods(tmp_path):
     rows = "drop_key, params(weight_decay=0.5), params(label_smoothing=0.2), params(mixup=0.4), params(patience=1)"
     few = ["data.limit=200", "train.epochs=6", "train.lr=0.2", "train.batch_size=32"]
     asked = request_parts(
-        "vit(depth=1, width=16, mlp=16)", "digits", f"{rows}, drop_head + params(weight_decay=0.5)", 1, settings=few
+        "vit(depth=1, width=16, mlp=16)",
+        "digits",
+        f"{rows}, drop_head + params(weight_decay=0.5)",
+        1,
+        settings=few,
     )
     results = {}
     for row in asked.plan.configs:
         trial = asked.plan.runs[row.settings[0].ids["0"]]
-        results[row.name] = run_trial(trial, tmp_path / trial.id, Execution(threads=1, accelerator="cpu"))
+        results[row.name] = run_trial(
+            trial, tmp_path / trial.id, Execution(threads=1, accelerator="cpu")
+        )
     names = list(results)
-    assert names == ["plain", *(row.strip() for row in rows.split(", ")), "drop_head + params(weight_decay=0.5)"]
+    assert names == [
+        "plain",
+        *(row.strip() for row in rows.split(", ")),
+        "drop_head + params(weight_decay=0.5)",
+    ]
     ends = {name: result["last_weights"] for name, result in results.items()}
     assert len(set(ends.values())) == len(ends)  # every row trained something else
     assert results["params(patience=1)"]["epochs"] < results["plain"]["epochs"] == 6

@@ -38,9 +38,13 @@ def told_by(capsys, *arguments):
 
 
 def test_a_metric_that_the_trainer_does_not_measure_is_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match="metric: 'acuracy' is not measured here; did you mean 'accuracy'"):
+    with pytest.raises(
+        ConfigError, match="metric: 'acuracy' is not measured here; did you mean 'accuracy'"
+    ):
         request_parts("vit", "digits", "drop_key", 1, metric="acuracy")
-    with pytest.raises(ConfigError, match="metric: 'bleu' is not measured here; known: accuracy, brier"):
+    with pytest.raises(
+        ConfigError, match="metric: 'bleu' is not measured here; known: accuracy, brier"
+    ):
         request_parts("vit", "digits", "drop_key", 1, metric="bleu")
     with pytest.raises(ConfigError, match="of 'accuracy' more is better; leave out ':min'"):
         request_parts("vit", "digits", "drop_key", 1, metric="accuracy:min")
@@ -78,7 +82,10 @@ def test_a_file_that_cannot_be_imported_names_its_line(tmp_path):
     path = tmp_path / "broken.py"
     (tmp_path / "beside.py").write_text("VALUE = 1\nassert VALUE == 2, 'not two'\n")
     for text, told in (
-        ("\n\nimport no_such_package\n", "broken.py, line 3: ModuleNotFoundError: No module named 'no_such_package'"),
+        (
+            "\n\nimport no_such_package\n",
+            "broken.py, line 3: ModuleNotFoundError: No module named 'no_such_package'",
+        ),
         ("import beside\n", "beside.py, line 2: AssertionError: not two"),
         ("exit(3)\n", "broken.py, line 1: SystemExit: 3"),
     ):
@@ -91,7 +98,15 @@ def test_a_file_that_cannot_be_imported_names_its_line(tmp_path):
 
 def test_options_that_would_be_passed_over_are_refused(odd, capsys):
     said = told_by(
-        capsys, f"{odd}:nan", "--folds", "3", "--allow-incomplete", "--accelerator", "cuda", "--data-dir", "x"
+        capsys,
+        f"{odd}:nan",
+        "--folds",
+        "3",
+        "--allow-incomplete",
+        "--accelerator",
+        "cuda",
+        "--data-dir",
+        "x",
     )
     for words in (
         "--folds: a training function splits its own data; it can take the fold from trial.seed",
@@ -109,7 +124,15 @@ def test_options_that_would_be_passed_over_are_refused(odd, capsys):
 def test_fewer_examples_than_a_batch_are_told_before_anything_starts(tmp_path, capsys):
     data = write_csv(tmp_path / "few.csv", rows=40)
     said = told_by(
-        capsys, "--data", str(data), "--methods", "drop_key", "--seeds", "1", "--out", str(tmp_path / "runs")
+        capsys,
+        "--data",
+        str(data),
+        "--methods",
+        "drop_key",
+        "--seeds",
+        "1",
+        "--out",
+        str(tmp_path / "runs"),
     )
     assert "more than the" in said
     fitting = int(said.rpartition("--set train.batch_size=")[2])
@@ -120,19 +143,28 @@ def test_fewer_examples_than_a_batch_are_told_before_anything_starts(tmp_path, c
 
 def test_a_search_of_ones_own_training_asks_for_its_metric_before_it_begins(odd, tmp_path):
     with pytest.raises(ConfigError, match="such as --metric accuracy or --metric nll:min"):
-        dampen.compare(f"{odd}:nan", methods="drop_key", seeds=1, tune=2, folder=tmp_path / "s", progress=False)
+        dampen.compare(
+            f"{odd}:nan", methods="drop_key", seeds=1, tune=2, folder=tmp_path / "s", progress=False
+        )
     assert list(tmp_path.iterdir()) == [odd]
 
 
 def test_a_script_may_import_torchvision_where_its_wheel_is_the_wrong_one(tmp_path):
     """Lightning, timm and transformers import it; the command reads the script in a process that has not."""
     pytest.importorskip("torchvision")
-    (tmp_path / "vision.py").write_text("import torchvision\n\n\ndef train(trial):\n    return {}\n")
+    (tmp_path / "vision.py").write_text(
+        "import torchvision\n\n\ndef train(trial):\n    return {}\n"
+    )
     code = "from dampen.studies.trainer.user_function import function_in_file as f\n"
     code += "print(f('vision.py:train').code.name)"
     source = Path(dampen.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.stdout == "vision.py:train\n", done.stderr

@@ -33,7 +33,9 @@ def as_if_new(script):
 def written(asked, row, seed=0):
     """What the script saved in a trial's folder."""
     (planned,) = (r for r in asked.plan.configs if r.name == row)
-    return torch.load(asked.folder / planned.settings[0].ids[str(seed)] / "seen.pt", weights_only=True)
+    return torch.load(
+        asked.folder / planned.settings[0].ids[str(seed)] / "seen.pt", weights_only=True
+    )
 
 
 def test_the_same_seed_gives_every_row_the_same_start_and_the_same_order_of_batches(ask, run):
@@ -44,7 +46,9 @@ def test_the_same_seed_gives_every_row_the_same_start_and_the_same_order_of_batc
     for row in ("drop_key(rate=0.3)", "r_drop + drop_head", "params(lr=0.01)"):
         ours = written(asked, row)
         torch.testing.assert_close(ours["start"], plain["start"], rtol=0, atol=0)
-        assert torch.equal(ours["order"], plain["order"])  # a global-generator loader, whatever the methods drew
+        assert torch.equal(
+            ours["order"], plain["order"]
+        )  # a global-generator loader, whatever the methods drew
         assert not torch.equal(ours["end"]["head.weight"], plain["end"]["head.weight"])
     assert not torch.equal(written(asked, "plain", 1)["order"], plain["order"])
 
@@ -69,7 +73,9 @@ def test_records_are_those_of_any_trial_with_costs_from_the_steps(ask, run):
 def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
     seen = []
-    handle = BaselineHandle(model, Observer(RandomStream(0), Clock(), lambda progress, terms: seen.append(progress)))
+    handle = BaselineHandle(
+        model, Observer(RandomStream(0), Clock(), lambda progress, terms: seen.append(progress))
+    )
     assert isinstance(handle, Handle)
     public = [n for n, v in vars(Handle).items() if not n.startswith("_") and callable(v)]
     x = torch.randn(4, 3)
@@ -97,10 +103,30 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     assert not model._forward_pre_hooks
     with pytest.raises(RuntimeError):
         handle.progress(0.1)
-    called = {"progress", "loss", "penalties", "penalty", "parameters", "state_dict", "load_state_dict", "disable"}
-    called |= {"mc_mode", "mc_average", "kernels", "remove", "builtin_dropout", "set_builtin_dropout"}
-    assert called <= set(vars(BaselineHandle))  # nothing comes from the real handle, which needs its sites
-    for name in set(public) - called:  # a method that the handle gains must work, or be left out, here too
+    called = {
+        "progress",
+        "loss",
+        "penalties",
+        "penalty",
+        "parameters",
+        "state_dict",
+        "load_state_dict",
+        "disable",
+    }
+    called |= {
+        "mc_mode",
+        "mc_average",
+        "kernels",
+        "remove",
+        "builtin_dropout",
+        "set_builtin_dropout",
+    }
+    assert called <= set(
+        vars(BaselineHandle)
+    )  # nothing comes from the real handle, which needs its sites
+    for name in (
+        set(public) - called
+    ):  # a method that the handle gains must work, or be left out, here too
         assert inspect.signature(getattr(BaselineHandle, name)), name
         pytest.fail(f"Handle.{name} is new: call it on a BaselineHandle in this test")
 
@@ -126,7 +152,9 @@ def test_activation_checkpointing_inside_the_stream_has_the_same_gradients():
         def __init__(self, recompute):
             super().__init__()
             torch.manual_seed(0)
-            self.part = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8))
+            self.part = torch.nn.Sequential(
+                torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)
+            )
             self.recompute = recompute
 
         def forward(self, x):
@@ -144,10 +172,14 @@ def test_activation_checkpointing_inside_the_stream_has_the_same_gradients():
 def test_comments_and_layout_do_not_make_another_trial_and_code_does(script, ask):
     before = ask().plan.runs
     script.write_text(
-        "# a remark\n" + script.read_text().replace("def train(trial):", "def train( trial ):\n    'So.'")
+        "# a remark\n"
+        + script.read_text().replace("def train(trial):", "def train( trial ):\n    'So.'")
     )
     assert set(ask().plan.runs) == set(before)
-    script.write_text(script.read_text() + "\nif __name__ == '__main__':\n    study = dampen.compare(train, seeds=9)\n")
+    script.write_text(
+        script.read_text()
+        + "\nif __name__ == '__main__':\n    study = dampen.compare(train, seeds=9)\n"
+    )
     assert set(ask().plan.runs) == set(before)
     script.write_text(script.read_text().replace("batch_size=16", "batch_size=12"))
     assert not set(ask().plan.runs) & set(before)
@@ -155,7 +187,10 @@ def test_comments_and_layout_do_not_make_another_trial_and_code_does(script, ask
 
 def test_a_script_that_starts_a_comparison_when_it_is_imported_is_told_about_the_guard(script, ask):
     digest = digest_of_file(script)
-    script.write_text(script.read_text() + "\nstudy = dampen.compare(train, methods='drop_key')\nprint(study.best)\n")
+    script.write_text(
+        script.read_text()
+        + "\nstudy = dampen.compare(train, methods='drop_key')\nprint(study.best)\n"
+    )
     assert digest_of_file(script) == digest
     with pytest.raises(LabError, match='if __name__ == "__main__"'):
         as_if_new(script)
@@ -187,7 +222,10 @@ def test_changed_code_makes_new_trials_and_says_so_unless_told_it_is_the_same(sc
     run(changed)
     listed = [skipped.reason for skipped in make_report([changed.folder]).skipped]
     assert len(listed) == 2
-    assert "a result of older code of train.py:train (plain, seed 0); --ignore-code-change" in " ".join(listed)
+    assert (
+        "a result of older code of train.py:train (plain, seed 0); --ignore-code-change"
+        in " ".join(listed)
+    )
 
 
 def test_code_that_changes_while_a_study_runs_is_refused(script, ask, run):
@@ -199,10 +237,13 @@ def test_code_that_changes_while_a_study_runs_is_refused(script, ask, run):
 
 def test_an_error_names_the_file_and_the_line_in_the_users_code(script, ask, run):
     script.write_text(
-        script.read_text() + "\n\ndef broken(trial):\n    trial.regularize(torch.nn.Linear(2, 2))\n    return 1 / 0\n"
+        script.read_text()
+        + "\n\ndef broken(trial):\n    trial.regularize(torch.nn.Linear(2, 2))\n    return 1 / 0\n"
     )
     line = script.read_text().splitlines().index("    return 1 / 0") + 1
-    with pytest.raises(LabError, match=rf"train.py, line {line}, in broken: ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        LabError, match=rf"train.py, line {line}, in broken: ZeroDivisionError: division by zero"
+    ):
         run(ask(name="broken", seeds=1, methods="drop_key"))
 
 
@@ -220,11 +261,19 @@ def test_what_is_no_result_is_refused(script, ask, run, body, message):
     with pytest.raises((LabError, TypeError), match=message):
         for row in asked.plan.configs:
             (trial,) = row.settings[0].ids.values()
-            run_trial(asked.plan.runs[trial], asked.folder / trial, Execution(threads=1, function=asked.function))
+            run_trial(
+                asked.plan.runs[trial],
+                asked.folder / trial,
+                Execution(threads=1, function=asked.function),
+            )
 
 
 def test_a_loss_that_becomes_nan_is_a_diverged_trial(script, ask, run):
-    script.write_text(script.read_text().replace("F.cross_entropy(out, yb)", "F.cross_entropy(out, yb) * float('nan')"))
+    script.write_text(
+        script.read_text().replace(
+            "F.cross_entropy(out, yb)", "F.cross_entropy(out, yb) * float('nan')"
+        )
+    )
     with pytest.raises(Diverged, match="'task' became NaN or infinite first"):
         run(ask(seeds=1))
 
@@ -268,7 +317,10 @@ def test_rows_in_every_form():
             DropKey(0.1),
             [DropKey(0.1), RDrop(1.0)],
             {"mine": Mine(0.1)},
-            {"decay": {"params": {"weight_decay": 0.1}}, "both": {"methods": DropKey(0.3), "params": {"lr": 1}}},
+            {
+                "decay": {"params": {"weight_decay": 0.1}},
+                "both": {"methods": DropKey(0.3), "params": {"lr": 1}},
+            },
         ]
     )
     assert [r.name for r in rows.rows] == [
@@ -299,13 +351,19 @@ def test_an_object_and_its_text_are_the_same_trial_and_every_method_has_a_plain_
         made = kind()
         if not made.does_nothing:
             assert plain_form(made) == {"name": name}, name
-    (_, text) = read_rows("drop_key(rate=linear(start=0.3, end=0.0, along='depth'), unit='column')").rows
+    (_, text) = read_rows(
+        "drop_key(rate=linear(start=0.3, end=0.0, along='depth'), unit='column')"
+    ).rows
     (_, made) = read_rows(DropKey(linear(0.3, 0.0), unit="column")).rows
     assert text.methods == made.methods
 
 
 def test_ids_of_function_trials_round_trip_and_others_stay():
-    spec = {"function": {"name": "t.py:f", "code": "0" * 16, "params": {"lr": 1.0}}, "methods": ["drop_key"], "seed": 3}
+    spec = {
+        "function": {"name": "t.py:f", "code": "0" * 16, "params": {"lr": 1.0}},
+        "methods": ["drop_key"],
+        "seed": 3,
+    }
     trial = Run.from_dict(spec)
     assert Run.from_dict(json.loads(json.dumps(trial.to_dict()))).id == trial.id
     assert Run.from_dict({**spec, "seed": 4}).id != trial.id

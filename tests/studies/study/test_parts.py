@@ -50,7 +50,9 @@ def build(tmp_path):
 def first_result(asked, folder, data_dir=None):
     """Train the first trial."""
     trial = next(iter(asked.plan.runs.values()))
-    options = Execution(threads=1, accelerator="cpu", parts=asked.parts, keep_weights=False, data_dir=data_dir)
+    options = Execution(
+        threads=1, accelerator="cpu", parts=asked.parts, keep_weights=False, data_dir=data_dir
+    )
     return run_trial(trial, folder / trial.id, options)
 
 
@@ -59,7 +61,9 @@ FINE_TUNE = ["train.epochs=8", "train.batch_size=16", "train.lr=0.003"]
 
 
 def test_a_csv_is_tokenized_by_bpe_of_its_training_part(tmp_path):
-    asked = request_parts(None, write_csv(tmp_path / "reviews.csv"), "drop_key", 1, settings=["train.epochs=4"])
+    asked = request_parts(
+        None, write_csv(tmp_path / "reviews.csv"), "drop_key", 1, settings=["train.epochs=4"]
+    )
     assert next(iter(asked.plan.runs.values())).model["name"] == "text"
     result = first_result(asked, tmp_path)
     assert set(result["test"]) == {"accuracy", "nll", "ece", "brier", "macro_f1", "mcc"}
@@ -73,7 +77,10 @@ def test_text_metrics_agree_with_scikit_learn():
     from dampen.studies.metrics import TextMetrics
 
     draw = torch.Generator().manual_seed(0)
-    logits, target = torch.randn(200, 4, generator=draw), torch.randint(0, 4, (200,), generator=draw)
+    logits, target = (
+        torch.randn(200, 4, generator=draw),
+        torch.randint(0, 4, (200,), generator=draw),
+    )
     logits[torch.arange(200), target] += 1
     metrics = TextMetrics(4)
     metrics.update(logits[:120], target[:120])
@@ -84,7 +91,8 @@ def test_text_metrics_agree_with_scikit_learn():
 
 
 @pytest.mark.parametrize(
-    "kind", ["csv", "tsv", "jsonl", "folder", "npz", "sequences", "datasets", "saved_images", "images"]
+    "kind",
+    ["csv", "tsv", "jsonl", "folder", "npz", "sequences", "datasets", "saved_images", "images"],
 )
 def test_every_kind_of_own_data_is_recognized_and_other_content_is_another_trial(tmp_path, kind):
     def write(place, seed):
@@ -104,7 +112,11 @@ def test_every_kind_of_own_data_is_recognized_and_other_content_is_another_trial
             return place
         if kind in ("npz", "sequences"):
             draw = np.random.default_rng(seed)
-            x = draw.integers(0, 255, (60, 8, 8), dtype=np.uint8) if kind == "npz" else draw.normal(size=(60, 5, 4))
+            x = (
+                draw.integers(0, 255, (60, 8, 8), dtype=np.uint8)
+                if kind == "npz"
+                else draw.normal(size=(60, 5, 4))
+            )
             np.savez(place.with_suffix(".npz"), x=x, y=np.arange(60) % 3)
             return place.with_suffix(".npz")
         if kind == "images":
@@ -113,7 +125,10 @@ def test_every_kind_of_own_data_is_recognized_and_other_content_is_another_trial
 
         labels = datasets.ClassLabel(names=["no", "yes"])
         if kind == "datasets":
-            rows = {"text": [f"word{seed} {i}" for i in range(40)], "label": [i % 2 for i in range(40)]}
+            rows = {
+                "text": [f"word{seed} {i}" for i in range(40)],
+                "label": [i % 2 for i in range(40)],
+            }
             made = datasets.Dataset.from_dict(
                 rows, features=datasets.Features(text=datasets.Value("string"), label=labels)
             )
@@ -121,20 +136,28 @@ def test_every_kind_of_own_data_is_recognized_and_other_content_is_another_trial
             from PIL import Image
 
             draw = np.random.default_rng(seed)
-            pictures = [Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(40)]
+            pictures = [
+                Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(40)
+            ]
             kinds = datasets.Features(image=datasets.Image(), label=labels)
-            made = datasets.Dataset.from_dict({"image": pictures, "label": [i % 2 for i in range(40)]}, features=kinds)
+            made = datasets.Dataset.from_dict(
+                {"image": pictures, "label": [i % 2 for i in range(40)]}, features=kinds
+            )
         made.save_to_disk(str(place))
         return place
 
     one, two = write(tmp_path / "one", 1), write(tmp_path / "two", 2)
-    first, second = (request_parts(None, path, "drop_key", 1, settings=SHORT) for path in (one, two))
+    first, second = (
+        request_parts(None, path, "drop_key", 1, settings=SHORT) for path in (one, two)
+    )
     assert not set(first.plan.runs) & set(second.plan.runs)
     assert first.folder != second.folder
     moved = tmp_path / "elsewhere" / one.name
     moved.parent.mkdir()
     (shutil.copytree if one.is_dir() else shutil.copy)(one, moved)
-    assert set(request_parts(None, moved, "drop_key", 1, settings=SHORT).plan.runs) == set(first.plan.runs)
+    assert set(request_parts(None, moved, "drop_key", 1, settings=SHORT).plan.runs) == set(
+        first.plan.runs
+    )
     trial = next(iter(first.plan.runs.values()))
     data = load_data(trial.data, None, first.parts, trial.seed)
     assert len(data.classes) in (2, 3)
@@ -161,7 +184,10 @@ def test_two_folders_of_the_general_readers_never_mix(tmp_path, name):
             for part in ("train", "valid", "test"):
                 for language in ("en", "de"):
                     (folder / f"{part}.{language}").write_text(f"{words}\n" * 30)
-    asked = [request_parts(None, name, "drop_key", 1, data_dir=str(tmp_path / place)) for place in ("one", "two")]
+    asked = [
+        request_parts(None, name, "drop_key", 1, data_dir=str(tmp_path / place))
+        for place in ("one", "two")
+    ]
     assert not set(asked[0].plan.runs) & set(asked[1].plan.runs)
     assert asked[0].folder != asked[1].folder
     trial = next(iter(asked[0].plan.runs.values()))
@@ -183,7 +209,11 @@ def test_a_fingerprint_reads_a_file_again_only_when_size_or_time_changed(tmp_pat
     for file in folder.iterdir():
         os.utime(file, (1, 1))
     read = []
-    monkeypatch.setattr(module, "file_hash", lambda path, real=module.file_hash: read.append(path.name) or real(path))
+    monkeypatch.setattr(
+        module,
+        "file_hash",
+        lambda path, real=module.file_hash: read.append(path.name) or real(path),
+    )
     first = fingerprint(folder)
     assert sorted(read) == ["a", "b"]
     assert fingerprint(folder) == first
@@ -202,9 +232,30 @@ def test_a_fingerprint_reads_a_file_again_only_when_size_or_time_changed(tmp_pat
 
 @pytest.mark.slow
 def test_a_function_builds_the_model_and_another_reads_the_data(tmp_path, build, capsys):
-    command = ["compare", "--data", f"{build}:load", "--model", f"{build}:build(width=8)", "--seeds", "1", "--json"]
-    command += ["--methods", "drop_key, drop_head, params(mixup=0.2), params(label_smoothing=0.1, weight_decay=0.5)"]
-    command += ["--out", str(tmp_path / "runs"), "--workers", "1", "--threads", "1", "--set", "train.epochs=1"]
+    command = [
+        "compare",
+        "--data",
+        f"{build}:load",
+        "--model",
+        f"{build}:build(width=8)",
+        "--seeds",
+        "1",
+        "--json",
+    ]
+    command += [
+        "--methods",
+        "drop_key, drop_head, params(mixup=0.2), params(label_smoothing=0.1, weight_decay=0.5)",
+    ]
+    command += [
+        "--out",
+        str(tmp_path / "runs"),
+        "--workers",
+        "1",
+        "--threads",
+        "1",
+        "--set",
+        "train.epochs=1",
+    ]
     with pytest.raises(SystemExit) as end:
         main([*command, "--set", "train.batch_size=16"])
     told = json.loads(capsys.readouterr().out)
@@ -217,7 +268,9 @@ def test_a_function_builds_the_model_and_another_reads_the_data(tmp_path, build,
 def test_a_timm_model_gets_the_size_of_the_images(tmp_path):
     images = write_images(tmp_path / "photos")
     model = "timm/vit_tiny_patch16_224(depth=2, embed_dim=16, num_heads=2, patch_size=4)"
-    asked = request_parts(model, images, "drop_key, drop_path, layer_drop", 1, settings=[*SHORT, "data.size=16"])
+    asked = request_parts(
+        model, images, "drop_key, drop_path, layer_drop", 1, settings=[*SHORT, "data.size=16"]
+    )
     result = first_result(asked, tmp_path)
     assert result["status"] == "finished"
 
@@ -258,7 +311,9 @@ def test_a_model_that_drops_by_itself_is_told_of(tmp_path, tiny_bert):
     without = request_parts(f"hf/{tiny_bert}", data, "drop_key", 1, settings=[*FINE_TUNE, *off])
     assert (without.remark, without.plan.departures) == ("", [])
     trial = next(iter(without.plan.runs.values()))
-    model = make_model(trial.model, load_data(trial.data, None, without.parts, 0).model_args, without.parts)
+    model = make_model(
+        trial.model, load_data(trial.data, None, without.parts, 0).model_args, without.parts
+    )
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
 
 
@@ -283,7 +338,10 @@ def test_a_bad_part_is_blamed_on_that_part(tmp_path, build, capsys):
     ("content", "words"),
     [
         ("text,label\na,1\nb\n", "row 2 does not have the columns"),
-        ("words,label\na,1\n", "no column named like a text; it has words, label. Pass --set data.text=NAME"),
+        (
+            "words,label\na,1\n",
+            "no column named like a text; it has words, label. Pass --set data.text=NAME",
+        ),
         ("text,label\na,1\nb,1\n", "all examples are of one class"),
         ("text,label\na,\n", "row 1 has no 'label'"),
     ],
@@ -298,7 +356,9 @@ def test_tables_that_cannot_be_used_say_why(tmp_path, content, words):
 
 def test_what_is_not_recognized_says_what_would_be(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"1")
-    with pytest.raises(MissingData, match="Supported: a folder with one folder of images per class"):
+    with pytest.raises(
+        MissingData, match="Supported: a folder with one folder of images per class"
+    ):
         recognize(tmp_path / "x.bin")
     np.savez(tmp_path / "flat.npz", x=np.zeros((4, 3)), y=np.arange(4))
     with pytest.raises(MissingData, match="shape"):

@@ -19,7 +19,9 @@ def rows_of(split):
 
 
 def test_split_seed_draws_train_and_validation_anew_and_keeps_the_test_part():
-    one, two = (load_data({"name": "digits", "split_seed": "seed"}, None, None, seed) for seed in (0, 1))
+    one, two = (
+        load_data({"name": "digits", "split_seed": "seed"}, None, None, seed) for seed in (0, 1)
+    )
     same = load_data({"name": "digits"}, None, None, 1)
     assert rows_of(one.train) != rows_of(two.train)
     assert rows_of(one.test) == rows_of(two.test)
@@ -37,7 +39,9 @@ def test_each_seed_draws_its_own_validation_and_test_split_where_nothing_is_said
         assert rows_of(getattr(first, part)) != rows_of(getattr(other, part))
     assert first.info["drawn"] == ["valid", "test"]
     assert not any("fixed" in text for text in first.info["departures"])
-    assert (len(first.train), len(first.valid), len(first.test)) == tuple(other.info["examples"].values())
+    assert (len(first.train), len(first.valid), len(first.test)) == tuple(
+        other.info["examples"].values()
+    )
 
 
 def test_a_number_fixes_every_draw_and_a_limit_is_drawn_by_the_seed_too():
@@ -45,7 +49,10 @@ def test_a_number_fixes_every_draw_and_a_limit_is_drawn_by_the_seed_too():
         return Run.from_dict({"data": {"name": "digits", **more}, "model": {"name": "vit"}}).data
 
     one, two = (load_data(data(split_seed=5), None, None, seed) for seed in (0, 1))
-    assert all(rows_of(a) == rows_of(b) for a, b in zip(one.splits.values(), two.splits.values(), strict=True))
+    assert all(
+        rows_of(a) == rows_of(b)
+        for a, b in zip(one.splits.values(), two.splits.values(), strict=True)
+    )
     one, two = (load_data(data(test_seed=5), None, None, seed) for seed in (0, 1))
     assert rows_of(one.test) == rows_of(two.test)
     assert rows_of(one.train) != rows_of(two.train)
@@ -64,7 +71,9 @@ def test_an_old_trial_has_the_split_it_had():
     assert Run.from_stored(new.to_dict()) == new
     before = load_data({"name": "digits"}, None, None, 0)
     found = load_data(old.data, None, None, old.seed)
-    assert [rows_of(s) for s in found.splits.values()] == [rows_of(s) for s in before.splits.values()]
+    assert [rows_of(s) for s in found.splits.values()] == [
+        rows_of(s) for s in before.splits.values()
+    ]
 
 
 @pytest.mark.parametrize("kind", ["digits", "table"])
@@ -97,7 +106,9 @@ def test_each_fold_is_normalized_by_its_own_training_part(tmp_path):
     for fold in (first, second):
         raw = fold.train.images.float() / 255
         assert fold.normalization.mean.item() == pytest.approx(raw.mean().item(), abs=1e-6)
-        assert fold.normalization.std.item() == pytest.approx(raw.std(correction=0).item(), abs=1e-6)
+        assert fold.normalization.std.item() == pytest.approx(
+            raw.std(correction=0).item(), abs=1e-6
+        )
         assert fold.test.normalization is fold.train.normalization is fold.normalization
         assert fold.info["normalization"] == fold.normalization.facts()
         assert fold.info["examples"] == {part: len(split) for part, split in fold.splits.items()}
@@ -118,7 +129,9 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
         change = fold.normalization  # what is recorded brings the file's own numbers back
         back = torch.cat([s.inputs[0] for s in fold.splits.values()]) * change.std + change.mean
         expected = torch.from_numpy(x).flatten(1)
-        torch.testing.assert_close(back.flatten(1).sort(0)[0], expected.sort(0)[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            back.flatten(1).sort(0)[0], expected.sort(0)[0], atol=1e-4, rtol=1e-4
+        )
     words = [f"{'abc'[i % 3] * 3} word{i} word{i}" for i in range(60)]
     lines = "".join(f"{text},{'abc'[i % 3]}\n" for i, text in enumerate(words))
     (tmp_path / "t.csv").write_text("text,label\n" + lines)
@@ -129,7 +142,9 @@ def test_arrays_and_vocabularies_come_from_a_folds_own_training_part(tmp_path):
     for fold in (one, two):
         assert int(fold.train.ids.max()) < fold.model_args["vocab"]
         longest = {part: int(split.lengths.max()) for part, split in fold.splits.items()}
-        assert longest["train"] < longest["test"]  # words of the training part became tokens, those of others did not
+        assert (
+            longest["train"] < longest["test"]
+        )  # words of the training part became tokens, those of others did not
 
 
 def test_trials_with_folds_are_not_those_of_before_the_normalization_changed():
@@ -138,14 +153,37 @@ def test_trials_with_folds_are_not_those_of_before_the_normalization_changed():
     trial = Run.from_stored(parts)
     assert trial.id != "0d29b28628013bef"
     assert Run.from_dict(trial.to_dict()).id == trial.id
-    assert Run.from_stored({**parts, "data": {"name": "digits", "folds": None}}).id == "ac67dd9d0a396449"
+    assert (
+        Run.from_stored({**parts, "data": {"name": "digits", "folds": None}}).id
+        == "ac67dd9d0a396449"
+    )
 
 
 @pytest.mark.slow
 def test_the_command_averages_the_folds_of_a_seed(tmp_path, capsys):
     data = write_csv(tmp_path / "t.csv", rows=60)
-    command = ["compare", "--data", str(data), "--methods", "drop_key", "--seeds", "2", "--folds", "2", "--json"]
-    command += ["--set", "train.epochs=1", "--set", "train.batch_size=8", "--workers", "1", "--threads", "1"]
+    command = [
+        "compare",
+        "--data",
+        str(data),
+        "--methods",
+        "drop_key",
+        "--seeds",
+        "2",
+        "--folds",
+        "2",
+        "--json",
+    ]
+    command += [
+        "--set",
+        "train.epochs=1",
+        "--set",
+        "train.batch_size=8",
+        "--workers",
+        "1",
+        "--threads",
+        "1",
+    ]
     with pytest.raises(SystemExit) as end:
         main([*command, "--out", str(tmp_path / "runs")])
     told = json.loads(capsys.readouterr().out)
@@ -154,6 +192,9 @@ def test_the_command_averages_the_folds_of_a_seed(tmp_path, capsys):
     assert [row["n"] for row in told["rows"]] == [2, 2]
     plan = json.loads(next((tmp_path / "runs").glob("*/plan.json")).read_text())
     assert "2 seeds of 2 folds each, averaged" in plan["header"]["title"]
-    single = [json.loads(p.read_text())["test"]["accuracy"] for p in (tmp_path / "runs").glob("*/*/final.json")]
+    single = [
+        json.loads(p.read_text())["test"]["accuracy"]
+        for p in (tmp_path / "runs").glob("*/*/final.json")
+    ]
     both = [v for row in told["rows"] for v in row["values"].values()]
     assert sum(both) / 4 == pytest.approx(100 * sum(single) / 8)

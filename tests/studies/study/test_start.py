@@ -15,7 +15,17 @@ def test_a_row_that_cannot_run_on_the_model_is_refused_before_anything_starts(tm
     data = write_csv(tmp_path / "reviews.csv")
     out = tmp_path / "runs"
     with pytest.raises(SystemExit) as end:
-        main(["compare", "--data", str(data), "--methods", "drop_key, patch_dropout, token_graying", "--out", str(out)])
+        main(
+            [
+                "compare",
+                "--data",
+                str(data),
+                "--methods",
+                "drop_key, patch_dropout, token_graying",
+                "--out",
+                str(out),
+            ]
+        )
     assert end.value.code == 2
     told = capsys.readouterr().err
     assert "row 'patch_dropout' cannot run on text: PatchDropout drops patches" in told
@@ -44,9 +54,20 @@ def test_a_model_that_cannot_take_the_data_is_blamed_and_not_the_methods(tmp_pat
     assert "--methods" not in told
 
 
-def test_a_dry_run_says_the_plan_the_identities_and_the_time_and_leaves_nothing(script, tmp_path, capsys):
+def test_a_dry_run_says_the_plan_the_identities_and_the_time_and_leaves_nothing(
+    script, tmp_path, capsys
+):
     out = tmp_path / "runs"
-    command = ["compare", f"{script}:train", "--methods", "drop_key, drop_head", "--seeds", "2", "--dry-run", "--json"]
+    command = [
+        "compare",
+        f"{script}:train",
+        "--methods",
+        "drop_key, drop_head",
+        "--seeds",
+        "2",
+        "--dry-run",
+        "--json",
+    ]
     with pytest.raises(SystemExit) as end:
         main([*command, "--out", str(out), "--threads", "1"])
     assert end.value.code == 0
@@ -59,7 +80,18 @@ def test_a_dry_run_says_the_plan_the_identities_and_the_time_and_leaves_nothing(
     assert not out.exists()
     data = write_csv(tmp_path / "reviews.csv")
     with pytest.raises(SystemExit) as end:
-        main(["compare", "--data", str(data), "--methods", "drop_key, patch_dropout", "--dry-run", "--out", str(out)])
+        main(
+            [
+                "compare",
+                "--data",
+                str(data),
+                "--methods",
+                "drop_key, patch_dropout",
+                "--dry-run",
+                "--out",
+                str(out),
+            ]
+        )
     assert end.value.code == 1
     shown = capsys.readouterr().out
     assert "fingerprint" in shown
@@ -77,21 +109,49 @@ def test_a_race_ends_by_its_budget_or_when_all_is_decided_and_goes_on(script, tm
     )
     options = {"params": {"epochs": 1}, "workers": 1, "threads": 1, "progress": False}
     study = dampen.compare(
-        f"{script}:train", methods="drop_key", seeds=1, until_decided=True, folder=tmp_path / "race", **options
+        f"{script}:train",
+        methods="drop_key",
+        seeds=1,
+        until_decided=True,
+        folder=tmp_path / "race",
+        **options,
     )
     assert study.race.why == "all decided"
     assert study.verdicts["drop_key"].startswith("better")
     assert study.plan.header["test"] == "sequential"
     assert len(study.plan.seeds) >= 5
     with pytest.raises(ConfigError, match="budget"):
-        dampen.compare(f"{script}:train", methods="drop_key", budget="soon", folder=tmp_path / "no", **options)
+        dampen.compare(
+            f"{script}:train", methods="drop_key", budget="soon", folder=tmp_path / "no", **options
+        )
     with pytest.raises(SystemExit) as end:
         main(["compare", f"{script}:train", "--budget", "soon"])
     assert end.value.code == 2
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        rows = ["--methods", "drop_key", "--until-decided", "--budget", "1s", "--json", "--set", "epochs=1"]
-        main(["compare", f"{script}:train", *rows, "--out", str(tmp_path / "runs"), "--workers", "1", "--threads", "1"])
+        rows = [
+            "--methods",
+            "drop_key",
+            "--until-decided",
+            "--budget",
+            "1s",
+            "--json",
+            "--set",
+            "epochs=1",
+        ]
+        main(
+            [
+                "compare",
+                f"{script}:train",
+                *rows,
+                "--out",
+                str(tmp_path / "runs"),
+                "--workers",
+                "1",
+                "--threads",
+                "1",
+            ]
+        )
     told = json.loads(capsys.readouterr().out)
     assert end.value.code == 0
     assert told["race"]["why"] == "time used"
@@ -118,5 +178,7 @@ methods = [{ name = "drop_key", rate = 0.2 }]
     recipe = load_recipe(str(path))
     assert recipe.title == "mine"
     assert recipe.paper == recipe.cost == ""
-    _, problems = parse_recipe("x", {"titel": "t", "base": {"sed": [0]}, "rows": [{"methods": []}], "grid": {"a": 1}})
+    _, problems = parse_recipe(
+        "x", {"titel": "t", "base": {"sed": [0]}, "rows": [{"methods": []}], "grid": {"a": 1}}
+    )
     assert len(problems) == 4, problems

@@ -27,7 +27,9 @@ class Halved(DropKey):
 def test_a_study_runs_prints_goes_on_and_opens_again(script, tmp_path):
     rows = ["drop_key(rate=0.2)", {"mine": Halved(0.3)}, {"faster": {"params": {"lr": 0.01}}}]
     options = {"folder": tmp_path / "study", "progress": False, "workers": 2, "threads": 1}
-    study = dampen.compare(f"{script}:train", methods=rows, seeds=2, params={"epochs": 2}, **options)
+    study = dampen.compare(
+        f"{script}:train", methods=rows, seeds=2, params={"epochs": 2}, **options
+    )
     assert [row.name for row in study.rows] == ["plain", "drop_key(rate=0.2)", "mine", "faster"]
     assert all(row.summary.n == 2 for row in study.rows)
     assert study.metric == "accuracy"
@@ -37,7 +39,9 @@ def test_a_study_runs_prints_goes_on_and_opens_again(script, tmp_path):
     assert "mine" in text
     frame = study.to_pandas()
     assert len(frame) == 8
-    assert {"row", "seed", "accuracy", "nll", "valid_accuracy", "step_cpu_seconds"} <= set(frame.columns)
+    assert {"row", "seed", "accuracy", "nll", "valid_accuracy", "step_cpu_seconds"} <= set(
+        frame.columns
+    )
     html = study._repr_html_()
     assert "<table>" in html
     page = study.report(tmp_path / "report.html")
@@ -51,7 +55,9 @@ def test_a_study_runs_prints_goes_on_and_opens_again(script, tmp_path):
     again.add(seeds=[7], workers=2, threads=1, progress=False)
     assert "7" in again.rows[0].values
     same = dampen.compare(f"{script}:train", methods=rows, seeds=2, params={"epochs": 2}, **options)
-    assert {row.name for row in same.rows} == {row.name for row in again.rows}  # what was recorded stays in the table
+    assert {row.name for row in same.rows} == {
+        row.name for row in again.rows
+    }  # what was recorded stays in the table
     (table,) = make_report([study.folder]).tables
     assert len(table.entries) == 5
 
@@ -71,22 +77,41 @@ print("best", study.best.name)
     source = Path(dampen.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("best") == 1  # the script ran once: workers do not run it again
     assert "hello" not in done.stdout
     told = [p.read_text() for p in (tmp_path / "runs").glob("*/output.txt")]
-    assert sorted(told) == ["hello from drop_head 0\n", "hello from drop_key 0\n", "hello from plain 0\n"]
-    assert {json.loads(p.read_text())["threads"] for p in (tmp_path / "runs").glob("*/final.json")} == {1}
+    assert sorted(told) == [
+        "hello from drop_head 0\n",
+        "hello from drop_key 0\n",
+        "hello from plain 0\n",
+    ]
+    assert {
+        json.loads(p.read_text())["threads"] for p in (tmp_path / "runs").glob("*/final.json")
+    } == {1}
 
 
 @pytest.mark.slow
 def test_a_row_that_fails_is_called_failed_with_its_reason_and_the_others_go_on(script, tmp_path):
     script.write_text(
-        script.read_text().replace("    draw =", "    assert trial.row != 'drop_path', 'not this one'\n    draw =")
+        script.read_text().replace(
+            "    draw =", "    assert trial.row != 'drop_path', 'not this one'\n    draw ="
+        )
     )
-    options = {"folder": tmp_path / "study", "progress": False, "workers": 1, "threads": 1, "params": {"epochs": 1}}
+    options = {
+        "folder": tmp_path / "study",
+        "progress": False,
+        "workers": 1,
+        "threads": 1,
+        "params": {"epochs": 1},
+    }
     study = dampen.compare(f"{script}:train", methods="drop_path, drop_head", seeds=1, **options)
     assert study.verdicts["drop_path"].startswith("failed: train.py, line ")
     assert "AssertionError: not this one" in study.verdicts["drop_path"]
@@ -121,8 +146,14 @@ def test_a_study_of_the_labs_trainer_on_own_data_opens_again_and_goes_on(tmp_pat
     few = {"params": {"epochs": 1, "batch_size": 8}, "workers": 1, "threads": 1, "progress": False}
     first = dampen.compare(data=data, methods="drop_key", seeds=1, folder=tmp_path / "study", **few)
     again = dampen.load(first.folder)
-    again.add(seeds=1, methods={"decay": {"params": {"weight_decay": 0.3}}}, workers=1, progress=False)
-    assert {row.name: row.summary.n for row in again.rows} == {"plain": 2, "drop_key": 2, "decay": 2}
+    again.add(
+        seeds=1, methods={"decay": {"params": {"weight_decay": 0.3}}}, workers=1, progress=False
+    )
+    assert {row.name: row.summary.n for row in again.rows} == {
+        "plain": 2,
+        "drop_key": 2,
+        "decay": 2,
+    }
     assert "2 seeds" in again.plan.header["title"]
     decay = again.plan.runs[again.plan.configs[2].settings[0].ids["0"]]
     assert decay.train.weight_decay == 0.3

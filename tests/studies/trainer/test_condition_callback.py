@@ -10,7 +10,9 @@ METHODS = [{"name": "drop_key", "rate": 0.2}, {"name": "token_graying", "kind": 
 
 
 def conditions(folder):
-    return [measured for line in RunStore(folder).lines() for measured in line.get("conditioning", [])]
+    return [
+        measured for line in RunStore(folder).lines() for measured in line.get("conditioning", [])
+    ]
 
 
 def test_measured_every_k_steps_and_training_does_not_notice(tmp_path, small, quick):
@@ -21,7 +23,10 @@ def test_measured_every_k_steps_and_training_does_not_notice(tmp_path, small, qu
     assert [c["step"] for c in found] == [0, 4, 8, 12]  # 6 steps per epoch, 2 epochs
     assert [layer["name"] for layer in found[0]["layers"]] == ["blocks.0", "blocks.1"]
     assert found[0]["layers"][0]["attention"]["n"] == 16
-    assert found[0]["layers"][1]["ffn+skip"]["log_mean"] != found[-1]["layers"][1]["ffn+skip"]["log_mean"]
+    assert (
+        found[0]["layers"][1]["ffn+skip"]["log_mean"]
+        != found[-1]["layers"][1]["ffn+skip"]["log_mean"]
+    )
     assert not conditions(tmp_path / "plain")
 
 
@@ -31,7 +36,11 @@ def test_measurements_survive_an_interruption(tmp_path, small, quick):
     seen = {"step": -1}
     with pytest.raises(Interrupted):
         run_trial(
-            trial, tmp_path / "cut", quick, lambda e: seen.update(step=e.get("step", -1)), lambda: seen["step"] == 5
+            trial,
+            tmp_path / "cut",
+            quick,
+            lambda e: seen.update(step=e.get("step", -1)),
+            lambda: seen["step"] == 5,
         )
     run_trial(trial, tmp_path / "cut", quick)
     assert conditions(tmp_path / "cut") == conditions(tmp_path / "whole")

@@ -17,7 +17,9 @@ def interrupted_and_resumed(trial, folder, quick):
         seen["step"] = event.get("step", seen["step"])
 
     with pytest.raises(Interrupted):
-        run_trial(trial, folder, replace(quick, checkpoint_steps=4), report, lambda: seen["step"] >= 3)
+        run_trial(
+            trial, folder, replace(quick, checkpoint_steps=4), report, lambda: seen["step"] >= 3
+        )
     result = run_trial(trial, folder, quick)
     assert result["resumed"] == 1
     assert len(RunStore(folder).lines()) == trial.train.epochs
@@ -34,14 +36,20 @@ def test_two_processes_equal_one_and_resume(tmp_path, small, quick, strategy):
     assert two["train"]["task"] == pytest.approx(one["train"]["task"], rel=1e-3)
     assert two["test"]["nll"] == pytest.approx(one["test"]["nll"], rel=1e-3)
     assert two["valid"]["accuracy"] == pytest.approx(one["valid"]["accuracy"], abs=0.03)
-    assert interrupted_and_resumed(trial, tmp_path / "cut", quick)["last_weights"] == two["last_weights"]
+    assert (
+        interrupted_and_resumed(trial, tmp_path / "cut", quick)["last_weights"]
+        == two["last_weights"]
+    )
 
 
 @pytest.mark.slow
 def test_every_rank_gets_its_own_random_numbers_back(tmp_path, small, quick):
     trial = small([{"name": "drop_key", "rate": 0.3}], epochs=3, devices=2)
     whole = run_trial(trial, tmp_path / "whole", quick)
-    assert interrupted_and_resumed(trial, tmp_path / "cut", quick)["last_weights"] == whole["last_weights"]
+    assert (
+        interrupted_and_resumed(trial, tmp_path / "cut", quick)["last_weights"]
+        == whole["last_weights"]
+    )
 
 
 @pytest.mark.slow

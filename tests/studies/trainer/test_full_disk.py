@@ -19,7 +19,14 @@ from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 from tests.studies.interrupted import same
 
-SETTINGS = ["data.limit=300", "train.epochs=2", "model.width=16", "model.depth=1", "model.heads=2", "model.mlp=16"]
+SETTINGS = [
+    "data.limit=300",
+    "train.epochs=2",
+    "model.width=16",
+    "model.depth=1",
+    "model.heads=2",
+    "model.mlp=16",
+]
 
 
 @contextmanager
@@ -27,7 +34,9 @@ def small_disk(folder: Path, size: str):
     """A real file system of a few MiB. Only root may mount one, and some containers forbid it to root."""
     folder.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         pytest.skip(f"no small file system can be mounted here: {done.stderr.strip()}")
@@ -38,7 +47,8 @@ def small_disk(folder: Path, size: str):
 
 
 needs_mount = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None, reason="only root mounts a tmpfs"
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None,
+    reason="only root mounts a tmpfs",
 )
 
 
@@ -61,7 +71,9 @@ def test_a_trial_on_a_full_disk_says_so_and_resumes(tmp_path, small, quick):
         for free in (0, 4096, 12_000, 60_000, 100_000, 150_000, 200_000):
             shutil.rmtree(disk / "trial", ignore_errors=True)
             ballast = leave(disk, free)
-            with pytest.raises(DiskFull, match=r"No space left while writing .*resumes from the last checkpoint"):
+            with pytest.raises(
+                DiskFull, match=r"No space left while writing .*resumes from the last checkpoint"
+            ):
                 run_trial(trial, disk / "trial", execution)
             assert not list(disk.rglob(".*.tmp"))
             ballast.unlink()
@@ -77,7 +89,9 @@ def test_a_run_on_a_full_disk_hands_out_no_more_trials(tmp_path, quick):
     trials = plan.chosen()
     with small_disk(tmp_path / "disk", "4m") as disk:
         ballast = leave(disk, 200_000)
-        run = run_comparison(plan, disk / "run", trials, replace(quick, checkpoint_steps=2), workers=2)
+        run = run_comparison(
+            plan, disk / "run", trials, replace(quick, checkpoint_steps=2), workers=2
+        )
         assert run.exit_code == 6
         assert any("No space left" in message for message in run.messages())
         unstarted = [t for t in trials if not (disk / "run" / t.id).exists()]

@@ -44,7 +44,9 @@ def test_an_interrupted_trial_ends_as_if_nothing_had_happened(tmp_path, small, q
         assert len(RunStore(folder).sessions()) == result["resumed"] + 1
 
 
-def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, small, quick):
+def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(
+    tmp_path, small, quick
+):
     trial = small([DROP], epochs=3)
     whole = run_trial(trial, tmp_path / "whole", quick)
     report, stop = interrupt_at({11})
@@ -82,7 +84,9 @@ def test_a_full_disk_while_saving_loses_nothing(tmp_path, small, quick, monkeypa
 
 def _train(pipe, trial, folder, execution):
     """The life of the process that gets killed: it says each step."""
-    run_trial(trial, folder, execution, lambda event: pipe.send((event["kind"], event.get("step", 0))))
+    run_trial(
+        trial, folder, execution, lambda event: pipe.send((event["kind"], event.get("step", 0)))
+    )
 
 
 @pytest.mark.slow

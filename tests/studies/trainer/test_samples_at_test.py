@@ -46,13 +46,22 @@ def test_identity_and_refusals(small):
     assert small(KEYS, test_samples=None).id == small(KEYS).id != small(KEYS, test_samples=4).id
     with pytest.raises(ConfigError, match="test_samples: must be 1 or more, got 0"):
         small(test_samples=0)
-    parts = {"data": {"name": "multi30k"}, "model": {"name": "seq2seq"}, "train": {"test_samples": 4}}
+    parts = {
+        "data": {"name": "multi30k"},
+        "model": {"name": "seq2seq"},
+        "train": {"test_samples": 4},
+    }
     assert any(
         "test_samples: averages class probabilities" in problem and "translation" in problem
         for problem in check_trial(Run.from_dict(parts))
     )
     first = Run.from_dict(
-        {"data": {"name": "digits"}, "model": {"name": "vit"}, "pretrain": {}, "train": {"test_samples": 4}}
+        {
+            "data": {"name": "digits"},
+            "model": {"name": "vit"},
+            "pretrain": {},
+            "train": {"test_samples": 4},
+        }
         | {"pretrain": {"train": {"epochs": 1}}}
     ).pretraining()
     assert first.train.test_samples is None

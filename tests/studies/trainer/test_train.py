@@ -38,12 +38,18 @@ def test_training_learns_and_leaves_a_complete_record(tmp_path, small, quick):
     assert environment["packages"]["torch"] == torch.__version__
     assert not saved_states(tmp_path, "checkpoint")
     assert not (tmp_path / "lock.holder").exists()
-    assert [e["kind"] for e in events if e["kind"] != "progress"] == ["start", *["epoch"] * 12, "finish"]
+    assert [e["kind"] for e in events if e["kind"] != "progress"] == [
+        "start",
+        *["epoch"] * 12,
+        "finish",
+    ]
     progress = [e for e in events if e["kind"] == "progress"]
     assert progress[-1]["step"] == progress[-1]["steps"] == result["steps"]
     assert "task" in progress[0]["terms"]
     assert progress[0]["epoch"] == 1
-    assert progress[-1]["epoch"] == progress[-1]["epochs"] == 12  # not one more at an epoch's last step
+    assert (
+        progress[-1]["epoch"] == progress[-1]["epochs"] == 12
+    )  # not one more at an epoch's last step
 
 
 def test_a_finished_trial_is_not_run_again(tmp_path, small, quick):
@@ -61,8 +67,13 @@ def test_the_same_trial_gives_the_same_weights_and_seeds_differ(tmp_path, small,
 
 
 def test_trials_of_one_seed_start_from_the_same_weights_and_see_the_same_batches(small, quick):
-    plain, dropped = TrialState(small(), quick), TrialState(small([{"name": "drop_key", "rate": 0.3}]), quick)
-    for (name, p), (_, q) in zip(plain.raw.state_dict().items(), dropped.raw.state_dict().items(), strict=True):
+    plain, dropped = (
+        TrialState(small(), quick),
+        TrialState(small([{"name": "drop_key", "rate": 0.3}]), quick),
+    )
+    for (name, p), (_, q) in zip(
+        plain.raw.state_dict().items(), dropped.raw.state_dict().items(), strict=True
+    ):
         assert torch.equal(p, q), name
     one, two = next(plain.batches())[0][0], next(dropped.batches())[0][0]
     assert torch.equal(one["index"], two["index"])
@@ -85,17 +96,23 @@ def test_the_saved_weights_are_the_selected_ones(tmp_path, small, quick):
 def test_methods_log_their_penalties_by_name(tmp_path, small, quick):
     from dampen.registry import methods
 
-    with_penalty = [n for n in ("head_diversity", "explicit_dropout", "attention_entropy") if n in methods()]
+    with_penalty = [
+        n for n in ("head_diversity", "explicit_dropout", "attention_entropy") if n in methods()
+    ]
     arguments = {
         "head_diversity": {"weight": 0.1},
         "explicit_dropout": {"value": 0.1, "ffn": 0.1},
         "attention_entropy": {"weight": 0.1},
     }
     for name in with_penalty:
-        result = run_trial(small([{"name": name, **arguments[name]}], epochs=1), tmp_path / name, quick)
+        result = run_trial(
+            small([{"name": name, **arguments[name]}], epochs=1), tmp_path / name, quick
+        )
         assert [t for t in result["train"] if t.startswith(name)], result["train"]
         assert math.isfinite(result["train"]["task"])
-    result = run_trial(small([{"name": "drop_key", "rate": 0.3}], epochs=1), tmp_path / "drop_key", quick)
+    result = run_trial(
+        small([{"name": "drop_key", "rate": 0.3}], epochs=1), tmp_path / "drop_key", quick
+    )
     assert set(result["train"]) == {"task"}  # no penalty, no term
 
 
@@ -107,26 +124,36 @@ def test_accumulated_steps_equal_whole_steps(tmp_path, small, quick):
 
 
 @pytest.mark.parametrize(
-    "options", [{"precision": "bf16"}, {"precision": "fp16", "clip": 1.0}, {"optimizer": "sgd", "lr": 0.1}]
+    "options",
+    [{"precision": "bf16"}, {"precision": "fp16", "clip": 1.0}, {"optimizer": "sgd", "lr": 0.1}],
 )
 def test_precisions_and_optimizers_learn(tmp_path, small, quick, options):
-    result = run_trial(small(**{"epochs": 6, "lr": 5e-3, "warmup": 1.0, **options}), tmp_path, quick)
+    result = run_trial(
+        small(**{"epochs": 6, "lr": 5e-3, "warmup": 1.0, **options}), tmp_path, quick
+    )
     lines = RunStore(tmp_path).lines()
     assert lines[-1]["train"]["task"] < lines[0]["train"]["task"] - 0.1
     assert result["test"]["accuracy"] > 0.15
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch"
+)
 def test_a_compiled_trial_ends_like_an_eager_one(tmp_path, small, quick):
     methods = [{"name": "explicit_dropout", "value": 0.05, "ffn": 0.05}]
-    eager, compiled = (run_trial(small(methods, epochs=1, compile=c), tmp_path / str(c), quick) for c in (False, True))
+    eager, compiled = (
+        run_trial(small(methods, epochs=1, compile=c), tmp_path / str(c), quick)
+        for c in (False, True)
+    )
     assert compiled["train"] == pytest.approx(eager["train"], rel=1e-3)
     assert compiled["test"]["nll"] == pytest.approx(eager["test"]["nll"], rel=1e-3)
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"clip": 0.5}])
-def test_one_device_without_fabrics_wrappers_ends_on_the_same_bits_as_with_them(tmp_path, small, quick, options):
+def test_one_device_without_fabrics_wrappers_ends_on_the_same_bits_as_with_them(
+    tmp_path, small, quick, options
+):
     trial = small([{"name": "drop_key", "rate": 0.3}], epochs=1, **options)
     result = run_trial(trial, tmp_path, quick)
     s = TrialState(trial, quick)
@@ -137,7 +164,9 @@ def test_one_device_without_fabrics_wrappers_ends_on_the_same_bits_as_with_them(
         s.handle.progress(s.step / s.total)
         s.fabric.backward(s.losses(batch)[0])
         if s.options.clip:
-            s.fabric.clip_gradients(s.model, s.optimizer, max_norm=s.options.clip, error_if_nonfinite=False)
+            s.fabric.clip_gradients(
+                s.model, s.optimizer, max_norm=s.options.clip, error_if_nonfinite=False
+            )
         s.optimizer.step()
         s.optimizer.zero_grad(set_to_none=True)
         s.step += 1
@@ -177,7 +206,9 @@ def test_tensorboard_gets_the_scalars(tmp_path, small, quick):
     assert len(board.Scalars("valid/accuracy")) == 2
 
 
-def test_nan_loss_stops_names_the_term_and_keeps_the_last_good_weights(tmp_path, small, quick, monkeypatch):
+def test_nan_loss_stops_names_the_term_and_keeps_the_last_good_weights(
+    tmp_path, small, quick, monkeypatch
+):
     normal = TrialState.losses
 
     def explode(self, batch):
@@ -187,7 +218,9 @@ def test_nan_loss_stops_names_the_term_and_keeps_the_last_good_weights(tmp_path,
 
     monkeypatch.setattr(TrialState, "losses", explode)
     trial = small()
-    with pytest.raises(Diverged, match=r"step 3 .*'explicit_dropout\.ffn' became NaN or infinite first"):
+    with pytest.raises(
+        Diverged, match=r"step 3 .*'explicit_dropout\.ffn' became NaN or infinite first"
+    ):
         run_trial(trial, tmp_path, quick)
     final = RunStore(tmp_path).final()
     assert final["status"] == "diverged"
@@ -200,7 +233,9 @@ def test_nan_loss_stops_names_the_term_and_keeps_the_last_good_weights(tmp_path,
         run_trial(trial, tmp_path, quick)
 
 
-def test_a_bad_gradient_under_a_fine_loss_never_reaches_the_weights(tmp_path, small, quick, monkeypatch):
+def test_a_bad_gradient_under_a_fine_loss_never_reaches_the_weights(
+    tmp_path, small, quick, monkeypatch
+):
     normal = TrialState.losses
 
     def spoil(self, batch):
@@ -252,16 +287,22 @@ def test_losses_against_hand_written_ones():
     valid = torch.rand(4, 3) > 0.4
     logs = logits.log_softmax(-1)
     by_hand = -logs.gather(-1, target[..., None])[..., 0][valid].mean()
-    assert task_loss(logits, target, valid, "cross_entropy") == pytest.approx(by_hand.item(), rel=1e-6)
+    assert task_loss(logits, target, valid, "cross_entropy") == pytest.approx(
+        by_hand.item(), rel=1e-6
+    )
     soft = torch.nn.functional.one_hot(target, 5).float()
-    assert task_loss(logits, soft, valid, "cross_entropy") == pytest.approx(by_hand.item(), rel=1e-6)
+    assert task_loss(logits, soft, valid, "cross_entropy") == pytest.approx(
+        by_hand.item(), rel=1e-6
+    )
     smooth = 0.9 * soft + 0.1 / 5
     assert task_loss(logits, target, valid, "cross_entropy", 0.1) == pytest.approx(
         -(smooth * logs).sum(-1)[valid].mean().item(), rel=1e-5
     )
     p = logits.sigmoid()
     binary = -(soft * p.log() + (1 - soft) * (1 - p).log()).mean(-1)[valid].mean()
-    assert task_loss(logits, soft, valid, "binary_cross_entropy") == pytest.approx(binary.item(), rel=1e-5)
+    assert task_loss(logits, soft, valid, "binary_cross_entropy") == pytest.approx(
+        binary.item(), rel=1e-5
+    )
 
 
 def test_all_problems_of_a_trial_are_told_at_once():
@@ -286,8 +327,14 @@ def test_the_hash_sees_content_only(small):
     a = small()
     assert a.id == Run.from_dict(json.loads(json.dumps(a.to_dict()))).id
     assert a.id != small(lr=2.1e-3).id
-    one = Run({"name": "digits", "partial": False}, {"name": "vit", "depth": 2}, ({"name": "drop_key", "rate": 0},))
-    two = Run({"name": "digits"}, {"depth": 2.0, "name": "vit"}, ({"rate": 0.0, "name": "drop_key"},))
+    one = Run(
+        {"name": "digits", "partial": False},
+        {"name": "vit", "depth": 2},
+        ({"name": "drop_key", "rate": 0},),
+    )
+    two = Run(
+        {"name": "digits"}, {"depth": 2.0, "name": "vit"}, ({"rate": 0.0, "name": "drop_key"},)
+    )
     assert one.id == two.id
 
 

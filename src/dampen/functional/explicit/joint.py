@@ -136,9 +136,8 @@ def _one_input(call: Call) -> list[Tensor]:
     same = all(t.data_ptr() == first.data_ptr() and t.shape == first.shape for t in inputs)
     if call.cross or not same:
         raise RuntimeError(
-            f"joint is one mask on the input of queries, keys and values, but in {at(call)} they "
-            "read "
-            "different inputs. Use query_key, value and attended_value there, or regularize(..., "
+            "joint is one mask on the input of queries, keys and values, but in "
+            f"{at(call)} they read different inputs. Use query_key, value and attended_value there, or regularize(..., "
             "attention='self')."
         )
     return list({id(t): t for t in inputs}.values())

@@ -9,4 +9,13 @@ from dampen.studies.bench.rows import Variant, find_variants
 from dampen.studies.bench.run import NOISY, Options, bench
 from dampen.studies.bench.subject import Subject, make_subject, peak_memory
 
-__all__ = ["NOISY", "Options", "Subject", "Variant", "bench", "find_variants", "make_subject", "peak_memory"]
+__all__ = [
+    "NOISY",
+    "Options",
+    "Subject",
+    "Variant",
+    "bench",
+    "find_variants",
+    "make_subject",
+    "peak_memory",
+]

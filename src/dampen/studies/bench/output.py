@@ -19,7 +19,9 @@ def results_table(record: Record) -> Table:
     Args:
         record: what `dampen bench` measured.
     """
-    table = Table(title=f"{record['model']}; {record['what']}", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title=f"{record['model']}; {record['what']}", title_justify="left", box=None, pad_edge=False
+    )
     for column in ("", "step", "95 % interval", "target", "memory", "as published", "ours / it"):
         table.add_column(column, justify="left" if not column else "right", overflow="fold")
     papers = {entry["ours"]: entry for entry in record["papers"].values()}
@@ -35,7 +37,9 @@ def results_table(record: Record) -> Table:
             Text(target, style="red" if goal and not goal["met"] else ""),
             f"{record['memory'][name]['ratio']:.2f}x",
             f"{published['median']:.2f}x" if published else "",
-            f"{(published or entry)['ours_over_it']['median']:.2f}" if "ours_over_it" in (published or entry) else "",
+            f"{(published or entry)['ours_over_it']['median']:.2f}"
+            if "ours_over_it" in (published or entry)
+            else "",
         )
     return table
 
@@ -49,7 +53,9 @@ def remarks(record: Record) -> list[str]:
     machine = record["machine"]
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     where = f"{machine['cpu']}, {threads}, torch {machine['torch']}, {machine['clock']} time"
-    said = [f"{where}. Memory: what a step allocates at its peak, without weights; as a multiple of the baseline's."]
+    said = [
+        f"{where}. Memory: what a step allocates at its peak, without weights; as a multiple of the baseline's."
+    ]
     total = sum(len(record[group]) for group in ("ratios", "papers", "alternatives")) + 1
     if record["noisy"]:
         said.append(
@@ -68,12 +74,20 @@ def scaling_table(record: Record) -> Table:
     """
     scaling = record["scaling"]
     lengths = sorted({p["n"] for p in scaling["points"]})
-    table = Table(title=f"time, memory relative to the baseline: {scaling['what']}", title_justify="left", box=None)
+    table = Table(
+        title=f"time, memory relative to the baseline: {scaling['what']}",
+        title_justify="left",
+        box=None,
+    )
     table.add_column("")
     for n in lengths:
         table.add_column(f"n = {n}", justify="right")
     for row in dict.fromkeys(p["row"] for p in scaling["points"]):
-        own = {p["n"]: f"{p['median']:.2f}x, {p['memory_ratio']:.2f}x" for p in scaling["points"] if p["row"] == row}
+        own = {
+            p["n"]: f"{p['median']:.2f}x, {p['memory_ratio']:.2f}x"
+            for p in scaling["points"]
+            if p["row"] == row
+        }
         table.add_row(row, *(own.get(n, "-") for n in lengths))
     return table
 
@@ -88,4 +102,6 @@ def save_chart(record: Record, path: Path) -> None:
     from dampen.studies.report.charts import bench_chart
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    bench_chart(record).properties(width=520, title=record["model"], background="white").save(str(path))
+    bench_chart(record).properties(width=520, title=record["model"], background="white").save(
+        str(path)
+    )

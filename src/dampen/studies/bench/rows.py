@@ -23,11 +23,15 @@ class Variant:
     specs: list[dict[str, Any]] = field(hash=False)
     text: str = ""  # the same as on the command line
     upper: bool = False  # only in the upper half of the layers
-    target: float | None = None  # a training step, as a multiple of the best plain step (DESIGN section 6)
+    target: float | None = (
+        None  # a training step, as a multiple of the best plain step (DESIGN section 6)
+    )
 
 
 _ALL_TERMS = "query=0.05, key=0.05, value=0.05, attended_value=0.05, query_key=0.05, ffn=0.05"
-_TABLE: dict[str, list[tuple[str, str, float | None]]] = {  # method -> (what is special, written out, target)
+_TABLE: dict[
+    str, list[tuple[str, str, float | None]]
+] = {  # method -> (what is special, written out, target)
     "arora_dropout": [("", "arora_dropout(value=0.05, ffn=0.05)", None)],
     "blurred_attention": [
         ("", "blurred_attention", 1.03),
@@ -76,7 +80,11 @@ _TABLE: dict[str, list[tuple[str, str, float | None]]] = {  # method -> (what is
     "r_drop": [
         ("", "drop_key(rate=0.1) + r_drop", 1.95),
         ("upper half", "drop_key(rate=0.1) + r_drop", 1.60),
-        ("HiddenKey", "drop_key(rate=0.1, unit='column') + hidden_dropout(rate=0.1) + r_drop", None),
+        (
+            "HiddenKey",
+            "drop_key(rate=0.1, unit='column') + hidden_dropout(rate=0.1) + r_drop",
+            None,
+        ),
     ],
     "skip_ablation": [("", "skip_ablation(attention=True, ffn=True)", None)],
     "token_graying": [

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from dampen.native.library import available as native_available
 from dampen.studies.bench.rows import PRESETS, Variant, find_variants, targets_of
-from dampen.studies.bench.subject import Subject, attention_as, formulations, make_subject, peak_memory, unfused
+from dampen.studies.bench.subject import (
+    Subject,
+    attention_as,
+    formulations,
+    make_subject,
+    peak_memory,
+    unfused,
+)
 from dampen.studies.bench.timing import Timings, machine, time_rounds
 from dampen.studies.errors import ConfigError
 from dampen.studies.processes import describe_malloc
@@ -73,7 +80,10 @@ class Options:
             if value is True:
                 parts.append(f"--{entry.name}")
             elif value != getattr(usual, entry.name) or (entry.name == "size" and value):
-                parts += [f"--{entry.name}", f"{value:g}" if isinstance(value, float) else str(value)]
+                parts += [
+                    f"--{entry.name}",
+                    f"{value:g}" if isinstance(value, float) else str(value),
+                ]
         return shlex.join(parts)
 
 
@@ -91,22 +101,42 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
     start = time.perf_counter()
     subject = make_subject(options.model, options.batch, options.dtype, options.device)
     variants = find_variants(options.methods)
-    if options.size:  # the usual form of each method and what has a target: long steps leave no time for more
-        variants = [v for v in variants if v.name in (v.method, v.text) or v.name in PRESETS[options.size].targets]
+    if (
+        options.size
+    ):  # the usual form of each method and what has a target: long steps leave no time for more
+        variants = [
+            v
+            for v in variants
+            if v.name in (v.method, v.text) or v.name in PRESETS[options.size].targets
+        ]
     plain = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
     skipped: dict[str, str] = {}
     names = {v.name for v in variants}
     published = {}
     if not options.size:
         published = {n: f for n, f in formulations("papers").items() if f.ours in names}
-    plainly = {v.method: v.name for v in reversed(variants) if v.name in (v.method, v.text)}  # each method's first row
+    plainly = {
+        v.method: v.name for v in reversed(variants) if v.name in (v.method, v.text)
+    }  # each method's first row
     asked = options.methods is None or bool(options.size)
     instead = {}
     if asked:
         instead = {n: f for n, f in formulations("alternatives").items() if f.ours in plainly}
-    ours = _built({v.name: partial(regularized_step, subject, v) for v in variants}, skipped, "methods", progress)
-    papers = _built({n: partial(f.build, subject) for n, f in published.items()}, skipped, "papers", progress)
-    others = _built({n: partial(f.build, subject) for n, f in instead.items()}, skipped, "alternatives", progress)
+    ours = _built(
+        {v.name: partial(regularized_step, subject, v) for v in variants},
+        skipped,
+        "methods",
+        progress,
+    )
+    papers = _built(
+        {n: partial(f.build, subject) for n, f in published.items()}, skipped, "papers", progress
+    )
+    others = _built(
+        {n: partial(f.build, subject) for n, f in instead.items()},
+        skipped,
+        "alternatives",
+        progress,
+    )
     steps = {**plain, **ours, **papers, **others}
     for step in plain.values():
         step()
@@ -157,7 +187,12 @@ def _long(options: Options, progress: Progress) -> dict[str, Any]:
         "size": options.size,
         "model": usual.what,
         "what": "attention alone, forward and backward, as a multiple of plain SDPA",
-        "machine": {**machine(), "clock": options.clock, "device": options.device, "malloc": describe_malloc()},
+        "machine": {
+            **machine(),
+            "clock": options.clock,
+            "device": options.device,
+            "malloc": describe_malloc(),
+        },
         "native": native_available(),
         "scaling": scaling,
         "targets": {n: {"target": t, "met": worst[n] <= t} for n, t in goals.items() if n in worst},
@@ -213,7 +248,10 @@ def regularized_step(subject: Subject, variant: Variant) -> Step:
 
 
 def _built(
-    builders: Mapping[str, Callable[[], Step]], skipped: dict[str, str], what: str, progress: Progress
+    builders: Mapping[str, Callable[[], Step]],
+    skipped: dict[str, str],
+    what: str,
+    progress: Progress,
 ) -> dict[str, Step]:
     """The steps that can be built and run once; of the others, why not."""
     steps: dict[str, Step] = {}
@@ -246,21 +284,35 @@ def _record(
     instead: Mapping[str, str],
 ) -> dict[str, Any]:
     ratios = timings.ratios()
-    best = next(n for n in (FUSED, UNFUSED) if ratios[n].low == ratios[n].high == 1.0)  # the one all others are over
-    designed = options.model == "vit" and options.dtype == "float32"  # the targets are for this model alone
+    best = next(
+        n for n in (FUSED, UNFUSED) if ratios[n].low == ratios[n].high == 1.0
+    )  # the one all others are over
+    designed = (
+        options.model == "vit" and options.dtype == "float32"
+    )  # the targets are for this model alone
 
     def entry(name: str) -> dict[str, Any]:
-        fastest = ratios[name].seconds / ratios[best].seconds  # of the least times seen: what noise disturbs least
+        fastest = (
+            ratios[name].seconds / ratios[best].seconds
+        )  # of the least times seen: what noise disturbs least
         return {**asdict(ratios[name]), "fastest": fastest, "noisy": ratios[name].width > NOISY}
 
     def rival(name: str, ours: str) -> dict[str, Any]:
         """The other's cost against the plain step, and ours against the other's."""
         found = {"ours": ours, **entry(name)}
-        return found if ours not in groups["ours"] else {**found, "ours_over_it": asdict(timings.between(ours, name))}
+        return (
+            found
+            if ours not in groups["ours"]
+            else {**found, "ours_over_it": asdict(timings.between(ours, name))}
+        )
 
-    targets = {v.name: v.target for v in variants if designed and v.target is not None and v.name in ratios}
+    targets = {
+        v.name: v.target for v in variants if designed and v.target is not None and v.name in ratios
+    }
     if options.size:
-        targets = {n: t for n, t in targets_of(options.size, native_available()).items() if n in ratios}
+        targets = {
+            n: t for n, t in targets_of(options.size, native_available()).items() if n in ratios
+        }
     return {
         "kind": BENCH,
         "command": options.command(),
@@ -268,13 +320,22 @@ def _record(
         "native": native_available(),
         "model": subject.label,
         "what": "one training step without the optimizer (forward, backward) as a multiple of the best plain step",
-        "machine": {**machine(), "clock": options.clock, "device": options.device, "malloc": describe_malloc()},
+        "machine": {
+            **machine(),
+            "clock": options.clock,
+            "device": options.device,
+            "malloc": describe_malloc(),
+        },
         "plain": {"best": best, **{name: entry(name) for name in (FUSED, UNFUSED)}},
         "ratios": {name: entry(name) for name in groups["ours"]},
         "targets": {n: {"target": t, "met": ratios[n].median <= t} for n, t in targets.items()},
-        "papers": {name: rival(name, formulations("papers")[name].ours) for name in groups["papers"]},
+        "papers": {
+            name: rival(name, formulations("papers")[name].ours) for name in groups["papers"]
+        },
         "alternatives": {name: rival(name, instead[name]) for name in groups["others"]},
         "memory": {name: {"bytes": b, "ratio": b / memory[best]} for name, b in memory.items()},
-        "variants": {v.name: v.text + (", upper half of the layers" if v.upper else "") for v in variants},
+        "variants": {
+            v.name: v.text + (", upper half of the layers" if v.upper else "") for v in variants
+        },
         "noisy": [name for name, ratio in ratios.items() if ratio.width > NOISY],
     }

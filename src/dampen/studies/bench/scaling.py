@@ -16,7 +16,13 @@ from torch.nn import functional as F
 
 from dampen.regularizer import ATTENTION_STAGES
 from dampen.studies.bench.rows import Variant
-from dampen.studies.bench.subject import DTYPES, available_memory, formulations, make_subject, peak_memory
+from dampen.studies.bench.subject import (
+    DTYPES,
+    available_memory,
+    formulations,
+    make_subject,
+    peak_memory,
+)
 from dampen.studies.bench.timing import compare
 
 if TYPE_CHECKING:
@@ -34,7 +40,10 @@ Point = dict[str, Any]
 
 
 def scale_attention(
-    variants: list[Variant], options: Options, progress: Progress, lengths: tuple[int, ...] = LENGTHS
+    variants: list[Variant],
+    options: Options,
+    progress: Progress,
+    lengths: tuple[int, ...] = LENGTHS,
 ) -> dict[str, Any]:
     """Time and peak memory, forward and backward, over n = 64 to 16384 tokens, against what is plain.
 
@@ -58,13 +67,19 @@ def scale_attention(
         left = options.seconds - (time.perf_counter() - start)
         for name, reason in ({} if options.size else _too_much(found, stopped, n, left)).items():
             stopped[name] = reason
-        share = n * n / sum(m * m for m in lengths[i:])  # of the time left: a length takes as long as its square
+        share = (
+            n * n / sum(m * m for m in lengths[i:])
+        )  # of the time left: a length takes as long as its square
         for reference, rows in families.items():
-            runs = _runnable({name: make for name, make in rows.items() if name not in stopped}, n, left_out)
+            runs = _runnable(
+                {name: make for name, make in rows.items() if name not in stopped}, n, left_out
+            )
             if reference not in runs or len(runs) < 2:
                 continue
             much = {"rounds": 9, "seconds": 3.0, "least": 3}
-            if options.size:  # what is asked for, and five rounds in any case; `_runnable` has warmed up
+            if (
+                options.size
+            ):  # what is asked for, and five rounds in any case; `_runnable` has warmed up
                 much = {
                     "rounds": options.rounds,
                     "seconds": left * share * 0.7,
@@ -80,10 +95,16 @@ def scale_attention(
                 found[name].append({**point, "bytes": memory[name], "memory_ratio": share})
     shape = f"batch 1, {HEADS} heads of {SIZE}, {options.dtype}, forward and backward"
     points = [point for series in found.values() for point in series]
-    return {"what": f"{shape}; memory allocated inside the call", "points": points, "stopped": {**left_out, **stopped}}
+    return {
+        "what": f"{shape}; memory allocated inside the call",
+        "points": points,
+        "stopped": {**left_out, **stopped},
+    }
 
 
-def _runnable(rows: Mapping[str, Row], n: int, left_out: dict[str, str]) -> dict[str, Callable[[], Any]]:
+def _runnable(
+    rows: Mapping[str, Row], n: int, left_out: dict[str, str]
+) -> dict[str, Callable[[], Any]]:
     """The rows that can run at length n, and in `left_out` why the others cannot: not every n is a grid of patches."""
     runs: dict[str, Callable[[], Any]] = {}
     for name, make in rows.items():
@@ -97,7 +118,9 @@ def _runnable(rows: Mapping[str, Row], n: int, left_out: dict[str, str]) -> dict
     return runs
 
 
-def _rows(variants: list[Variant], options: Options) -> tuple[dict[str, dict[str, Row]], dict[str, str]]:
+def _rows(
+    variants: list[Variant], options: Options
+) -> tuple[dict[str, dict[str, Row]], dict[str, str]]:
     """The rows by what they are compared with, and which variants have no row."""
     from dampen.studies.methods_text import build_methods
 
@@ -128,7 +151,10 @@ def _regularized(regularizers: list[Any]) -> Callable[..., Tensor]:
 def _alone(attention: Callable[..., Tensor], options: Options) -> Row:
     def make(n: int) -> Callable[[], Any]:
         shape, dtype = (1, HEADS, n, SIZE), DTYPES[options.dtype]
-        q, k, v = (torch.randn(shape, dtype=dtype, device=options.device, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(shape, dtype=dtype, device=options.device, requires_grad=True)
+            for _ in range(3)
+        )
         gradient = torch.randn_like(q)
 
         def run() -> None:
@@ -168,7 +194,9 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def _too_much(found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: int, left: float) -> dict[str, str]:
+def _too_much(
+    found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: int, left: float
+) -> dict[str, str]:
     """The rows that cannot go on to length n, with the reason; the dearest go first until the rest fits the time.
 
     What is plain is needed as long as there is a row to compare with it.
@@ -207,7 +235,10 @@ def _too_much(found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: i
 
 
 def scale_batch(
-    variants: list[Variant], options: Options, progress: Progress, batches: tuple[int, ...] = BATCHES
+    variants: list[Variant],
+    options: Options,
+    progress: Progress,
+    batches: tuple[int, ...] = BATCHES,
 ) -> dict[str, Any]:
     """The cost of a training step over the size of its batch, each method in its default.
 
@@ -229,11 +260,18 @@ def scale_batch(
             break
         began = time.perf_counter()
         subject = make_subject(options.model, batch, options.dtype, options.device)
-        steps: dict[str, Step] = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
+        steps: dict[str, Step] = {
+            FUSED: plain_step(subject),
+            UNFUSED: plain_step(subject, fused=False),
+        }
         for variant in variants:
             if variant.name == variant.method:
                 steps[variant.name] = regularized_step(subject, variant)
         ratios = compare(steps, (FUSED, UNFUSED), rounds=9, seconds=left / len(batches), every=6)
         points += [{"row": name, "batch": batch, **asdict(ratio)} for name, ratio in ratios.items()]
         last = time.perf_counter() - began
-    return {"what": "one training step without the optimizer over the batch", "points": points, "stopped": stopped}
+    return {
+        "what": "one training step without the optimizer over the batch",
+        "points": points,
+        "stopped": stopped,
+    }

@@ -54,7 +54,11 @@ class Subject:
 
     def precision(self) -> AbstractContextManager[Any]:
         """Autocast, for 16 bits."""
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device, self.dtype)
+        return (
+            nullcontext()
+            if self.dtype == torch.float32
+            else torch.autocast(self.device, self.dtype)
+        )
 
     def step(self, losses: Callable[[], Tensor]) -> Callable[[], None]:
         """One training step without the optimizer, which is the same for all: forward, backward, gradients dropped.
@@ -108,7 +112,9 @@ def make_subject(
     precision = dtype if dtype == "float32" else f"{dtype} autocast"
     shape = "ViT 7 x 384, 12 heads, 65 tokens" if model == "vit" else model
     label = f"{shape}, batch {batch}, {precision}, synthetic data"
-    return Subject(label, built, tuple(x.to(device) for x in inputs), target.to(device), device, DTYPES[dtype])
+    return Subject(
+        label, built, tuple(x.to(device) for x in inputs), target.to(device), device, DTYPES[dtype]
+    )
 
 
 def _check_device(device: str) -> None:
@@ -116,7 +122,9 @@ def _check_device(device: str) -> None:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         why = str(error).splitlines()[0]
-        raise ConfigError("The bench", [f"--device: cannot use {device!r} here: {why}; use cpu"]) from error
+        raise ConfigError(
+            "The bench", [f"--device: cannot use {device!r} here: {why}; use cpu"]
+        ) from error
 
 
 def parse_model(text: str) -> dict[str, Any]:
@@ -151,7 +159,9 @@ def _batch(model: Any, spec: dict[str, Any], batch: int) -> tuple[tuple[Tensor, 
     if name == "encoder":
         tokens = arguments["max_tokens"]
         labels = (batch, tokens) if arguments.get("per_token") else (batch,)
-        return (torch.randn(batch, tokens, arguments["features"]),), torch.randint(arguments["classes"], labels)
+        return (torch.randn(batch, tokens, arguments["features"]),), torch.randint(
+            arguments["classes"], labels
+        )
     if name == "language":
         tokens = torch.randint(arguments["vocab"], (batch, arguments["context"] + 1))
         return (tokens[:, :-1],), tokens[:, 1:]
@@ -165,7 +175,9 @@ def _batch(model: Any, spec: dict[str, Any], batch: int) -> tuple[tuple[Tensor, 
 
 def _image_shape(model: Any, arguments: dict[str, Any]) -> tuple[int, tuple[int, int]]:
     if arguments["name"].startswith("timm/"):
-        channels, height, width = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))
+        channels, height, width = (getattr(model, "pretrained_cfg", None) or {}).get(
+            "input_size", (3, 224, 224)
+        )
         size = arguments.get("img_size", (height, width))
         channels = arguments.get("in_chans", channels)
     else:
@@ -185,7 +197,9 @@ def peak_memory(run: Callable[[], Any], device: str = "cpu") -> int:
     """
     if torch.device(device).type == "cuda":
         return _cuda_peak(run, device)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells the terminal each start and stop
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # or the profiler tells the terminal each start and stop
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()  # what earlier work left in cycles would otherwise be given back inside, and count as less
@@ -213,7 +227,9 @@ def available_memory() -> int:
     """Bytes that this machine can still give; half of what it has where that is not known."""
     try:
         with open("/proc/meminfo") as lines:
-            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+            return next(
+                1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
@@ -257,13 +273,19 @@ def unfused(scores: Stage | None = None, weights: Stage | None = None) -> Attent
         enable_gqa: bool = False,
     ) -> Tensor:
         if enable_gqa:
-            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+            key, value = (
+                t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value)
+            )
         s = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
         s = s if scores is None else scores(s)
         if is_causal:
             attn_mask = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
         if attn_mask is not None:
-            s = s.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else s + attn_mask
+            s = (
+                s.masked_fill(~attn_mask, float("-inf"))
+                if attn_mask.dtype == torch.bool
+                else s + attn_mask
+            )
         a = s.softmax(-1)
         a = a if weights is None else weights(a)
         return F.dropout(a, dropout_p) @ value

@@ -130,7 +130,9 @@ def time_rounds(
             progress(done)
         if done < least:
             continue
-        beaten = [r for r in references if results[r].low > 1]  # surely not the best: from now on a variant like others
+        beaten = [
+            r for r in references if results[r].low > 1
+        ]  # surely not the best: from now on a variant like others
         references, waiting = tuple(r for r in references if r not in beaten), [*waiting, *beaten]
         if enough is not None and done >= sure:
             waiting = [name for name in waiting if results[name].width > enough]
@@ -148,7 +150,9 @@ def summarize(pairs: Mapping[str, list[Pair]], references: Sequence[str]) -> dic
     2.000x [2.000, 2.000], n=5
     """
     best = best_of(pairs, references)
-    return {name: _ratio([(t, beside[best]) for t, beside in found]) for name, found in pairs.items()}
+    return {
+        name: _ratio([(t, beside[best]) for t, beside in found]) for name, found in pairs.items()
+    }
 
 
 def best_of(pairs: Mapping[str, list[Pair]], references: Sequence[str]) -> str:
@@ -167,7 +171,9 @@ def _groups(names: list[str], size: int | None, shuffle: random.Random) -> list[
 def _ratio(pairs: list[tuple[float, float]]) -> Ratio:
     ratios = sorted(a / b for a, b in pairs)
     low, high = _interval(len(ratios))
-    return Ratio(statistics.median(ratios), ratios[low], ratios[high], len(ratios), min(a for a, _ in pairs))
+    return Ratio(
+        statistics.median(ratios), ratios[low], ratios[high], len(ratios), min(a for a, _ in pairs)
+    )
 
 
 def _interval(n: int) -> tuple[int, int]:

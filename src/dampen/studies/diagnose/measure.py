@@ -35,10 +35,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} must be 1 or more: got {getattr(self, name)}" for name in COUNTS if getattr(self, name) < 1
+            f"{name} must be 1 or more: got {getattr(self, name)}"
+            for name in COUNTS
+            if getattr(self, name) < 1
         ]
         if not self.eps or not all(0 < v < math.inf for v in self.eps):
-            problems.append(f"eps must be positive numbers: got {', '.join(map(str, self.eps)) or 'none'}")
+            problems.append(
+                f"eps must be positive numbers: got {', '.join(map(str, self.eps)) or 'none'}"
+            )
         if problems:
             raise ValueError("; ".join(problems) + ".")
 
@@ -107,7 +111,9 @@ def robustness(t: Trained, s: Settings) -> list[dict[str, Any]]:
     found = []
     for eps in (e / 255 for e in s.eps):
         found.append(fgsm(t.model, data, eps, pixels=pixels, seed=s.seed))
-        found.append(pgd(t.model, data, eps, step=eps / 4, steps=s.steps, pixels=pixels, seed=s.seed))
+        found.append(
+            pgd(t.model, data, eps, step=eps / 4, steps=s.steps, pixels=pixels, seed=s.seed)
+        )
     return [asdict(one) for one in found]
 
 
@@ -120,7 +126,9 @@ def corruptions(t: Trained, s: Settings) -> dict[str, Any]:
     """
     from dampen.diagnostics import measure_corruptions
 
-    return asdict(measure_corruptions(t.model, t.batches("test", s.examples), pixels=t.pixels, seed=s.seed))
+    return asdict(
+        measure_corruptions(t.model, t.batches("test", s.examples), pixels=t.pixels, seed=s.seed)
+    )
 
 
 def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
@@ -134,7 +142,9 @@ def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
 
     order = torch.randperm(len(t.data.train), generator=torch.Generator().manual_seed(s.seed))
     count = min(s.gradient_batches, len(order) // t.batch_size)
-    picked = [t.data.train.batch(order[i * t.batch_size : (i + 1) * t.batch_size]) for i in range(count)]
+    picked = [
+        t.data.train.batch(order[i * t.batch_size : (i + 1) * t.batch_size]) for i in range(count)
+    ]
     batches = [{"batch": b, "labels": b["target"]} for b in picked]
 
     def loss(model: nn.Module, given: dict[str, Any], labels: Tensor) -> Tensor:
@@ -165,8 +175,14 @@ def attention(t: Trained, s: Settings) -> dict[str, Any]:
     for name, weights in attention_weights(t.model, _some_inputs(t, s.samples)).items():
         entropy = attention_entropy(weights)
         highest = torch.log(torch.tensor(float(weights.shape[-1])))
-        layer: dict[str, Any] = {"name": name, "entropy": entropy.tolist(), "entropy_mean": entropy.mean().item()}
-        layer["entropy_share"] = (entropy.mean() / highest).item()  # of the entropy of equal weights
+        layer: dict[str, Any] = {
+            "name": name,
+            "entropy": entropy.tolist(),
+            "entropy_mean": entropy.mean().item(),
+        }
+        layer["entropy_share"] = (
+            entropy.mean() / highest
+        ).item()  # of the entropy of equal weights
         layer["head_similarity"] = head_similarity(weights) if weights.shape[1] > 1 else None
         layers.append(layer)
     return {"samples": s.samples, "layers": layers}
@@ -183,7 +199,9 @@ def conditioning(t: Trained, s: Settings) -> list[dict[str, Any]]:
 
     inputs = _some_inputs(t, s.samples)
     padding = inputs[1] if isinstance(inputs, tuple) and inputs[1].dtype == torch.bool else None
-    return measure_conditioning(t.model, inputs, valid=None if padding is None else ~padding).to_json()
+    return measure_conditioning(
+        t.model, inputs, valid=None if padding is None else ~padding
+    ).to_json()
 
 
 def attention_maps(t: Trained, s: Settings) -> dict[str, Any]:
@@ -257,17 +275,29 @@ def attention_pictures(t: Trained, count: int) -> dict[str, Any]:
     maps = token_map(relevance)
     names = t.data.classes
     examples = [
-        {"label": names[label], "predicted": names[said], "image": _rgb(image), "map": _rounded(found)}
-        for label, said, image, found in zip(target.tolist(), predicted.tolist(), images, maps, strict=True)
+        {
+            "label": names[label],
+            "predicted": names[said],
+            "image": _rgb(image),
+            "map": _rounded(found),
+        }
+        for label, said, image, found in zip(
+            target.tolist(), predicted.tolist(), images, maps, strict=True
+        )
     ]
-    result: dict[str, Any] = {"what": "attention rollout, what the class token looks at", "examples": examples}
+    result: dict[str, Any] = {
+        "what": "attention rollout, what the class token looks at",
+        "examples": examples,
+    }
     if t.picture is not None:
         size = (max(64, images.shape[-2]), max(64, images.shape[-1]))
         large = F.interpolate(images, size=size, mode="nearest").expand(-1, 3, -1, -1)
         strip = torch.cat([large, overlay(large, token_map(relevance, size=size))], dim=-2)
         result["file"] = save_images(strip, t.picture).name
         heads = head_maps(weights, large[0], size)
-        result["heads_file"] = save_images(heads, t.picture.with_stem(f"{t.picture.stem}-heads")).name
+        result["heads_file"] = save_images(
+            heads, t.picture.with_stem(f"{t.picture.stem}-heads")
+        ).name
     return result
 
 

@@ -44,7 +44,9 @@ def diagnosis_table(results: Sequence[dict[str, Any]]) -> Table:
         results: one diagnosis per model.
     """
     table = Table(box=None, pad_edge=False, title=_settings(results[0]), title_justify="left")
-    shown = {title: get for title, get in COLUMNS.items() if any(_cell(get, r) != "-" for r in results)}
+    shown = {
+        title: get for title, get in COLUMNS.items() if any(_cell(get, r) != "-" for r in results)
+    }
     table.add_column("")
     if len(results) <= FEW:
         for result in results:
@@ -71,7 +73,12 @@ def layers_table(result: dict[str, Any]) -> Table | None:
     if not attention and not conditions:
         return None
     kinds = list(dict.fromkeys(k for layer in conditions.values() for k in layer if k != "name"))
-    table = Table(box=None, pad_edge=False, title="by layer; conditioning as mean ln kappa", title_justify="left")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        title="by layer; conditioning as mean ln kappa",
+        title_justify="left",
+    )
     for column in ("", "entropy", "of the largest", "head similarity", *kinds):
         table.add_column(column, justify="right" if column else "left", overflow="fold")
     for name in dict.fromkeys([*attention, *conditions]):
@@ -104,7 +111,9 @@ def _interval(c: dict[str, Any]) -> str:
 
 
 def _attack(result: dict[str, Any], name: str) -> str:
-    strongest = max((a for a in result["robustness"] if a["attack"] == name), key=lambda a: a["eps"])
+    strongest = max(
+        (a for a in result["robustness"] if a["attack"] == name), key=lambda a: a["eps"]
+    )
     return f"{100 * strongest['accuracy']:.1f} %"
 
 
@@ -154,14 +163,18 @@ def kept(folder: Path, settings: Settings, only: Sequence[str] = ()) -> dict[str
     used, now = _measured_with(found), _plain(asdict(settings))
     for name in wanted:
         before = used.get(name) or {}
-        if {key: before.get(key) for key in now} != now:  # a setting that exists no more decides nothing
+        if {
+            key: before.get(key) for key in now
+        } != now:  # a setting that exists no more decides nothing
             return None
     return found
 
 
 def _measured_with(found: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of each section; records of the first kind had the same for all."""
-    return found.get("measured_with") or dict.fromkeys(found.get("seconds", {}), found.get("settings"))
+    return found.get("measured_with") or dict.fromkeys(
+        found.get("seconds", {}), found.get("settings")
+    )
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -57,7 +57,9 @@ class Trained:
         normalization = self.data.normalization
         if self.data.task != "image" or normalization is None:
             raise ValueError(f"needs images; {self.data.name} is a data set for {self.data.task}")
-        return Pixels(mean=normalization.mean.tolist(), std=normalization.std.tolist(), normalized=True)
+        return Pixels(
+            mean=normalization.mean.tolist(), std=normalization.std.tolist(), normalized=True
+        )
 
 
 @dataclass
@@ -77,7 +79,9 @@ class Batches:
             batch = self.split.batch(torch.arange(start, min(start + self.size, n)))
             target, valid = batch["target"], batch.get("valid")
             if target.is_floating_point():
-                raise ValueError("needs one class per prediction; here several may be present at once")
+                raise ValueError(
+                    "needs one class per prediction; here several may be present at once"
+                )
             yield inputs_of(batch), target if valid is None else target.masked_fill(~valid, -100)
 
 
@@ -98,16 +102,24 @@ def find_trials(folder: Path) -> list[Path]:
         folder: of a study or of one run.
     """
     if not folder.is_dir():
-        raise LabError(f"There is no folder {folder}. Give the folder that dampen run, compare or demo wrote.")
+        raise LabError(
+            f"There is no folder {folder}. Give the folder that dampen run, compare or demo wrote."
+        )
     below = (p.parent for p in folder.rglob("config.json") if p.parent.name != PRETRAIN)
     found = [folder] if (folder / "config.json").exists() else sorted(below)
-    finished = [p for p in found if (final := RunStore(p).final()) is not None and final["status"] == "finished"]
+    finished = [
+        p
+        for p in found
+        if (final := RunStore(p).final()) is not None and final["status"] == "finished"
+    ]
     for plan in {path.parent / "plan.json" for path in finished}:
         if plan.is_file():
             load_plugins(load_comparison(plan.parent).header.get("plugins", ()), plan)
     if not finished:
         told = f"{len(found)} runs, none of them finished" if found else "no trial"
-        raise LabError(f"{folder} holds {told}. Run the command that wrote it again: it resumes, then diagnose.")
+        raise LabError(
+            f"{folder} holds {told}. Run the command that wrote it again: it resumes, then diagnose."
+        )
     return finished
 
 
@@ -122,7 +134,11 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
     trial = record.trial()
     state, damage = load_newest(folder, "weights")
     if state is None:
-        why = damage[0] if damage else "it holds no weights: it is not finished, or they were not kept"
+        why = (
+            damage[0]
+            if damage
+            else "it holds no weights: it is not finished, or they were not kept"
+        )
         raise LabError(f"{folder} cannot be diagnosed: {why}. Repeat the run to have them.")
     if brings_task(trial.model["name"]) is not None:
         raise LabError(f"{folder} is a pretraining; diagnose the classifier above it.")
@@ -143,12 +159,24 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
     smoothing = trial.train.label_smoothing
     size = min(trial.train.batch_size, len(data.train))
     return Trained(
-        f"{name}, seed {trial.seed}", model, data, handle, initial, size, smoothing, trial.id, folder / PICTURE
+        f"{name}, seed {trial.seed}",
+        model,
+        data,
+        handle,
+        initial,
+        size,
+        smoothing,
+        trial.id,
+        folder / PICTURE,
     )
 
 
 def from_model(
-    place: str, data: str | None, model: str | None = None, data_dir: str | None = None, partial: bool = False
+    place: str,
+    data: str | None,
+    model: str | None = None,
+    data_dir: str | None = None,
+    partial: bool = False,
 ) -> Trained:
     """A model that the lab did not train: `package.module:function` that returns it, or a file with its state_dict.
 
@@ -164,7 +192,9 @@ def from_model(
     path = Path(place)
     problems = []
     if not path.is_file() and ":" not in place:
-        problems.append(f"{place!r} is neither a folder of runs, nor a file of weights, nor module:function")
+        problems.append(
+            f"{place!r} is neither a folder of runs, nor a file of weights, nor module:function"
+        )
     if data is None:
         problems.append("--data: missing; pass the data set to measure on, as in --data digits")
     if data is None or problems:
@@ -190,7 +220,11 @@ def _from_file(path: Path, model: str | None, data: Any) -> nn.Module:
             state = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds for a file that holds something else
         raise LabError(f"{path} is not a state_dict that can be read safely: {error}") from error
-    state = state["model"] if isinstance(state, dict) and isinstance(state.get("model"), dict) else state
+    state = (
+        state["model"]
+        if isinstance(state, dict) and isinstance(state.get("model"), dict)
+        else state
+    )
     try:
         built.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -207,5 +241,7 @@ def _from_function(place: str) -> nn.Module:
         raise ConfigError("dampen diagnose", [problem]) from error
     built = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not isinstance(built, nn.Module):
-        raise ConfigError("dampen diagnose", [f"{place} gave a {type(built).__name__}, expected an nn.Module"])
+        raise ConfigError(
+            "dampen diagnose", [f"{place} gave a {type(built).__name__}, expected an nn.Module"]
+        )
     return built

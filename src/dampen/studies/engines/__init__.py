@@ -24,8 +24,13 @@ from dampen.studies.store import RunStore
 if TYPE_CHECKING:
     from dampen.studies.trainer.state import Execution
 
-ENGINES = {"local": "dampen.studies.engines.local:LocalEngine", "ray": "dampen.studies.engines.ray:RayEngine"}
-Status = Literal["finished", "diverged", "failed", "no data", "locked", "disk full", "interrupted", "waiting"]
+ENGINES = {
+    "local": "dampen.studies.engines.local:LocalEngine",
+    "ray": "dampen.studies.engines.ray:RayEngine",
+}
+Status = Literal[
+    "finished", "diverged", "failed", "no data", "locked", "disk full", "interrupted", "waiting"
+]
 RETRIES = 2
 """How often a trial is tried again after its worker died."""
 FATAL = ("no data", "disk full")
@@ -83,7 +88,10 @@ def make_engine(name: str, **options: Any) -> Engine:
 
 
 def run_job(
-    job: Job, execution: Execution, report: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
+    job: Job,
+    execution: Execution,
+    report: Callable[[dict[str, Any]], None],
+    stop: Callable[[], bool],
 ) -> Outcome:
     """Run one job in this process and turn whatever happens into an outcome; engines call it in their workers.
 
@@ -138,4 +146,7 @@ def after_death(job: Job, how: str, deaths: int) -> tuple[str, Outcome | None]:
         message = f"Its worker died {deaths} times; the last one {how} (out of memory?)."
         return message, failed(job, message)
     kept = saved_states(job.folder, "checkpoint")
-    return f"Its worker {how}; {'it goes on from its last checkpoint' if kept else 'it starts again'}.", None
+    return (
+        f"Its worker {how}; {'it goes on from its last checkpoint' if kept else 'it starts again'}.",
+        None,
+    )

@@ -71,10 +71,20 @@ class LocalEngine:
     def run(self, jobs: Sequence[Job], execution: Execution, report: Report) -> dict[str, Outcome]:
         """Run the jobs; see `Engine.run`."""
         count, threads = self.shares(len(jobs))
-        execution = execution if execution.threads else replace(execution, threads=asked_threads() or threads)
-        waiting, outcomes, tries = deque(jobs), {j.trial.id: Outcome("waiting") for j in jobs}, dict[str, int]()
+        execution = (
+            execution
+            if execution.threads
+            else replace(execution, threads=asked_threads() or threads)
+        )
+        waiting, outcomes, tries = (
+            deque(jobs),
+            {j.trial.id: Outcome("waiting") for j in jobs},
+            dict[str, int](),
+        )
         workers: list[_Worker] = []
-        ended: list[tuple[_Worker, float]] = []  # workers that end while the next ones begin, and since when
+        ended: list[
+            tuple[_Worker, float]
+        ] = []  # workers that end while the next ones begin, and since when
         stopping = fatal = False
         deadline = math.inf
         try:
@@ -89,7 +99,9 @@ class LocalEngine:
                         workers.remove(worker)
                         ended.append((worker, time.monotonic()))
                         if not worker.done:
-                            fatal = self._after_death(worker, waiting, outcomes, tries, report) or fatal
+                            fatal = (
+                                self._after_death(worker, waiting, outcomes, tries, report) or fatal
+                            )
                     ended = [(w, since) for w, since in ended if not _gone(w, since)]
                     if time.monotonic() > deadline:
                         break
@@ -110,9 +122,13 @@ class LocalEngine:
             for worker, since in ended:
                 _finish(worker, min(end, since + LEAVE_SECONDS))
         for worker in workers:
-            outcomes[worker.job.trial.id] = Outcome("interrupted", None, "stopped before its next step")
+            outcomes[worker.job.trial.id] = Outcome(
+                "interrupted", None, "stopped before its next step"
+            )
         interrupted = Outcome("interrupted", None, "not started")
-        return {i: interrupted if stopping and o.status == "waiting" else o for i, o in outcomes.items()}
+        return {
+            i: interrupted if stopping and o.status == "waiting" else o for i, o in outcomes.items()
+        }
 
     def _after_death(
         self,
@@ -163,7 +179,10 @@ def _drain(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> boo
         else:
             outcomes[worker.job.trial.id] = value
             fatal = fatal or value.status in FATAL
-            report(worker.job.trial.id, Event(kind="outcome", status=value.status, message=value.message))
+            report(
+                worker.job.trial.id,
+                Event(kind="outcome", status=value.status, message=value.message),
+            )
             worker.done = True
     return fatal
 
@@ -203,7 +222,9 @@ def _work(pipe: Any, job: Job, execution: Execution) -> None:
         return stopping
 
     def tell(event: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `stopped` notices that the parent is gone
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # `stopped` notices that the parent is gone
             pipe.send(("event", event))
 
     outcome = run_job(job, execution, tell, stopped)

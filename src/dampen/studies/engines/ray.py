@@ -65,7 +65,9 @@ class RayEngine:
         planned: taken for the sake of equal calls; a trial has one thread here unless `Execution.threads` says more.
     """
 
-    def __init__(self, address: str | None = None, workers: int | None = None, planned: int | None = None):
+    def __init__(
+        self, address: str | None = None, workers: int | None = None, planned: int | None = None
+    ):
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be 1 or more, got {workers}.")
         try:
@@ -78,7 +80,9 @@ class RayEngine:
     def run(self, jobs: Sequence[Job], execution: Execution, report: Report) -> dict[str, Outcome]:
         """Run the jobs; see `Engine.run`."""
         data_dir = str(Path(execution.data_dir).resolve()) if execution.data_dir else None
-        execution = replace(execution, threads=execution.threads or asked_threads() or 1, data_dir=data_dir)
+        execution = replace(
+            execution, threads=execution.threads or asked_threads() or 1, data_dir=data_dir
+        )
         with _cluster(self.address, self.workers):
             return _Run(jobs, execution, report, self.workers).loop()
 
@@ -86,12 +90,16 @@ class RayEngine:
 class _Run:
     """One call of `run`: what waits, what runs, what came out."""
 
-    def __init__(self, jobs: Sequence[Job], execution: Execution, report: Report, workers: int | None):
+    def __init__(
+        self, jobs: Sequence[Job], execution: Execution, report: Report, workers: int | None
+    ):
         import ray
 
         self.ray, self.execution, self.report = ray, execution, report
         self.mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
-        self.task: Any = ray.remote(max_retries=0, max_calls=1)(_task)  # a process of its own for each run
+        self.task: Any = ray.remote(max_retries=0, max_calls=1)(
+            _task
+        )  # a process of its own for each run
         self.waiting = deque(_Running(Job(j.trial, j.folder.resolve()), 0) for j in jobs)
         self.running: dict[Any, _Running] = {}
         self.outcomes = {j.trial.id: Outcome("waiting") for j in jobs}
@@ -121,7 +129,9 @@ class _Run:
         options: dict[str, Any] = {"num_cpus": self.execution.threads}
         if self.execution.accelerator != "cpu" and self.ray.cluster_resources().get("GPU"):
             options["num_gpus"] = running.job.trial.train.devices
-        reference = self.task.options(**options).remote(running.job, self.execution, self.mailbox, running.tries)
+        reference = self.task.options(**options).remote(
+            running.job, self.execution, self.mailbox, running.tries
+        )
         self.running[reference] = running
 
     def _finish(self, reference: Any, running: _Running) -> None:
@@ -131,7 +141,12 @@ class _Run:
         try:
             outcome, files = self.ray.get(reference)
             bring_home(running.job.folder, files)
-        except (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError, errors.ObjectLostError) as e:
+        except (
+            errors.WorkerCrashedError,
+            errors.NodeDiedError,
+            errors.OutOfMemoryError,
+            errors.ObjectLostError,
+        ) as e:
             how = f"died ({type(e).__name__}: {str(e).splitlines()[0]})"
             message, dead = after_death(running.job, how, running.tries + 1)
             if dead is None and not self.told_to_stop:
@@ -163,7 +178,9 @@ class _Run:
         self.ray.get(self.mailbox.stop.remote())
 
 
-def _task(job: Job, execution: Execution, mailbox: Any, tries: int) -> tuple[Outcome, dict[str, bytes]]:
+def _task(
+    job: Job, execution: Execution, mailbox: Any, tries: int
+) -> tuple[Outcome, dict[str, bytes]]:
     """One trial, in a worker somewhere in the cluster."""
     import ray
 
@@ -179,12 +196,18 @@ def _task(job: Job, execution: Execution, mailbox: Any, tries: int) -> tuple[Out
     if stopped():
         return Outcome("interrupted", None, "not started"), {}
     keep_freed_memory()
-    outcome = run_job(job, execution, lambda event: mailbox.put.remote(job.trial.id, event), stopped)
+    outcome = run_job(
+        job, execution, lambda event: mailbox.put.remote(job.trial.id, event), stopped
+    )
     deadline = time.monotonic() + 30
     while tries and outcome.status == "locked" and time.monotonic() < deadline:
         time.sleep(1)  # the worker that died may not have let go of the folder yet
-        outcome = run_job(job, execution, lambda event: mailbox.put.remote(job.trial.id, event), stopped)
-    files = {name: (job.folder / name).read_bytes() for name in FILES if (job.folder / name).is_file()}
+        outcome = run_job(
+            job, execution, lambda event: mailbox.put.remote(job.trial.id, event), stopped
+        )
+    files = {
+        name: (job.folder / name).read_bytes() for name in FILES if (job.folder / name).is_file()
+    }
     return outcome, files if outcome.status in ("finished", "diverged") else {}
 
 
@@ -203,7 +226,9 @@ def bring_home(folder: Path, files: dict[str, bytes]) -> None:
 def _cluster(address: str | None, workers: int | None) -> Iterator[None]:
     """Connected to a cluster; what was started here is shut down again."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to anyone
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # and no warning about a change to come
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # and no warning about a change to come
     import ray
 
     if ray.is_initialized():
@@ -215,14 +240,19 @@ def _cluster(address: str | None, workers: int | None) -> Iterator[None]:
         else {
             "num_cpus": max(usable_cores(), workers or 1),
             "include_dashboard": False,
-            "object_store_memory": 128 * 2**20,  # records are small; the default takes a third of the memory
+            "object_store_memory": 128
+            * 2**20,  # records are small; the default takes a third of the memory
         }
     )
     try:
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # a node that does not start in time raises Exception itself
         ray.shutdown()  # what had started already
-        what = f"There is no Ray cluster at {address}" if address else "Ray did not start on this machine"
+        what = (
+            f"There is no Ray cluster at {address}"
+            if address
+            else "Ray did not start on this machine"
+        )
         raise LabError(f"{what}: {error}") from error
     try:
         yield

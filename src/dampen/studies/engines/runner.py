@@ -26,7 +26,14 @@ from dampen.studies.trainer.checkpoint import kernels_before
 from dampen.studies.trainer.data import check_recorded
 from dampen.studies.trainer.state import Execution
 
-EXIT_CODES = {"disk full": 6, "no data": 3, "interrupted": 130, "failed": 1, "locked": 4, "diverged": 5}
+EXIT_CODES = {
+    "disk full": 6,
+    "no data": 3,
+    "interrupted": 130,
+    "failed": 1,
+    "locked": 4,
+    "diverged": 5,
+}
 """The worst outcome decides the exit code, in this order; a full disk or missing data also stops the other trials."""
 
 
@@ -50,7 +57,11 @@ class ComparisonResult:
 
     def messages(self) -> list[str]:
         """What went wrong, each message once."""
-        bad = (o.message for o in self.outcomes.values() if o.status not in ("finished", "interrupted") and o.message)
+        bad = (
+            o.message
+            for o in self.outcomes.values()
+            if o.status not in ("finished", "interrupted") and o.message
+        )
         return list(dict.fromkeys(bad))
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +122,9 @@ def run_comparison(
             outcomes[trial.id] = Outcome(final["status"], final, final.get("reason", ""))
             recorded.append((trial, final))
     jobs, twins = trained_once(jobs, plan.runs.values(), folder, retry)
-    recorded += [(trial, final) for trial, final in finals_of(twins, folder) if trial.id not in outcomes]
+    recorded += [
+        (trial, final) for trial, final in finals_of(twins, folder) if trial.id not in outcomes
+    ]
     check_recorded(recorded, execution.data_dir, folder)
     plan.save(folder)
     if jobs:
@@ -170,7 +183,9 @@ def _method(spec: Mapping[str, Any]) -> dict[str, Any]:
     cls = find_method(spec["name"])
     defaults = {k: p.default for k, p in inspect.signature(cls).parameters.items()}
     given = cls.canonical({k: v for k, v in spec.items() if k != "name"})
-    return {"name": spec["name"]} | {k: v for k, v in given.items() if k not in defaults or v != defaults[k]}
+    return {"name": spec["name"]} | {
+        k: v for k, v in given.items() if k not in defaults or v != defaults[k]
+    }
 
 
 def trained_once(
@@ -189,8 +204,16 @@ def trained_once(
     own, twins = [], []
     for job in jobs:
         group = groups.get(trainings.get(job.trial.id, ""), [])
-        alike = [t for t in group if _usable(folder / t.id, retry) or (t.id in asked and _on_this_path(folder / t.id))]
-        first = min(alike, default=job.trial, key=lambda t: (not _done(folder / t.id), not (folder / t.id).exists()))
+        alike = [
+            t
+            for t in group
+            if _usable(folder / t.id, retry) or (t.id in asked and _on_this_path(folder / t.id))
+        ]
+        first = min(
+            alike,
+            default=job.trial,
+            key=lambda t: (not _done(folder / t.id), not (folder / t.id).exists()),
+        )
         if first.id == job.trial.id or not _on_this_path(job.folder):
             own.append(job)
         else:
@@ -225,7 +248,9 @@ def _take_over(job: Job, first: Run, outcomes: Mapping[str, Outcome]) -> Outcome
         return outcomes.get(first.id, Outcome("interrupted", None, "not started"))
     with locked(job.folder):
         record = RunStore(job.folder)
-        record.start(job.trial, (source.sessions() or [{}])[-1])  # results do not need environment.json
+        record.start(
+            job.trial, (source.sessions() or [{}])[-1]
+        )  # results do not need environment.json
         record.write_lines(source.lines())
         for weights in source.folder.glob("*.safetensors"):
             shutil.copyfile(weights, job.folder / weights.name)

@@ -39,7 +39,9 @@ class Report:
             live: the version of the content, for a page that a server shows.
         """
         if format not in FORMATS:
-            raise ConfigError("--format", [f"unknown format {format!r}; known: {', '.join(FORMATS)}, pack"])
+            raise ConfigError(
+                "--format", [f"unknown format {format!r}; known: {', '.join(FORMATS)}, pack"]
+            )
         from dampen.studies.report import formats
 
         if format == "html":
@@ -121,5 +123,7 @@ def format_of(path: Path) -> str:
     """
     known = {ending: name for name, ending in FORMATS.items()} | {".htm": "html", ".markdown": "md"}
     if path.suffix.lower() not in known:
-        raise ConfigError("--output", [f"unknown format of {path.name!r}; pass --format {'|'.join(FORMATS)}"])
+        raise ConfigError(
+            "--output", [f"unknown format of {path.name!r}; pass --format {'|'.join(FORMATS)}"]
+        )
     return known[path.suffix.lower()]

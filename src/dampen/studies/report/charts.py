@@ -50,18 +50,31 @@ def results(table: ResultTable, palette: Palette) -> Figure | None:
     for entry in ranked:
         low, high = bounded(t_interval(list(entry.values.values())), table.study.metric)
         spread = {"low": low, "high": high, "n": entry.summary.n}
-        records.append({"row": entry.name, "mean": entry.summary.mean, "sd": known(entry.summary.sd), **spread})
+        records.append(
+            {"row": entry.name, "mean": entry.summary.mean, "sd": known(entry.summary.sd), **spread}
+        )
     shown = [r for r in records if r["row"] in names]
-    seeds = [{"row": e.name, "value": v, "seed": s} for e in ranked if e.name in names for s, v in e.values.items()]
+    seeds = [
+        {"row": e.name, "value": v, "seed": s}
+        for e in ranked
+        if e.name in names
+        for s, v in e.values.items()
+    ]
     y = alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=220))
     title = table.metric.title
     scale = alt.Scale(zero=False, nice=True)
     base = alt.Chart(alt.Data(values=shown)).encode(y=y, color=palette.color(names, legend=False))
-    interval = base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q", title=title, scale=scale), x2="high:Q")
+    interval = base.mark_rule(strokeWidth=2).encode(
+        x=alt.X("low:Q", title=title, scale=scale), x2="high:Q"
+    )
     dots = (
         alt.Chart(alt.Data(values=seeds))
         .mark_tick(thickness=1.5, height=9, opacity=0.55)
-        .encode(x=alt.X("value:Q", title=title, scale=scale), y=y, color=palette.color(names, legend=False))
+        .encode(
+            x=alt.X("value:Q", title=title, scale=scale),
+            y=y,
+            color=palette.color(names, legend=False),
+        )
     )
     tooltip = [
         tip("row:N", "row"),
@@ -71,19 +84,32 @@ def results(table: ResultTable, palette: Palette) -> Figure | None:
         tip("high:Q", "high"),
     ]
     mean = base.mark_point(filled=True, size=90, opacity=1).encode(
-        x=alt.X("mean:Q", title=title, scale=scale), shape=palette.shape(names, legend=False), tooltip=[*tooltip, "n:Q"]
+        x=alt.X("mean:Q", title=title, scale=scale),
+        shape=palette.shape(names, legend=False),
+        tooltip=[*tooltip, "n:Q"],
     )
-    layers: list[Any] = [*([interval] if any(r["low"] is not None for r in shown) else []), dots, mean]
+    layers: list[Any] = [
+        *([interval] if any(r["low"] is not None for r in shown) else []),
+        dots,
+        mean,
+    ]
     if reference and reference.summary.n:
         rule = alt.Chart(alt.Data(values=[{"at": reference.summary.mean}]))
-        layers.insert(0, rule.mark_rule(strokeDash=[4, 4], opacity=0.6).encode(x=alt.X("at:Q", title=title)))
+        layers.insert(
+            0, rule.mark_rule(strokeDash=[4, 4], opacity=0.6).encode(x=alt.X("at:Q", title=title))
+        )
     caption = "Mean (point), 95 % interval of the mean (line) and every run (tick)."
     caption += f" The dashed line is {reference.name}." if reference else ""
     columns = [ROW, Column("mean", "Mean", 2), Column("sd", "SD", 2), Column("low", "95 % low", 2)]
     columns += [Column("high", "95 % high", 2), Column("n", "n", 0)]
     spec = finish(alt.layer(*layers), max(320, 30 * len(names)))
     return Figure(
-        "results", "Results by seed", caption + note(len(names), len(ranked)), [Panel("", spec)], columns, records
+        "results",
+        "Results by seed",
+        caption + note(len(names), len(ranked)),
+        [Panel("", spec)],
+        columns,
+        records,
     )
 
 
@@ -105,18 +131,36 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
     records: list[dict[str, Any]] = []
     for e in entries:
         low, high = bounded(t_interval(list(e.values.values())), table.study.metric)
-        record = {"row": e.name, "ratio": e.cost.ratio, "mean": e.summary.mean, "low": low, "high": high}
-        records.append(record | {"fast": e.cost.low or e.cost.ratio, "slow": e.cost.high or e.cost.ratio})
+        record = {
+            "row": e.name,
+            "ratio": e.cost.ratio,
+            "mean": e.summary.mean,
+            "low": low,
+            "high": high,
+        }
+        records.append(
+            record | {"fast": e.cost.low or e.cost.ratio, "slow": e.cost.high or e.cost.ratio}
+        )
     shown = [r for r in records if r["row"] in names]
     ratios = [r[k] for r in shown for k in ("fast", "slow")]
-    axis = alt.Axis(format=".2f" if max(ratios) - min(ratios) > 0.1 else ".3f", labelOverlap=True, tickCount=8)
+    axis = alt.Axis(
+        format=".2f" if max(ratios) - min(ratios) > 0.1 else ".3f", labelOverlap=True, tickCount=8
+    )
     x_scale, y_scale = alt.Scale(zero=False, padding=16), alt.Scale(zero=False, padding=12)
     x = alt.X("ratio:Q", title="time of a training step (reference = 1)", scale=x_scale, axis=axis)
     y = alt.Y("mean:Q", title=table.metric.title, scale=y_scale)
     base = alt.Chart(alt.Data(values=shown)).encode(color=palette.color(names, legend=False))
-    tooltip = [tip("row:N", "row"), tip("ratio:Q", "cost"), tip("mean:Q", "mean"), tip("low:Q", "low")]
+    tooltip = [
+        tip("row:N", "row"),
+        tip("ratio:Q", "cost"),
+        tip("mean:Q", "mean"),
+        tip("low:Q", "low"),
+    ]
     marks = base.mark_point(filled=True, size=110, opacity=1).encode(
-        x=x, y=y, shape=palette.shape(names, legend=False), tooltip=[*tooltip, tip("high:Q", "high")]
+        x=x,
+        y=y,
+        shape=palette.shape(names, legend=False),
+        tooltip=[*tooltip, tip("high:Q", "high")],
     )
     line = (
         alt.Chart(alt.Data(values=[{"ratio": e.cost.ratio, "mean": e.summary.mean} for e in front]))
@@ -129,15 +173,26 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
         if far := [r for r in names_there if r["moved"]]:
             away = alt.Chart(alt.Data(values=far)).mark_rule(opacity=0.35)
             layers.append(away.encode(x=x, y=alt.Y("at:Q"), y2="mean:Q", **colored))
-        text = alt.Chart(alt.Data(values=names_there)).mark_text(align=align, dx=dx, baseline="middle")
+        text = alt.Chart(alt.Data(values=names_there)).mark_text(
+            align=align, dx=dx, baseline="middle"
+        )
         layers.append(text.encode(x=x, y=alt.Y("at:Q"), text="text:N", **colored))
     better = "Up" if table.study.mode == "max" else "Down"
     caption = f"{better} and to the left is better; intervals are in the chart of differences and in the numbers. "
     caption += "The dashed line joins the methods that no other beats on both."
     note_here = small_model_note(table)
     caption += f" {note_here}" if note_here else ""
-    columns = [ROW, Column("ratio", "Cost", 3), Column("fast", "lowest", 3), Column("slow", "highest", 3)]
-    columns += [Column("mean", "Mean", 2), Column("low", "95 % low", 2), Column("high", "95 % high", 2)]
+    columns = [
+        ROW,
+        Column("ratio", "Cost", 3),
+        Column("fast", "lowest", 3),
+        Column("slow", "highest", 3),
+    ]
+    columns += [
+        Column("mean", "Mean", 2),
+        Column("low", "95 % low", 2),
+        Column("high", "95 % high", 2),
+    ]
     panels = [Panel("", finish(alt.layer(*layers), 420))]
     told = caption + note(len(names), len(entries))
     return Figure("cost", "Gain against cost", told, panels, columns, records, wide=True)
@@ -170,7 +225,8 @@ def _front(entries: list[Entry], mode: str) -> list[Entry]:
     """The rows that no other beats on both cost and result, cheapest first."""
     front: list[Entry] = []
     for entry in sorted(
-        entries, key=lambda e: (e.cost.ratio or 0.0, -e.summary.mean if mode == "max" else e.summary.mean)
+        entries,
+        key=lambda e: (e.cost.ratio or 0.0, -e.summary.mean if mode == "max" else e.summary.mean),
     ):
         better = not front or (entry.summary.mean > front[-1].summary.mean) == (mode == "max")
         if better and (not front or entry.summary.mean != front[-1].summary.mean):
@@ -198,21 +254,39 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
     records = [_difference_record(e, table) for e in entries]
     names = [e.name for e in shown]
     drawn = records[: len(shown)]
-    y = alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=360, domain=False, ticks=False))
+    y = alt.Y(
+        "row:N", sort=names, title=None, axis=alt.Axis(labelLimit=360, domain=False, ticks=False)
+    )
     unit = f" ({table.metric.points.strip()})" if table.metric.points else ""
     title = f"difference to {table.reference_name} in {table.metric.label}{unit}"
-    x = alt.X("difference:Q", title=title, scale=alt.Scale(zero=True, padding=12), axis=alt.Axis(tickCount=8))
+    x = alt.X(
+        "difference:Q",
+        title=title,
+        scale=alt.Scale(zero=True, padding=12),
+        axis=alt.Axis(tickCount=8),
+    )
     base = alt.Chart(alt.Data(values=drawn)).encode(y=y, color=palette.color(names, legend=False))
     layers: list[Any] = []
     if table.margin:
         band = alt.Chart(alt.Data(values=[{"from": -table.margin, "to": table.margin}]))
-        layers.append(band.mark_rect(opacity=0.14, color="#8a94a3").encode(x=alt.X("from:Q", title=title), x2="to:Q"))
+        layers.append(
+            band.mark_rect(opacity=0.14, color="#8a94a3").encode(
+                x=alt.X("from:Q", title=title), x2="to:Q"
+            )
+        )
     zero = alt.Chart(alt.Data(values=[{"zero": 0}]))
     layers.append(zero.mark_rule(strokeWidth=1.2).encode(x=alt.X("zero:Q", title=title)))
-    tooltip = [tip("row:N", "row"), tip("difference:Q", "difference"), tip("low:Q", "from"), tip("high:Q", "to")]
+    tooltip = [
+        tip("row:N", "row"),
+        tip("difference:Q", "difference"),
+        tip("low:Q", "from"),
+        tip("high:Q", "to"),
+    ]
     tooltip += [tip("verdict:N", "verdict"), alt.Tooltip("n:Q", title="shared seeds")]
     if any(r["low"] is not None for r in drawn):
-        layers.append(base.mark_rule(strokeWidth=2.5).encode(x=alt.X("low:Q", title=title), x2="high:Q"))
+        layers.append(
+            base.mark_rule(strokeWidth=2.5).encode(x=alt.X("low:Q", title=title), x2="high:Q")
+        )
     points = base.mark_point(filled=True, size=95, opacity=1).encode(
         x=x, shape=palette.shape(names, legend=False), tooltip=tooltip
     )
@@ -223,12 +297,28 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
     )
     if table.margin:
         caption += f" Shaded: the equivalence margin, {table.margin:g}{table.metric.points}."
-    caption += f" Shown are the {len(shown)} best of {len(entries)} methods." if len(shown) < len(entries) else ""
-    columns = [ROW, Column("difference", "Difference", 3), Column("low", "From", 3), Column("high", "To", 3)]
+    caption += (
+        f" Shown are the {len(shown)} best of {len(entries)} methods."
+        if len(shown) < len(entries)
+        else ""
+    )
+    columns = [
+        ROW,
+        Column("difference", "Difference", 3),
+        Column("low", "From", 3),
+        Column("high", "To", 3),
+    ]
     columns += [Column("verdict", "Verdict"), Column("n", "Shared seeds", 0)]
     spec = finish(alt.layer(*layers), max(120, 30 * len(names)))
     return Figure(
-        "forest", "Difference from the baseline", caption, [Panel("", spec)], columns, records, wide=True, fixed=True
+        "forest",
+        "Difference from the baseline",
+        caption,
+        [Panel("", spec)],
+        columns,
+        records,
+        wide=True,
+        fixed=True,
     )
 
 
@@ -238,7 +328,13 @@ def _difference_record(entry: Entry, table: ResultTable) -> dict[str, Any]:
         raise ValueError(f"{entry.name} was not compared.")
     bounds = {"low": known(c.low), "high": known(c.high)}
     difference = None if math.isnan(c.difference) else c.difference
-    return {"row": entry.name, "difference": difference, **bounds, "verdict": entry.told(table.metric), "n": c.n}
+    return {
+        "row": entry.name,
+        "difference": difference,
+        **bounds,
+        "verdict": entry.told(table.metric),
+        "n": c.n,
+    }
 
 
 def curves(table: ResultTable, palette: Palette) -> list[Figure]:
@@ -254,20 +350,27 @@ def curves(table: ResultTable, palette: Palette) -> list[Figure]:
     reference = table.main_reference
     names = some(names, [reference.name] if reference else [])
     logs, damaged = _logs([e for e in entries if e.name in names])
-    metric = next((f.final.selection[0] for e in entries for f in e.setting.finished().values() if f.final), "accuracy")
+    metric = next(
+        (f.final.selection[0] for e in entries for f in e.setting.finished().values() if f.final),
+        "accuracy",
+    )
     made = []
     valid = _curve_records(logs, "valid", metric)
     if len({r["epoch"] for r in valid}) > 1:  # validated once, there is no curve to draw
         title = f"validation {describe(metric).title}"
         caption = "Mean over seeds; the band is one standard deviation. The methods are those chosen above."
         caption += note(len(names), len(entries)) + damaged
-        made.append(_curve_figure("curves", "Learning curves", caption, valid, title, names, palette))
+        made.append(
+            _curve_figure("curves", "Learning curves", caption, valid, title, names, palette)
+        )
     loss = _curve_records(logs, "train", "task")
     if loss:
-        caption = (
-            "The task's own loss, without penalties. A low training loss with a poor validation curve is overfitting."
+        caption = "The task's own loss, without penalties. A low training loss with a poor validation curve is overfitting."
+        made.append(
+            _curve_figure(
+                "loss", "Training loss", caption, loss, "training loss (task)", names, palette
+            )
         )
-        made.append(_curve_figure("loss", "Training loss", caption, loss, "training loss (task)", names, palette))
     return made
 
 
@@ -279,7 +382,9 @@ def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[LogLine]]], str]:
     return {name: [run.lines() for run in found] for name, found in runs.items()}, remark
 
 
-def _curve_records(logs: dict[str, list[list[LogLine]]], group: str, metric: str) -> list[dict[str, Any]]:
+def _curve_records(
+    logs: dict[str, list[list[LogLine]]], group: str, metric: str
+) -> list[dict[str, Any]]:
     records = []
     for name, runs in logs.items():
         by_epoch: dict[float, list[float]] = {}
@@ -289,9 +394,19 @@ def _curve_records(logs: dict[str, list[list[LogLine]]], group: str, metric: str
                 if value is not None:
                     by_epoch.setdefault(line.at, []).append(describe(metric).scale * value)
         for epoch, values in _thin(by_epoch):
-            mean, sd = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+            mean, sd = (
+                statistics.fmean(values),
+                statistics.stdev(values) if len(values) > 1 else 0.0,
+            )
             records.append(
-                {"row": name, "epoch": epoch, "mean": mean, "low": mean - sd, "high": mean + sd, "n": len(values)}
+                {
+                    "row": name,
+                    "epoch": epoch,
+                    "mean": mean,
+                    "low": mean - sd,
+                    "high": mean + sd,
+                    "n": len(values),
+                }
             )
     return records
 
@@ -300,19 +415,39 @@ def _thin(by_epoch: dict[float, list[float]], most: int = 100) -> list[tuple[flo
     """At most about `most` epochs, the last one always among them."""
     epochs = sorted(by_epoch)
     every = math.ceil(len(epochs) / most) or 1
-    return [(e, by_epoch[e]) for i, e in enumerate(epochs) if i % every == 0 or i == len(epochs) - 1]
+    return [
+        (e, by_epoch[e]) for i, e in enumerate(epochs) if i % every == 0 or i == len(epochs) - 1
+    ]
 
 
 def _curve_figure(
-    key: str, title: str, caption: str, records: list[dict[str, Any]], y_title: str, names: list[str], palette: Palette
+    key: str,
+    title: str,
+    caption: str,
+    records: list[dict[str, Any]],
+    y_title: str,
+    names: list[str],
+    palette: Palette,
 ) -> Figure:
-    columns = [ROW, Column("epoch", "Epoch", 0), Column("mean", "Mean", 4), Column("low", "Mean - SD", 4)]
+    columns = [
+        ROW,
+        Column("epoch", "Epoch", 0),
+        Column("mean", "Mean", 4),
+        Column("low", "Mean - SD", 4),
+    ]
     columns += [Column("high", "Mean + SD", 4), Column("n", "n", 0)]
     import altair as alt
 
-    x = alt.X("epoch:Q", title="epoch", scale=alt.Scale(zero=False, nice=False), axis=alt.Axis(tickMinStep=1))
+    x = alt.X(
+        "epoch:Q",
+        title="epoch",
+        scale=alt.Scale(zero=False, nice=False),
+        axis=alt.Axis(tickMinStep=1),
+    )
     chart = band_chart(records, x, "epoch", y_title, names, palette)
-    return Figure(key, title, caption, [Panel("", finish(chart, 300))], columns, records, smooth=True)
+    return Figure(
+        key, title, caption, [Panel("", finish(chart, 300))], columns, records, smooth=True
+    )
 
 
 def searched(table: ResultTable, palette: Palette) -> Figure | None:
@@ -332,14 +467,23 @@ def searched(table: ResultTable, palette: Palette) -> Figure | None:
         logarithmic |= {a["key"] for a in found["axes"] if a["log"]}
         for trial in found.get("trials", []):
             pruned += trial["state"] == "pruned"
-            if trial["valid"] is not None and trial["state"] == "complete" and row in palette.colors:
+            if (
+                trial["valid"] is not None
+                and trial["state"] == "complete"
+                and row in palette.colors
+            ):
                 value = describe(metric).scale * trial["valid"]
-                records += [{"row": row, "axis": k, "x": v, "valid": value} for k, v in trial["values"].items()]
+                records += [
+                    {"row": row, "axis": k, "x": v, "valid": value}
+                    for k, v in trial["values"].items()
+                ]
     axes = [a for a in dict.fromkeys(r["axis"] for r in records) if _numeric(records, a)]
     if not axes:
         return None
     reference = table.main_reference
-    names = some(list(dict.fromkeys(r["row"] for r in records)), [reference.config.name] if reference else [])
+    names = some(
+        list(dict.fromkeys(r["row"] for r in records)), [reference.config.name] if reference else []
+    )
     title = f"validation {describe(metric).title}"
     panels = []
     for axis in axes:
@@ -349,7 +493,12 @@ def searched(table: ResultTable, palette: Palette) -> Figure | None:
             alt.Chart(alt.Data(values=own))
             .mark_point(filled=True, size=55, opacity=0.75)
             .encode(
-                x=alt.X("x:Q", title=axis_name(axis), scale=scale, axis=alt.Axis(format="~g", labelOverlap=True)),
+                x=alt.X(
+                    "x:Q",
+                    title=axis_name(axis),
+                    scale=scale,
+                    axis=alt.Axis(format="~g", labelOverlap=True),
+                ),
                 y=alt.Y("valid:Q", title=title, scale=alt.Scale(zero=False)),
                 color=palette.color(names, legend=False),
                 shape=palette.shape(names, legend=False),
@@ -367,7 +516,9 @@ def searched(table: ResultTable, palette: Palette) -> Figure | None:
         caption = f"Each point is a run of the search, {search.get('trials', '?')} per method, scored on validation"
         caption += f"; {pruned} unpromising ones were stopped early." if pruned else "."
     columns = [ROW, Column("axis", "Setting"), Column("x", "Value", 6), Column("valid", title, 3)]
-    return Figure("search", "Search", caption, panels, columns, records, wide=len(panels) > 2, legend=names)
+    return Figure(
+        "search", "Search", caption, panels, columns, records, wide=len(panels) > 2, legend=names
+    )
 
 
 def _numeric(records: list[dict[str, Any]], axis: str) -> bool:
@@ -385,7 +536,12 @@ def bench_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
         record: what `dampen bench` measured.
     """
     return [
-        {"row": entry.get("ours", name), "name": name, "kind": kind, "memory": record["memory"][name]["ratio"]}
+        {
+            "row": entry.get("ours", name),
+            "name": name,
+            "kind": kind,
+            "memory": record["memory"][name]["ratio"],
+        }
         | {key: entry[key] for key in ("median", "low", "high")}
         | {"target": record["targets"].get(name, {}).get("target")}
         for group, kind in KINDS
@@ -399,7 +555,10 @@ def bench_figures(record: dict[str, Any]) -> list[Figure]:
     Args:
         record: what `dampen bench` measured.
     """
-    return [_steps(record), *([_lengths(record)] if record.get("scaling", {}).get("points") else [])]
+    return [
+        _steps(record),
+        *([_lengths(record)] if record.get("scaling", {}).get("points") else []),
+    ]
 
 
 def bench_chart(record: dict[str, Any]) -> Any:
@@ -412,13 +571,24 @@ def bench_chart(record: dict[str, Any]) -> Any:
 
     rows = bench_rows(record)
     kinds = [kind for _, kind in KINDS]
-    x = alt.X("median:Q", title="cost of a training step / best baseline step", scale=alt.Scale(type="log", nice=False))
+    x = alt.X(
+        "median:Q",
+        title="cost of a training step / best baseline step",
+        scale=alt.Scale(type="log", nice=False),
+    )
     y = alt.Y("row:N", title=None, sort=None, axis=alt.Axis(labelLimit=320))
     colors = alt.Scale(domain=kinds, range=list(LIGHT[: len(kinds)]))
     color = alt.Color("kind:N", title=None, scale=colors, legend=alt.Legend(orient="bottom"))
-    shape = alt.Shape("kind:N", title=None, scale=alt.Scale(domain=kinds, range=["circle", "square", "diamond"]))
+    shape = alt.Shape(
+        "kind:N", title=None, scale=alt.Scale(domain=kinds, range=["circle", "square", "diamond"])
+    )
     base = alt.Chart(alt.Data(values=rows)).encode(y=y, color=color)
-    tooltip = [tip("name:N", "name"), tip("median:Q", "cost"), tip("low:Q", "low"), tip("high:Q", "high")]
+    tooltip = [
+        tip("name:N", "name"),
+        tip("median:Q", "cost"),
+        tip("low:Q", "low"),
+        tip("high:Q", "high"),
+    ]
     points = base.mark_point(filled=True, size=60, opacity=1).encode(
         x=x, shape=shape, tooltip=[*tooltip, tip("memory:Q", "memory")]
     )
@@ -435,11 +605,22 @@ def _steps(record: dict[str, Any]) -> Figure:
     )
     if record["noisy"]:
         caption += f" The intervals of {len(record['noisy'])} methods are wider than 3 %: the machine was not quiet."
-    columns = [Column("name", "Row"), Column("kind", "By"), Column("median", "Cost", 3), Column("low", "95 % low", 3)]
-    columns += [Column("high", "95 % high", 3), Column("target", "Target", 2), Column("memory", "Memory", 2)]
+    columns = [
+        Column("name", "Row"),
+        Column("kind", "By"),
+        Column("median", "Cost", 3),
+        Column("low", "95 % low", 3),
+    ]
+    columns += [
+        Column("high", "95 % high", 3),
+        Column("target", "Target", 2),
+        Column("memory", "Memory", 2),
+    ]
     height = 24 * len({r["row"] for r in rows}) + 40
     spec = finish(bench_chart(record), height)
-    return Figure("steps", "Cost of a training step", caption, [Panel("", spec)], columns, rows, wide=True)
+    return Figure(
+        "steps", "Cost of a training step", caption, [Panel("", spec)], columns, rows, wide=True
+    )
 
 
 def _lengths(record: dict[str, Any]) -> Figure:
@@ -455,7 +636,19 @@ def _lengths(record: dict[str, Any]) -> Figure:
         y = alt.Y(f"{key}:Q", title=title, scale=alt.Scale(type="log", nice=False))
         look = {"color": palette.color(names, lines=True), "strokeDash": palette.dash(names)}
         chart = alt.Chart(alt.Data(values=points)).mark_line(point=True).encode(x=x, y=y, **look)
-        panels.append(Panel(title, finish(chart.encode(tooltip=[tip("row:N", "row"), tip(f"{key}:Q", title)]), 300)))
-    columns = [ROW, Column("n", "Tokens", 0), Column("median", "Time", 3), Column("memory_ratio", "Memory", 2)]
+        panels.append(
+            Panel(
+                title,
+                finish(chart.encode(tooltip=[tip("row:N", "row"), tip(f"{key}:Q", title)]), 300),
+            )
+        )
+    columns = [
+        ROW,
+        Column("n", "Tokens", 0),
+        Column("median", "Time", 3),
+        Column("memory_ratio", "Memory", 2),
+    ]
     caption = f"{record['scaling']['what']}. Both axes are logarithmic."
-    return Figure("lengths", "Attention over its length", caption, panels, columns, points, wide=True)
+    return Figure(
+        "lengths", "Attention over its length", caption, panels, columns, points, wide=True
+    )

@@ -98,7 +98,10 @@ def calibration(entries: list[Entry], palette: Palette) -> Figure | None:
                 x2="high:Q",
                 y=alt.Y("accuracy:Q", title="accuracy", **unit),
                 y2=alt.datum(0),
-                tooltip=[alt.Tooltip(f"{key}:Q", format=".3f") for key in ("confidence", "accuracy", "share")],
+                tooltip=[
+                    alt.Tooltip(f"{key}:Q", format=".3f")
+                    for key in ("confidence", "accuracy", "share")
+                ],
             )
         )
         diagonal = alt.Chart(alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}]))
@@ -157,10 +160,16 @@ def attacks(entries: list[Entry], palette: Palette) -> Figure | None:
         for run in measured(entry, "robustness"):
             found = [a for a in run if a["attack"] == "pgd"]
             for attack in found:
-                by_eps.setdefault(round(255 * attack["eps"], 4), []).append(100 * attack["accuracy"])
+                by_eps.setdefault(round(255 * attack["eps"], 4), []).append(
+                    100 * attack["accuracy"]
+                )
                 settings.add(f"{attack['steps']} steps")
             # The accuracy without an attack is the point at eps = 0.
-            if found and found[0].get("clean_accuracy") is not None and all(a["eps"] for a in found):
+            if (
+                found
+                and found[0].get("clean_accuracy") is not None
+                and all(a["eps"] for a in found)
+            ):
                 by_eps.setdefault(0.0, []).append(100 * found[0]["clean_accuracy"])
         records += _over_seeds(entry, "PGD", by_eps)
     sizes = sorted({r["x"] for r in records})
@@ -172,7 +181,9 @@ def attacks(entries: list[Entry], palette: Palette) -> Figure | None:
     )
     title = "size of the perturbation (1/255)"
     x = alt.X("x:Q", title=title, scale=alt.Scale(nice=False), axis=alt.Axis(values=sizes))
-    return _lines("attacks", "Under attack (PGD)", caption, records, (title, x), "accuracy (%)", palette)
+    return _lines(
+        "attacks", "Under attack (PGD)", caption, records, (title, x), "accuracy (%)", palette
+    )
 
 
 def corruptions(entries: list[Entry], palette: Palette) -> Figure | None:

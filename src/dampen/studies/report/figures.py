@@ -77,7 +77,11 @@ class Palette:
         count = 0
         for name in dict.fromkeys(names):
             if name in gray:
-                self.colors[name], self.shapes[name], self.dashes[name] = REFERENCE_LIGHT, "circle", (1, 0)
+                self.colors[name], self.shapes[name], self.dashes[name] = (
+                    REFERENCE_LIGHT,
+                    "circle",
+                    (1, 0),
+                )
                 continue
             # After six methods colors come again with another shape and dash.
             self.colors[name] = LIGHT[count % len(LIGHT)]
@@ -130,18 +134,28 @@ class Palette:
         import altair as alt
 
         scale = alt.Scale(domain=names, range=[list(self.dashes[n]) for n in names])
-        return alt.StrokeDash("row:N", scale=scale, legend=_legend(names, lines=True) if legend else None)
+        return alt.StrokeDash(
+            "row:N", scale=scale, legend=_legend(names, lines=True) if legend else None
+        )
 
 
 def _legend(names: list[str], lines: bool = False) -> Legend:
     """Below the chart, whole names, never paler than the marks. Equal legends of one field become one."""
     import altair as alt
 
-    options: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 2.5, "symbolSize": 260} if lines else {}
+    options: dict[str, Any] = (
+        {"symbolType": "stroke", "symbolStrokeWidth": 2.5, "symbolSize": 260} if lines else {}
+    )
     longest = max(map(len, names), default=1)
     columns = max(1, min(4, int(500 / (7 * longest + 40))))  # as many as half a page has room for
     return alt.Legend(
-        title=None, orient="bottom", columns=columns, labelLimit=320, symbolLimit=0, symbolOpacity=1, **options
+        title=None,
+        orient="bottom",
+        columns=columns,
+        labelLimit=320,
+        symbolLimit=0,
+        symbolOpacity=1,
+        **options,
     )
 
 
@@ -168,7 +182,11 @@ def note(shown: int, total: int) -> str:
     >>> note(12, 40)
     ' Shown are the 12 best of 40 methods; the table has all.'
     """
-    return f" Shown are the {shown} best of {total} methods; the table has all." if shown < total else ""
+    return (
+        f" Shown are the {shown} best of {total} methods; the table has all."
+        if shown < total
+        else ""
+    )
 
 
 def finish(chart: Any, height: int) -> dict[str, Any]:
@@ -213,7 +231,11 @@ def tip(field: str, title: str) -> Tooltip:
     """
     import altair as alt
 
-    return alt.Tooltip(field, title=title, format=".3f") if field.endswith(":Q") else alt.Tooltip(field, title=title)
+    return (
+        alt.Tooltip(field, title=title, format=".3f")
+        if field.endswith(":Q")
+        else alt.Tooltip(field, title=title)
+    )
 
 
 def band_chart(
@@ -248,16 +270,27 @@ def band_chart(
         y=alt.Y("low:Q", scale=y_scale, title=y_title),
         y2="high:Q",
         color=palette.color(names, legend, lines=True),
-        opacity=alt.condition(chosen, alt.value(0.14), alt.value(0.0)) if legend else alt.value(0.14),
+        opacity=alt.condition(chosen, alt.value(0.14), alt.value(0.0))
+        if legend
+        else alt.value(0.14),
     )
     line = base.mark_line(strokeWidth=2, point=points).encode(
         x=x,
         y=alt.Y("mean:Q", scale=y_scale, title=y_title),
         color=palette.color(names, legend, lines=True),
         strokeDash=palette.dash(names, legend),
-        opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12)) if legend else alt.value(1.0),
+        opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12))
+        if legend
+        else alt.value(1.0),
     )
-    tooltip = [tip("row:N", "row"), alt.Tooltip(x.shorthand, title=x_title), tip("mean:Q", "mean"), "n:Q"]
-    hover = base.mark_point(size=60, opacity=0).encode(x=x, y=alt.Y("mean:Q", scale=y_scale), tooltip=tooltip)
+    tooltip = [
+        tip("row:N", "row"),
+        alt.Tooltip(x.shorthand, title=x_title),
+        tip("mean:Q", "mean"),
+        "n:Q",
+    ]
+    hover = base.mark_point(size=60, opacity=0).encode(
+        x=x, y=alt.Y("mean:Q", scale=y_scale), tooltip=tooltip
+    )
     chart = alt.layer(band, line, hover)
     return chart.add_params(chosen) if legend else chart

@@ -23,7 +23,9 @@ from dampen.studies.table import Entry, ResultTable, grid_text
 QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
 
 
-def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequence[dict[str, Any]] = ()) -> str:
+def to_markdown(
+    tables: list[ResultTable], skipped: list[Skipped], benches: Sequence[dict[str, Any]] = ()
+) -> str:
     """Tables for a README: answers first, then the rows, then the paper, then what a bench measured.
 
     Args:
@@ -34,8 +36,15 @@ def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequ
     parts = []
     for table in tables:
         advice = advise(table)
-        parts += [f"## {markdown_text(table.study.title)}", "", markdown_text(" · ".join(facts(table.study))), ""]
-        for question, answer in zip(QUESTIONS, (advice.which, advice.cost, advice.trust), strict=True):
+        parts += [
+            f"## {markdown_text(table.study.title)}",
+            "",
+            markdown_text(" · ".join(facts(table.study))),
+            "",
+        ]
+        for question, answer in zip(
+            QUESTIONS, (advice.which, advice.cost, advice.trust), strict=True
+        ):
             parts.append(
                 f"- **{question}** {markdown_text(answer.headline)}. {markdown_text(' '.join(answer.details))}"
             )
@@ -48,11 +57,25 @@ def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequ
         parts += _md_measured(table)
         paper = _paper_rows(table)
         if paper:
-            parts += ["", f"Next to the paper ({markdown_text(str(table.study.header.get('paper', '')))}):", ""]
-            parts += _md_table(["Method", "Metric", "Paper", "Here", "n", "Verdict", "Gain over the baseline"], paper)
+            parts += [
+                "",
+                f"Next to the paper ({markdown_text(str(table.study.header.get('paper', '')))}):",
+                "",
+            ]
+            parts += _md_table(
+                ["Method", "Metric", "Paper", "Here", "n", "Verdict", "Gain over the baseline"],
+                paper,
+            )
         if table.study.departures:
-            said = "Differences from the paper" if table.study.header.get("paper") else "Keep in mind"
-            parts += ["", f"{said}:", "", *(f"- {markdown_text(d)}" for d in table.study.departures)]
+            said = (
+                "Differences from the paper" if table.study.header.get("paper") else "Keep in mind"
+            )
+            parts += [
+                "",
+                f"{said}:",
+                "",
+                *(f"- {markdown_text(d)}" for d in table.study.departures),
+            ]
         parts.append("")
     for record in benches:
         parts += [
@@ -62,12 +85,26 @@ def to_markdown(tables: list[ResultTable], skipped: list[Skipped], benches: Sequ
             "",
         ]
         rows = [
-            [r["name"], r["kind"], f"{r['median']:.3f}x", f"{r['low']:.3f} to {r['high']:.3f}", f"{r['memory']:.2f}x"]
+            [
+                r["name"],
+                r["kind"],
+                f"{r['median']:.3f}x",
+                f"{r['low']:.3f} to {r['high']:.3f}",
+                f"{r['memory']:.2f}x",
+            ]
             for r in bench_rows(record)
         ]
-        parts += [*_md_table(["Method", "By", "Training step", "95 % interval", "Memory"], rows), ""]
+        parts += [
+            *_md_table(["Method", "By", "Training step", "95 % interval", "Memory"], rows),
+            "",
+        ]
     if skipped:
-        parts += ["## Not in this report", "", *(f"- `{s.path}`: {markdown_text(s.reason)}" for s in skipped), ""]
+        parts += [
+            "## Not in this report",
+            "",
+            *(f"- `{s.path}`: {markdown_text(s.reason)}" for s in skipped),
+            "",
+        ]
     return "\n".join(parts)
 
 
@@ -119,10 +156,26 @@ def to_csv(tables: list[ResultTable]) -> str:
         for e in table.entries:
             c, paper = e.comparison, e.published.get(table.study.metric)
             against = e.against.get(table.study.metric)
-            compared = [c.difference, c.low, c.high, c.p, c.corrected, c.effect] if c else [None] * 6
+            compared = (
+                [c.difference, c.low, c.high, c.p, c.corrected, c.effect] if c else [None] * 6
+            )
             needed = c.needed if c else None
-            line: list[Any] = [table.study.name, e.name, grid_text(e.setting.grid), table.study.metric]
-            line += [e.summary.mean, e.summary.sd, e.summary.n, e.reference, *compared, e.verdict, needed, e.same_as]
+            line: list[Any] = [
+                table.study.name,
+                e.name,
+                grid_text(e.setting.grid),
+                table.study.metric,
+            ]
+            line += [
+                e.summary.mean,
+                e.summary.sd,
+                e.summary.n,
+                e.reference,
+                *compared,
+                e.verdict,
+                needed,
+                e.same_as,
+            ]
             line.append(e.cost.ratio)
             line += [e.cost.step_seconds, e.diverged, e.unfinished, paper.mean if paper else None]
             line.append(against.word if against else None)
@@ -178,7 +231,11 @@ def _main_rows(table: ResultTable) -> tuple[list[str], list[list[str]]]:
         row = [e.name, number(e.summary.mean, e.summary.sd, table.metric)["text"], str(e.summary.n)]
         if compared:
             p = e.comparison.corrected if e.comparison else None
-            row += [e.told(table.metric), gain_text(e, table.metric), "" if p is None else p_text(p)]
+            row += [
+                e.told(table.metric),
+                gain_text(e, table.metric),
+                "" if p is None else p_text(p),
+            ]
         row.append("" if e.cost.ratio is None else f"{e.cost.ratio:.2f}x")
         row += [_secondary(e, m) for m in extra]
         rows.append(row)
@@ -192,7 +249,13 @@ def _paper_rows(table: ResultTable) -> list[list[str]]:
             ours = e.measured(metric)
             here = number(ours.mean, ours.sd, describe(metric))["text"] if ours else ""
             word = against.word if table.study.departures else f"{against.word} ({against.reason})"
-            row = [e.name, describe(metric).title, e.published[metric].text(), here, str(ours.n if ours else 0)]
+            row = [
+                e.name,
+                describe(metric).title,
+                e.published[metric].text(),
+                here,
+                str(ours.n if ours else 0),
+            ]
             rows.append([*row, word, e.claim if metric == table.study.metric else ""])
     return rows
 
@@ -234,13 +297,25 @@ def _md_table(heads: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _md_measured(table: ResultTable) -> list[str]:
-    shown = [m for m in METRICS.values() if m.diagnosed and any(m.name in e.metrics for e in table.entries)]
+    shown = [
+        m
+        for m in METRICS.values()
+        if m.diagnosed and any(m.name in e.metrics for e in table.entries)
+    ]
     shown = [m for m in shown if m.name != table.study.metric]
     if not shown:
         return []
     rows = []
     for e in (e for e in table.ranked() if any(m.name in e.metrics for m in shown)):
-        rows.append([e.name, *(number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m.name)) else "" for m in shown)])
+        rows.append(
+            [
+                e.name,
+                *(
+                    number(s.mean, s.sd, m)["text"] if (s := e.metrics.get(m.name)) else ""
+                    for m in shown
+                ),
+            ]
+        )
     heads = ["Method", *(m.title for m in shown)]
     return ["", "Measured on the trained models:", "", *_md_table(heads, rows)]
 
@@ -255,7 +330,14 @@ def markdown_text(text: str) -> str:
     '&lt;b&gt;a\\\\|b&lt;/b&gt;'
     """
     text = " ".join(text.split())
-    for old, new in (("\\", "\\\\"), ("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("`", "\\`")):
+    for old, new in (
+        ("\\", "\\\\"),
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ("|", "\\|"),
+        ("`", "\\`"),
+    ):
         text = text.replace(old, new)
     for mark in "*_[]":
         text = text.replace(mark, f"\\{mark}")
@@ -268,7 +350,12 @@ def _tex(text: str) -> str:
     >>> _tex("50 % & {x_1} ± 2")
     '50 \\% \\& \\{x\\_1\\} $\\pm$ 2'
     """
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    special = {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+    }
     special |= {c: f"\\{c}" for c in "%&#_{}$"} | {
         "<": r"\textless{}",
         ">": r"\textgreater{}",

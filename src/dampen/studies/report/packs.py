@@ -52,7 +52,9 @@ def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
         if given.is_file():
             raise LabError(f"{given} is a file; only the folders of runs can be packed.")
         if not given.is_dir():
-            raise LabError(f"There is no folder {given}. Give the folder that dampen run, compare or demo wrote.")
+            raise LabError(
+                f"There is no folder {given}. Give the folder that dampen run, compare or demo wrote."
+            )
         top = given.resolve().name
         tops[top] = tops.get(top, 0) + 1
         top = top if tops[top] == 1 else f"{top}-{tops[top]}"
@@ -73,7 +75,9 @@ def to_text(packed: Mapping[str, Any]) -> str:
         packed: what `pack` returned.
     """
     folders = packed["folders"].items()
-    lines = [f"{json.dumps(name)}:{json.dumps(files, separators=(',', ':'))}" for name, files in folders]
+    lines = [
+        f"{json.dumps(name)}:{json.dumps(files, separators=(',', ':'))}" for name, files in folders
+    ]
     head = f'"kind":{json.dumps(packed["kind"])},"version":{packed["version"]}'
     if "checksums" in packed:
         head += f',"checksums":{json.dumps(packed["checksums"], separators=(",", ":"))}'
@@ -110,7 +114,11 @@ def unpack(path: Path, content: Any, folder: Path) -> None:
         content: its parsed content.
         folder: where to write.
     """
-    if not isinstance(content, dict) or content.get("kind") != KIND or not isinstance(content.get("folders"), dict):
+    if (
+        not isinstance(content, dict)
+        or content.get("kind") != KIND
+        or not isinstance(content.get("folders"), dict)
+    ):
         raise LabError(
             f"{path} is not a pack; `dampen report RUNS -o FILE --format pack` writes one, "
             "and `dampen bench -o FILE` one of costs."
@@ -128,8 +136,12 @@ def unpack(path: Path, content: Any, folder: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         for file, value in files.items():
             if not isinstance(value, str | list if file.endswith(".jsonl") else str | dict | list):
-                raise LabError(f"{path}: {name}/{file} has an unexpected type ({type(value).__name__}).")
-            (place / file).write_text(value if isinstance(value, str) else _text(file, value), encoding="utf-8")
+                raise LabError(
+                    f"{path}: {name}/{file} has an unexpected type ({type(value).__name__})."
+                )
+            (place / file).write_text(
+                value if isinstance(value, str) else _text(file, value), encoding="utf-8"
+            )
 
 
 def _check_sums(path: Path, content: Mapping[str, Any]) -> None:
@@ -140,8 +152,12 @@ def _check_sums(path: Path, content: Mapping[str, Any]) -> None:
     names = {*(sums if isinstance(sums, dict) else {}), *folders}
     wrong = [n for n in sorted(names) if n not in folders or sums.get(n) != checksum(folders[n])]
     if wrong:
-        some = ", ".join(map(repr, wrong[:3])) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise DamagedRecord(f"{path} was changed since it was written: {some}. Make or fetch the file again.")
+        some = ", ".join(map(repr, wrong[:3])) + (
+            f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        )
+        raise DamagedRecord(
+            f"{path} was changed since it was written: {some}. Make or fetch the file again."
+        )
 
 
 def _read(path: Path) -> Any:
@@ -149,7 +165,11 @@ def _read(path: Path) -> Any:
     check_file(path)
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+        return (
+            [json.loads(line) for line in text.splitlines()]
+            if path.suffix == ".jsonl"
+            else json.loads(text)
+        )
     except ValueError:
         return text
 

@@ -15,9 +15,24 @@ from typing import Any
 from dampen.extensions import from_plugins
 from dampen.studies.report.charts import bench_figures, cost, curves, forest, results, searched
 from dampen.studies.report.diagnosis import measured_figures
-from dampen.studies.report.figures import DARK, LIGHT, REFERENCE_DARK, REFERENCE_LIGHT, Figure, Palette
+from dampen.studies.report.figures import (
+    DARK,
+    LIGHT,
+    REFERENCE_DARK,
+    REFERENCE_LIGHT,
+    Figure,
+    Palette,
+)
 from dampen.studies.report.read import Skipped
-from dampen.studies.report.view import PAGED, bench_view, chosen_rows, pairs_view, rows_view, runs_view, study_view
+from dampen.studies.report.view import (
+    PAGED,
+    bench_view,
+    chosen_rows,
+    pairs_view,
+    rows_view,
+    runs_view,
+    study_view,
+)
 from dampen.studies.table import ResultTable
 
 HERE = Path(__file__).parent
@@ -35,7 +50,10 @@ METHOD = (
 
 
 def make_page(
-    tables: list[ResultTable], skipped: list[Skipped], live: str = "", benches: Sequence[dict[str, Any]] = ()
+    tables: list[ResultTable],
+    skipped: list[Skipped],
+    live: str = "",
+    benches: Sequence[dict[str, Any]] = (),
 ) -> str:
     """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server shows, with the
     version of its content.
@@ -51,7 +69,14 @@ def make_page(
         palette.same(entry.name, entry.config.name)
     colors = [*zip(LIGHT, DARK, strict=True), (REFERENCE_LIGHT, REFERENCE_DARK)]
     studies = []
-    data: dict[str, Any] = {"figures": {}, "runs": {}, "rows": {}, "pairs": {}, "chosen": {}, "colors": colors}
+    data: dict[str, Any] = {
+        "figures": {},
+        "runs": {},
+        "rows": {},
+        "pairs": {},
+        "chosen": {},
+        "colors": colors,
+    }
     for i, table in enumerate(tables):
         key, figures, lead = f"t{i + 1}", table_figures(table, palette), forest(table, palette)
         studies.append(study_view(table, palette, figures, key, dict(colors), lead))
@@ -106,7 +131,8 @@ def table_figures(table: ResultTable, palette: Palette) -> list[Figure]:
         *(make(table, palette) for make in from_plugins("dampen.figures").values()),
     ]
     figures = sorted(
-        (figure for figure in made if figure is not None), key=lambda figure: (figure.key != "cost", figure.wide)
+        (figure for figure in made if figure is not None),
+        key=lambda figure: (figure.key != "cost", figure.wide),
     )
     narrow = [figure for figure in figures if not figure.wide]
     if len(narrow) % 2:  # two stand side by side; the odd one takes the whole width
@@ -131,7 +157,10 @@ def content_policy(scripts: list[str], live: bool) -> str:
         scripts: the scripts of the page.
         live: the version of the content, for a page that a server shows.
     """
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'"
+        for s in scripts
+    )
     network = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
@@ -148,7 +177,9 @@ def vega_bundle() -> str:
     version = ".".join(altair.SCHEMA_VERSION.lstrip("v").split(".")[:2])
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
     if "</script" in bundle.lower():
-        raise RuntimeError("The chart library contains a closing script tag and cannot be put into a page.")
+        raise RuntimeError(
+            "The chart library contains a closing script tag and cannot be put into a page."
+        )
     return bundle
 
 
@@ -167,7 +198,9 @@ def _template() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(HERE / "templates")
-    return Environment(autoescape=True, undefined=StrictUndefined, loader=loader).get_template("page.html")
+    return Environment(autoescape=True, undefined=StrictUndefined, loader=loader).get_template(
+        "page.html"
+    )
 
 
 def _plain(value: Any) -> Any:

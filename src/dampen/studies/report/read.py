@@ -60,7 +60,11 @@ def collect(paths: Sequence[Path | str]) -> Collection:
         elif root.is_dir():
             _read_below(root, found)
         else:
-            what = f"{root} is neither a folder nor a file" if root.exists() else f"There is no folder {root}"
+            what = (
+                f"{root} is neither a folder nor a file"
+                if root.exists()
+                else f"There is no folder {root}"
+            )
             raise LabError(f"{what}. Give the folder that dampen run, compare or demo wrote.")
     return found
 
@@ -175,10 +179,17 @@ def _check_config(config: dict[str, Any]) -> None:
     if own and not isinstance(config["function"]["name"], str):
         raise LabError("config.json: function has no name")
     if own:
-        config = {"data": {"name": ""}, "model": {"name": ""}, "train": {"lr": 0}, **config}  # it has none of these
+        config = {
+            "data": {"name": ""},
+            "model": {"name": ""},
+            "train": {"lr": 0},
+            **config,
+        }  # it has none of these
     if not isinstance(config["data"]["name"], str) or not isinstance(config["model"]["name"], str):
         raise LabError("config.json: data and model have no name")
-    if not isinstance(config["methods"], list) or not all(isinstance(m["name"], str) for m in config["methods"]):
+    if not isinstance(config["methods"], list) or not all(
+        isinstance(m["name"], str) for m in config["methods"]
+    ):
         raise LabError("config.json: methods is not a list of methods with names")
     if not isinstance(config["train"]["lr"], int | float) or not isinstance(config["seed"], int):
         raise LabError("config.json: train.lr or seed is not a number")
@@ -190,7 +201,9 @@ def _told(error: BaseException, folder: Path) -> str:
     return f"damaged: {line}".replace(f"{folder}{os.sep}", "")
 
 
-def make_studies(found: Collection, split: bool = False) -> tuple[list[LoggedComparison], list[Skipped]]:
+def make_studies(
+    found: Collection, split: bool = False
+) -> tuple[list[LoggedComparison], list[Skipped]]:
     """One study per plan, and one per folder of trials without a plan; what belongs nowhere is listed.
 
     Raises ProtocolMismatch where a folder mixes protocols; `split=True` makes one study per protocol instead.
@@ -211,10 +224,14 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[LoggedCom
                 claimed.add(run.folder)
                 skipped.append(Skipped(run.folder.name, _why_not(run, plan)))
         if study.runs():
-            study.protocol = check_protocol(study.name, study.runs(), study.grid_keys(), planned=True)
+            study.protocol = check_protocol(
+                study.name, study.runs(), study.grid_keys(), planned=True
+            )
             studies.append(study)
         else:
-            skipped.append(Skipped(folder.name, f"none of its {len(plan.runs)} planned runs has been started"))
+            skipped.append(
+                Skipped(folder.name, f"none of its {len(plan.runs)} planned runs has been started")
+            )
     loose: dict[Path, list[LoggedRun]] = {}
     for run in found.runs.values():
         if run.folder not in claimed:
@@ -222,7 +239,9 @@ def make_studies(found: Collection, split: bool = False) -> tuple[list[LoggedCom
     for folder, runs in loose.items():
         for group in protocol_groups(runs) if split else [runs]:
             study = _from_runs(folder, group)
-            study.protocol = check_protocol(study.name, study.runs(), study.grid_keys(), planned=False)
+            study.protocol = check_protocol(
+                study.name, study.runs(), study.grid_keys(), planned=False
+            )
             studies.append(study)
     return studies, skipped
 
@@ -238,13 +257,18 @@ def _why_not(run: LoggedRun, plan: Comparison) -> str:
 
 
 def _from_plan(
-    folder: Path, plan: Comparison, by_id: Mapping[str, list[LoggedRun]], searches: Mapping[Path, dict[str, Any]]
+    folder: Path,
+    plan: Comparison,
+    by_id: Mapping[str, list[LoggedRun]],
+    searches: Mapping[Path, dict[str, Any]],
 ) -> tuple[LoggedComparison, set[Path]]:
     used: set[Path] = set()
 
     def find(id: str) -> LoggedRun | None:
         runs = by_id.get(id, [])
-        own = [r for r in runs if r.folder.parent == folder] or runs  # a shared store of trials serves many plans
+        own = [
+            r for r in runs if r.folder.parent == folder
+        ] or runs  # a shared store of trials serves many plans
         used.update(r.folder for r in own[:1])
         return own[0] if own else None
 
@@ -303,21 +327,29 @@ def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
         run: one run.
         free: further settings that may differ.
     """
-    said = {k: v for k, v in run.config.items() if k not in FREE and v is not None}  # older runs know no pretraining
+    said = {
+        k: v for k, v in run.config.items() if k not in FREE and v is not None
+    }  # older runs know no pretraining
     flat = _flatten(said)
     if run.final:
         counts = run.final.data.get("examples", {})
         flat |= {f"examples.{k}": str(v) for k, v in counts.items()}
         if sums := run.final.data.get("sha256"):
-            flat["content of the data"] = ", ".join(f"{k} {str(v)[:12]}" for k, v in sorted(sums.items()))
-        if run.final.primary[0]:  # a function that diverged before it returned anything names no metric
+            flat["content of the data"] = ", ".join(
+                f"{k} {str(v)[:12]}" for k, v in sorted(sums.items())
+            )
+        if run.final.primary[
+            0
+        ]:  # a function that diverged before it returned anything names no metric
             flat["judged by"] = run.final.primary[0]
     for key in ("train.lr", *free):
         flat.pop(key, None)
     return flat
 
 
-def check_protocol(name: str, runs: Sequence[LoggedRun], free: Iterable[str], planned: bool) -> dict[str, str]:
+def check_protocol(
+    name: str, runs: Sequence[LoggedRun], free: Iterable[str], planned: bool
+) -> dict[str, str]:
     """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they may not be mixed.
 
     Args:
@@ -331,9 +363,13 @@ def check_protocol(name: str, runs: Sequence[LoggedRun], free: Iterable[str], pl
     for key in sorted({k for flat in flats for k in flat}):
         if planned and key.startswith(DECLARED):
             continue
-        values = Counter(flat.get(key, "not set") for flat in flats if key in flat or not key.startswith(FACTS))
+        values = Counter(
+            flat.get(key, "not set") for flat in flats if key in flat or not key.startswith(FACTS)
+        )
         if len(values) > 1:
-            shown = ", ".join(f"{value} in {n} run{'s' * (n > 1)}" for value, n in values.most_common())
+            shown = ", ".join(
+                f"{value} in {n} run{'s' * (n > 1)}" for value, n in values.most_common()
+            )
             lines.append(f"  - {key}: {shown}")
     if lines:
         raise ProtocolMismatch(

@@ -23,7 +23,14 @@ from dampen.studies.report import make_report
 HOST = "127.0.0.1"
 THREADS, SECONDS = 16, 10.0
 """How many clients are answered at once, and how long a request may take from its first byte to its last."""
-RECORDS = ("plan.json", "config.json", "final.json", "log.jsonl", "diagnose.json", "environment.json")
+RECORDS = (
+    "plan.json",
+    "config.json",
+    "final.json",
+    "log.jsonl",
+    "diagnose.json",
+    "environment.json",
+)
 
 
 def fingerprint(runs: Sequence[Path | str]) -> str:
@@ -62,7 +69,9 @@ class LivePage:
                     self._page = make_report(self.runs, self.split).render("html", live=version)
                 except Exception as error:  # whatever state the folders are in, the server goes on
                     known = isinstance(error, LabError)
-                    self._page = _waiting(str(error) if known else "".join(traceback.format_exception(error)))
+                    self._page = _waiting(
+                        str(error) if known else "".join(traceback.format_exception(error))
+                    )
                 self._version = version
             return self._page
 
@@ -116,7 +125,9 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def make_server(runs: Sequence[Path | str], port: int = 0, split: bool = False) -> ThreadingHTTPServer:
+def make_server(
+    runs: Sequence[Path | str], port: int = 0, split: bool = False
+) -> ThreadingHTTPServer:
     """A server on the loopback address; port 0 takes a free one. Call `serve_forever` on it.
 
     Args:
@@ -132,7 +143,11 @@ def make_server(runs: Sequence[Path | str], port: int = 0, split: bool = False) 
         def do_GET(self) -> None:
             # Only by our own names: another site must not reach us through a name that it points here.
             if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
-                self._send(HTTPStatus.FORBIDDEN, "text/plain", "This page is served to 127.0.0.1 and localhost alone.")
+                self._send(
+                    HTTPStatus.FORBIDDEN,
+                    "text/plain",
+                    "This page is served to 127.0.0.1 and localhost alone.",
+                )
             elif self.path == "/":
                 self._send(HTTPStatus.OK, "text/html", page.get())
             elif self.path == "/version":
@@ -156,7 +171,9 @@ def make_server(runs: Sequence[Path | str], port: int = 0, split: bool = False) 
     try:
         server = _Server((HOST, port), Handler)
     except OSError as error:
-        raise LabError(f"Port {port} cannot be used: {error}. Pass another --port, or 0 for any free one.") from error
+        raise LabError(
+            f"Port {port} cannot be used: {error}. Pass another --port, or 0 for any free one."
+        ) from error
     return server
 
 

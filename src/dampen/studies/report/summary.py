@@ -39,7 +39,12 @@ def advise(table: ResultTable) -> Advice:
         if e.verdict == "better" and not e.same_as and reference and e.reference == reference.name
     ]
     pick = _cheapest_of_the_best(better, table)
-    return Advice(_which(table, reference, better, pick), _cost(table, pick), trust(table), pick.name if pick else None)
+    return Advice(
+        _which(table, reference, better, pick),
+        _cost(table, pick),
+        trust(table),
+        pick.name if pick else None,
+    )
 
 
 def in_words(advice: Advice) -> list[str]:
@@ -49,7 +54,10 @@ def in_words(advice: Advice) -> list[str]:
         advice: the three answers.
     """
     parts = (advice.which, advice.cost, advice.trust)
-    shown = [f"{part.headline}. {' '.join(part.details[:most])}" for part, most in zip(parts, (9, 2, 2), strict=True)]
+    shown = [
+        f"{part.headline}. {' '.join(part.details[:most])}"
+        for part, most in zip(parts, (9, 2, 2), strict=True)
+    ]
     return [line.replace("..", ".") for line in shown]
 
 
@@ -63,15 +71,24 @@ def _cheapest_of_the_best(better: list[Entry], table: ResultTable) -> Entry | No
     best = better[0]
     test: Test = "sequential" if table.study.test == "sequential" else "fixed"
     against = judge_pairs(
-        {e.name: (e.values, best.values) for e in better[1:]}, table.metric, better=table.study.mode, test=test
+        {e.name: (e.values, best.values) for e in better[1:]},
+        table.metric,
+        better=table.study.mode,
+        test=test,
     )
     equals = [best, *(e for e in better[1:] if against[e.name].verdict != "worse")]
     known = [e.cost.ratio for e in equals if e.cost.ratio]
-    cheap = [e for e in equals if e.cost.ratio and e.cost.ratio <= 1.03 * min(known)] if known else equals
+    cheap = (
+        [e for e in equals if e.cost.ratio and e.cost.ratio <= 1.03 * min(known)]
+        if known
+        else equals
+    )
     return cheap[0]
 
 
-def _which(table: ResultTable, reference: Entry | None, better: list[Entry], pick: Entry | None) -> Answer:
+def _which(
+    table: ResultTable, reference: Entry | None, better: list[Entry], pick: Entry | None
+) -> Answer:
     if reference is None:
         return _best_without_reference(table)
     compared, name = table.compared(), table.reference_name
@@ -79,14 +96,20 @@ def _which(table: ResultTable, reference: Entry | None, better: list[Entry], pic
         failed = [e.name for e in table.entries if e.verdict == "failed"]
         told = f"Failed: {listed(failed)}." if failed else "No run has finished yet."
         return Answer("No result yet", [told], "caution")
-    elsewhere = [e.name for e in compared if e.verdict == "better" and e.reference != reference.name]
+    elsewhere = [
+        e.name for e in compared if e.verdict == "better" and e.reference != reference.name
+    ]
     told_elsewhere = [f"Better than {name}: {listed(elsewhere)}."] if elsewhere else []
     if pick is not None:
-        details = [f"{_gain(pick, table)} against {reference.name}, over {plural(shared_seeds(pick), 'shared seed')}."]
+        details = [
+            f"{_gain(pick, table)} against {reference.name}, over {plural(shared_seeds(pick), 'shared seed')}."
+        ]
         others = [e.name for e in better if e is not pick]
         if others:
             details.append(f"Also better than {reference.name}: {listed(others)}.")
-        return Answer(f"Use {pick.name}", [*details, *told_elsewhere, *_others(compared, table)], "good")
+        return Answer(
+            f"Use {pick.name}", [*details, *told_elsewhere, *_others(compared, table)], "good"
+        )
     if elsewhere:
         return Answer("It depends on the model", [*told_elsewhere, *_others(compared, table)])
     if not any(e.comparison and e.comparison.p is not None for e in compared):
@@ -105,13 +128,18 @@ def _gain(entry: Entry, table: ResultTable) -> str:
     c, metric = entry.comparison, table.metric
     if c is None:
         return ""
-    interval = "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
+    interval = (
+        "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
+    )
     return f"{c.difference:+.{metric.digits}f}{metric.points}{interval}"
 
 
 def _others(compared: list[Entry], table: ResultTable) -> list[str]:
     """What became of the rows that are not better, a sentence per verdict."""
-    by_word = {w: [e for e in compared if e.verdict == w] for w in ("equal", "worse", "no gain", "inconclusive")}
+    by_word = {
+        w: [e for e in compared if e.verdict == w]
+        for w in ("equal", "worse", "no gain", "inconclusive")
+    }
     told = []
     if by_word["equal"]:
         margin = f"{table.margin:g}{table.metric.points}"
@@ -122,7 +150,9 @@ def _others(compared: list[Entry], table: ResultTable) -> list[str]:
         told.append(f"No gain of the margin: {listed([e.name for e in by_word['no gain']])}.")
     open_ = [e for e in by_word["inconclusive"] if e.comparison and e.comparison.p is not None]
     if open_:
-        nearest = min(open_, key=lambda e: (e.comparison.needed if e.comparison else None) or math.inf)
+        nearest = min(
+            open_, key=lambda e: (e.comparison.needed if e.comparison else None) or math.inf
+        )
         needs = nearest.comparison.needed if nearest.comparison else None
         told.append(f"Inconclusive: {listed([e.name for e in open_])}.")
         if needs:
@@ -137,10 +167,17 @@ def _best_without_reference(table: ResultTable) -> Answer:
     """Nothing to test against: what validation prefers, with its test result."""
     entries = [e for e in table.selected() if e.valid is not None]
     if not entries:
-        return Answer("No finished run yet", ["Results appear when the first runs finish."], "caution")
-    best = max(entries, key=lambda e: (e.valid or 0.0) if table.study.mode == "max" else -(e.valid or 0.0))
+        return Answer(
+            "No finished run yet", ["Results appear when the first runs finish."], "caution"
+        )
+    best = max(
+        entries, key=lambda e: (e.valid or 0.0) if table.study.mode == "max" else -(e.valid or 0.0)
+    )
     told = f"Best on validation; test {table.metric.label} {best.summary.mean:.2f}"
-    return Answer(best.name, [f"{told} over {plural(best.summary.n, 'run')}.", "There is no baseline to test against."])
+    return Answer(
+        best.name,
+        [f"{told} over {plural(best.summary.n, 'run')}.", "There is no baseline to test against."],
+    )
 
 
 SMALL_STEP = 0.03
@@ -157,18 +194,32 @@ def _cost(table: ResultTable, pick: Entry | None) -> Answer:
                 "There is no baseline for a cost ratio.",
             ]
             return Answer(f"{sum(seconds) / len(seconds):.3g} s per run", told)
-        return Answer("Cost not known", ["No two runs of one seed on the same machine give a ratio of step times."])
-    low, high = min(known, key=lambda e: e.cost.ratio or 0), max(known, key=lambda e: e.cost.ratio or 0)
+        return Answer(
+            "Cost not known",
+            ["No two runs of one seed on the same machine give a ratio of step times."],
+        )
+    low, high = (
+        min(known, key=lambda e: e.cost.ratio or 0),
+        max(known, key=lambda e: e.cost.ratio or 0),
+    )
     spread = f"All methods here: {low.cost.ratio:.2f}x ({low.name}) to {high.cost.ratio:.2f}x ({high.name})."
     spread = spread if low is not high else f"Of {low.name}; no other method has a cost yet."
     note = small_model_note(table)
-    measure = note or "Median ratio of step times over shared seeds; dampen bench measures it closer."
+    measure = (
+        note or "Median ratio of step times over shared seeds; dampen bench measures it closer."
+    )
     if pick is None or pick.cost.ratio is None:
-        one = f"{low.cost.ratio:.2f}x" if low is high else f"{low.cost.ratio:.2f}x to {high.cost.ratio:.2f}x"
+        one = (
+            f"{low.cost.ratio:.2f}x"
+            if low is high
+            else f"{low.cost.ratio:.2f}x to {high.cost.ratio:.2f}x"
+        )
         return Answer(f"{one} a step", [spread, measure])
     saved = pick.cost.ratio
     tone = "good" if saved <= 1.1 else "plain" if saved <= 1.5 else "caution"
-    range_ = f"Between seeds {pick.cost.low:.2f}x to {pick.cost.high:.2f}x. " if pick.cost.n > 1 else ""
+    range_ = (
+        f"Between seeds {pick.cost.low:.2f}x to {pick.cost.high:.2f}x. " if pick.cost.n > 1 else ""
+    )
     return Answer(f"{saved:.2f}x the time of a step", [f"{range_}{spread}", measure], tone)
 
 
@@ -242,7 +293,11 @@ def smallest_difference(table: ResultTable) -> float:
     Args:
         table: the runs of a study, judged.
     """
-    found = [e.comparison.detectable for e in table.compared() if e.comparison and e.comparison.n >= FEWEST]
+    found = [
+        e.comparison.detectable
+        for e in table.compared()
+        if e.comparison and e.comparison.n >= FEWEST
+    ]
     return statistics.median(found) if found else math.nan
 
 
@@ -260,7 +315,9 @@ def _power(table: ResultTable, tested: list[Entry]) -> list[str]:
 def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
     test = KINDS["sequential" if table.study.test == "sequential" else "fixed"]
     told = (
-        [f"{test[0].upper()}{test[1:]}, corrected for {plural(len(table.compared()), 'comparison')} by Holm."]
+        [
+            f"{test[0].upper()}{test[1:]}, corrected for {plural(len(table.compared()), 'comparison')} by Holm."
+        ]
         if tested
         else []
     )
@@ -275,7 +332,11 @@ def tuned(table: ResultTable) -> str:
     """
     search = table.study.search
     if search:
-        seeds = f" on tuning seeds {listed([str(s) for s in search['seeds']])}" if search.get("seeds") else ""
+        seeds = (
+            f" on tuning seeds {listed([str(s) for s in search['seeds']])}"
+            if search.get("seeds")
+            else ""
+        )
         if search.get("storage") == "tuning":
             return _tuned_equally(table, seeds)
         return f"Settings were tuned: {search.get('trials', '?')} runs for every method{seeds}, scored on validation."
@@ -303,7 +364,9 @@ def _tuned_equally(table: ResultTable, seeds: str) -> str:
         f"{plural(further, 'method')} had the best setting at the end of a range, which was then extended once."
     ] * bool(further)
     told += [f"Still at the end of a range: {listed(edge)}."] * bool(edge)
-    told += [f"Best settings tie on validation, the middle one was taken: {listed(tied)}."] * bool(tied)
+    told += [f"Best settings tie on validation, the middle one was taken: {listed(tied)}."] * bool(
+        tied
+    )
     told += [f"Nothing to tune: {listed(fixed)}."] * bool(fixed)
     if "test" in _redrawn(table.study.runs()):
         told.append(
@@ -338,7 +401,9 @@ def noise(table: ResultTable) -> list[str]:
     """
     runs = table.study.runs()
     varied = _varied([run.config for run in runs], _redrawn(runs))
-    return [varied + (_test_set(table) if varied.endswith(SAME_TEST) else "") + "."] if varied else []
+    return (
+        [varied + (_test_set(table) if varied.endswith(SAME_TEST) else "") + "."] if varied else []
+    )
 
 
 SAME_TEST = "the test set is the same in every run"
@@ -353,7 +418,9 @@ def _redrawn(runs: list[LoggedRun]) -> list[str]:
     first = {"valid": data.get("split_seed") == "seed", "test": data.get("test_seed") == "seed"}
     if runs[0].config.get("format", 1) < 2:
         return [name for name, anew in first.items() if anew]
-    drawn: list[str] = next((r.final.data.get("drawn", []) for r in runs if r.final and r.status == "finished"), [])
+    drawn: list[str] = next(
+        (r.final.data.get("drawn", []) for r in runs if r.final and r.status == "finished"), []
+    )
     return [name for name, anew in first.items() if anew and name in drawn]
 
 
@@ -425,7 +492,9 @@ def _mixed(runs: list[LoggedRun]) -> list[str]:
     machines = {(s.get("cpu"), s.get("device"), s.get("threads")) for s in last}
     if len(machines) > 1:
         told.append(f"Runs come from {len(machines)} different machines or thread counts.")
-    versions = {(s.get("packages", {}).get("torch"), s.get("packages", {}).get("dampen")) for s in last}
+    versions = {
+        (s.get("packages", {}).get("torch"), s.get("packages", {}).get("dampen")) for s in last
+    }
     if len(versions) > 1:
         told.append(f"Runs come from {len(versions)} different versions of torch or dampen.")
     commits = {s.get("commit") for s in last if s.get("commit")}

@@ -47,7 +47,9 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     compared = any(e.reference for e in entries)
     table = Table(title=escape(study.title), title_justify="left")
     whole = max((len(e.config.name) for e in entries), default=0) <= UNBROKEN
-    table.add_column("method", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts)
+    table.add_column(
+        "method", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts
+    )
     if grid:
         table.add_column("grid", overflow="fold")
     table.add_column(f"test {metric.title}", justify="right")
@@ -70,7 +72,9 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
         if published:
             cells.append(published_text(entry.config.published.get(study.metric)))
         if verdicts:
-            told = " ".join(entry.told(metric).split())  # of a long reason all is said below the table
+            told = " ".join(
+                entry.told(metric).split()
+            )  # of a long reason all is said below the table
             cells.append(escape(shortened(told, LONGEST) or "-"))
         table.add_row(*cells, style=STYLES.get(entry.verdict, "") if verdicts else "")
     return table
@@ -100,8 +104,14 @@ def _difference(entry: Entry, metric: Metric, interval: bool) -> str:
     c = entry.comparison
     if c is None or math.isnan(c.difference):
         return ""
-    bounds = f" ({c.low:+.1f} to {c.high:+.1f})" if metric.percent else f" ({c.low:+.3g} to {c.high:+.3g})"
-    return f"{c.difference:+.{metric.digits}f}" + (bounds if interval and not math.isnan(c.low) else "")
+    bounds = (
+        f" ({c.low:+.1f} to {c.high:+.1f})"
+        if metric.percent
+        else f" ({c.low:+.3g} to {c.high:+.3g})"
+    )
+    return f"{c.difference:+.{metric.digits}f}" + (
+        bounds if interval and not math.isnan(c.low) else ""
+    )
 
 
 def published_text(value: Any) -> str:
@@ -139,7 +149,11 @@ class LiveView:
     """
 
     def __init__(
-        self, console: Console, labels: dict[str, str], done: int = 0, table: Callable[[], Table] | None = None
+        self,
+        console: Console,
+        labels: dict[str, str],
+        done: int = 0,
+        table: Callable[[], Table] | None = None,
     ):
         self.table = table
         self.console, self.labels = console, labels
@@ -177,7 +191,11 @@ class LiveView:
             self.live.stop()
 
     def _content(self) -> Group:
-        return Group(self.overall, self.each, *([self.table()] if self.table and self.console.is_terminal else []))
+        return Group(
+            self.overall,
+            self.each,
+            *([self.table()] if self.table and self.console.is_terminal else []),
+        )
 
     def __call__(self, trial: str, event: Event) -> None:
         """Take one event of one trial."""
@@ -187,7 +205,9 @@ class LiveView:
         if kind == "start":
             if trial in self.tasks:  # pretrained; now the training itself
                 self.each.remove_task(self.tasks.pop(trial))
-            self.tasks[trial] = self.each.add_task(escape(self.labels[trial]), total=event.steps, told="")
+            self.tasks[trial] = self.each.add_task(
+                escape(self.labels[trial]), total=event.steps, told=""
+            )
             if event.resumed:
                 self._say(f"  {self.labels[trial]} resumes at step {steps_of(event)}")
         elif kind == "progress" and trial in self.tasks:
@@ -228,7 +248,9 @@ class LiveView:
             )
 
     def _say(self, line: str, style: str | None = None) -> None:
-        self.console.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(
+            printable(line), style=style, markup=False, highlight=False, soft_wrap=True
+        )
 
 
 @dataclass
@@ -292,7 +314,11 @@ def place_of(event: Event) -> str:
     Args:
         event: what a worker reported.
     """
-    return f"epoch {event.epoch:g}/{event.epochs}" if event.epochs and event.epoch else f"step {steps_of(event)}"
+    return (
+        f"epoch {event.epoch:g}/{event.epochs}"
+        if event.epochs and event.epoch
+        else f"step {steps_of(event)}"
+    )
 
 
 def steps_of(event: Event) -> int:
@@ -310,7 +336,9 @@ def losses_of(event: Event) -> str:
     Args:
         event: what a worker reported.
     """
-    return "  ".join(f"{name} {value:.3g}" for name, value in event.terms.items() if value is not None)
+    return "  ".join(
+        f"{name} {value:.3g}" for name, value in event.terms.items() if value is not None
+    )
 
 
 def spoken(seconds: float) -> str:

@@ -21,7 +21,14 @@ PAGED = 300
 """With more rows than these the page shows a part at a time and makes the rest only when it is asked for."""
 
 QUESTIONS = ("Which method should I use here?", "What does it cost?", "Can I trust it?")
-CHIPS = {"better": "up", "worse": "down", "equal": "same", "no gain": "same", "inconclusive": "few", "failed": "down"}
+CHIPS = {
+    "better": "up",
+    "worse": "down",
+    "equal": "same",
+    "no gain": "same",
+    "inconclusive": "few",
+    "failed": "down",
+}
 PAPER_CHIPS = {"reproduced": "yes", "not reproduced": "no"}
 
 
@@ -92,7 +99,9 @@ def study_view(
     }
 
 
-def bench_view(record: dict[str, Any], figures: list[Figure], key: str, dark: dict[str, str]) -> dict[str, Any]:
+def bench_view(
+    record: dict[str, Any], figures: list[Figure], key: str, dark: dict[str, str]
+) -> dict[str, Any]:
     """Everything the template needs for what `dampen bench` measured.
 
     Args:
@@ -123,7 +132,11 @@ def facts(study: LoggedComparison) -> list[str]:
     """
     p = study.protocol
     found = [p["data.name"]] if "data.name" in p else []
-    counts = [f"{int(p[f'examples.{k}']):,} {k}" for k in ("train", "valid", "test") if f"examples.{k}" in p]
+    counts = [
+        f"{int(p[f'examples.{k}']):,} {k}"
+        for k in ("train", "valid", "test")
+        if f"examples.{k}" in p
+    ]
     found += [" / ".join(counts)] if counts else []
     found += [p["model.name"]] if "model.name" in p else []
     found += [f"{p['train.epochs']} epochs"] if "train.epochs" in p else []
@@ -137,7 +150,9 @@ def _mark(name: str, palette: Palette) -> str:
     return MARKERS.get(palette.shapes[name], "●")
 
 
-def picker_view(table: ResultTable, pick: str | None, palette: Palette, dark: dict[str, str]) -> list[dict[str, Any]]:
+def picker_view(
+    table: ResultTable, pick: str | None, palette: Palette, dark: dict[str, str]
+) -> list[dict[str, Any]]:
     """The rows that the charts can draw, with their colors and marks.
 
     Args:
@@ -157,7 +172,14 @@ def picker_view(table: ResultTable, pick: str | None, palette: Palette, dark: di
     return made
 
 
-MARKERS = {"circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "cross": "✚", "triangle-down": "▼"}
+MARKERS = {
+    "circle": "●",
+    "square": "■",
+    "triangle-up": "▲",
+    "diamond": "◆",
+    "cross": "✚",
+    "triangle-down": "▼",
+}
 """The shapes of the charts as characters."""
 
 
@@ -170,14 +192,10 @@ def race_text(study: LoggedComparison) -> str:
     race = study.header.get("race")
     if not race:
         return ""
-    told = (
-        f"Seeds were added in rounds to the inconclusive comparisons: {race['runs']:,} runs in {race['rounds']} rounds"
-    )
+    told = f"Seeds were added in rounds to the inconclusive comparisons: {race['runs']:,} runs in {race['rounds']} rounds"
     told += f", until {'every comparison was conclusive' if race['why'] == 'all decided' else race['why']}"
     if race.get("fixed"):
-        told += (
-            f". A plan fixed before, with power 0.8 for the same differences, would have taken {race['fixed']:,} runs"
-        )
+        told += f". A plan fixed before, with power 0.8 for the same differences, would have taken {race['fixed']:,} runs"
     return f"{told}."
 
 
@@ -207,9 +225,7 @@ def about_test(table: ResultTable) -> str:
     """
     test: Test = "sequential" if table.study.test == "sequential" else "fixed"
     margin = f", margin {table.margin:g}{table.metric.points}" if table.margin else ""
-    told = (
-        f"Differences to {table.reference_name}, seed by seed: {KINDS[test]}, Holm-corrected over the methods{margin}. "
-    )
+    told = f"Differences to {table.reference_name}, seed by seed: {KINDS[test]}, Holm-corrected over the methods{margin}. "
     return told + "Each interval has the level of its test, so it always agrees with the verdict."
 
 
@@ -217,31 +233,57 @@ def _columns(table: ResultTable, extra: list[str]) -> list[Head]:
     """What decides comes first, so that a phone shows it beside the name."""
     heads = [Head("Method")]
     if table.main_reference:
-        heads.append(Head("Verdict", "verdict", "against the baseline, in agreement with the interval"))
-    heads.append(Head("Cost", "num", "time of a training step relative to the baseline, or seconds"))
+        heads.append(
+            Head("Verdict", "verdict", "against the baseline, in agreement with the interval")
+        )
+    heads.append(
+        Head("Cost", "num", "time of a training step relative to the baseline, or seconds")
+    )
     heads.append(Head(table.metric.title, "num", "mean ± standard deviation over seeds"))
     if table.main_reference:
-        heads.append(Head("Difference", "num", "mean paired difference with its corrected interval"))
+        heads.append(
+            Head("Difference", "num", "mean paired difference with its corrected interval")
+        )
     heads.append(Head("n", "num", "finished runs"))
     if table.main_reference:
         heads.append(Head("p", "num", "two-sided, after Holm's correction"))
-        heads.append(Head("Effect", "num", "Hedges' g of the paired differences with its exact 95 % interval"))
-    return heads + [Head(describe(m).title, "num", "mean, marked with the verdict on this metric") for m in extra]
+        heads.append(
+            Head(
+                "Effect", "num", "Hedges' g of the paired differences with its exact 95 % interval"
+            )
+        )
+    return heads + [
+        Head(describe(m).title, "num", "mean, marked with the verdict on this metric")
+        for m in extra
+    ]
 
 
 def _row(
-    entry: Entry, table: ResultTable, extra: list[str], pick: str | None, palette: Palette, dark: dict[str, str]
+    entry: Entry,
+    table: ResultTable,
+    extra: list[str],
+    pick: str | None,
+    palette: Palette,
+    dark: dict[str, str],
 ) -> dict[str, Any]:
     done, planned = counted(entry, table).split("/")
     count = done if done == planned else f"{done}/{planned}"
     compared = table.main_reference is not None
-    cells = [_cell(entry.name, entry.name), *([_verdict_cell(entry, table)] if compared else []), _cost_cell(entry)]
+    cells = [
+        _cell(entry.name, entry.name),
+        *([_verdict_cell(entry, table)] if compared else []),
+        _cost_cell(entry),
+    ]
     cells.append(_narrow(number(entry.summary.mean, entry.summary.sd, table.metric)))
     cells += [_difference_cell(entry, table)] if compared else []
     cells.append(_cell(count, entry.summary.n, "num"))
     cells += _test_cells(entry) if compared else []
     cells += [_secondary_cell(entry, metric) for metric in extra]
-    notes = [grid_text(entry.setting.grid)] if len(entry.config.settings) > 1 and not table.study.show_all else []
+    notes = (
+        [grid_text(entry.setting.grid)]
+        if len(entry.config.settings) > 1 and not table.study.show_all
+        else []
+    )
     notes += [f"{entry.diverged} diverged"] if entry.diverged else []
     notes += [f"same training as {entry.same_as}"] if entry.same_as else []
     notes += [entry.left_out] if entry.left_out else []
@@ -254,9 +296,13 @@ def _row(
 def _verdict_cell(entry: Entry, table: ResultTable) -> dict[str, Any]:
     """The verdict as a chip, with what belongs to it below: the margin, the seeds it needs, the reason of a failure."""
     c = entry.comparison
-    if entry.verdict in ("reference", "", "no run yet") or (c is None and entry.verdict != "failed"):
+    if entry.verdict in ("reference", "", "no run yet") or (
+        c is None and entry.verdict != "failed"
+    ):
         return _cell(entry.verdict, entry.verdict, "verdict")
-    cell = _cell(entry.verdict, entry.verdict, "verdict") | {"chip": CHIPS.get(entry.verdict, "flat")}
+    cell = _cell(entry.verdict, entry.verdict, "verdict") | {
+        "chip": CHIPS.get(entry.verdict, "flat")
+    }
     told = entry.told(table.metric)
     cell["small"] = told.removeprefix(entry.verdict).lstrip(",: ")
     cell["help"] = f"against {entry.reference}, {c.n} shared seeds" if c else told
@@ -303,7 +349,9 @@ MARKS = {"better": "▲", "worse": "▼", "equal": "="}
 
 
 def _signed(c: Verdict, metric: Metric) -> str:
-    interval = "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
+    interval = (
+        "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
+    )
     return f"{c.difference:+.{metric.digits}f}{metric.points}{interval}"
 
 
@@ -354,7 +402,16 @@ def _narrow(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(text: str, sort: Any, kind: str = "") -> dict[str, Any]:
-    return {"text": text, "sort": sort, "kind": kind, "help": "", "chip": "", "small": "", "mark": "", "tone": ""}
+    return {
+        "text": text,
+        "sort": sort,
+        "kind": kind,
+        "help": "",
+        "chip": "",
+        "small": "",
+        "mark": "",
+        "tone": "",
+    }
 
 
 def _sortable(value: float | None) -> Any:
@@ -374,9 +431,18 @@ def figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str])
     for image in figure.images:
         groups.setdefault(image["group"], []).append({"width": "", "height": "", **image})
     panels = [{"title": p.title, "height": p.spec.get("height", 200) + 60} for p in figure.panels]
-    view = {"id": id, "title": figure.title, "caption": figure.caption, "wide": figure.wide, "panels": panels}
+    view = {
+        "id": id,
+        "title": figure.title,
+        "caption": figure.caption,
+        "wide": figure.wide,
+        "panels": panels,
+    }
     view["smooth"] = figure.smooth
-    legend = [{"name": n, "color": palette.colors[n], "dark": dark[palette.colors[n]]} for n in figure.legend]
+    legend = [
+        {"name": n, "color": palette.colors[n], "dark": dark[palette.colors[n]]}
+        for n in figure.legend
+    ]
     return view | {"images": list(groups.items()), "legend": legend}
 
 
@@ -392,7 +458,12 @@ def _measured(table: ResultTable, palette: Palette, dark: dict[str, str]) -> dic
             cells.append(number(s.mean, s.sd, metric) if s else _cell("", "", "num"))
         light = palette.colors[entry.name]
         rows.append(
-            {"cells": cells, "color": light, "dark": dark.get(light, light), "mark": _mark(entry.name, palette)}
+            {
+                "cells": cells,
+                "color": light,
+                "dark": dark.get(light, light),
+                "mark": _mark(entry.name, palette),
+            }
         )
     return {"columns": [Head("Method"), *(Head(m.title, "num") for m in shown)], "rows": rows}
 
@@ -403,7 +474,11 @@ def _paper(table: ResultTable) -> list[dict[str, Any]]:
         for metric, against in entry.against.items():
             paper, ours = entry.published[metric], entry.measured(metric)
             here = number(ours.mean, ours.sd, describe(metric)) if ours else _cell("", "", "num")
-            row: dict[str, Any] = {"row": entry.name, "metric": describe(metric).title, "paper": paper.text()}
+            row: dict[str, Any] = {
+                "row": entry.name,
+                "metric": describe(metric).title,
+                "paper": paper.text(),
+            }
             row |= {
                 "paper_sort": paper.mean,
                 "here": here["text"],
@@ -411,7 +486,11 @@ def _paper(table: ResultTable) -> list[dict[str, Any]]:
                 "n": ours.n if ours else 0,
             }
             reason = "" if table.study.departures else against.reason
-            row |= {"word": against.word, "reason": reason, "chip": PAPER_CHIPS.get(against.word, "flat")}
+            row |= {
+                "word": against.word,
+                "reason": reason,
+                "chip": PAPER_CHIPS.get(against.word, "flat"),
+            }
             rows.append(row | {"claim": entry.claim if metric == table.study.metric else ""})
     return rows
 
@@ -422,7 +501,9 @@ def _machines(runs: list[LoggedRun]) -> list[list[tuple[str, str]]]:
     for run in runs:
         if run.sessions:
             s = run.sessions[-1]
-            flat = {k: v for k, v in s.items() if k not in ("time", "packages")} | s.get("packages", {})
+            flat = {k: v for k, v in s.items() if k not in ("time", "packages")} | s.get(
+                "packages", {}
+            )
             found[tuple((k, str(v)) for k, v in flat.items() if v is not None)] = None
     return [list(place) for place in found][:6]
 
@@ -434,9 +515,18 @@ def runs_view(table: ResultTable) -> dict[str, Any]:
         table: the runs of a study, judged.
     """
     study = table.study
-    grid = [k for k in study.grid_keys() if len({str(c.grid.get(k)) for r in study.configs for c in r.settings}) > 1]
+    grid = [
+        k
+        for k in study.grid_keys()
+        if len({str(c.grid.get(k)) for r in study.configs for c in r.settings}) > 1
+    ]
     heads = [("Method", None), *((k, None) for k in grid), ("Seed", 0), ("Status", None)]
-    heads += [(f"Test {describe(study.metric).title}", 3), ("Epochs", 0), ("ms per step", 2), ("Seconds", 1)]
+    heads += [
+        (f"Test {describe(study.metric).title}", 3),
+        ("Epochs", 0),
+        ("ms per step", 2),
+        ("Seconds", 1),
+    ]
     heads += [("Machine", None), ("Folder", None)]
     records = []
     for row in study.configs:
@@ -493,7 +583,11 @@ def chosen_rows(table: ResultTable, pick: str | None) -> dict[str, Any]:
     keep = {reference.name} if reference else set()
     known = [n for i, n in enumerate(ranked) if i < MOST or n in keep]
     first = [n for n in known if n in first[:CHOSEN]]
-    return {"rows": known, "first": first, "reference": reference.name if reference else first[0] if first else ""}
+    return {
+        "rows": known,
+        "first": first,
+        "reference": reference.name if reference else first[0] if first else "",
+    }
 
 
 def pairs_view(table: ResultTable) -> dict[str, Any]:
@@ -509,9 +603,15 @@ def pairs_view(table: ResultTable) -> dict[str, Any]:
             seed: [entry.by_seed.get(m.name, {}).get(seed) for m in metrics]
             for seed in sorted(entry.values, key=_by_seed)
         }
-        what = written(entry.config.methods) + (f"; {grid_text(entry.setting.grid)}" if entry.setting.grid else "")
+        what = written(entry.config.methods) + (
+            f"; {grid_text(entry.setting.grid)}" if entry.setting.grid else ""
+        )
         rows[entry.name] = {"what": what, "seeds": seeds, "cost": entry.cost.ratio}
-    return {"metrics": [{"title": m.title, "digits": m.digits} for m in metrics], "names": list(rows), "rows": rows}
+    return {
+        "metrics": [{"title": m.title, "digits": m.digits} for m in metrics],
+        "names": list(rows),
+        "rows": rows,
+    }
 
 
 def _by_seed(seed: str) -> tuple[int, str]:
@@ -525,14 +625,28 @@ def rows_view(table: ResultTable) -> dict[str, Any]:
         table: the runs of a study, judged.
     """
     others = table.other_metrics()
-    heads = [("Method", None), ("Verdict", None), ("Cost", 2), (table.metric.title, table.metric.digits), ("SD", 3)]
+    heads = [
+        ("Method", None),
+        ("Verdict", None),
+        ("Cost", 2),
+        (table.metric.title, table.metric.digits),
+        ("SD", 3),
+    ]
     heads += [("Difference", 3), ("From", 3), ("To", 3), ("n", 0), ("p", 3)]
     heads += [(describe(m).title, describe(m).digits) for m in others]
     records = []
     for e in table.listed():
         c = e.comparison
         shown = [c.difference, c.low, c.high] if c else [math.nan] * 3
-        record = [e.name, e.told(table.metric), e.cost.ratio, e.summary.mean, e.summary.sd, *shown, e.summary.n]
+        record = [
+            e.name,
+            e.told(table.metric),
+            e.cost.ratio,
+            e.summary.mean,
+            e.summary.sd,
+            *shown,
+            e.summary.n,
+        ]
         record += [c.corrected if c else None]
         records.append(record + [s.mean if (s := e.metrics.get(m)) else None for m in others])
     return {"columns": [{"title": t, "digits": d} for t, d in heads], "records": records}
