@@ -266,7 +266,7 @@ def test_weight_zero_opens_nothing():
     ({"rate": 1.0}, "probability in \\[0, 1\\), got 1.0"),
     ({"form": "papers"}, "form must be one of paper, exact, inverted, got 'papers'"),
     ({"reduction": "max"}, "reduction must be one of mean, sum, token_mean, author, got 'max'"),
-    ({"sites": "stem.*"}, "Convolutions found: 0, 2"),
+    ({"target_modules": "stem.*"}, "Convolutions found: 0, 2"),
     ({"weight": [1.0]}, "has 1 values, but 2 layers"),
 ])  # fmt: skip
 def test_bad_input(arguments, text):

@@ -597,9 +597,9 @@ def test_a_record_becomes_a_page_alone_and_beside_runs(record, tmp_path):
 def test_noise_is_said():
     quiet = {"ratios": {"a": {}}, "papers": {}, "alternatives": {}, "skipped": {}, "noisy": []}
     quiet["machine"] = {"cpu": "synthetic", "threads": 1, "torch": "2", "clock": "wall"}
-    assert not any("Too noisy to tell" in line for line in remarks(quiet))
-    (line,) = [s for s in remarks({**quiet, "noisy": ["a"]}) if "Too noisy to tell" in s]
-    assert "1 of 2 rows are wider than 3 %" in line
+    assert not any("Too noisy" in line for line in remarks(quiet))
+    (line,) = [s for s in remarks({**quiet, "noisy": ["a"]}) if "Too noisy" in s]
+    assert "1 of 2 intervals are wider than 3 %" in line
 
 
 def test_width_decides_what_is_noisy():
@@ -652,7 +652,7 @@ def test_series_end_with_a_reason(monkeypatch):
     assert "about 4.0 GiB" in reasons["square"]
     nothing = _too_much(found, {}, 256, left=0.0)
     assert set(nothing) == {"plain", "square", "linear", "slow", "gone"}
-    assert nothing["plain"] == "ends before n = 256: no row is left to compare with it"
+    assert nothing["plain"] == "ends before n = 256: no method is left to compare with it"
 
 
 @pytest.mark.slow

@@ -275,7 +275,7 @@ class Words(nn.Module):
 
 def synthetic_text():
     from dampen.studies.data.dataset import Dataset
-    from dampen.studies.data.splits import TextSplit
+    from reproductions.data.corpus import TextSplit
 
     draw = torch.Generator().manual_seed(0)
     splits = [
@@ -353,7 +353,7 @@ def test_folders_without_finished_trials_are_errors(tmp_path, plain):
         find_trials(tmp_path)
     shutil.copytree(plain, tmp_path / "unfinished")
     (tmp_path / "unfinished" / "final.json").unlink()
-    with pytest.raises(LabError, match="1 trials, none of them finished"):
+    with pytest.raises(LabError, match="1 runs, none of them finished"):
         find_trials(tmp_path)
 
 

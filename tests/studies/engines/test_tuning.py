@@ -565,7 +565,7 @@ def test_a_real_run_is_tuned_recorded_packed_and_read_back(tmp_path, capsys):
     assert table.study.search == record
     told = json.loads(to_json([table], []))["tables"][0]
     assert told["search"] == record
-    assert "Settings were tuned: 2 settings of every row, the reference too" in tuned(table)
+    assert "Settings were tuned: 2 settings of every method, the baseline too" in tuned(table)
     for entry in table.entries:
         assert set(entry.values) == {"0", "1"}
         assert {r.config["data"]["split_seed"] for r in entry.setting.logged.values()} == {"seed"}
