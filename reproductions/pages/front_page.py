@@ -44,8 +44,15 @@ def cases() -> str:
 
 
 def decay() -> str:
-    """What a baseline gains that is regularized by its weight decay."""
-    return f"**Raise the weight decay first.** {which_method.panel()} ([page](docs/results/digits_panel.md))"
+    """What tuning the baseline is worth."""
+    title = "**Tune the learning rate and the weight decay before you judge a method.**"
+    return f"{title} {which_method.panel()} ([page](docs/results/digits_panel.md))"
+
+
+def spoken() -> str:
+    """What the methods gain over a tuned baseline on other data."""
+    title = "**What helps depends on the data.**"
+    return f"{title} {which_method.spoken()} ([page](docs/results/spoken_panel.md))"
 
 
 def demo() -> str:
@@ -106,7 +113,7 @@ def when() -> str:
     return f"{regimes.answer(regimes.cases())} ([page](docs/results/when.md))."
 
 
-FINDINGS: tuple[Callable[[], str], ...] = (decay, demo, when, depth, penalty)
+FINDINGS: tuple[Callable[[], str], ...] = (decay, spoken, demo, when, depth, penalty)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
