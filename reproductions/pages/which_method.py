@@ -109,7 +109,8 @@ def spoken() -> str:
         f"On 200 spoken digits all {len(found)} methods are significantly better than a baseline that was tuned like "
         f"them: hard masking by {best} points, dropout by {second}, explicit dropout by {third}, down to DropKey by "
         f"{least.difference:.1f} ({least.low:.1f} to {least.high:.1f}). What tuning the "
-        f"weight decay is worth there is inconclusive: {-usual.difference:.1f} ({-usual.high:.1f} to {-usual.low:.1f}) points. "
+        f"weight decay is worth there is inconclusive: {-usual.difference:.1f} "
+        f"({-usual.high:.1f} to {-usual.low:.1f}) points. "
         f"{masking.n} seeds, each with its own split; the {len(found) + 1} configurations are one family (Holm).",
         all(c.verdict == "better" for c in found.values()),
         least is found["DropKey"],
