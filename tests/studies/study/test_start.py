@@ -134,7 +134,7 @@ def test_a_race_ends_by_its_budget_or_when_all_is_decided_and_goes_on(script, tm
             "drop_key",
             "--until-decided",
             "--budget",
-            "1s",
+            "0.1s",
             "--json",
             "--set",
             "epochs=1",
