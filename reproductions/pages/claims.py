@@ -280,7 +280,7 @@ outcome is read from it. *No worse* is shown above minus the margin ({} points o
 *contrast* is shown where our interval overlaps half to twice the published effect, else it is "same direction, much
 smaller" or "much larger". An inconclusive claim names the difference that these seeds could detect with 80 % power.
 
-**Limits.** {} of these claims rest on one split and at most one tuning seed, and no baseline was tuned.
+**Limits.** {} of these claims rest on one split, at most one tuning seed and a baseline that was not tuned.
 """
 
 
