@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dampen._torch import declare_torchvision_operators
 from dampen.studies.data.dataset import (
     Batch,
     ClassSplit,
@@ -207,6 +208,7 @@ class _SavedTokenizer:
     """The tokenizer of a model's folder, with its special tokens and token types."""
 
     def __init__(self, folder: str):
+        declare_torchvision_operators()
         from transformers import AutoTokenizer
 
         require_no_remote_code(folder)
