@@ -186,38 +186,26 @@ def _alive(pid: int) -> bool:
 
 
 def _run_workers(what: Search, workers: int | None, report: Callable[[str], None]) -> None:
-    """Processes that each take one trial of the row with the fewest, until all rows have theirs.
-
-    As in the local engine, a process runs one trial: nothing that it changes reaches the next one.
-    """
+    """Processes that each take the next trial of the row with the fewest, until all rows have theirs."""
     count = min(workers or usable_cores(), what.trials * len(what.rows))
     threads = what.execution.threads or asked_threads() or max(1, usable_cores() // count)
     what = replace(what, execution=replace(what.execution, threads=threads))
     start = context()
     stop, lines = start.Event(), start.SimpleQueue()
-    studies = {row: _study(what, row) for row in what.rows}
-    crew: dict[int, Any] = dict.fromkeys(range(count))
-    dead: list[int] = []
+    crew = [
+        start.Process(target=_work, args=(what, i, stop, lines), name="dampen search")
+        for i in range(count)
+    ]
+    with without_main():
+        for process in crew:
+            process.start()
     interrupted = False
-    while crew or not lines.empty():
+    while any(p.is_alive() for p in crew) or not lines.empty():
         try:
             while not lines.empty():
                 report(lines.get())
-            for place, process in list(crew.items()):
-                if process is not None and process.is_alive():
-                    process.join(0.2 / count)
-                    continue
-                failed = process is not None and process.exitcode != 0
-                if failed:
-                    dead.append(process.exitcode)
-                if failed or interrupted or min(_counts(studies).values()) >= what.trials:
-                    del crew[place]
-                    continue
-                crew[place] = start.Process(
-                    target=_work, args=(what, place, stop, lines), name="dampen search"
-                )
-                with without_main():
-                    crew[place].start()
+            for process in crew:
+                process.join(0.2 / count)
         except KeyboardInterrupt:
             if interrupted:
                 raise
@@ -227,6 +215,7 @@ def _run_workers(what: Search, workers: int | None, report: Callable[[str], None
         raise Interrupted(
             f"The search stopped; what it found is in {what.folder}. The same command goes on."
         )
+    dead = [p.exitcode for p in crew if p.exitcode]
     if dead:
         raise LabError(
             f"{len(dead)} of {count} processes of the search died (exit codes {dead}). Run again to go on."
@@ -234,20 +223,21 @@ def _run_workers(what: Search, workers: int | None, report: Callable[[str], None
 
 
 def _work(what: Search, worker: int, stop: Any, lines: Any) -> None:
-    """The life of one process: one trial."""
+    """The life of one process."""
     end_soon_after_parent()
     stop_on_signals(signal.SIG_IGN)  # the parent decides
     keep_freed_memory()
     activate(what.execution.plugins)
     studies = {row: _study(what, row, worker) for row in what.rows}
-    counts = _counts(studies)
-    row = min(counts, key=lambda r: counts[r])
-    if stop.is_set() or counts[row] >= what.trials:
-        return
-    trial = studies[row].ask()
-    trial.set_user_attr("holder", f"{socket.gethostname()}:{os.getpid()}")
-    told = run_one(what, row, studies[row], trial, stop.is_set)
-    lines.put(f"{row}: trial {counts[row] + 1} of {what.trials}, {told}")
+    while not stop.is_set():
+        counts = _counts(studies)
+        row = min(counts, key=lambda r: counts[r])
+        if counts[row] >= what.trials:
+            return
+        trial = studies[row].ask()
+        trial.set_user_attr("holder", f"{socket.gethostname()}:{os.getpid()}")
+        told = run_one(what, row, studies[row], trial, stop.is_set)
+        lines.put(f"{row}: trial {counts[row] + 1} of {what.trials}, {told}")
 
 
 def _counts(studies: dict[str, Any]) -> dict[str, int]:

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -91,26 +89,6 @@ def test_no_run_finds_what_another_changed_in_its_process(tmp_path):
     assert not found[0]["autocast"]
     assert not found[0]["patched"]
     assert found[0]["variable"] is None
-
-
-@pytest.mark.slow
-def test_no_run_of_a_search_finds_what_another_changed(tmp_path):
-    """Optuna's proposals have a process each, too."""
-    pytest.importorskip("optuna", reason="the search needs optuna")
-    returned = 'return {"test": {"nll": 1.0}, "valid": {"nll": 1.0}}'
-    file = function(tmp_path, CHANGES.replace('return {"nll": 1.0}', returned))
-    command = ["compare", file, "--methods", "drop_key", "--seeds", "1", "--metric", "nll:min"]
-    command += ["--set", "lr=0.1", "--search", "optuna", "--search-trials", "2", "--workers", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "dampen", *command, "--out", "runs"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    found = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/search/*/state.json")]
-    assert len(found) >= 3, done.stderr
-    assert all(state == found[0] for state in found)
-    assert not found[0]["patched"]
 
 
 # --- checkpoints
