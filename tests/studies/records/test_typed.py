@@ -17,7 +17,6 @@ from dampen.studies.result import (
     parse_lines,
 )
 from dampen.studies.result import EVENT_FORMAT as EVENT_FORMAT
-from dampen.studies.table import diagnosed
 
 RESULTS = Path(__file__).parents[3] / "reproductions" / "attentiondrop" / "results"
 
