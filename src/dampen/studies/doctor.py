@@ -26,7 +26,6 @@ OPTIONAL = {
     "ray": "the ray engine (pip install 'dampen[ray]')",
     "tokenizers": "translation and BPE language models",
     "sacrebleu": "BLEU",
-    "optuna": "--tune and --search (pip install 'dampen[search]')",
     "tensorboard": "--tensorboard (pip install 'dampen[tensorboard]')",
 }
 
