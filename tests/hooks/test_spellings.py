@@ -233,9 +233,10 @@ def test_a_softmax_over_queries_is_still_told_apart():
     block = Block(OverQueries()).train()
     block.attention.__class__ = type("GroupAttention", (OverQueries,), {})
     plain = block(X)
-    dampen.regularize(block, dampen.DropKey(0.5))
+    reg = dampen.regularize(block, dampen.DropKey(0.5))
     with pytest.raises(RuntimeError, match="softmax is over its queries"):
         block(X)
+    reg.remove()
     assert torch.equal(block.eval()(X), plain)
 
 
@@ -372,3 +373,49 @@ def test_what_comes_after_an_attention_is_none():
     reg = dampen.regularize(block, dampen.DropHead(0.5))
     assert [list(layer.attentions) for layer in reg.layers] == [["attention.core"]]
     block.train()(X)
+
+
+class Pool(nn.Module):
+    """timm's AttentionPoolLatent: an attention with a feed-forward of its own, at the top of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.proj = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(D, 24), "fc2": nn.Linear(24, D)})
+
+    def forward(self, x):
+        k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.kv(x).chunk(2, -1))
+        q = self.q(x[:, :1]).unflatten(-1, (H, -1)).transpose(1, 2)
+        o = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+        return o + self.mlp["fc2"](F.gelu(self.mlp["fc1"](o)))
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(Block(SelfAttention(EAGER["softmax"])) for _ in range(2))
+        self.attn_pool, self.head = Pool(), nn.Linear(D, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.attn_pool(x))
+
+
+def test_a_pooling_head_with_a_feed_forward_is_a_layer_of_its_own():
+    torch.manual_seed(0)
+    model = Pooled().train()
+    changed = set()
+
+    class Mark(dampen.FeedForwardDropout):
+        def operands(self, x, weight, call):
+            changed.update(n for n, m in model.named_modules() if m is call.module)
+            return x, weight
+
+    reg = dampen.regularize(model, Mark(0.5))
+    model(X)
+    assert [layer.site.name for layer in reg.layers] == ["blocks.0", "blocks.1", "attn_pool"]
+    mlps = {f"blocks.{i}.mlp.{n}" for i in range(2) for n in (0, 2)}
+    assert changed == mlps | {"attn_pool.mlp.fc1", "attn_pool.mlp.fc2"}

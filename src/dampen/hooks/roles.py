@@ -109,7 +109,8 @@ def _merged(module: nn.Module, weight: Tensor) -> Tensor:
     lora: Any = module
     if not weight.is_floating_point() or lora.disabled or lora.merged:
         return weight
-    return weight + lora.alpha / lora.rank * lora.lora_b.weight @ lora.lora_a.weight
+    adapter: Tensor = lora.lora_b.weight @ lora.lora_a.weight
+    return weight + lora.alpha / lora.rank * adapter
 
 
 def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:

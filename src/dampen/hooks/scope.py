@@ -109,6 +109,9 @@ def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
             return element
     if elements:
         return ".".join(parts[: elements[-1]])
+    # the model itself is the layer, where all its attentions are its children and none is a block of its own
+    if any("." in n for n in attentions) or is_whole_block(model.get_submodule(name)):
+        return name
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
     return "" if {"ffn_in", "ffn_out"} <= set(roles.values()) and len(parts) == 1 else name
 
