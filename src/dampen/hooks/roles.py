@@ -110,7 +110,8 @@ def _merged(module: nn.Module, weight: Tensor) -> Tensor:
     if not weight.is_floating_point() or lora.disabled or lora.merged:
         return weight
     adapter: Tensor = lora.lora_b.weight @ lora.lora_a.weight
-    return weight + lora.alpha / lora.rank * adapter
+    merged: Tensor = weight + lora.alpha / lora.rank * adapter
+    return merged
 
 
 def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
