@@ -153,8 +153,13 @@ def is_stream(value: Any, x: Tensor) -> bool:
         isinstance(value, Tensor)
         and value is not x
         and value.ndim == x.ndim
-        and value.shape[-1] == x.shape[-1]
+        and (value.shape[-1] == x.shape[-1] or _are_tokens(value, x))
     )
+
+
+def _are_tokens(value: Tensor, x: Tensor) -> bool:
+    """Whether a tensor may hold other tokens of the same samples: those of LTX2's audio have another width."""
+    return value.ndim == 3 and value.dtype == x.dtype and value.shape[0] == x.shape[0]
 
 
 def check_tokens(
@@ -226,6 +231,8 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             if x is input and w is weight:
                 return base(self, input)  # type: ignore[no-any-return]
+            if w is weight and kind == "low rank":  # with the dropout of the adapter
+                return base(self, x)  # type: ignore[no-any-return]
             if (
                 kind == "conv1d"
             ):  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit
