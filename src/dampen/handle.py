@@ -255,7 +255,7 @@ class Handle(OldNames):
         task = sum(tasks[1:], start=tasks[0]) / len(tasks) if len(tasks) > 1 else tasks[0]
         weighted = [w for r in several if (w := r.pass_weights()) is not None]
         if weighted:
-            task = sum(w * t for w, t in zip(weighted[0], tasks, strict=True))
+            task = torch.stack([w * t for w, t in zip(weighted[0], tasks, strict=True)]).sum()
         flooding = [r for r in self.clones if "task" in r.stages and self._acts(r)]
         if flooding:
             with self._ledger.asking():
