@@ -41,15 +41,12 @@ WITHIN = 0.10
 
 def variants(full: bool) -> list[tuple[str, str, int, str]]:
     """Kernel, form, head size, type: a few, or all that matter."""
-    few = [(k, d, 64, "bf16") for k in KERNELS for d in ("plain", "hide keys")]
+    few = [(k, form, 64, "bf16") for k in KERNELS for form in ("plain", "hide keys")]
     if not full:
         return few
-    more = [
-        (k, d, size, dtype)
-        for k in KERNELS
-        for d in FORMS
-        for size, dtype in ((32, "bf16"), (64, "bf16"), (64, "fp16"), (128, "bf16"), (64, "fp32"))
-    ]
+    sizes = ((64, "fp16"), (32, "bf16"), (128, "bf16"), (64, "fp32"))
+    more = [(k, form, 64, "bf16") for k in KERNELS for form in FORMS]
+    more += [(k, "hide keys", size, dtype) for size, dtype in sizes for k in KERNELS]
     return list(dict.fromkeys([*few, *more]))
 
 
@@ -175,19 +172,25 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
-    found = compile_all(args.targets.split(","), not args.few)
-    record = json.loads(RECORD.read_text())["kernels"] if RECORD.exists() else {}
-    for key, made in found.items():
-        print(f"{key:40s} {made}")
-    if args.write:
-        import triton
-
-        whole = {"triton": triton.__version__, "kernels": {**record, **found}}
-        RECORD.write_text(json.dumps(whole, indent=1) + "\n")
-        record = whole["kernels"]
-    wrong = problems(found, record)
+    found = {}
+    for case in [(t, *v) for t in args.targets.split(",") for v in variants(not args.few)]:
+        key = key_of(*case)
+        found[key] = compile_one(*case)
+        print(f"{key:40s} {found[key]}", flush=True)
+        if args.write:
+            _record({key: found[key]})
+    wrong = problems(found, json.loads(RECORD.read_text())["kernels"])
     print("\n".join(wrong) or "no problems")
     return bool(wrong)
+
+
+def _record(found: dict[str, dict[str, Any]]) -> None:
+    import triton
+
+    before = json.loads(RECORD.read_text())["kernels"] if RECORD.exists() else {}
+    kernels = dict(sorted({**before, **found}.items()))
+    whole = {"triton": triton.__version__, "kernels": kernels}
+    RECORD.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ LOW = 0xFFFFFFFF
 
 
 def philox(counter, key, rounds=7):
+    """Of integers, or of arrays of 64 bits."""
     a, b, c, d = counter
     k, m = key
     for _ in range(rounds):
