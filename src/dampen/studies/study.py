@@ -21,6 +21,7 @@ from dampen.studies.report.summary import counted
 from dampen.studies.report.terminal import mean_sd
 from dampen.studies.run import Run
 from dampen.studies.sequential import Race
+from dampen.studies.store import RunStore
 from dampen.studies.table import Entry, ResultTable, comparison_table, read_results, read_runs
 from dampen.studies.trainer.user_function import Function, Parts
 from dampen.studies.user_code import Code, digest_of_file, local_files, package_root
@@ -121,8 +122,9 @@ class Study:
     def add(self, seeds: int | Sequence[int] = 0, methods: Any = None, **settings: Any) -> Study:
         """Run more: `seeds` further seeds of every row (or a list of seeds), `methods` as further rows.
 
-        Returns this study, which then has them. A study that was looked at and then extended is judged by the
-        sequential test, which allows that.
+        Returns this study, which then has them. A study that was looked at and then extended by seeds is judged by
+        the sequential test, which allows that. Methods that are added after a look are judged at a stricter level of
+        their own, because adding methods until one is significant finds one by chance.
 
         Args:
             seeds: how many more, or which.
@@ -148,9 +150,11 @@ class Study:
                 from dampen.studies.request import plain_rows
 
                 plain_rows(found)  # refuses what the lab's trainer cannot take
-            for row in found.rows:
-                if row.name not in known and row.name != PLAIN:
-                    _add_row(self.plan, baseline, row.name, row.methods, row.params)
+            new = [row for row in found.rows if row.name not in known and row.name != PLAIN]
+            if any(RunStore(self.folder / id).done for id in self.plan.runs):
+                self.plan.note_addition(row.name for row in new)
+            for row in new:
+                _add_row(self.plan, baseline, row.name, row.methods, row.params)
         if seeds:
             self.plan.header["test"] = "sequential"
         _add_seeds(self.plan, seeds)
