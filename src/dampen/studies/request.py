@@ -28,9 +28,15 @@ from dampen.studies.plugins import active
 from dampen.studies.recipe import Recipe, merge
 from dampen.studies.report.summary import plural
 from dampen.studies.run import Run, TrainOptions
-from dampen.studies.store import RunStore
+from dampen.studies.store import RunStore, read_run
 from dampen.studies.trainer.data import MODEL
-from dampen.studies.trainer.user_function import Function, Parts, as_function, function_in_file
+from dampen.studies.trainer.user_function import (
+    Function,
+    Parts,
+    as_function,
+    check_signature,
+    function_in_file,
+)
 from dampen.studies.trainer.user_result import guess_direction
 
 
@@ -109,6 +115,7 @@ def request_own(
     """The comparison of a user's own training."""
     rows = read_rows(methods, reference)
     judged = metric_of(metric)
+    check_signature(function.load(), function.code.name)
     problems = check_params(params, rows.rows)
     if problems:
         raise ConfigError("The comparison", problems)
@@ -131,10 +138,23 @@ def request_own(
     )
     recipe = replace(recipe, grid={f"function.params.{k}": v for k, v in (grid or {}).items()})
     asked = planned(recipe)
+    if judged:
+        asked.header["mode"] = judged[1]
     plan = with_recorded(asked, place)
+    if judged:
+        _check_metric(judged[0], plan, place)
     return ComparisonRequest(
         recipe, plan, place, asked.chosen(), sent(function, plan, rows, judged), remark
     )
+
+
+def _check_metric(metric: str, plan: Comparison, folder: Path) -> None:
+    """Refuse a metric that no recorded run has: it was not returned, and further runs would not return it either."""
+    logged = (read_run(folder / id, run) for id, run in plan.runs.items())
+    known = [run.final.test for run in logged if run and run.final and run.final.test]
+    if known and not any(metric in test for test in known):
+        names = ", ".join(dict.fromkeys(name for test in known for name in test))
+        raise ConfigError("The comparison", [f"metric: the recorded runs have no {metric!r}, only {names}"])
 
 
 def recipe_of(

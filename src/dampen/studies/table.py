@@ -633,7 +633,8 @@ class LoggedComparison:
         finals = [r.final for r in self.runs() if r.final and r.status == "finished"]
         self.metric = wanted or (finals[0].primary[0] if finals else "accuracy")
         known = {name: mode for final in finals for name, mode in (final.selection, final.primary)}
-        self.mode = direction(self.metric, known.get(self.metric))
+        said = self.header.get("mode") if wanted else None
+        self.mode = said or direction(self.metric, known.get(self.metric))
 
 
 def logged_comparison(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import tempfile
 import traceback
@@ -42,6 +43,7 @@ class Function:
     )  # regularizers that have no plain form, by their hash
     rows: dict[str, str] = field(default_factory=dict)  # the name of each trial's row
     metric: tuple[str, str] | None = None  # what the study is judged by, and 'max' or 'min'
+    must_validate: bool = False  # settings are chosen by this metric on validation
 
     def load(self) -> Callable[..., Any]:
         """The function, in this process; a worker that stays alive imports it once."""
@@ -69,6 +71,23 @@ class Function:
             found = getattr(found, part)
         function: Callable[[Any], Any] = found
         return function
+
+
+def check_signature(function: Callable[..., Any], name: str) -> None:
+    """Refuse what could not be called with a trial, before anything starts.
+
+    Args:
+        function: the user's.
+        name: for messages.
+    """
+    try:
+        inspect.signature(function).bind(object())
+    except TypeError as error:
+        taken = inspect.signature(function)
+        problem = f"{name}{taken} must take one argument, the trial: {error}"
+        raise ConfigError("The training function", [f"{problem}. Write def train(trial): ..."]) from None
+    except ValueError:  # a builtin without a signature: its call will tell
+        return
 
 
 def package_root_of(code: Code) -> Path:
