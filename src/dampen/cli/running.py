@@ -360,9 +360,7 @@ def tuned(
         what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
-            made = run_comparison(
-                tuning, place, trials, Execution(**own), view, **engine
-            )
+            made = run_comparison(tuning, place, trials, Execution(**own), view, **engine)
         for message in made.messages():
             console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
         return made.exit_code

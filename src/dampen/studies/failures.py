@@ -72,9 +72,7 @@ def failure_rate(
     if reference_runs:
         table = [[failed, runs - failed], [reference_failed, reference_runs - reference_failed]]
         p = float(fisher_exact(table).pvalue) if failed or reference_failed else 1.0
-    return FailureRate(
-        failed, runs, reference_failed, reference_runs, float(low), float(high), p
-    )
+    return FailureRate(failed, runs, reference_failed, reference_runs, float(low), float(high), p)
 
 
 def corrected_rates(rates: Mapping[str, FailureRate]) -> dict[str, FailureRate]:

@@ -19,6 +19,7 @@ from dampen.studies.configs import PLAIN, Rows, check_params, read_rows
 from dampen.studies.data import DATASETS
 from dampen.studies.data.arrays import content_hash, read_function
 from dampen.studies.data.sets import locate, recognize
+from dampen.studies.environment import git_state
 from dampen.studies.errors import ConfigError
 from dampen.studies.files import fingerprint
 from dampen.studies.methods_text import parse_rows
@@ -38,6 +39,7 @@ from dampen.studies.trainer.user_function import (
     function_in_file,
 )
 from dampen.studies.trainer.user_result import guess_direction
+from dampen.studies.user_code import Code
 
 
 @dataclass
@@ -130,7 +132,10 @@ def request_own(
     place = _folder(
         folder, out, name, {"name": section["name"], "params": section["params"]}, resume
     )
-    section["code"], remark = _code(section, place, same_code)
+    section["code"], remark = _code(section, place, same_code, function.code)
+    if function.code.untracked:
+        named = "; ".join(function.code.untracked)
+        remark = "\n".join(filter(None, [remark, f"Changes in these are not tracked: {named}."]))
     base = {"function": section, "seeds": seeds_of(seeds)}
     title = f"{function.code.name}, {plural(len(base['seeds']), 'seed')}"
     recipe = recipe_of(
@@ -138,6 +143,12 @@ def request_own(
     )
     recipe = replace(recipe, grid={f"function.params.{k}": v for k, v in (grid or {}).items()})
     asked = planned(recipe)
+    asked.header["code"] = {
+        "files": sorted(function.code.files),
+        "outside": sorted(path.name for path in function.code.outside),
+        "untracked": list(function.code.untracked),
+        **git_state(function.code.root),
+    }
     if judged:
         asked.header["mode"] = judged[1]
     plan = with_recorded(asked, place)
@@ -154,7 +165,9 @@ def _check_metric(metric: str, plan: Comparison, folder: Path) -> None:
     known = [run.final.test for run in logged if run and run.final and run.final.test]
     if known and not any(metric in test for test in known):
         names = ", ".join(dict.fromkeys(name for test in known for name in test))
-        raise ConfigError("The comparison", [f"metric: the recorded runs have no {metric!r}, only {names}"])
+        raise ConfigError(
+            "The comparison", [f"metric: the recorded runs have no {metric!r}, only {names}"]
+        )
 
 
 def recipe_of(
@@ -241,7 +254,7 @@ def _folder(
     )
 
 
-def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, str]:
+def _code(section: dict[str, Any], folder: Path, same_code: bool, code: Code) -> tuple[str, str]:
     """The hash that trials are known by, and what to say where the code is another than that of earlier records."""
     if not (folder / "plan.json").exists():
         return section["code"], ""
@@ -253,6 +266,8 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
     }
     if not done or section["code"] in done:
         return section["code"], ""
+    if code.earlier in done and _older(code.outside, folder):
+        return code.earlier, ""
     if same_code:
         told = f"The code of {section['name']} differs from that of the recorded trials; they count all the same."
         return min(done), told
@@ -261,6 +276,12 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
         f"Those of the older code stay in {folder} and are listed as such. "
         "same_code=True (--ignore-code-change) would count them."
     )
+
+
+def _older(files: Sequence[Path], folder: Path) -> bool:
+    """Whether no file was changed after the first result was recorded, by an older rule that did not track them."""
+    recorded = min(p.stat().st_mtime for p in folder.glob("*/final.json"))
+    return all(file.stat().st_mtime <= recorded for file in files)
 
 
 def _count(plan: Comparison, folder: Path) -> str:

@@ -35,7 +35,9 @@ class Race:
     verdicts: dict[str, Verdict]
     runs: int
     rounds: int
-    why: str  # 'all decided', 'time used', 'most seeds', 'stopped', 'no reference' or 'no variation'
+    why: (
+        str  # 'all decided', 'time used', 'most seeds', 'stopped', 'no reference' or 'no variation'
+    )
     seeds: dict[str, int] = field(default_factory=dict)  # of each row
     failed: list[str] = field(default_factory=list)
     fixed: int | None = None  # runs of a fixed plan that decides the same rows with power 0.8

@@ -6,7 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from dampen.studies.sequential import Race
 from dampen.studies.store import RunStore
 from dampen.studies.table import Entry, ResultTable, comparison_table, read_results, read_runs
 from dampen.studies.trainer.user_function import Function, Parts
-from dampen.studies.user_code import Code, digest_of_file, local_files, package_root
+from dampen.studies.user_code import Code, code_in_file
 
 
 @dataclass
@@ -317,6 +317,7 @@ def _stored(function: Function) -> dict[str, Any]:
     return {
         "name": function.code.name,
         "code": function.code.digest,
+        "places": list(function.code.places),
         "file": function.file,
         "attribute": function.attribute,
         "pickled": _text(function.pickled) if function.pickled else None,
@@ -337,12 +338,13 @@ def _function(kept: dict[str, Any]) -> Function:
         )
     code = Code(kept["name"], kept["code"])
     if file is not None:
-        if digest_of_file(file) != kept["code"]:
+        code = code_in_file(file, kept["attribute"], "", kept.get("places", ()))
+        if code.digest != kept["code"]:
             raise LabError(
                 f"The code of {kept['name']} has changed since this study was run, so more of it would be another "
                 "study. Call dampen.compare with it: it runs new trials, or takes the old ones with same_code=True."
             )
-        code = Code(kept["name"], kept["code"], package_root(file), local_files(file))
+        code = replace(code, name=kept["name"])
     objects = {k: base64.b64decode(v) for k, v in kept["objects"].items()}
     pickled = base64.b64decode(kept["pickled"]) if kept["pickled"] else None
     metric = (kept["metric"][0], kept["metric"][1]) if kept["metric"] else None

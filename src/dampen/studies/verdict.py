@@ -103,7 +103,9 @@ class Verdict:
         low, high = (f"{100 * rate:.0f}" for rate in self.false_claims)
         more = f"; use at least {SAFE_SEEDS} seeds" if self.n < SAFE_SEEDS else ""
         far = f" (far from the others: seed {', '.join(self.outliers)})" if self.outliers else ""
-        return f"skewed differences{far}, expect {low} to {high} % false claims instead of 5 %{more}"
+        return (
+            f"skewed differences{far}, expect {low} to {high} % false claims instead of 5 %{more}"
+        )
 
 
 def judge(
@@ -203,7 +205,9 @@ def _judge_family(
 def _is_constant(ours: Values, theirs: Values) -> bool:
     """Whether neither configuration varies over the shared seeds: then all of them are one observation."""
     shared = [s for s in ours if s in theirs]
-    return len(shared) > 1 and not any(has_spread([row[s] for s in shared]) for row in (ours, theirs))
+    return len(shared) > 1 and not any(
+        has_spread([row[s] for s in shared]) for row in (ours, theirs)
+    )
 
 
 def _beaten(judged: dict[str, Verdict], upwards: bool) -> dict[str, Verdict]:
@@ -278,8 +282,12 @@ def _judged(
         effect_high=effect_high,
         because=because,
         needed_from=needed[0] if needed else None,
-        shrunk=shrunk_effect(d, at.own) if significant and effects and test == "fixed" else math.nan,
-        false_claims=false_claims_to_expect(d) if p is not None and effects and test == "fixed" else None,
+        shrunk=shrunk_effect(d, at.own)
+        if significant and effects and test == "fixed"
+        else math.nan,
+        false_claims=false_claims_to_expect(d)
+        if p is not None and effects and test == "fixed"
+        else None,
     )
 
 

@@ -1,6 +1,7 @@
 """What a training function logs is kept step by step, a lost loss ends the run, and a misfit is said once."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_a_long_log_is_thinned_and_keeps_its_validation(tmp_path):
     steps = [line["step"] for line in lines if "train" in line]
     assert steps == sorted(steps)
     assert steps[0] == 1
-    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 4
+    assert max(b - a for a, b in pairwise(steps)) <= 4
 
 
 def test_a_log_that_was_thinned_after_its_checkpoint_resumes_at_it(tmp_path):
@@ -138,7 +139,9 @@ def test_what_every_run_would_return_in_vain_stops_the_study(made, tmp_path):
 
 
 def test_methods_that_are_never_applied_stop_the_study_and_the_baseline_is_kept(made, tmp_path):
-    (tmp_path / "bare.py").write_text("def train(trial):\n    return {'accuracy': trial.seed / 9}\n")
+    (tmp_path / "bare.py").write_text(
+        "def train(trial):\n    return {'accuracy': trial.seed / 9}\n"
+    )
     with pytest.raises(Refused, match=r"never called trial.regularize\(model\)") as error:
         dampen.compare(
             f"{tmp_path}/bare.py:train",
@@ -162,9 +165,7 @@ def test_tuning_without_validation_stops_after_the_first_run_which_is_kept(made,
 
 
 @pytest.mark.parametrize("arguments", ["", "trial, data", "*, trial"])
-def test_a_function_that_cannot_take_a_trial_is_refused_before_anything_starts(
-    tmp_path, arguments
-):
+def test_a_function_that_cannot_take_a_trial_is_refused_before_anything_starts(tmp_path, arguments):
     file = tmp_path / "train.py"
     file.write_text(f"def train({arguments}):\n    return {{'accuracy': 0.5}}\n")
     with pytest.raises(ConfigError, match=r"must take one argument, the trial"):

@@ -23,7 +23,8 @@ from dampen.studies.errors import ConfigError, LabError, OwnCodeError
 from dampen.studies.methods_text import OBJECT, build_methods
 from dampen.studies.processes import is_ctrl_c
 from dampen.studies.run import Run
-from dampen.studies.user_code import Code, code_of, digest_of_file, local_files, package_root
+from dampen.studies.user_code import Code, code_in_file, code_of, digest_of_file
+from dampen.studies.user_modules import package_root
 
 _reading: list[str] = []
 
@@ -60,12 +61,14 @@ class Function:
             file = _written(tuple(sorted(self.code.files.items()))) / file.relative_to(
                 package_root_of(self.code)
             )
-        elif digest_of_file(file) != self.code.digest:
+        elif digest_of_file(file, self.code.places) != self.code.digest:
             raise LabError(
                 f"{file} or a file that it imports was changed after this run had started, so that "
                 "this trial would "
                 "not be what it is recorded as. Start the comparison again."
             )
+        # Where the program that started the comparison changed sys.path, its workers need the same.
+        sys.path.extend(p for p in self.code.places if p not in sys.path and Path(p).is_dir())
         found: Any = _import(str(file), self.code.digest)
         for part in self.attribute.split("."):
             found = getattr(found, part)
@@ -85,7 +88,9 @@ def check_signature(function: Callable[..., Any], name: str) -> None:
     except TypeError as error:
         taken = inspect.signature(function)
         problem = f"{name}{taken} must take one argument, the trial: {error}"
-        raise ConfigError("The training function", [f"{problem}. Write def train(trial): ..."]) from None
+        raise ConfigError(
+            "The training function", [f"{problem}. Write def train(trial): ..."]
+        ) from None
     except ValueError:  # a builtin without a signature: its call will tell
         return
 
@@ -129,7 +134,7 @@ def as_function(train: Callable[[Any], Any]) -> Function:
     at_top = (
         file and module is not None and module.__name__ != "__main__" and _at(module, name) is train
     )
-    if at_top and code.root is not None and digest_of_file(Path(file)) == code.digest:
+    if at_top and code.root is not None and digest_of_file(Path(file), code.places) == code.digest:
         return Function(code, str(Path(file).resolve()), name)
     import cloudpickle
 
@@ -157,8 +162,7 @@ def function_in_file(text: str, what: str = "The training function") -> Function
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(what, [f"{text}: there is no file {path!r}; write file.py:function"])
-    digest = digest_of_file(file)
-    module = _import(str(file.resolve()), digest)
+    module = _import(str(file.resolve()), digest_of_file(file))
     found = _at(module, name) if name else None
     if not callable(found):
         own = sorted(
@@ -173,7 +177,7 @@ def function_in_file(text: str, what: str = "The training function") -> Function
             else f"say which function of {file.name}"
         )
         raise ConfigError(what, [f"{text}: {missing}{known}. Write {path}:FUNCTION"])
-    code = Code(f"{file.name}:{name}", digest, package_root(file), local_files(file))
+    code = code_in_file(file, name)  # after the import, which may have changed sys.path
     return Function(code, str(file.resolve()), name)
 
 

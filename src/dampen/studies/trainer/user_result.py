@@ -129,9 +129,7 @@ class UserLog:
         )  # checkpoints before 0.2
         # The log may have been thinned since the checkpoint: then what came after it is known by its step.
         kept = [
-            line
-            for line in self.record.lines()[: self.lines]
-            if line.get("step", 0) <= self.steps
+            line for line in self.record.lines()[: self.lines] if line.get("step", 0) <= self.steps
         ]
         self.record.write_lines(kept)
         self.lines, self.open = len(kept), True
