@@ -1,8 +1,9 @@
 """The identity of a user's code: a hash of the syntax trees of a file and of the user's files that it imports.
 
 `user_modules.py` says which files these are. Until 0.2 only those below the file's own folder counted: where others are
-imported, `Code.earlier` is the hash that older records have. Comments, layout and docstrings do not count, nor does the part of a script that only starts the comparison. A function
-typed into a notebook has no file: there the sources of all that it reaches count instead.
+imported, `Code.earlier` is the hash that older records have. Comments, layout and docstrings do not count, nor does the
+part of a script that only starts the comparison. A function typed into a notebook has no file: there the sources of all
+that it reaches count instead.
 """
 
 from __future__ import annotations
