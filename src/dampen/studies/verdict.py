@@ -161,7 +161,7 @@ def judge_pairs(
     families: dict[int, dict[str, tuple[Values, Values]]] = {}
     for name, pair in pairs.items():
         families.setdefault((added or {}).get(name, 0), {})[name] = pair
-    judged = {}
+    judged: dict[str, Verdict] = {}
     for addition, family in families.items():
         level = LEVEL * (LATER / 2**addition if addition else 1.0)
         judged |= _judge_family(family, metric, upwards, margin, test, level)

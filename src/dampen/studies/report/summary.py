@@ -114,11 +114,8 @@ def _which(
         return Answer("It depends on the model", [*told_elsewhere, *_others(compared, table)])
     if not any(e.comparison and e.comparison.p is not None for e in compared):
         if any(e.comparison and e.comparison.because == NO_VARIATION for e in compared):
-            told = [
-                f"{NO_VARIATION.capitalize()}, so all seeds together are one observation.",
-                SEED,
-            ]
-            return Answer("No verdict", told, "caution")
+            one = f"{NO_VARIATION.capitalize()}, so all seeds together are one observation."
+            return Answer("No verdict", [one, SEED], "caution")
         few = f"Every comparison has fewer than {FEWEST} shared seeds, too few for a test."
         more = "Run more seeds per method; --until-decided adds them."
         return Answer("Too few runs", [few, more], "caution")

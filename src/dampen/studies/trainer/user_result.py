@@ -169,7 +169,7 @@ def lost(values: Mapping[str, Any]) -> list[str]:
     >>> lost({"train": {"loss": math.nan, "auc": math.nan}, "valid_loss": math.inf})
     ['train.loss', 'valid_loss']
     """
-    named = {}
+    named: dict[str, float] = {}
     for group, value in values.items():
         if isinstance(value, dict):
             named |= {f"{group}.{name}": number for name, number in value.items()}
