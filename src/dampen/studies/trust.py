@@ -72,8 +72,8 @@ def approve(code: Iterable[KeptCode]) -> None:
         with open(handle, "a", encoding="utf-8") as file:
             file.writelines(f"{digest} {kept.what!r}\n" for digest, kept in new.items())
     except OSError as error:
-        told = f"The approval of code could not be kept in {path} ({error}), so it ends with this process."
-        warnings.warn(told, stacklevel=2)
+        warning = f"The approval of code could not be kept in {path} ({error}), so it ends with this process."
+        warnings.warn(warning, stacklevel=2)
 
 
 def require_approval(folder: Path, code: Iterable[KeptCode], how: str = "") -> None:
