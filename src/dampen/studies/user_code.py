@@ -121,11 +121,11 @@ def _parse(text: str, file: Path) -> ast.Module:
 
 def _trees(root: Path, files: dict[str, str], entry: Path) -> str:
     started = entry.resolve().relative_to(root).as_posix()
-    told = []
+    texts = []
     for name in sorted(files):
         tree = _parse(files[name], root / name)
-        told.append(f"{name}\n{normalized(_without_start(tree) if name == started else tree)}")
-    return "\n".join(told)
+        texts.append(f"{name}\n{normalized(_without_start(tree) if name == started else tree)}")
+    return "\n".join(texts)
 
 
 def normalized(tree: ast.AST) -> str:
@@ -218,7 +218,7 @@ def _reachable(thing: Any, seen: set[int]) -> Iterator[str]:
         yield _closure(thing)
         for name in _names(thing.__code__):
             if name in thing.__globals__:
-                yield from (f"{name}: {told}" for told in _reachable(thing.__globals__[name], seen))
+                yield from (f"{name}: {text}" for text in _reachable(thing.__globals__[name], seen))
     elif isinstance(thing, type) and thing.__module__ == "__main__":
         yield _source(thing)
         for member in vars(thing).values():
