@@ -191,7 +191,9 @@ def _reachable(thing: Any, seen: set[int]) -> Iterator[str]:
         yield _closure(thing)
         for name in _names(thing.__code__):
             if name in thing.__globals__:
-                yield from (f"{name}: {texts}" for texts in _reachable(thing.__globals__[name], seen))
+                yield from (
+                    f"{name}: {texts}" for texts in _reachable(thing.__globals__[name], seen)
+                )
     elif isinstance(thing, type) and thing.__module__ == "__main__":
         yield _source(thing)
         for member in vars(thing).values():
