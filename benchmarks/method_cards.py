@@ -122,7 +122,7 @@ def card(name: str, cls: type[Regularizer], costs: dict[str, Any], caption: str 
         sections.append(
             f"![{caption}](../images/methods/{name}.svg)\n\n*{caption[0].upper()}{caption[1:]}.*"
         )
-    sections.append(f"- **Try it** {facts.when}.\n- **Do not use it** {facts.never}.")
+    sections.append(f"- **When to use it**: {facts.when}.\n- **When not**: {facts.never}.")
     sections += [_helped(name), "## Use it", _uses(name, cls, facts.start)]
     sections.append("\n".join(f"- {where}: {what}" for where, what in facts.rates))
     both = f"small model {cost(name, small())}, large model {cost(name, costs)}"
