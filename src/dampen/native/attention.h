@@ -247,14 +247,18 @@ const char* dampen_kept(const Problem* problem, u8* kept, i64 room_kept) {
   const u32 thr = threshold(p.rate, p.seed);
   const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
   const int ld = is_small ? (M + 7) / 8 * 8 : M;
-  std::vector<float> s((size_t)ld), turned(is_small ? (size_t)ld * D : 0);
+  const bool again = p.mode == 2 && is_small;
+  const i64 bq = forward_rows(p);
+  std::vector<float> s((size_t)ld), turned(again ? (size_t)ld * D : 0), block(again ? (size_t)bq * ld : 0);
   std::vector<u16> room;
   for (i64 row = 0; row < p.B * p.H * p.N; row++) {
     const i64 bh = row / p.N, b = bh / p.H, h = bh % p.H, g = h * p.G / p.H, i = row % p.N;
     const float *q = at(p.q, p.sq, b, h, i), *k = at(p.k, p.sk, b, g, 0);
-    if (p.mode == 2 && is_small) {  // as `dampen_attention` makes them, to the bit: ties stay ties
+    if (again) {  // the same blocks as in `dampen_attention`: a row alone is rounded otherwise, and ties would not stay ties
       if (!i) turn(M, D, k, p.sk[2], turned.data(), ld);
-      small(1, ld, D, (float)p.scale, q, p.sq[2], 1, turned.data(), ld, false, s.data(), ld);
+      if (i % bq == 0)
+        small((int)std::min(bq, p.N - i), ld, D, (float)p.scale, q, p.sq[2], 1, turned.data(), ld, false, block.data(), ld);
+      std::copy_n(block.data() + (i % bq) * ld, ld, s.data());
     }
     for (int j = 0; j < M; j++) {
       if (p.mode != 2) s[j] = 0;
