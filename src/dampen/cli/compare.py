@@ -60,7 +60,7 @@ def compare(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits."
+            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; several with commas. Default: digits."
         ),
     ] = None,
     model: Annotated[
@@ -120,6 +120,9 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Train the baseline and each method with the same seeds, data and options, and test which is better."""
+    if train is None and data is not None and "," in data and not Path(data).exists():
+        _over_data_sets([name.strip() for name in data.split(",") if name.strip()], dict(locals()))
+        return
     from dampen.cli.running import execute, heed_signals
     from dampen.studies.processes import warm_up
 
@@ -223,6 +226,41 @@ def compare(
     )
 
 
+def _over_data_sets(names: list[str], given: dict[str, Any]) -> None:
+    """One comparison for each data set, then the answer over all of them."""
+    import contextlib
+
+    from dampen.studies.combine import combine
+    from dampen.studies.request import request_parts
+
+    folders = []
+    for name in names:
+        with contextlib.redirect_stdout(sys.stderr if given["as_json"] else sys.stdout):
+            try:
+                compare(**given | {"data": name, "as_json": False})
+            except typer.Exit as end:
+                if end.exit_code:
+                    raise
+        changes = [
+            *(given["settings"] or []),
+            *(["data.partial=true"] if given["allow_incomplete"] else []),
+        ]
+        places = {key: given[key] for key in ("metric", "data_dir", "out", "folds")}
+        asked = request_parts(
+            given["model"], name, given["methods"], given["seeds"], settings=changes, **places
+        )
+        tuned = "-tuned" if given["tune"] is not None else ""
+        folders.append(asked.folder.with_name(asked.folder.name + tuned))
+    if given["dry_run"]:
+        return
+    found = combine(folders)
+    if given["as_json"]:
+        print_json(found.to_dict())
+        return
+    print(f"\n{found}")
+    print(f"\nAll on one page: dampen report {' '.join(map(str, folders))} -o report.html")
+
+
 def check_budget(budget: str | None) -> None:
     """The words of a budget are checked before anything starts."""
     from dampen.studies.sequential import seconds
@@ -259,7 +297,6 @@ def _own(
     out: Path,
     searching: bool,
 ) -> ComparisonRequest:
-    from dampen.studies.comparison import read_setting
     from dampen.studies.request import request_own
     from dampen.studies.trainer.user_function import function_in_file
 
@@ -267,11 +304,6 @@ def _own(
     if searching and metric is None:
         told = "pass the validation metric of your function that --tune maximizes, as in --metric accuracy or nll:min"
         problems.append(f"--metric: {told}")
-    params: dict[str, Any] = {}
-    for setting in settings:
-        key, value, problem = read_setting(setting)
-        problems += [problem] if problem else []
-        params[key] = value
     if problems:
         raise ConfigError("The comparison", problems)
     command = ["dampen", "compare", train, "--methods", methods, "--seeds", str(seeds)]
@@ -283,7 +315,7 @@ def _own(
         methods,
         seeds,
         metric=metric,
-        params=params,
+        settings=settings,
         out=out,
         same_code=same_code,
         command=command,

@@ -141,7 +141,11 @@ class Axis:
         if not room > 1e-9:
             return []
         steps = [room * (i + 1) / count for i in range(count)]
-        return [self.value(1 + s if upwards else -s) for s in steps]
+        values = [self.value(1 + s if upwards else -s) for s in steps]
+        if self.low is None or not self.low > 0:
+            return values
+        # A range above 0 stays there: a method may refuse a rate of 0, and it would do nothing.
+        return [v for v in values if v > 0] or [self.low / 2]
 
     def _next(self, upwards: bool) -> list[Any]:
         last, before = self.choices[::-1][:2] if upwards else self.choices[:2]
