@@ -130,6 +130,8 @@ class Axis:
         [0.01334, 0.01778]
         >>> Axis("rate", 0.1, 0.9, most=0.95).beyond(True, 2), Axis("weight", choices=(1, 3)).beyond(False, 2)
         ([0.925, 0.95], [0.3333])
+        >>> Axis("rate", 0.02, 0.3).beyond(False, 4), Axis("rate", 0.02, 0.3).beyond(False, 1)
+        ([0.0025], [0.01])
         """
         if self.choices:
             return self._next(upwards)

@@ -23,6 +23,7 @@ from dampen.handle import Handle, regularize
 from dampen.native import library
 from dampen.studies import environment
 from dampen.studies.ensembles import FILE as PREDICTIONS
+from dampen.studies.ensembles import RETURNED as PREDICTED
 from dampen.studies.ensembles import take_predictions
 from dampen.studies.errors import LabError, OwnCodeError, Refused, Stopped
 from dampen.studies.files import LARGEST, atomic_file, finite
@@ -311,7 +312,8 @@ class Trial:
         test, valid = read_metrics(returned, self._named())
         if predictions:
             with atomic_file(self.folder / PREDICTIONS) as file:
-                np.savez_compressed(file, **predictions)
+                p, y = (predictions[name] for name in PREDICTED)
+                np.savez_compressed(file, predictions=p, targets=y)
         wanted = self._function.metric if self._function else None
         judged = judged_by(test, wanted)
         known = self._log.known
