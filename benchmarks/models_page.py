@@ -125,8 +125,9 @@ def _faults(library: str, cases: dict[str, Any]) -> Iterable[str]:
 
 
 def _probe(code: str) -> int:
-    """The version of the probe in the version of the code that a model was judged with."""
-    return int(code.rpartition("-")[2])
+    """The version of the probe in the version of the code that a model was judged with; 0: the code says none."""
+    version = code.partition("-")[2]
+    return int(version) if version else 0
 
 
 def _list(library: str, cases: dict[str, Any], newest: int) -> list[str]:
