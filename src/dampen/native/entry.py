@@ -151,6 +151,15 @@ def _at(t: Tensor | None) -> tuple[int, int]:
     return t.data_ptr(), int(t.untyped_storage().nbytes() // size - t.storage_offset())
 
 
+def _extent(t: Tensor) -> int:
+    """How many numbers lie from the first to the last of a tensor, which is no more than its memory
+    holds. The memory itself is not asked: a Python object for it would keep autograd from adding to
+    a gradient in place."""
+    if t.is_contiguous():
+        return t.numel()
+    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+
+
 # --- the calls
 
 
@@ -401,7 +410,7 @@ def _packed(tapped: Sequence[TapJob]) -> bytes:
             t, start = place if isinstance(place, Place) else (place, 0)
             size = t.itemsize
             pointers.append(t.data_ptr() + start * size)
-            rooms.append(t.untyped_storage().nbytes() // size - t.storage_offset() - start)
+            rooms.append(_extent(t) - start)
         strides = (*job.strides, *job.through_strides, *job.out_strides)
         packed.append(_TAPPED.pack(*job.shape, *pointers, *strides, *rooms, job.scale))
     return b"".join(packed)
