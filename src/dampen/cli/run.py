@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,11 +27,8 @@ from dampen.cli.common import (
 from dampen.cli.running import (
     Address,
     SearchBy,
-    SearchTrials,
-    Storage,
-    check_search,
     engine_options,
-    searched,
+    refuse_search,
     tuned,
 )
 from dampen.studies.comparison import Comparison, make_comparison
@@ -64,8 +62,6 @@ def run(
     address: Address = None,
     workers: Workers = None,
     search: SearchBy = None,
-    search_trials: SearchTrials = 20,
-    storage: Storage = None,
     tensorboard: Tensorboard = False,
     logger: Loggers = None,
     retry: Annotated[
@@ -80,19 +76,20 @@ def run(
     from dampen.cli.running import execute, heed_signals
     from dampen.studies.processes import warm_up
 
-    check_search(search)
+    refuse_search(search)
     chosen = engine_options(engine, workers, address)
     changes = list(settings or [])
     options = {"train.devices": devices, "train.strategy": strategy, "train.precision": precision}
     changes += [f"{k}={v!r}" for k, v in options.items() if v is not None]
     changes += ["data.partial=true"] if allow_incomplete else []
     changes += ["train.compile=true"] if compile_ else []
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(recipe, import_plugins=not dry_run)
+    code = loaded.code() if dry_run else []
     if not dry_run:
         heed_signals()
         warm_up()
         changes += _own_data(loaded, scale, data_dir)
-    plan = make_comparison(loaded, scale, changes, seed or None)
+    plan = make_comparison(loaded, scale, changes, seed or None, check_names=not code)
     trials = plan.chosen(row or (), seed or ())
     folder = out / run_name(plan, settings or [])
     execution: dict[str, Any] = {
@@ -105,18 +102,16 @@ def run(
     if dry_run:
         from dampen.studies.tuning import tuning_plan
 
-        tuning = None if search else tuning_plan(loaded, scale, changes, row or [])
+        tuning = tuning_plan(loaded, scale, changes, row or [], check_names=not code)
         _preview(plan, folder, as_json, tuning, row or (), seed or ())
+        if code:
+            told = f"A dry run imports no code that a recipe names: {', '.join(code)}."
+            told += " So the names of data sets, models and methods, and their arguments, were not looked up. A plug-in may "
+            told += "give the recipe, and with it the folder, another name."
+            print(told, file=sys.stderr)
         return
-    if not search:
-        plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)
-        trials = plan.chosen(row or (), seed or ())
-    if search:
-        folder = folder.with_name(f"{folder.name}-search")
-        plan = searched(
-            loaded, folder, execution, search_trials, storage, workers, scale, changes, seed or None
-        )
-        trials = plan.chosen(row or (), seed or ())
+    plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)
+    trials = plan.chosen(row or (), seed or ())
     steps = [f"dampen report {folder}"] if _has_report() else []
     execute(plan, folder, trials, as_json, execution, steps, retry=retry, **chosen)
 

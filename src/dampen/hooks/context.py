@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from dampen.calls import Penalties
 from dampen.hooks.entry import EntrySite
 from dampen.hooks.own_dropout import OwnRate
-from dampen.regularizer import ATTENTION_STAGES, LINEAR_STAGES, Regularizer, Site, in_order
+from dampen.regularizer import (
+    ATTENTION_STAGES,
+    LINEAR_STAGES,
+    STEP_STAGES,
+    Regularizer,
+    Site,
+    in_order,
+)
 from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
@@ -158,7 +165,8 @@ class Layer:
     def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
         self.site = site
         self.clones = list(clones)
-        self.ordered = in_order(clones)  # as they act
+        # as they act; those that only move weights have nothing to do in a forward
+        self.ordered = in_order(c for c in clones if c.stages - set(STEP_STAGES))
         self.enabled = True
         self.sampling = False  # Monte-Carlo averaging: stochastic methods act in eval too
         self.frames: list[Frame] = []  # one per forward under way
@@ -360,9 +368,12 @@ class ModelSite:
         for name, clone in clones.items():
             reached = [layer.reached[name] for layer in self.layers if name in layer.reached]
             if reached and not any("attention" in parts for parts in reached):
+                why = {
+                    k for layer in self.layers for k in layer.kernels.values() if "left out" in k
+                }
                 raise RuntimeError(
                     f"{clone} found no attention to act on: every attention of the layers chosen "
-                    f"('{self.layers[0].site.name}', ...) attends over channels, not over tokens. Leave the method "
+                    f"('{self.layers[0].site.name}', ...) was {' or '.join(sorted(why))}. Leave the method "
                     "out, or those of its terms that are about attention."
                 )
 

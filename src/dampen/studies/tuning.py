@@ -206,27 +206,6 @@ def _strength(variable: str, name: str, value: float) -> Axis:
     return Axis(variable, value / 10, value * 10, log=True, first=value)
 
 
-def plan_at(
-    recipe: Recipe,
-    scale: str | None,
-    settings: Sequence[str],
-    row: str,
-    chosen: Mapping[str, Any],
-    seeds: Sequence[int],
-) -> Comparison:
-    """The plan of one row with the chosen values in place of the grid."""
-    name = recipe.at(scale)["scale"]
-    own = {k: v for k, v in recipe.scales[name].items() if k not in ("grid", "search")}
-    point = replace(
-        recipe, grid={k: [v] for k, v in chosen.items()}, search={}, scales={name: own}, scale=name
-    )
-    plan = make_comparison(point, name, settings, seeds, check_names=False)
-    plan.configs = [r for r in plan.configs if r.name == row]
-    wanted = {trial for p in plan.configs[0].settings for trial in p.ids.values()}
-    plan.runs = {i: t for i, t in plan.runs.items() if i in wanted}
-    return plan
-
-
 FOLDER = "search"
 """Trials of the tuning lie here, apart from those of the table."""
 STAGE = "stage"
@@ -287,22 +266,26 @@ class Tuning:
         self.plan = self.of(list(self.axes))
 
 
-def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> Tuning | None:
+def make_tuning(
+    recipe: Recipe, scale: str | None, settings: Sequence[str], check_names: bool = True
+) -> Tuning | None:
     """What there is to choose, on the tuning seeds; None where nothing is.
 
     Args:
         recipe: with a search, or with a grid and tuning seeds.
         scale: of the recipe.
         settings: changes as on the command line.
+        check_names: look up data sets, models and methods.
     """
     at = recipe.at(scale)
+    seeds = at.get("tuning_seeds")
     if at["search"]:
         axes, tried = design_of(recipe, scale, settings)
-        plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=tried)
+        plan = make_comparison(recipe, scale, settings, seeds, check_names, tried)
         more = at["search"].get(STRENGTH_SETTINGS, 0)
         count = at["search"][SETTINGS] + more
-    elif at.get("tuning_seeds"):
-        plan, count = make_comparison(recipe, scale, settings, at["tuning_seeds"]), 0
+    elif seeds:
+        plan, count = make_comparison(recipe, scale, settings, seeds, check_names), 0
         more = 0
         axes = {row.name: _grid_axes(row) for row in plan.configs if len(row.settings) > 1}
     else:
@@ -313,11 +296,15 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
 
 
 def tuning_plan(
-    recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]
+    recipe: Recipe,
+    scale: str | None,
+    settings: Sequence[str],
+    rows: Sequence[str],
+    check_names: bool = True,
 ) -> Comparison | None:
     """The trials that choose, as far as they are known before any has run; None where nothing is chosen. Its header
     says how many follow in a second stage; extended ranges come on top of that."""
-    tuning = make_tuning(recipe, scale, settings)
+    tuning = make_tuning(recipe, scale, settings, check_names)
     plan = tuning.of(rows) if tuning is not None else None
     if tuning is None or plan is None or not plan.configs:
         return None
