@@ -90,7 +90,7 @@ def _from_function(
     name: str, given: dict[str, Any], batch: int
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """What `file.py:build` returns: a model and its inputs, a tensor, several, or some by name."""
-    from dampen.studies.request import function_in_file
+    from dampen.studies.trainer.user_function import function_in_file
 
     build: Callable[..., Any] = function_in_file(name, "--model").load()
     if "batch" in inspect.signature(build).parameters:
@@ -125,7 +125,7 @@ def _from_folder(
     declare_torchvision_operators()
     import transformers
 
-    sizes = {k: given.pop(k) for k in ("tokens", "image_size") if k in given}
+    sizes: dict[str, int] = {k: given.pop(k) for k in ("tokens", "image_size") if k in given}
     config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, **given)
     names = getattr(config, "architectures", None) or ["AutoModel"]
     kind: Any = getattr(transformers, names[0], transformers.AutoModel)
