@@ -47,8 +47,8 @@ class Tapped(NamedTuple):
     cut: Cut | None
     x: Tensor
     weight: Tensor
-    rows: Tensor | None  # weights of the vectors of y, without heads; None: all are 1
     version: int  # of y, when it was made
+    rows: Tensor | None = None  # weights of the vectors of y, without heads; None: all are 1
 
 
 def may_wait(
@@ -115,7 +115,7 @@ def wait(
     assert factor is not None  # `may_wait` has looked
     if rows is not None:
         rows = rows.contiguous()
-    part = Tapped(y, bias, float(factor), cut, x, weight, rows, written_to(y))
+    part = Tapped(y, bias, float(factor), cut, x, weight, written_to(y), rows)
     return Deferred((part,), sum_up)
 
 
