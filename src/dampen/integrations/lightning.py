@@ -78,7 +78,7 @@ class Regularize(Callback):
             outputs, _ = watch.take()
             return predictions(outputs)
 
-        if not (self.valid is not None and self.reg.passes > 1):
+        if not (self.valid is not None and self.reg.reads_outputs):
             valid = None
         else:
             valid = self.valid(batch)
