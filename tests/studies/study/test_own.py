@@ -88,7 +88,7 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     assert handle.parameters() == []
     assert handle.kernels() == {}
     handle.load_state_dict(handle.state_dict())
-    with handle.disable(), handle.mc_mode():
+    with handle.disable(), handle.mc_mode(), handle.averaged():
         model(x)
     assert handle.mc_average(lambda: model(x), 2).shape == (4, 3)
     assert "baseline" in repr(handle)
@@ -122,6 +122,7 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
         "builtin_dropout",
         "set_builtin_dropout",
         "attach_optimizer",
+        "averaged",
     }
     assert called <= set(
         vars(BaselineHandle)
