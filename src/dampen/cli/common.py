@@ -28,7 +28,10 @@ Out = Annotated[
     Path, typer.Option("--out", envvar="DAMPEN_RUNS", help="Folder that holds the runs.")
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Processes at once; default: one per core.")
+    int | None, typer.Option(min=1, help="Processes at once; default: one per GPU, or per core.")
+]
+PerGpu = Annotated[
+    int | None, typer.Option("--per-gpu", min=1, help="Processes that share a GPU; default: 1.")
 ]
 Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")]
 Loggers = Annotated[

@@ -16,6 +16,7 @@ from dampen.cli.common import (
     Json,
     Loggers,
     Out,
+    PerGpu,
     Settings,
     Tensorboard,
     Weights,
@@ -98,6 +99,7 @@ def compare(
     engine: Annotated[str, typer.Option(help="Where runs execute: local or ray.")] = "local",
     address: Address = None,
     workers: Workers = None,
+    per_gpu: PerGpu = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -133,7 +135,7 @@ def compare(
     refuse_search(search)
     tuning = tune is not None
     check_budget(budget)
-    options = engine_options(engine, workers, address)
+    options = engine_options(engine, workers, address, per_gpu)
     if train is not None:
         _refuse_options_of_the_trainer(
             {
