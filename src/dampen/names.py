@@ -85,6 +85,21 @@ def nearest(word: object, known: Iterable[str]) -> str:
     return f"; known: {', '.join(sorted(words))}"
 
 
+def close_names(word: str, known: Iterable[str], most: int = 5) -> str:
+    """The names most like a wrong one, for lists that are too long to print.
+
+    >>> close_names("vit_tinny", ["vit_tiny", "vit_base", "resnet18"], 2)
+    'The closest names: vit_tiny, vit_base.'
+
+    Args:
+        word: the wrong name.
+        known: all names.
+        most: how many to suggest.
+    """
+    close = difflib.get_close_matches(word, list(known), n=most, cutoff=0.0)
+    return f"The closest names: {', '.join(close)}."
+
+
 def moved_out(module: str, name: str, folder: str, moved: Mapping[str, str]) -> NoReturn:
     """Raise for an attribute that a module does not have, or no longer has: the `__getattr__` of
     that module.

@@ -11,6 +11,10 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import (
+    DATA,
+    JUDGING,
+    RUNNING,
+    WHAT,
     AllowIncomplete,
     DataDir,
     Json,
@@ -27,9 +31,11 @@ from dampen.cli.running import (
     Address,
     Budget,
     Margin,
+    NoReport,
     SearchBy,
     SearchTrials,
     Storage,
+    Title,
     Tune,
     UntilDecided,
     check_search,
@@ -60,51 +66,70 @@ def compare(
             help="Training function as FILE.py:FUNCTION (default: the built-in trainer)."
         ),
     ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods, separated by commas; a + b puts both into one model.",
+            rich_help_panel=WHAT,
+        ),
+    ] = "drop_key",
     data: Annotated[
         str | None,
         typer.Option(
-            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits."
+            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits."
+            help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits.",
+            rich_help_panel=DATA,
         ),
     ] = None,
-    methods: Annotated[
-        str, typer.Option(help="Methods, separated by commas; a + b puts both into one model.")
-    ] = "drop_key",
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 5,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="How many seeds per method.", rich_help_panel=JUDGING)
+    ] = 8,
     metric: Annotated[
         str | None,
         typer.Option(
-            help="The test metric to judge by, as in f1 or rmse:min; default: the first returned."
+            help="The test metric to judge by, as in f1 or rmse:min; default: the first returned.",
+            rich_help_panel=JUDGING,
         ),
     ] = None,
     settings: Settings = None,
     ignore_code_change: Annotated[
         bool,
         typer.Option(
-            "--ignore-code-change", help="Count runs that an older version of your code logged."
+            "--ignore-code-change",
+            help="Count runs that an older version of your code logged.",
+            rich_help_panel=WHAT,
         ),
     ] = False,
     folds: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Cross-validate in so many folds; each seed is one round of them."
+            min=2,
+            help="Cross-validate in so many folds; each seed is one round of them.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     data_dir: DataDir = None,
     allow_incomplete: AllowIncomplete = False,
-    accelerator: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    engine: Annotated[str, typer.Option(help="Where runs execute: local or ray.")] = "local",
+    accelerator: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or mps.", rich_help_panel=RUNNING)
+    ] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="Where runs execute: local or ray.", rich_help_panel=RUNNING)
+    ] = "local",
     address: Address = None,
     workers: Workers = None,
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Threads of each run; default: OMP_NUM_THREADS, or the cores shared out."
+            min=1,
+            help="Threads of each run; default: OMP_NUM_THREADS, or the cores shared out.",
+            rich_help_panel=RUNNING,
         ),
     ] = None,
     until_decided: UntilDecided = False,
@@ -119,8 +144,14 @@ def compare(
     weights: Weights = True,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check all, time a few steps, and show what would run."),
+        typer.Option(
+            "--dry-run",
+            help="Check all, time a few steps, and show what would run.",
+            rich_help_panel=RUNNING,
+        ),
     ] = False,
+    title: Title = None,
+    no_report: NoReport = False,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -195,10 +226,9 @@ def compare(
     if options.get("engine", "local") == "local":
         Execution(**execution).check_here()  # before anything is written
     check_rows(plan, folder, Execution(**execution))
-    more = (
-        "for inconclusive methods, rerun with --until-decided: it adds seeds and keeps all results"
-    )
-    steps = [more] if not until_decided and budget is None else []
+    steps: list[str] = []
+    if title:
+        plan.header["title"] = title
     if search:
         folder = folder.with_name(f"{folder.name}-search")
         plan = searched(
@@ -231,6 +261,7 @@ def compare(
         from dampen.cli.running import race_and_conclude
 
         limits: dict[str, Any] = {"margin": margin, "budget": budget, "first": seeds}
+        limits["report"] = not no_report
         race_and_conclude(plan, folder, as_json, execution, steps, **limits, **options)
     execute(
         plan,
@@ -239,6 +270,7 @@ def compare(
         as_json,
         execution,
         steps,
+        not no_report,
         **options,
     )
 

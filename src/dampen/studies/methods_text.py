@@ -306,3 +306,36 @@ def _argument_as_text(value: Any) -> str:
         items = arguments if isinstance(arguments, list | tuple) else [arguments]
         return f"{name}({', '.join(map(_argument_as_text, items))})"
     return json.dumps(value) if isinstance(value, str) else str(value)
+
+
+def python_call(method: Mapping[str, Any]) -> str:
+    """The Python that makes a method, to copy after `import dampen`.
+
+    Args:
+        method: the method as plain data.
+
+    >>> python_call({"name": "drop_key", "rate": {"linear": [0.3, 0]}, "unit": "column"})
+    "dampen.DropKey(rate=dampen.linear(0.3, 0), unit='column')"
+    """
+    if OBJECT in method:
+        return str(method.get("shown", method["name"]))
+    name = str(method["name"])
+    if is_in_file(name):
+        cls = name.rpartition(":")[2]
+    else:
+        found = _class({"name": name})
+        ours = found.__module__.startswith("dampen.")
+        cls = f"dampen.{found.__name__}" if ours else found.__name__
+    return f"{cls}({', '.join(f'{k}={_as_python(v)}' for k, v in _arguments(method).items())})"
+
+
+def _as_python(value: Any) -> str:
+    if not isinstance(value, Mapping) or len(value) != 1:
+        return repr(value)
+    ((name, arguments),) = value.items()
+    if isinstance(arguments, Mapping):
+        inside = ", ".join(f"{k}={_as_python(v)}" for k, v in arguments.items())
+    else:
+        items = arguments if isinstance(arguments, list | tuple) else [arguments]
+        inside = ", ".join(map(_as_python, items))
+    return f"dampen.{name}({inside})"

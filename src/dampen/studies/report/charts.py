@@ -540,7 +540,7 @@ def bench_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
             "row": entry.get("ours", name),
             "name": name,
             "kind": kind,
-            "memory": record["memory"][name]["ratio"],
+            "memory": record["memory"].get(name, {}).get("ratio"),
         }
         | {key: entry[key] for key in ("median", "low", "high")}
         | {"target": record["targets"].get(name, {}).get("target")}

@@ -10,7 +10,7 @@ from dampen.studies.methods_text import methods_as_text as written
 from dampen.studies.metric import METRICS, Metric, describe
 from dampen.studies.plugins import active
 from dampen.studies.report.figures import CHOSEN, MOST, Figure, Palette
-from dampen.studies.report.summary import advise, counted, listed
+from dampen.studies.report.summary import QUESTIONS, advise, counted, listed
 from dampen.studies.store import LoggedRun
 from dampen.studies.table import Entry, LoggedComparison, ResultTable, grid_text
 from dampen.studies.verdict import KINDS, Test, Verdict, words
@@ -20,7 +20,6 @@ SHOWN = 60
 PAGED = 300
 """With more rows than these the page shows a part at a time and makes the rest only when it is asked for."""
 
-QUESTIONS = ("Which method should I use here?", "What does it cost?", "Can I trust it?")
 CHIPS = {
     "better": "up",
     "worse": "down",
