@@ -14,6 +14,7 @@ from dampen.extensions import is_in_file
 from dampen.registry import find_method
 from dampen.studies.methods_text import OBJECT, methods_as_text, python_call
 from dampen.studies.table import Entry, ResultTable, axis_name, grid_text
+from dampen.studies.trainer.data import places
 
 IGNORED = ("id", "seed", "format", "methods")
 """Keys of a run's configuration that are no setting of its method."""
@@ -77,7 +78,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         if not prefix and key in IGNORED:
             continue
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             found |= flat(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
@@ -112,8 +113,8 @@ def regularize_line(entry: Entry, reference: Entry | None = None) -> str:
     if not calls:
         return f"# train with {other}" if other else ""
     runs = list(entry.setting.logged.values())
-    sites = runs[0].config.get("sites") if runs else None
-    where = f", target_modules={sites!r}" if sites else ""
+    sites = places(runs[0].config.get("sites", "*")) if runs else {}
+    where = "".join(f", {k}={v!r}" for k, v in sites.items() if v != "*")
     methods = calls[0] if len(calls) == 1 else f"[{', '.join(calls)}]"
     return f"dampen.regularize(model, {methods}{where})" + (f"  # with {other}" if other else "")
 
