@@ -1,3 +1,5 @@
 """Benchmarks, and the slow, obvious formulations that serve as oracles of the tests."""
 
-import dampen  # noqa: F401 - before timm and the like: it cures a torchvision that was built for another torch
+from dampen._torch import declare_torchvision_operators
+
+declare_torchvision_operators()  # the benchmarks import timm and transformers

@@ -202,7 +202,7 @@ def _prepare(copy: Path) -> None:
     sys.path[:0] = [str(copy), str(ROOT)]
     for name in [n for n in sys.modules if n.partition(".")[0] == "dampen"]:
         del sys.modules[name]
-    importlib.import_module("dampen")  # before what imports torchvision
+    importlib.import_module("dampen._torch").declare_torchvision_operators()
     for name in PRELOAD:
         importlib.import_module(name)
 

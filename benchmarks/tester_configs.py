@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-import dampen  # noqa: F401  (first: it works around a torchvision built for another torch)
-
 LARGEST_EXACT = 1024
 
 

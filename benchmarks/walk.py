@@ -92,10 +92,10 @@ def steps() -> dict[str, dict[str, int]]:
 
 def step() -> dict[str, int]:
     """One training step of two methods on timm's vit_tiny."""
-    import dampen  # first: it prepares the import of torchvision, which timm needs
-
-    import timm  # isort: skip
+    import timm
     import torch
+
+    import dampen
 
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10).train()

@@ -18,11 +18,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import dampen  # first, so that transformers gets along with a torchvision that was built for another torch
-
-# isort: split
 import torch
-from transformers import (
+
+import dampen
+from dampen.integrations import declare_torchvision_operators, hf
+
+# A torchvision wheel that was built for another torch would stop the import below.
+declare_torchvision_operators()
+
+from transformers import (  # noqa: E402
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -31,8 +35,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-
-from dampen.integrations import hf
 
 TEMPLATES = {
     "weather": [

@@ -1,4 +1,4 @@
-"""Shared set-up: torchvision's cure before anything imports it, one thread per test process, and a time budget per
+"""Shared set-up: torchvision's operators before anything imports it, one thread per test process, and a time budget per
 part."""
 
 from __future__ import annotations  # old pytest does not name all its types
@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-import dampen  # noqa: F401 - before timm and the like, which need torchvision cured
+from dampen.integrations import declare_torchvision_operators
 
 os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(
     prefix="dampen-tests-"
 )  # what this machine has must not matter
+declare_torchvision_operators()  # before a test imports timm or transformers
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None)  # a busy machine is no error of the code
 settings.load_profile("tests")

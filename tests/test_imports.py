@@ -1,5 +1,5 @@
-"""What dampen imports: `import dampen` needs torch alone, whatever is broken beside it; torchvision is cured
-whoever imports it first; names of torch that are private may be missing."""
+"""What dampen imports: `import dampen` needs torch alone, whatever is broken beside it; a torchvision built for another
+torch is worked around where dampen imports it; names of torch that are private may be missing."""
 
 import ast
 import os
@@ -36,32 +36,46 @@ def test_import_dampen_does_not_break_on_what_is_broken(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+NAMED = "from dampen.integrations import declare_torchvision_operators as declare; declare(); "
+"""What a script writes where torchvision was built for another torch."""
+
+
 @pytest.mark.parametrize(
-    "first", ["import dampen, timm", "import transformers, dampen; transformers.ViTModel"]
+    "code",
+    [
+        NAMED + "import timm",
+        NAMED + "import transformers; transformers.ViTModel",
+        "from dampen.integrations import hf; import torchvision",
+        "from dampen.studies.metrics import ClassificationMetrics as C; C(3); import torchvision",
+    ],
 )
-def test_after_import_dampen_timm_and_transformers_import_without_another_call(first):
-    """Also where torchvision's extension does not load beside this torch. Nothing is left on the way of imports."""
-    code = (
-        f"{first}; import sys; assert not any('dampen' in getattr(f, '__module__', '') for f in sys.meta_path); "
-        "import torchvision; torchvision.ops.nms"
+def test_where_dampen_imports_other_libraries_torchvision_can_be_imported(code):
+    """Also where torchvision's extension does not load beside this torch."""
+    assert_runs(f"{code}; import torchvision; torchvision.ops.nms")
+
+
+def test_import_dampen_leaves_the_import_system_alone():
+    assert_runs(
+        "import sys; before = list(sys.meta_path); import dampen; dampen.DropKey; "
+        "assert sys.meta_path == before; assert 'torchvision' not in sys.modules"
     )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES.parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("declared", ["nms", "nms qnms"])
 def test_operators_of_torchvision_that_somebody_else_has_declared(declared):
     """Another library may work around the same wheel: what is there is not declared again."""
-    code = (
+    assert_runs(
         "import torch; theirs = torch.library.Library('torchvision', 'FRAGMENT')\n"
         f"for name in {declared!r}.split():\n"
         "    theirs.define(f'{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n"
-        "import dampen, torchvision\n"
+        f"{NAMED}\n"
+        "import torchvision\n"
         "torchvision.ops.nms\n"
     )
+
+
+def assert_runs(code: str) -> None:
+    """The code runs in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCES.parent)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dampen.studies import sentence
-from reproductions.pages import claims, design, lambda_page, regimes, which_method
-from reproductions.pages.claimed import DEPTH, T3
+from reproductions.pages import design, lambda_page, planned, regimes, which_method
+from reproductions.pages.claimed import SKIPS, T3
 from reproductions.pages.publish import committed_report, publish, renew, stated
 from reproductions.pages.which_method import RECORDS
 from reproductions.pages.which_method import read as read_record
@@ -71,7 +71,8 @@ def demo() -> str:
 
 def depth() -> str:
     """What a Transformer loses without either skip."""
-    return f"{claims.depth(committed_report(RECORDS / DEPTH).tables[0])} ([page](docs/results/depth.md))."
+    table = committed_report(RECORDS / SKIPS).tables[0]
+    return f"{planned.skip_finding(table)} ([page](docs/results/skips.md))."
 
 
 def penalty() -> str:

@@ -180,21 +180,28 @@ def winners(table: ResultTable) -> str:
     counted = f"of {len(rows)} methods tuned in the same way"
     against = f"the tuned {reference.name}" if table.study.search else f"the {reference.name}"
     told = f"{listed(better)}, {counted}" if better else f"none {counted}"
-    undecided = [c.detectable for _, c in rows if c.verdict == "inconclusive"]
-    power = (
-        f" The study has 80 % power to detect {max(undecided):.2f}{table.metric.points}"
+    undecided = sum(c.verdict == "inconclusive" for _, c in rows)
+    smallest = statistics.median(c.detectable for e in table.compared() if (c := e.comparison))
+    power = f"{smallest:.2f}{table.metric.points}"
+    inconclusive = (
+        f" The study has 80 % power to detect {power}; {undecided} methods are inconclusive."
         if undecided
         else ""
     )
-    inconclusive = f"{power}; {len(undecided)} methods are inconclusive." if undecided else ""
     return f"Significantly better than {against}: {told} ({n} seeds, Holm).{inconclusive}"
 
 
-def leaders(table: ResultTable) -> str:
+def leading(table: ResultTable) -> tuple[Entry, list[Entry]]:
     """The best configuration and those that a paired test with Holm's correction cannot tell apart from it."""
     best, *others = table.ranked()
     found = judge_pairs({e.name: (e.values, best.values) for e in others}, table.metric)
-    alike = [e.name for e in others if found[e.name].verdict != "worse"]
+    return best, [e for e in others if found[e.name].verdict != "worse"]
+
+
+def leaders(table: ResultTable) -> str:
+    """The best configuration and its equals, in a sentence."""
+    best, equals = leading(table)
+    alike = [e.name for e in equals]
     told = (
         f"cannot be told apart from it: {listed(alike)}"
         if alike

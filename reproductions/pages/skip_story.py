@@ -17,15 +17,13 @@ from typing import Any
 
 from dampen.studies import (
     Comparison,
-    ResultTable,
     RunStore,
     Verdict,
     judge_pairs,
-    sentence,
     summarize,
     words,
 )
-from reproductions.pages import claims
+from reproductions.pages import planned
 from reproductions.pages.publish import committed_report, publish, renew
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,17 +206,6 @@ def cost_table(content: dict[str, Any]) -> list[str]:
     return lines
 
 
-def depth_table(table: ResultTable) -> list[str]:
-    """What each missing skip costs at each depth, and how many runs fail."""
-    lines = ["| row | against the same depth with its skips | runs that fail |", "|---|---|---|"]
-    for entry in (e for e in table.entries if e.comparison):
-        told = sentence(entry.comparison, table.metric) if entry.comparison else ""
-        lines.append(
-            f"| {entry.name} | {told} | {claims.failed(table, entry.name)} of {entry.setting.planned} |"
-        )
-    return lines
-
-
 def _at(measured: Mapping[str, Any], last: bool) -> list[dict[str, float]]:
     return measured[(max if last else min)(measured, key=int)]
 
@@ -242,9 +229,8 @@ def sections() -> dict[str, list[str]]:
         found["graying training"] = training_table(graying["rows"], ("tokens", "attention+skip"))
     if (mae := records.get("mae")) is not None:
         found["mae"] = mae_table(mae)
-    table = committed_report(RECORDS / "depth_digits-study.json.xz").tables[0]
-    found["depth finding"] = [f"- {claims.depth(table)}."]
-    found["depth"] = depth_table(table)
+    newest = committed_report(RECORDS / "skips.json.xz").tables[0]
+    found["depth finding"] = [f"- {planned.skip_finding(newest)} ([page](results/skips.md))."]
     cost = ROOT / "benchmarks" / "records" / "skip_cost.json"
     if cost.exists():
         found["cost"] = cost_table(json.loads(cost.read_text()))

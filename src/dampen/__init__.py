@@ -4,7 +4,6 @@ The names are in `public.py` and come in on first use, so that the command print
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,21 +25,6 @@ _STUDIES = {
     "load": "dampen.studies.study",
 }
 """Names of the lab that stand at the front door, by their home. The core itself never imports the lab."""
-
-
-class _BeforeTorchvision:
-    """Has torchvision cured just before anybody imports it (timm and transformers do), where it would fail beside this
-    torch; see `_torch.py`. As the first finder of modules, which finds none."""
-
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "torchvision" and cls in sys.meta_path:
-            sys.meta_path.remove(cls)
-            importlib.import_module("dampen._torch").cure_torchvision()
-
-
-if "torchvision" not in sys.modules:
-    sys.meta_path.insert(0, _BeforeTorchvision)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,4 @@
-"""Everything private of torch that dampen uses, in one place; and a workaround that makes
-torchvision importable beside it.
+"""Everything private of torch that dampen uses, and a workaround for a broken torchvision wheel.
 
 Each name says since when torch has it and what happens without it. Tested with torch 2.13;
 `docs/how_it_works.md` says what is known of older ones.
@@ -16,6 +15,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DropoutModule", "TorchDispatchMode", "cure_torchvision", "pytree"]
+__all__ = ["DropoutModule", "TorchDispatchMode", "declare_torchvision_operators", "pytree"]
 """`torch.utils._pytree` (torch 1.8 and newer) finds the tensors in nested outputs;
 `TorchDispatchMode` (torch 1.13 and newer) sees every kernel, for the contracts. Without them dampen
 cannot be imported."""
@@ -321,23 +321,27 @@ def is_shared(t: torch.Tensor) -> bool:
     return check is not None and bool(check(t))
 
 
-# the declarations live as long as this object
+# The declarations live as long as this object.
 _library: torch.library.Library | None = None
 
 
-def cure_torchvision() -> bool:
-    """Declare torchvision's operators if its extension cannot do so itself; return whether that was
-    needed.
+@functools.cache
+def declare_torchvision_operators() -> bool:
+    """Declare torchvision's operators if its extension cannot do so itself.
 
-    `import dampen` has it called just before the first import of torchvision, whoever imports it.
+    Called where dampen itself imports timm, transformers, torchmetrics, Lightning or a user's
+    training file. Does nothing where torchvision is missing or works.
+
+    Returns:
+        Whether that was needed.
     """
     global _library
-    if _library is not None:
-        return True
     spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None or _extension_loads(spec):
+    if "torchvision" in sys.modules or spec is None or spec.origin is None:
         return False
-    # somebody else may have declared them: another library with the same workaround
+    if _extension_loads(spec):
+        return False
+    # Another library may have declared them already, as the same workaround.
     missing = [name for name in ("nms", "qnms") if not hasattr(torch.ops.torchvision, name)]
     if not missing:
         return False

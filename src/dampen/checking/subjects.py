@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import declare_torchvision_operators
 from dampen.models import FeatureEncoder, ViT
 
 # with patches of 4 and a class token: 65 tokens, enough for the fused kernel
@@ -68,6 +69,7 @@ def _vit(depth: int = 2) -> nn.Module:
 
 
 def _timm() -> nn.Module:
+    declare_torchvision_operators()
     import timm
 
     return timm.create_model(
@@ -82,6 +84,7 @@ def _timm() -> nn.Module:
 
 
 def _llama() -> nn.Module:
+    declare_torchvision_operators()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {
@@ -96,6 +99,7 @@ def _llama() -> nn.Module:
 
 
 def _bert() -> nn.Module:
+    declare_torchvision_operators()
     from transformers import BertConfig, BertForTokenClassification
 
     sizes: dict[str, Any] = {

@@ -9,6 +9,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import declare_torchvision_operators
 from dampen.diagnostics.predictions import Data, flat, predict
 
 # The largest float32 below 1. torchmetrics' bins are [a, b), so that a confidence of exactly 1
@@ -95,6 +96,7 @@ def expected_calibration_error(logits: Tensor, labels: Tensor, bins: int = 15) -
     >>> round(expected_calibration_error(sure, torch.tensor([0, 1])), 6)
     0.5
     """
+    declare_torchvision_operators()
     from torchmetrics.functional.classification import multiclass_calibration_error
 
     logits, labels = _checked(logits, labels, bins)

@@ -5,3 +5,9 @@ Methods that draw at random need none of this: they work under any trainer once 
 regularized. Penalties and methods that compare two passes must reach the loss, and that is what
 these files see to.
 """
+
+from dampen._torch import declare_torchvision_operators
+
+__all__ = ["declare_torchvision_operators"]
+
+declare_torchvision_operators()

@@ -175,6 +175,9 @@ def check_model(model: dict[str, Any], path: str) -> list[str]:
 
 
 def _check_timm(name: str, path: str) -> list[str]:
+    from dampen._torch import declare_torchvision_operators
+
+    declare_torchvision_operators()
     try:
         import timm
     except ImportError:

@@ -147,12 +147,12 @@ def _devices() -> list[Finding]:
 
 
 def _torchvision() -> Finding:
-    from dampen._torch import cure_torchvision
+    from dampen._torch import declare_torchvision_operators
 
     if importlib.util.find_spec("torchvision") is None:
         purpose = "crop, CutMix, RandAugment and its like (pip install 'dampen[augment]'), timm and object detection"
         return Finding("torchvision", True, f"not installed; only for {purpose}", missing=True)
-    cured = cure_torchvision()
+    declared = declare_torchvision_operators()
     try:
         import torchvision
     except (ImportError, RuntimeError) as error:
@@ -164,7 +164,7 @@ def _torchvision() -> Finding:
         )
     how = (
         "its compiled extension does not load with this torch; with a workaround, all that dampen needs works"
-        if cured
+        if declared
         else "works"
     )
     return Finding("torchvision", True, f"{torchvision.__version__}: {how}")

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import declare_torchvision_operators
 from dampen.extensions import Registry, from_plugins
 from dampen.names import nearest
 from dampen.studies.data.dataset import Dataset, Split
@@ -151,6 +152,7 @@ class ClassificationMetrics(Metrics):
     """
 
     def __init__(self, classes: int):
+        declare_torchvision_operators()
         from torchmetrics import MeanMetric
         from torchmetrics.classification import (
             MulticlassAccuracy,

@@ -27,6 +27,7 @@ def warm() -> None:
 
 
 with end_with_parent():
+    importlib.import_module("dampen._torch").declare_torchvision_operators()
     for name in (
         "lightning.fabric.strategies",
         "torchmetrics.classification",

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import declare_torchvision_operators
 from dampen.extensions import Registry
 from dampen.names import nearest
 from dampen.studies.data.dataset import Batch, Dataset
@@ -22,6 +23,7 @@ from dampen.studies.data.dataset import Batch, Dataset
 
 def torchvision_v2() -> Any:
     """The transforms of torchvision, imported when they are needed."""
+    declare_torchvision_operators()
     from torchvision.transforms import v2
 
     return v2

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dampen._torch import declare_torchvision_operators
 from dampen.studies.data.dataset import (
     Batch,
     ClassSplit,
@@ -206,6 +207,7 @@ class _SavedTokenizer:
     """The tokenizer of a model's folder, with its special tokens and token types."""
 
     def __init__(self, folder: str):
+        declare_torchvision_operators()
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

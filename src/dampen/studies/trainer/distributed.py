@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import declare_torchvision_operators
 from dampen.studies.errors import Interrupted, LabError, portable
 from dampen.studies.processes import start, stop_on_signals
 from dampen.studies.run import Run, TrainOptions
@@ -37,6 +38,7 @@ def make_fabric(options: TrainOptions, accelerator: str) -> Fabric:
 
 def _make_fabric(accelerator: str, devices: int, strategy: str, precision: str) -> Fabric:
     """Autocast leaves the inputs in float32, and fp16 works on the CPU too."""
+    declare_torchvision_operators()
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision.amp import MixedPrecision
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dampen._torch import declare_torchvision_operators
 from dampen.extensions import hint
 from dampen.names import close_names
 from dampen.studies.errors import ConfigError
@@ -46,6 +47,7 @@ def make_model(
 
 
 def _timm_model(name: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn.Module:
+    declare_torchvision_operators()
     import timm
 
     if not timm.is_model(name):
@@ -136,6 +138,7 @@ def hub_model(
 def _kind_and_config(
     folder: str, own: dict[str, Any], from_data: dict[str, Any]
 ) -> tuple[Any, Any]:
+    declare_torchvision_operators()
     from transformers import (
         AutoConfig,
         AutoModelForImageClassification,

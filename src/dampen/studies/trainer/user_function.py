@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dampen._torch import declare_torchvision_operators
 from dampen.studies.errors import ConfigError, LabError, OwnCodeError
 from dampen.studies.methods_text import OBJECT, build_methods
 from dampen.studies.processes import is_ctrl_c
@@ -48,6 +49,7 @@ class Function:
         if self.pickled is not None:
             import cloudpickle
 
+            declare_torchvision_operators()  # unpickling may import timm or transformers
             sent: Callable[[Any], Any] = cloudpickle.loads(self.pickled)
             return sent
         assert self.file is not None  # a function is either sent or imported
@@ -179,6 +181,7 @@ def _import(file: str, digest: str) -> Any:
     """Import a file under its place in its package, or under a name of its own, with its folder on
     the path.
     """
+    declare_torchvision_operators()  # the file may import timm or transformers
     path, root = Path(file), package_root(Path(file))
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
