@@ -14,7 +14,9 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-MODEL_STAGES = ("inputs", "embeddings", "outputs")
+STEP_STAGES = ("before_step", "after_step")
+"""Around a step of the optimizer, outside the forward."""
+MODEL_STAGES = ("inputs", "embeddings", "outputs", "after_step")
 BLOCK_STAGES = ("tokens", "branch", "block")
 LINEAR_STAGES = ("operands", "product")
 ATTENTION_STAGES = ("qkv", "mask", "logits", "probs", "heads")
@@ -27,6 +29,7 @@ STAGES = (
     "branch",
     "block",
     "outputs",
+    *STEP_STAGES,
 )
 """All of them, in the order in which the data meets them."""
 MATRIX_STAGES = ("logits", "probs")

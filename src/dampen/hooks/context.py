@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from dampen.calls import Penalties
 from dampen.hooks.entry import EntrySite
 from dampen.hooks.own_dropout import OwnRate
-from dampen.regularizer import ATTENTION_STAGES, LINEAR_STAGES, Regularizer, Site, in_order
+from dampen.regularizer import (
+    ATTENTION_STAGES,
+    LINEAR_STAGES,
+    STEP_STAGES,
+    Regularizer,
+    Site,
+    in_order,
+)
 from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
@@ -91,6 +98,7 @@ class Frame:
         self.residual: ResidualSocket | StreamSocket | None = (
             None  # sees the residual branches, where a method acts
         )
+        self.layout_seen = False  # whether an attention has shown which axis is the batch
         self.inside = 0  # attention modules of the block that are running
         self.attended = 0  # those that have run
         self.hits = 0  # linear maps seen since the block started
@@ -152,12 +160,13 @@ class Layer:
     residual_same = 0  # forwards that were compared with it and were like it
     order: Order | None = None  # who wants to know when the layer starts
     passed_by = False  # whether its attention turned out to be over channels
-    residual_changes = False  # whether a forward has ever departed from it
+    residual_departures = 0  # forwards that departed from it
 
     def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
         self.site = site
         self.clones = list(clones)
-        self.ordered = in_order(clones)  # as they act
+        # as they act; those that only move weights have nothing to do in a forward
+        self.ordered = in_order(c for c in clones if c.stages - set(STEP_STAGES))
         self.enabled = True
         self.sampling = False  # Monte-Carlo averaging: stochastic methods act in eval too
         self.frames: list[Frame] = []  # one per forward under way

@@ -102,6 +102,10 @@ class Regularize(Callback):
         pl_module.log_dict({f"dampen/{name}": value.detach() for name, value in terms.items()})
         return total
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            self.reg.attach_optimizer(optimizer)
+
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -187,4 +191,6 @@ def setup(fabric: Any, reg: Handle, *optimizers: torch.optim.Optimizer) -> Any:
         raise ValueError(
             "the model went through fabric.setup before it was regularized. Regularize first."
         )
+    for optimizer in optimizers:
+        reg.attach_optimizer(optimizer)
     return fabric.setup(reg.model, *optimizers)
