@@ -100,6 +100,21 @@ def differences(one: Entry, two: Entry) -> dict[str, tuple[Any, Any]]:
     return {k: (first.get(k), second.get(k)) for k in keys if first.get(k) != second.get(k)}
 
 
+def all_settings(entry: Entry) -> dict[str, str]:
+    """Every setting of a method's runs, by dotted key, to be compared with another's.
+
+    Args:
+        entry: the results of one configuration.
+    """
+    runs = list(entry.setting.logged.values())
+    found = {k: str(v) for k, v in flat(runs[0].config).items()} if runs else {}
+    for method in methods_of(entry):
+        for key, value in method.items():
+            if key != "name":
+                found[f"{method['name']}.{key}"] = str(value)
+    return found | {"methods": " + ".join(m["name"] for m in methods_of(entry)) or "none"}
+
+
 def regularize_line(entry: Entry, reference: Entry | None = None) -> str:
     """The line of Python that puts these methods into a model.
 

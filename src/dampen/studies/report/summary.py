@@ -82,11 +82,16 @@ def _recommended(better: list[Entry], table: ResultTable) -> Entry | None:
         test=test,
     )
     equals = [best, *(e for e in better[1:] if against[e.name].verdict != "worse")]
-    return next(e for e in equals if not any(_dearer(e, other) for other in equals))
+    return next(e for e in equals if not any(dearer(e, other) for other in equals))
 
 
-def _dearer(entry: Entry, other: Entry) -> bool:
-    """Whether a step takes longer than another method's beyond timing noise: the intervals do not touch."""
+def dearer(entry: Entry, other: Entry) -> bool:
+    """Whether a step takes longer than another method's beyond timing noise: the intervals do not touch.
+
+    Args:
+        entry: the results of one configuration.
+        other: the results of another.
+    """
     (low, _), (_, high) = entry.cost.interval, other.cost.interval
     return entry.cost.differs and low > (1 + NEGLIGIBLE) * high
 
