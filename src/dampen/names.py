@@ -69,6 +69,9 @@ def printable(text: str) -> str:
     >>> printable("\x1b[2Jplain")
     '\\x1b[2Jplain'
     """
+    # Nearly every text is plain ASCII: one look instead of one for each character.
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
     return "".join(
         c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else ascii(c)[1:-1]
         for c in text

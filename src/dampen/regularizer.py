@@ -290,6 +290,22 @@ class Regularizer(nn.Module):
         recompile the graph whenever it changes. A number saves several small operations per layer in eager mode."""
         return getattr(self, name) if torch.compiler.is_compiling() else self._numbers[name]
 
+    def fixed(self, name: str) -> float | None:
+        """The scheduled value as a number for a function of torch that takes no tensor. None in a graph where the
+        value may change: a number there compiles the graph anew.
+
+        Args:
+            name: as given to `scheduled`.
+        """
+        if torch.compiler.is_compiling() and not isinstance(self._schedules[name][0], constant):
+            return None
+        return self._numbers[name]
+
+    def weight_dropout(self) -> float | Tensor | None:
+        """For methods with the stage `probs` that are inverted dropout of single weights: the rate, as a number where
+        it may be one (`fixed`). None: they do something else."""
+        return None
+
     def hiding_rate(self) -> float | Tensor | None:
         """For methods with the stage `mask`: the rate that independent draws per key do not exceed, or None where
         keys are hidden together. It says how unlikely a query is to lose every key."""
