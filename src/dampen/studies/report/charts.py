@@ -27,7 +27,7 @@ from dampen.studies.report.figures import (
 from dampen.studies.report.summary import dearer, listed, shortened, small_model_note
 from dampen.studies.result import LogLine
 from dampen.studies.stats import t_interval
-from dampen.studies.table import Entry, ResultTable, axis_name
+from dampen.studies.table import TRAINED, Entry, ResultTable, axis_name
 
 MOST_POINTS = 16
 """Names that find room beside their points."""
@@ -259,6 +259,7 @@ MOST_DIFFERENCES = 40
 VERDICTS = {
     "better": (LIGHT[0], "triangle-up"),
     "worse": (LIGHT[1], "triangle-down"),
+    TRAINED: (LIGHT[0], "triangle-right"),
     "equal": (REFERENCE_LIGHT, "square"),
     "no gain": (REFERENCE_LIGHT, "diamond"),
     "inconclusive": (REFERENCE_LIGHT, "circle"),

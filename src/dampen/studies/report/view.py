@@ -13,7 +13,7 @@ from dampen.studies.report.figures import CHOSEN, MOST, Figure, Palette
 from dampen.studies.report.settings import all_settings, settings_text
 from dampen.studies.report.summary import QUESTIONS, advise, counted, listed
 from dampen.studies.store import LoggedRun
-from dampen.studies.table import Entry, LoggedComparison, ResultTable, grid_text
+from dampen.studies.table import TRAINED, Entry, LoggedComparison, ResultTable, grid_text
 from dampen.studies.verdict import KINDS, Test, Verdict, words
 
 SHOWN = 60
@@ -23,6 +23,7 @@ PAGED = 300
 
 CHIPS = {
     "better": "up",
+    TRAINED: "few",
     "worse": "down",
     "equal": "same",
     "no gain": "same",
