@@ -606,7 +606,7 @@ def pairs_view(table: ResultTable) -> dict[str, Any]:
         table: the runs of a study, judged.
     """
     metrics = [describe(m) for m in (table.study.metric, *table.other_metrics())]
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for entry in table.ranked()[:MOST_PAIRED]:
         seeds = {
             seed: [entry.by_seed.get(m.name, {}).get(seed) for m in metrics]
