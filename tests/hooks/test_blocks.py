@@ -364,7 +364,7 @@ def test_streams_that_change_their_size(kind):
     memory = reg.layers[0].residual_memory
     assert memory is not None
     assert memory.roles == (("ffn",) if kind == "downsampled" else ("attention", "ffn"))
-    assert not reg.layers[0].residual_changes
+    assert reg.layers[0].residual_departures == 0
     reg.remove()
 
 

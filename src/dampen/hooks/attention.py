@@ -237,6 +237,8 @@ def socket_attention(
         )
         if followed is not None:
             tell_rows(site, call, companions, (query, key, value))
+    if frame.residual is not None:
+        frame.residual.see_queries(query)
     drops = bool(dropout_p)
     needs = None if torch.compiler.is_compiling() else site.needs
     if needs is None or needs.regularizers is not regularizers or needs.drops != drops:

@@ -91,6 +91,7 @@ class Frame:
         self.residual: ResidualSocket | StreamSocket | None = (
             None  # sees the residual branches, where a method acts
         )
+        self.layout_seen = False  # whether an attention has shown which axis is the batch
         self.inside = 0  # attention modules of the block that are running
         self.attended = 0  # those that have run
         self.hits = 0  # linear maps seen since the block started
@@ -152,7 +153,7 @@ class Layer:
     residual_same = 0  # forwards that were compared with it and were like it
     order: Order | None = None  # who wants to know when the layer starts
     passed_by = False  # whether its attention turned out to be over channels
-    residual_changes = False  # whether a forward has ever departed from it
+    residual_departures = 0  # forwards that departed from it
 
     def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
         self.site = site

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dampen.hooks.ways import name_of
+from dampen.kernels.kernel import HIDE, adds_to_hide
 from dampen.masks import ModelMask, hides, keep_keys, mask_memory
 
 if TYPE_CHECKING:
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 _MASKS = set(
     "add add_ __add__ __radd__ __iadd__ masked_fill masked_fill_ where max maximum sub __sub__".split()
 )
+
+
+_BY_ELEMENT = set(
+    "matmul __matmul__ add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div "
+    "__truediv__ true_divide masked_fill where clamp tanh maximum to float contiguous".split()
+)
+"""Functions that act on each score alone, so that the model's mask keeps the axes of size 1 that it
+has: a causal mask is then read as (1, 1, N, M) and not once per sample and head."""
 
 
 def stages_of_scores(
@@ -36,7 +45,11 @@ def stages_of_scores(
         s = raw if call.mask is None else torch.where(call.mask, raw, s)
     if not hidden:
         return s
-    return s.masked_fill(~keep_keys(call.mask, hidden, s.shape[-1]), float("-inf"))
+    dropped = ~keep_keys(call.mask, hidden, s.shape[-1])
+    if call.blind is None and adds_to_hide(s) and dropped.shape == s.shape:
+        # the softmax gives both the weight 0; the backward of a sum is free
+        return torch.add(s, dropped.view(torch.uint8), alpha=HIDE)
+    return s.masked_fill(dropped, float("-inf"))
 
 
 def read_model_mask(product: Product, layout: Layout) -> ModelMask | None:
@@ -56,8 +69,13 @@ def read_model_mask(product: Product, layout: Layout) -> ModelMask | None:
         if known is not None:
             return known[0]  # type: ignore[no-any-return]
     with torch.no_grad():
-        added = product.scores.again(_nothing(product.start), product.start)
-        keep, low = hides(layout.fold(added))
+        if layout.plain and _by_element(product.scores):
+            start = product.start.tensor
+            nothing = start.new_zeros((1,) * (start.ndim - 2) + start.shape[-2:])
+            keep, low = hides(product.scores.again(nothing, product.start))
+        else:
+            added = product.scores.again(_nothing(product.start), product.start)
+            keep, low = hides(layout.fold(added))
     blind = (
         None if product.scores.shifts_rows() else low
     )  # what is subtracted from a row does not hide it
@@ -71,6 +89,11 @@ def read_model_mask(product: Product, layout: Layout) -> ModelMask | None:
     if memory is not None:
         memory.keep(parts, (found,))
     return found
+
+
+def _by_element(scores: Way) -> bool:
+    """Whether each function from the product to the scores acts on each score alone."""
+    return scores.tensor.ndim == 4 and _BY_ELEMENT.issuperset(scores.names())
 
 
 _VIEWS = (

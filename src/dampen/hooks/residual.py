@@ -226,7 +226,8 @@ class ResidualSocket(TorchFunctionMode):
             return
         self.memory = None
         if self.regularizers:
-            self.layer.residual_changes = True
+            # what the first forwards of an attention learn changes the functions of the next one
+            self.layer.residual_departures += 1
         inside, self.frame.attended = self.frame.inside, 0
         self._fresh()
         for func, args, kwargs, out, within, found in self.log:
@@ -272,9 +273,20 @@ class ResidualSocket(TorchFunctionMode):
 
     def _see_batch(self, args: tuple[Any, ...]) -> None:
         """Attention's own layout (B, H, N, D) tells a block that works on (N, B, D)."""
-        x, q = self.root, args[0] if args else None
-        if not isinstance(q, Tensor) or q.ndim != 4 or x.ndim != 3 or x.shape[0] == x.shape[1]:
+        q = args[0] if args else None
+        if isinstance(q, Tensor):
+            self.see_queries(q)
+
+    def see_queries(self, q: Tensor) -> None:
+        """The same of an attention that dampen runs itself, which calls no function of torch.
+
+        Args:
+            q: (B, H, N, D).
+        """
+        x = self.root
+        if q.ndim != 4 or x.ndim != 3 or x.shape[0] == x.shape[1]:
             return
+        self.frame.layout_seen = True
         if x.shape[1] == q.shape[0] and x.shape[0] == q.shape[2]:
             self.frame.sequence_first = True
 
@@ -375,6 +387,7 @@ class ResidualSocket(TorchFunctionMode):
         stateless = all(
             version_of(b) == version for b, version in self.buffers
         )  # a stream may have to run again
-        may_stream = stateless and not self.frame.sequence_first and not self.removed
+        seen = self.frame.layout_seen and not self.frame.sequence_first
+        may_stream = stateless and seen and not self.removed
         self.layer.residual_memory = remember(self.roots, self.log, out, may_stream)
         self.layer.residual_same = 0

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 STEADY = 3
 """So many forwards must have been like the first before a stream is trusted."""
+LEARNING = 2
+"""So many forwards may depart from the one before: an attention learns its layout in the first."""
 
 
 class Stream(Tensor):
@@ -117,6 +119,9 @@ class StreamSocket:
         self.departed = True
         return torch.add(residual, other, **kwargs).as_subclass(Tensor)
 
+    def see_queries(self, q: Tensor) -> None:
+        """The layout of an attention is that of the forwards before."""
+
     def leave(self, out: Any) -> None:
         """An attention module has run."""
         self.frame.attended += 1
@@ -137,7 +142,7 @@ class StreamSocket:
 
     def undo(self, block: nn.Module) -> None:
         """Take back what the forward has drawn and noted, so that the block can run again and be followed."""
-        self.layer.residual_memory, self.layer.residual_changes = None, True
+        self.layer.residual_memory, self.layer.residual_departures = None, LEARNING + 1
         if version_of(self.root) != self.version:
             names = ", ".join(sorted({r.name for r in self.regularizers}))
             raise RuntimeError(
@@ -157,7 +162,9 @@ def may_stream(layer: Layer, x: Tensor, roots: int) -> bool:
     """Whether a block's stream can be given a class of its own in this forward. Not while tensors that autograd saves
     are replaced (checkpoints), because a forward that is undone would have saved some; and on the CPU alone, where the
     state of the random numbers costs two microseconds to keep."""
-    if torch.compiler.is_compiling() or layer.residual_changes or layer.residual_same < STEADY:
+    if torch.compiler.is_compiling() or layer.residual_departures > LEARNING:
+        return False
+    if layer.residual_same < STEADY:
         return False
     memory = layer.residual_memory
     return (

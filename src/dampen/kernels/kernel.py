@@ -246,7 +246,7 @@ def _fused(
             mask = call.bias
         else:
             mask = call.bias.masked_fill(~mask, float("-inf"))
-    elif mask is not None and call.mask is None and not call.is_causal and _adds(q):
+    elif mask is not None and call.mask is None and not call.is_causal and adds_to_hide(q):
         # the kernel would make this of a bool mask itself, in three times the time
         mask = (~mask).view(torch.uint8).to(q.dtype).mul_(HIDE)
     gqa = k.shape[1] != q.shape[1]
@@ -266,7 +266,7 @@ def _added_mask(
         return call.bias.to(q.dtype)
     if call.bias is not None:
         return call.bias.to(q.dtype).masked_fill(~keep, float("-inf"))
-    if call.mask is None and not call.is_causal and _adds(q):
+    if call.mask is None and not call.is_causal and adds_to_hide(q):
         return (~keep).view(torch.uint8).to(q.dtype).mul_(HIDE)  # bytes: see `_fused`
     return q.new_zeros(()).masked_fill(~keep, float("-inf"))
 
@@ -305,16 +305,20 @@ def _unfit_for_native(
 def _hide(s: Tensor, hidden: Tensor, own: bool) -> Tensor:
     """The scores with what is hidden far below all others: a finite number, because a row without
     any key must not become NaN, nor its gradient."""
-    if own and _adds(s) and hidden.is_contiguous():
+    if own and adds_to_hide(s) and hidden.is_contiguous():
         # softmax gives these places no weight and no gradient, so an addition will do, whose
         # backward is free
         return s.add_(hidden.view(torch.uint8), alpha=HIDE)
     return s.masked_fill(hidden, torch.finfo(s.dtype).min)
 
 
-def _adds(t: Tensor) -> bool:
+def adds_to_hide(t: Tensor) -> bool:
     """Whether `HIDE` can be added to scores of this dtype, outside a graph, which makes one loop
-    of it anyway."""
+    of it anyway.
+
+    Args:
+        t: the scores.
+    """
     return t.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
 
 
