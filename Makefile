@@ -60,8 +60,8 @@ full: lint native
 	$(MAKE) --no-print-directory test-data
 	$(BIN)/python -m benchmarks.model_sweep
 	$(BIN)/python -m benchmarks.reliability
-	$(BIN)/python -m benchmarks.native_fuzz --cases 20000 --first 1000000 --guarded
-	$(BIN)/python -m benchmarks.native_fuzz --cases 100000 --first 2000000 --sanitize
+	$(BIN)/python -m benchmarks.native_fuzz --cases 100000 --first 1000000 --guarded --record
+	$(BIN)/python -m benchmarks.native_fuzz --cases 100000 --first 2000000 --sanitize --record
 	$(MAKE) --no-print-directory newest lowest
 
 # a quiet machine, 12 minutes; goes on where it was interrupted, and renews the pages

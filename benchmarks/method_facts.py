@@ -211,5 +211,27 @@ FACTS = {
         "for image models whose first layers are badly conditioned",
         "expecting much: our records show no gain on digits and small CIFAR",
     ),
+    "weight_average": _facts(
+        r"\bar w \leftarrow b\,\bar w + (1-b)\, w",
+        "`WeightAverage('ema')`",
+        {
+            "any training": 'kind="ema", decay 0.99 to 0.9999, higher for longer training',
+            "a constant or cyclic learning rate": 'kind="swa", start 0.75 (the paper)',
+            "long training": 'kind="lawa", window 5 (the paper averages the last 6 epochs)',
+        },
+        "nearly free: training does not change, and the average is often better than the last weights",
+        "where the learning rate falls to 0: the last weights are nearly their own average",
+    ),
+    "weight_decay": _facts(
+        r"w \leftarrow w - \eta\,(u + \lambda\, w), \quad \text{cautious: } "
+        r"\lambda\, [u w \ge 0]\, w",
+        "`WeightDecay(0.05)`",
+        {
+            "from scratch": "0.05 to 0.1; with cautious=True the same rate (the paper)",
+            "fine-tuning": "0.01, or L2SP towards the start",
+        },
+        "to schedule the decay over training or depth, and to compare plain and cautious decay",
+        "beside a weight_decay of the optimizer: it is replaced, with a warning",
+    ),
 }
 """By registry name."""

@@ -1,12 +1,13 @@
 """Random calls of the native kernels against float64: shapes, layouts, dtypes, masks, default dtype and device.
 
-    python -m benchmarks.native_fuzz [--cases 2000] [--first 0] [--guarded] [--sanitize]
-                                     [--json FILE]
+    python -m benchmarks.native_fuzz [--cases 2000] [--first 0] [--guarded] [--sanitize] [--record]
 
 A case is a function of its number: `--first 1234 --cases 1` runs one again. `--guarded` puts what
 the kernels read at the end of its memory, with a page without access behind it: a read past the end
 ends the process. `--sanitize` builds the kernels with AddressSanitizer and
-UndefinedBehaviorSanitizer in a cache of their own and runs under them.
+UndefinedBehaviorSanitizer in a cache of their own and runs under them. `--record` runs the cases in
+processes of 5,000, so that one that crashes is counted, and keeps the counts in
+`benchmarks/records/native_fuzz.json`. The same command continues an interrupted record.
 
 Attention is compared with `F.scaled_dot_product_attention` in float64, forward and backward, with
 the mask that was drawn: the same call under the same seed, on values that are the unit vectors,
@@ -21,6 +22,7 @@ import argparse
 import collections
 import contextlib
 import ctypes
+import json
 import math
 import mmap
 import os
@@ -49,6 +51,11 @@ from dampen.regularizer import Regularizer
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of a number of size 1 and of a sum of sizes that grow with it."""
+MAP_NORESERVE = 0x4000
+"""Linux: Python 3.11 has no name for it. Address space is taken, memory is not."""
+CHUNK = 5_000
+"""Cases of one process under `--record`."""
+RECORD = Path(__file__).parent / "records" / "native_fuzz.json"
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -g -O1"
 
 
@@ -155,6 +162,21 @@ def _off_by_a_byte(
     return _misaligned(_normal(shape, dtype))
 
 
+def _far_apart(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+    """One axis whose stride does not fit into 32 bits, in memory that exists only where it is written."""
+    t = _normal(shape, dtype)
+    long = [axis for axis in range(3) if shape[axis] > 1]
+    if not long or not t.numel():
+        return t
+    strides, axis = list(t.stride()), draw.choice(long)
+    strides[axis] = 2**31 + draw.randrange(16) * t.stride(2)
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    room = mmap.mmap(-1, span * t.itemsize, flags=flags)
+    far = torch.frombuffer(room, dtype=dtype, count=span).as_strided(shape, strides)
+    return far.copy_(t)
+
+
 LAYOUTS: dict[str, Make] = {
     "contiguous": _permuted(0, 1, 2, 3),
     "heads last": _permuted(0, 2, 1, 3),
@@ -174,6 +196,7 @@ LAYOUTS: dict[str, Make] = {
     "negative bit": _negated,
     "part of a conjugate": _conjugated,
     "off by a byte": _off_by_a_byte,
+    "gigabytes apart": _far_apart,
 }
 READ_ON_TORCH = {"negative bit", "part of a conjugate", "off by a byte"}
 """Layouts that no kernel may read."""
@@ -187,6 +210,8 @@ def guarded(t: Tensor) -> Tensor:
     if t.is_neg() or t.data_ptr() % t.itemsize or not t.numel():
         return t
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    if span > 2**31:  # too large to be copied
+        return t
     size, page = span * t.itemsize, mmap.PAGESIZE
     room = mmap.mmap(-1, (size + page - 1) // page * page + page)
     end = len(room) - page
@@ -215,6 +240,14 @@ class Counts:
     hidden: int = 0
     expected: float = 0.0
     variance: float = 0.0
+
+    def add(self, more: dict[str, Any]) -> None:
+        """Count what another process has counted, as its fields."""
+        self.runs.update(more["runs"])
+        self.failed += more["failed"]
+        self.hidden += more["hidden"]
+        self.expected += more["expected"]
+        self.variance += more["variance"]
 
     def z(self) -> float:
         """How far the number of hidden keys is from the rates, in standard deviations."""
@@ -361,8 +394,9 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
     fit = dtype is v_dtype is torch.float32 and not set(chosen) & READ_ON_TORCH and bool(methods)
     if (kernel == "native") != fit and not empty:
         raise Wrong(f"the kernel that ran is {kernel}, of {chosen}, {dtype}")
-    if kernel != "native" and (poisoned or "overlapping tokens" in chosen):
-        # torch's fused kernel hands overlapping rows to a product of matrices that refuses them, and gives garbage
+    unfit = {"overlapping tokens", "gigabytes apart"} & set(chosen)
+    if kernel != "native" and (poisoned or unfit):
+        # torch's fused kernel hands such rows to a product of matrices that refuses them, and gives garbage
         counts.runs["attention: torch's own, not compared"] += 1
         return
     counts.runs[f"attention: {kernel}"] += 1
@@ -640,10 +674,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--guarded", action="store_true")
     parser.add_argument("--sanitize", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)  # of one process of a record
     options = parser.parse_args()
+    if options.record:
+        raise SystemExit(record(options))
     if options.sanitize and "DAMPEN_FUZZ_SANITIZED" not in os.environ:
-        raise SystemExit(_under_sanitizers())
+        with tempfile.TemporaryDirectory() as cache:
+            raise SystemExit(_process(sys.argv[1:], sanitized_environment(Path(cache))))
     library.build()
     counts = run(options.cases, options.first, options.guarded)
     for name, number in sorted(counts.runs.items()):
@@ -652,21 +690,58 @@ def main() -> None:
     bad = len(counts.failed) + (abs(counts.z()) > 5)
     print(f"{options.cases} cases, {len(counts.failed)} wrong; hidden keys: z {counts.z():.2f}")
     if options.json:
-        from dampen.studies.bench.timing import machine
-        from dampen.studies.files import write_json
-
-        how = {"cases": options.cases, "guarded": options.guarded, "sanitized": options.sanitize}
-        found: dict[str, Any] = {
-            "wrong": counts.failed,
-            "hidden_z": counts.z(),
-            "runs": dict(counts.runs),
-        }
-        write_json(options.json, {"machine": machine(), **how, **found})
+        options.json.write_text(json.dumps(vars(counts)), encoding="utf-8")
     raise SystemExit(bool(bad))
 
 
-def _under_sanitizers() -> int:
-    """The same command in a process that has the sanitizers' runtime in front of everything."""
+def record(options: argparse.Namespace) -> int:
+    """Run the cases in chunks, each in a process of its own, and keep the counts after each chunk."""
+    from dampen.studies.bench.timing import machine
+    from dampen.studies.files import write_json
+
+    how = "sanitized" if options.sanitize else "guarded" if options.guarded else "bare"
+    command = f"python -m benchmarks.native_fuzz --cases {options.cases} --first {options.first}"
+    command += " --sanitize" * options.sanitize + " --guarded" * options.guarded + " --record"
+    with tempfile.TemporaryDirectory() as folder:
+        found, cache = Path(folder, "counts.json"), Path(folder, "cache")
+        environment = {**os.environ, "DAMPEN_CACHE": str(cache)}
+        if options.sanitize:
+            environment = sanitized_environment(cache)
+        while True:
+            records = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+            row = records.get(how, {})
+            if row.get("command") != command:
+                row = {"command": command, "done": 0, "crashes": [], "counts": vars(Counts())}
+            first, left = options.first + row["done"], options.cases - row["done"]
+            if left <= 0:
+                return int(bool(row["crashes"] or row["counts"]["failed"]) or abs(row["z"]) > 5)
+            count, flags = min(left, CHUNK), ["--guarded"] * options.guarded
+            found.unlink(missing_ok=True)
+            arguments = ["--first", str(first), "--cases", str(count), *flags, "--json", str(found)]
+            code = _process(arguments, environment)
+            row["done"] += count
+            counts = Counts(**row["counts"])
+            counts.runs = collections.Counter(counts.runs)
+            if found.exists():
+                counts.add(json.loads(found.read_text()))
+            else:
+                row["crashes"].append(f"cases {first} to {first + count - 1}: exit code {code}")
+            row |= {"counts": vars(counts), "z": counts.z(), "machine": machine()}
+            records = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+            write_json(RECORD, records | {how: row})
+
+
+def _process(arguments: list[str], environment: dict[str, str]) -> int:
+    command = [sys.executable, "-m", "benchmarks.native_fuzz", *arguments]
+    return subprocess.run(command, env=environment).returncode
+
+
+def sanitized_environment(cache: Path) -> dict[str, str]:
+    """Of a process with the sanitizers' runtime in front of everything, and a cache of its own.
+
+    Args:
+        cache: the folder for the instrumented kernels.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         raise SystemExit("--sanitize needs g++, or a compiler that CXX names.")
@@ -676,19 +751,15 @@ def _under_sanitizers() -> int:
         subprocess.run([compiler, name], capture_output=True, text=True, check=True).stdout
         for name in names
     ]
-    with tempfile.TemporaryDirectory() as cache:
-        env = {
-            **os.environ,
-            "DAMPEN_CACHE": cache,
-            "DAMPEN_NATIVE_FLAGS": SANITIZERS,
-            "DAMPEN_FUZZ_SANITIZED": "1",
-            "LD_PRELOAD": " ".join(str(Path(path.strip()).resolve()) for path in found),
-            "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
-            "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-        }
-        return subprocess.run(
-            [sys.executable, "-m", "benchmarks.native_fuzz", *sys.argv[1:]], env=env
-        ).returncode
+    return {
+        **os.environ,
+        "DAMPEN_CACHE": str(cache),
+        "DAMPEN_NATIVE_FLAGS": SANITIZERS,
+        "DAMPEN_FUZZ_SANITIZED": "1",
+        "LD_PRELOAD": " ".join(str(Path(path.strip()).resolve()) for path in found),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    }
 
 
 if __name__ == "__main__":

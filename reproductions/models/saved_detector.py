@@ -19,17 +19,18 @@ def saved_detector(folder: str, own: dict[str, Any], from_data: dict[str, Any]) 
 
     logging.set_verbosity_error()  # that the head is new is what was asked for
     logging.disable_progress_bar()
-    options = {"num_labels": from_data["classes"], **own}
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+    safe = {"local_files_only": True, "trust_remote_code": False}
+    options = {"num_labels": from_data["classes"], **own, **safe}
+    config = AutoConfig.from_pretrained(folder, **options)
     if any(
         next(Path(folder).glob(pattern), None)
         for pattern in ("*.safetensors", "pytorch_model*.bin")
     ):
         model = AutoModelForObjectDetection.from_pretrained(
-            folder, config=config, local_files_only=True, ignore_mismatched_sizes=True
+            folder, config=config, ignore_mismatched_sizes=True, **safe
         )
     else:
-        model = AutoModelForObjectDetection.from_config(config)
+        model = AutoModelForObjectDetection.from_config(config, trust_remote_code=False)
     return SavedDetector(model, from_data["classes"])
 
 

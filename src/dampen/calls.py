@@ -106,6 +106,23 @@ class BranchCall:
 
 
 @dataclass(eq=False)
+class StepCall:
+    """One step of an optimizer on the weights of `model`."""
+
+    model: nn.Module
+    rates: dict[int, float]  # the learning rate of each parameter that has a gradient, by its id
+
+    def moving(self, places: Iterable[tuple[nn.Module, str]]) -> list[tuple[nn.Parameter, float]]:
+        """Those parameters that this step moves, each with its learning rate.
+
+        Args:
+            places: modules with the names of their parameters, which FSDP2 replaces.
+        """
+        found = [getattr(module, name) for module, name in places]
+        return [(p, self.rates[id(p)]) for p in found if id(p) in self.rates]
+
+
+@dataclass(eq=False)
 class Call:
     """One attention, as its stages see it. It dies with the forward that made it."""
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
+from dampen._torch import version_of
 from dampen.calls import Penalties, Penalty, consume, makes_penalties, settle, total
 from dampen.deprecated import HANDLE, OldNames, accepts_old_arguments
 from dampen.hooks.attach import attach, check_model
@@ -18,11 +22,13 @@ from dampen.hooks.context import Layer, ModelSite
 from dampen.hooks.describe import describe
 from dampen.hooks.detach import remove
 from dampen.hooks.example import run_example
+from dampen.hooks.optimizer import AttachedOptimizer, unwrap
 from dampen.hooks.own_dropout import OwnRate, choose_own, depth_of, own_rates
 from dampen.hooks.sampling import sampling_own
 from dampen.hooks.swap import swap
+from dampen.hooks.weights import carrying
 from dampen.native.library import use_native_kernels
-from dampen.regularizer import Regularizer
+from dampen.regularizer import STEP_STAGES, Regularizer
 from dampen.schedules import Value, as_schedule, check_progress, per_layer
 from dampen.two_pass.reuse import SharedBlocks
 
@@ -30,7 +36,7 @@ from dampen.two_pass.reuse import SharedBlocks
 @accepts_old_arguments
 def regularize(
     model: nn.Module,
-    methods: Regularizer | Iterable[Regularizer],
+    methods: Regularizer | str | Iterable[Regularizer | str],
     target_modules: str | Sequence[str] = "*",
     *,
     attention: str = "all",
@@ -47,7 +53,8 @@ def regularize(
     Args:
         model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
             computed by its own code; what cannot be told is refused.
-        methods: one regularizer or several; each is cloned, the given objects are left alone.
+        methods: one regularizer or several, or text as in `dampen compare`: "drop_key(rate=0.2) + drop_head". Each is
+            cloned, the given objects are left alone.
         target_modules: pattern(s) of dotted names of layers or attention modules, as in
             `"blocks.[0-3].*"`; one that begins with "!" leaves out what fits it, as in `"!blocks.0"`.
         attention: "self", "cross" or "all".
@@ -69,11 +76,7 @@ def regularize(
     >>> loss, terms = reg.loss(lambda: model(torch.randn(4, 3, 8, 8)), lambda out: out.square().mean())
     >>> reg.remove()
     """
-    if methods is None or isinstance(methods, str):
-        raise TypeError(
-            f"regularize takes regularizers such as DropKey(0.1), or a list of them, got {methods!r}."
-        )
-    chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
+    chosen = _chosen(methods)
     check_model(model)
     use_native_kernels()
     layers, clones, prefix = attach(model, chosen, target_modules, attention, projections, depth)
@@ -92,6 +95,26 @@ def regularize(
             reg.remove()
             raise
     return reg
+
+
+def _chosen(methods: Any) -> list[Any]:
+    """The regularizers of an argument `methods`: texts are read, objects stay. `attach` checks what they are."""
+    if methods is None:
+        raise TypeError(
+            "regularize takes regularizers such as DropKey(0.1), a list of them, or text, got None."
+        )
+    given = [methods] if isinstance(methods, Regularizer | str | type) else list(methods)
+    # the names of methods are known above this module, so the reader of texts is found when needed
+    read = importlib.import_module("dampen.texts").read_methods
+    chosen = [m for g in given for m in (read(g) if isinstance(g, str) else [g])]
+    names = [type(m).__name__ for m in chosen]
+    for twice in sorted({name for name in names if names.count(name) > 1}):
+        warnings.warn(
+            f"regularize got {twice} {names.count(twice)} times; each acts, one after the other. Leave one out if "
+            "that is not meant.",
+            stacklevel=4,
+        )
+    return chosen
 
 
 def _attach_to_loss(reg: Handle, scale: bool | float) -> None:
@@ -134,6 +157,9 @@ class Handle(OldNames):
         self.attached: dict[
             str, Tensor
         ] = {}  # with `attach_to_loss`, the penalties of the last training forward
+        self._optimizers: list[AttachedOptimizer] = []
+        self._stepping = [c for c in clones if c.stages & set(STEP_STAGES)]
+        self._writes = self._count_writes()
         self._progress = 0.0
         self.progress(0.0)
 
@@ -151,11 +177,37 @@ class Handle(OldNames):
         """Tell the schedules how far training is, in [0, 1]. Call it between steps."""
         self._alive()
         self._progress = check_progress(t)
+        self._check_optimizer()
         self._settle_order()
         for r in self.clones:
             r.at(self._progress)
         for rate in self._model_site.own_rates:
             rate.at(self._progress)
+
+    def attach_optimizer(self, optimizer: Any) -> None:
+        """Let the methods that act on the weights (WeightDecay, WeightAverage) follow the steps of
+        an optimizer. Any other method ignores it, so a training loop may always call it.
+
+        Args:
+            optimizer: of the model's parameters; call again for a second one.
+        """
+        self._alive()
+        found = unwrap(optimizer)
+        if self._stepping and all(known.optimizer is not found for known in self._optimizers):
+            self._optimizers.append(AttachedOptimizer(self.model, self._stepping, found))
+
+    def _count_writes(self) -> int:
+        """How often the weights were written to, where a method follows the optimizer's steps."""
+        return sum(version_of(p) for p in self.model.parameters()) if self._stepping else 0
+
+    def _check_optimizer(self) -> None:
+        """Raise where weights were trained by an optimizer that a method should have followed."""
+        if self._stepping and not self._optimizers and self._count_writes() != self._writes:
+            raise RuntimeError(
+                f"{type(self._stepping[0]).__name__} acts in the steps of the optimizer, but the "
+                "weights have changed and the handle has no optimizer. Call "
+                "reg.attach_optimizer(optimizer) once, before training."
+            )
 
     def loss(
         self,
@@ -183,6 +235,7 @@ class Handle(OldNames):
         outputs: list[Any] = []
         if self.model.training and torch.is_grad_enabled():
             self._ledger.check()
+            self._check_optimizer()
         terms = (
             self._taken()
         )  # what waits from forwards before this one counts once, however many passes follow
@@ -229,6 +282,8 @@ class Handle(OldNames):
                 f"{type(comparing).__name__} compares {comparing.passes} passes, and one forward has no penalty of it. "
                 "Let the handle run them: loss, terms = reg.loss(lambda: model(x), criterion)."
             )
+        if self.model.training and torch.is_grad_enabled():
+            self._check_optimizer()
         return self._taken()
 
     def _taken(self) -> dict[str, Tensor]:
@@ -327,6 +382,27 @@ class Handle(OldNames):
         self.progress(state["progress"])
 
     @contextlib.contextmanager
+    def averaged(self, loader: Iterable[Any] | None = None) -> Iterator[None]:
+        """Inside, the model carries the average of WeightAverage; afterwards its own weights again.
+
+        Args:
+            loader: training batches, to compute the statistics of batch norm anew at the average
+                (`torch.optim.swa_utils.update_bn`); without it they are averaged like the weights.
+        """
+        self._alive()
+        found = [weights for c in self.clones if (weights := c.averaged_weights()) is not None]
+        if len(found) != 1:
+            raise ValueError(
+                f"reg.averaged() is for one WeightAverage, and this model has {len(found)}. "
+                "Add it: dampen.regularize(model, [..., dampen.WeightAverage('ema')])."
+            )
+        with carrying(self.model, found[0]):
+            if loader is not None:
+                with self.disable():
+                    update_bn(loader, self.model, next(self.model.parameters()).device)
+            yield
+
+    @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
         """Inside, the model trains as if it had no regularizers. Its own dropout stays; `dampen.deterministic` silences
         that too."""
@@ -417,7 +493,10 @@ class Handle(OldNames):
         """Give the model back exactly as it was."""
         self._alive()
         remove(self.model)
-        self.layers, self.clones = [], []
+        for attached in self._optimizers:
+            attached.remove()
+        self._optimizers = []
+        self.layers, self.clones, self._stepping = [], [], []
 
     def _alive(self) -> None:
         if "_dampen_model" not in vars(self.model):
@@ -448,7 +527,8 @@ class Handle(OldNames):
         new = object.__new__(type(self))
         memo[id(self)] = new
         for key, value in self.__dict__.items():
-            setattr(new, key, copy.deepcopy(value, memo))
+            setattr(new, key, [] if key == "_optimizers" else copy.deepcopy(value, memo))
+        new._writes = new._count_writes()
         return new
 
     def __repr__(self) -> str:

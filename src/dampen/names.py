@@ -7,12 +7,16 @@ No torch here, so that the command can list, show and complain without waiting f
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
-MODEL_STAGES = ("inputs", "embeddings", "outputs")
+STEP_STAGES = ("before_step", "after_step")
+"""Around a step of the optimizer, outside the forward."""
+MODEL_STAGES = ("inputs", "embeddings", "outputs", "after_step")
 BLOCK_STAGES = ("tokens", "branch", "block")
 LINEAR_STAGES = ("operands", "product")
 ATTENTION_STAGES = ("qkv", "mask", "logits", "probs", "heads")
@@ -25,6 +29,7 @@ STAGES = (
     "branch",
     "block",
     "outputs",
+    *STEP_STAGES,
 )
 """All of them, in the order in which the data meets them."""
 MATRIX_STAGES = ("logits", "probs")
@@ -98,6 +103,29 @@ def close_names(word: str, known: Iterable[str], most: int = 5) -> str:
     """
     close = difflib.get_close_matches(word, list(known), n=most, cutoff=0.0)
     return f"The closest names: {', '.join(close)}."
+
+
+def check_keywords(init: Callable[..., None]) -> Callable[..., None]:
+    """An `__init__` whose error for a wrong keyword names the nearest right one.
+
+    Args:
+        init: the `__init__` of a class.
+    """
+    parameters = inspect.signature(init).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return init
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in parameters:
+                known = [p for p in parameters if p != "self"]
+                raise TypeError(
+                    f"{type(self).__name__} has no argument {name!r}{nearest(name, known)}"
+                )
+        init(self, *args, **kwargs)
+
+    return checked
 
 
 def moved_out(module: str, name: str, folder: str, moved: Mapping[str, str]) -> NoReturn:

@@ -1,10 +1,11 @@
 """What a regularizer is. Read this file first.
 
-A regularizer is an `nn.Module` that overrides some of thirteen named **stages** which the data meets on its way through
-a Transformer. What it overrides is its declaration; there is no config class beside it:
+A regularizer is an `nn.Module` that overrides some of fifteen named **stages** which the data meets on its way through
+a Transformer, and the weights in a step of the optimizer. What it overrides is its declaration; there is no config
+class beside it:
 
     batch -> inputs -> embeddings -> tokens -> [(operands -> product -> qkv -> mask -> logits -> probs -> heads)
-    -> branch -> block] x L -> outputs
+    -> branch -> block] x L -> outputs; before_step -> after_step
 
 Letters in every signature of this package: B batch, H heads, N queries, M keys, D channels; q (B, H, N, D), k and v
 (B, H, M, D), s raw scores and a attention weights (B, H, N, M), o attention output (B, H, N, D).
@@ -41,12 +42,14 @@ from dampen.calls import BranchCall as BranchCall
 from dampen.calls import Call as Call
 from dampen.calls import LinearCall as LinearCall
 from dampen.calls import Site as Site
+from dampen.calls import StepCall as StepCall
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
-from dampen.names import MATRIX_STAGES, leave_out
+from dampen.names import MATRIX_STAGES, check_keywords, leave_out
 from dampen.names import MODEL_STAGES as MODEL_STAGES
 from dampen.names import STAGES as STAGES
+from dampen.names import STEP_STAGES as STEP_STAGES
 from dampen.names import snake_case as snake_case
 from dampen.schedules import (
     Schedule,
@@ -102,6 +105,8 @@ class Regularizer(nn.Module):
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
     needs_module: ClassVar[bool] = False
     """True where `LinearCall.module` is read: experts that are slices of one parameter have none."""
+    replaces_weight_decay: ClassVar[bool] = False
+    """True for a method that decays weights: the optimizer's own decay is then switched off."""
     takes_jacobian: bool = False
     """True where a penalty is a derivative of the attention: the attention is then run with gradients in a `reg.loss`
     under `no_grad` too, and what it gives is detached."""
@@ -143,6 +148,8 @@ class Regularizer(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = check_keywords(cls.__init__)  # type: ignore[method-assign]
         if "neutral" in vars(cls) and "zero_is_identity" not in vars(cls):
             cls.zero_is_identity = False
         cls._name = snake_case(
@@ -249,6 +256,18 @@ class Regularizer(nn.Module):
 
     def outputs(self, outputs: list[Tensor], valid: Tensor | None = None) -> None:
         """One model output (logits) per pass; `valid` is False on padded positions."""
+
+    def before_step(self, call: StepCall) -> Callable[[], None] | None:
+        """Before a step of an optimizer that was given to `reg.attach_optimizer`, in every layer;
+        what it returns runs after the step."""
+        return None
+
+    def after_step(self, call: StepCall) -> None:
+        """After a step of such an optimizer, once for the whole model."""
+
+    def averaged_weights(self) -> Mapping[str, Tensor] | None:
+        """For methods that average weights: what `reg.averaged()` puts into the model, by name."""
+        return None
 
     # --- services for subclasses
     # ------------------------------------------------------------------------------------------

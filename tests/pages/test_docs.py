@@ -21,7 +21,7 @@ def test_generated_pages_are_up_to_date(capsys):
 def test_every_method_has_a_card():
     from dampen.registry import methods
 
-    names = {path.stem for path in pages() if path.parent.name == "methods"}
+    names = {path.stem for path in pages() if path.parent.parent.name == "docs"}
     assert names == {*methods(), "index"}
 
 

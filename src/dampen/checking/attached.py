@@ -81,6 +81,7 @@ class Attached:
         self.subject, self.model, self.inputs = subject, subject.model(), subject.inputs()
         makes = [make] if callable(make) else list(make)
         self.reg: Handle = regularize(self.model, with_companion([m() for m in makes]))
+        self.reg.attach_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
         # contracts compare draw by draw with compiled graphs and plain calls; a doubled batch draws
         # in another order
         self.reg.prefix.doubled.why = "a contract compares two passes draw by draw"
@@ -125,7 +126,9 @@ class Attached:
 
     def copy(self) -> Attached:
         """An independent copy, model and handle together."""
-        return copy.deepcopy(self)
+        twin = copy.deepcopy(self)
+        twin.reg.attach_optimizer(torch.optim.SGD(twin.model.parameters(), lr=0.1))
+        return twin
 
 
 def with_example(make: Make) -> Make:

@@ -26,13 +26,14 @@ from dampen.checking.attached import (
     require,
     same,
     same_gradients,
+    task_loss,
     with_companion,
     with_example,
 )
 from dampen.checking.pairs import beside, order
 from dampen.checking.subjects import ENCODER, SHALLOW, SHORT_ENCODER, Subject
 from dampen.handle import regularize
-from dampen.regularizer import STAGES, Regularizer, UnsupportedModel, needs_matrix
+from dampen.regularizer import STAGES, STEP_STAGES, Regularizer, UnsupportedModel, needs_matrix
 from dampen.schedules import always_zero
 
 
@@ -376,6 +377,38 @@ def documented(make: Make, subject: Subject) -> None:
     require(">>>" in doc, f"the docstring of {cls.__name__} has no runnable example")
 
 
+def optimizer_steps(make: Make, subject: Subject) -> None:
+    """18. A method that acts in the steps of the optimizer does nothing at rate 0, does not touch
+    parameters without gradient, and leaves the optimizer alone after remove().
+
+    Args:
+        make: makes the regularizer: a class, or a function without arguments.
+        subject: the model to try it on.
+    """
+    if not make().stages & set(STEP_STAGES):
+        return
+    trial, plain = Attached(make, subject, neutral=True), Attached(make, subject)
+    plain.reg.remove()
+    for run in (plain, trial):
+        first = next(run.model.parameters()).requires_grad_(False)
+        optimizer = torch.optim.AdamW(run.model.parameters(), weight_decay=0.0)
+        if run is trial:
+            run.reg.attach_optimizer(optimizer)
+        for seed in (2, 3):
+            run.model.zero_grad(set_to_none=True)
+            torch.manual_seed(seed)
+            task_loss(subject.logits(run.model(**run.inputs))).backward()
+            before = first.clone()
+            optimizer.step()
+            same(first, before, "a frozen parameter after a step and before")
+    pairs = zip(trial.model.named_parameters(), plain.model.parameters(), strict=True)
+    for (name, a), b in pairs:
+        same(a, b, f"{name} after two steps at rate 0 and without the method")
+    trial.reg.remove()
+    left = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    require(not left, "the optimizer keeps hooks after remove()")
+
+
 def kernel(make: Make, subject: Subject) -> None:
     """14. The kernel that ran is the one declared: fused unless a stage needs the matrix of
     scores.
@@ -457,7 +490,7 @@ class _FusedCalls(TorchDispatchMode):
 def _watch_stages(clones: list[Regularizer]) -> None:
     """Wrap the stages of the clones so that a changed shape or dtype raises."""
     for clone in clones:
-        for stage in clone.stages & (set(STAGES) - {"mask", "outputs", "inputs"}):
+        for stage in clone.stages & (set(STAGES) - {"mask", "outputs", "inputs", *STEP_STAGES}):
             object.__setattr__(clone, stage, _watched(clone, stage))
 
 
@@ -494,7 +527,7 @@ CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
     for f in (
         eval_exact, state_dict, identity, shapes_and_dtypes, gradients_finite, copies, compiled,
         compiled_dynamic, compiled_inductor, checkpointed, seeded, no_leak, remove, documented,
-        kernel, exported, exported_onnx, order, beside, mask_forms,
+        kernel, exported, exported_onnx, order, beside, mask_forms, optimizer_steps,
     )
 }  # fmt: skip
 """By name; number 13 (two processes equal one) needs a launcher and lives in
@@ -503,7 +536,7 @@ CONTRACTS: dict[str, Callable[[Make, Subject], None]] = {
 ONCE = frozenset(
     {
         "compiled_dynamic", "compiled_inductor", "documented", "exported_onnx", "order", "beside",
-        "mask_forms",
+        "mask_forms", "optimizer_steps",
     }
 )  # fmt: skip
 """Contracts that are run on the first subject only, because they take long or do not depend on the

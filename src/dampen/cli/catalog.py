@@ -88,7 +88,7 @@ def _methods() -> list[dict[str, Any]]:
 def _recipes() -> list[dict[str, Any]]:
     from dampen.studies.recipe import list_recipes, load_recipe
 
-    recipes = [load_recipe(name) for name in list_recipes()]
+    recipes = [load_recipe(name, import_plugins=False) for name in list_recipes()]
     return [
         {"name": r.name, "title": r.title, "paper": r.paper, "cost": r.cost, "rows": len(r.rows)}
         for r in recipes
@@ -145,7 +145,7 @@ def _show_recipe(name: str, as_json: bool) -> None:
     from dampen.studies.recipe import load_recipe
     from dampen.studies.report.terminal import published_text
 
-    recipe = load_recipe(name)
+    recipe = load_recipe(name, import_plugins=False)
     if as_json:
         print_json(vars(recipe))
         return

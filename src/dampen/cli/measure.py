@@ -171,6 +171,9 @@ def diagnose(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again what was measured before.")
     ] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Approve the plug-ins and methods in files of a study.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -209,7 +212,7 @@ def diagnose(
     settings = Settings(examples=examples, attack_examples=attack_examples, eps=sizes, steps=steps)
     picture = None if output is None else output.with_suffix(".png")
     results = _results(
-        what, settings, chosen, data, model, data_dir, allow_incomplete, fresh, picture
+        what, settings, chosen, data, model, data_dir, allow_incomplete, fresh, picture, trust
     )
     if output is not None:
         write_json(output, results[0] if len(results) == 1 else results)
@@ -229,11 +232,12 @@ def _results(
     partial: bool,
     fresh: bool,
     picture: Path | None,
+    trust: bool,
 ) -> list[dict[str, Any]]:
     from dampen.studies.diagnose import diagnose, find_trials, from_model, from_run
     from dampen.studies.diagnose.output import keep, kept
 
-    folders = find_trials(Path(what)) if Path(what).is_dir() else []
+    folders = find_trials(Path(what), trust) if Path(what).is_dir() else []
     results = []
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading", total=None)

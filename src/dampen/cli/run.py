@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,12 +88,13 @@ def run(
     changes += [f"{k}={v!r}" for k, v in options.items() if v is not None]
     changes += ["data.partial=true"] if allow_incomplete else []
     changes += ["train.compile=true"] if compile_ else []
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(recipe, import_plugins=not dry_run)
+    code = loaded.code() if dry_run else []
     if not dry_run:
         heed_signals()
         warm_up()
         changes += _own_data(loaded, scale, data_dir)
-    plan = make_comparison(loaded, scale, changes, seed or None)
+    plan = make_comparison(loaded, scale, changes, seed or None, check_names=not code)
     trials = plan.chosen(row or (), seed or ())
     folder = out / run_name(plan, settings or [])
     execution: dict[str, Any] = {
@@ -105,8 +107,15 @@ def run(
     if dry_run:
         from dampen.studies.tuning import tuning_plan
 
-        tuning = None if search else tuning_plan(loaded, scale, changes, row or [])
+        tuning = None
+        if not search:
+            tuning = tuning_plan(loaded, scale, changes, row or [], check_names=not code)
         _preview(plan, folder, as_json, tuning, row or (), seed or ())
+        if code:
+            told = f"A dry run imports no code that a recipe names: {', '.join(code)}."
+            told += " So the names of data sets, models and methods, and their arguments, were not looked up. A plug-in may "
+            told += "give the recipe, and with it the folder, another name."
+            print(told, file=sys.stderr)
         return
     if not search:
         plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)

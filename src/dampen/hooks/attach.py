@@ -161,8 +161,9 @@ def _check_methods(methods: Sequence[Any]) -> None:
         raise ValueError("regularize needs at least one regularizer, got an empty list.")
     for m in methods:
         if isinstance(m, type) and issubclass(m, Regularizer):
+            example = ", ".join(f"{k}={v}" for k, v in m.example.items())
             raise TypeError(
-                f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}(...)."
+                f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}({example})."
             )
         if not isinstance(m, Regularizer):
             raise TypeError(
@@ -278,7 +279,11 @@ def _check_plans(
 def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer:
     index = site.index
     # what acts on the tokens sits in the first layer
-    chosen = [m for m in methods if (index == 0 or m.stages != {"tokens"}) and plan.reached(m)]
+    chosen = [
+        m
+        for m in methods
+        if "before_step" in m.stages or ((index == 0 or m.stages != {"tokens"}) and plan.reached(m))
+    ]
     layer = Layer(site, [_clone(m, site) for m in chosen])
     layer.attentions = list(plan.attentions)
     layer.tells_padding = bool(plan.attentions) and plan.has_softmax

@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from dampen.calls import Penalties
 from dampen.hooks.entry import EntrySite
 from dampen.hooks.own_dropout import OwnRate
-from dampen.regularizer import ATTENTION_STAGES, LINEAR_STAGES, Regularizer, Site, in_order
+from dampen.regularizer import (
+    ATTENTION_STAGES,
+    LINEAR_STAGES,
+    STEP_STAGES,
+    Regularizer,
+    Site,
+    in_order,
+)
 from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
@@ -158,7 +165,8 @@ class Layer:
     def __init__(self, site: Site, clones: Sequence[Regularizer]) -> None:
         self.site = site
         self.clones = list(clones)
-        self.ordered = in_order(clones)  # as they act
+        # as they act; those that only move weights have nothing to do in a forward
+        self.ordered = in_order(c for c in clones if c.stages - set(STEP_STAGES))
         self.enabled = True
         self.sampling = False  # Monte-Carlo averaging: stochastic methods act in eval too
         self.frames: list[Frame] = []  # one per forward under way

@@ -43,6 +43,8 @@ def install(accelerator: Any, reg: Handle) -> None:
             "this regularization is registered with the accelerator already: install it once."
         )
     accelerator.register_for_checkpointing(reg)
+    for optimizer in accelerator._optimizers:
+        reg.attach_optimizer(optimizer)
 
 
 def regularize(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Handle:

@@ -229,6 +229,7 @@ class Progress(TrainerCallback):
         # `model_init` makes another model for each trial
         check(self.trainer, self.trainer.regularization)
         self.trainer._dampen_terms, self.trainer._dampen_logged = {}, state.global_step
+        self.trainer.regularization.attach_optimizer(kwargs["optimizer"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.regularization.progress(min(1.0, state.global_step / max(1, state.max_steps)))

@@ -27,6 +27,8 @@ from dampen.methods.patch_dropout import PatchDropout
 from dampen.methods.r_drop import RDrop
 from dampen.methods.skip_ablation import SkipAblation
 from dampen.methods.token_graying import TokenGraying
+from dampen.methods.weight_average import WeightAverage
+from dampen.methods.weight_decay import WeightDecay
 
 __all__ = [
     "AroraDropout",
@@ -53,5 +55,7 @@ __all__ = [
     "RDrop",
     "SkipAblation",
     "TokenGraying",
+    "WeightAverage",
+    "WeightDecay",
     "hidden_key",
 ]

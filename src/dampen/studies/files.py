@@ -211,7 +211,7 @@ def sizes_and_times(path: Path) -> str | None:
 def cached(name: str) -> dict[str, Any]:
     """What a file of the cache holds; one that is not there or damaged is made anew."""
     try:
-        content = json.loads((_cache_folder() / name).read_text())
+        content = json.loads((cache_folder() / name).read_text())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -219,9 +219,10 @@ def cached(name: str) -> dict[str, Any]:
 
 def keep(name: str, more: Mapping[str, Any]) -> None:
     """Add to a file of the cache."""
-    write_json(_cache_folder() / name, cached(name) | dict(more))
+    write_json(cache_folder() / name, cached(name) | dict(more))
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """`$DAMPEN_CACHE`, or `~/.cache/dampen`."""
     root = os.environ.get("DAMPEN_CACHE")
     return Path(root) if root else Path.home() / ".cache" / "dampen"

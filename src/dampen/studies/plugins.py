@@ -211,9 +211,28 @@ def load_plugins(names: Iterable[str], near: Path | None = None) -> None:
         near: a file; where a module is neither installed nor in the current folder, the folders above this file are
             searched.
     """
-    folders = [Path.cwd(), *(near.resolve().parents if near is not None else ())]
     for name in names:
-        _load(name, folders)
+        _load(name, _folders(near))
+
+
+def folder_of(module: str, near: Path | None = None) -> Path | None:
+    """The folder from which `load_plugins` would import a module; None where it is not in one of these.
+
+    Args:
+        module: the first part of a plug-in's name.
+        near: as for `load_plugins`.
+    """
+    return _holding(module, _folders(near))
+
+
+def _folders(near: Path | None) -> list[Path]:
+    return [Path.cwd(), *(near.resolve().parents if near is not None else ())]
+
+
+def _holding(module: str, folders: list[Path]) -> Path | None:
+    return next(
+        (f for f in folders if (f / module).is_dir() or (f / f"{module}.py").is_file()), None
+    )
 
 
 def load_from_environment() -> None:
@@ -230,9 +249,7 @@ def _load(name: str, folders: list[Path]) -> None:
     first, *inside = name.split(".")
     if not first.isidentifier() or not all(part.isidentifier() for part in inside):
         raise ConfigError("plugins", [f"expected the name of a Python module, got {name!r}"])
-    folder = next(
-        (f for f in folders if (f / first).is_dir() or (f / f"{first}.py").is_file()), None
-    )
+    folder = _holding(first, folders)
     if folder is None and importlib.util.find_spec(first) is None:
         looked = ", ".join(map(str, folders[:4]))
         raise ConfigError(

@@ -29,13 +29,14 @@ Percentages are published as percent, in recipes as in papers.
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dampen.extensions import from_plugins
+from dampen.extensions import from_plugins, is_in_file
 from dampen.names import nearest
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.plugins import load_plugins
@@ -120,6 +121,11 @@ class Recipe:
             raise ConfigError(f"Recipe {self.name!r} at scale {scale!r}", [told])
         return {**merged, "grid": grid, "search": search, "rows": rows, **header}
 
+    def code(self) -> list[str]:
+        """The code that the recipe names and that this process has not imported: plug-ins, methods in files."""
+        found = [f"the plug-in {name}" for name in self.plugins if name not in sys.modules]
+        return found + [f"the method {name}" for name in sorted(_files_in(vars(self)))]
+
     def _check_tuning(
         self, scale: str, search: Mapping[str, Any], seeds: Sequence[int], own: bool
     ) -> None:
@@ -136,6 +142,14 @@ class Recipe:
             )
         if problems:
             raise ConfigError(f"Recipe {self.name!r} at scale {scale!r}", problems)
+
+
+def _files_in(value: Any) -> set[str]:
+    """All text of a recipe that names a method in a file, wherever it stands."""
+    if isinstance(value, str):
+        return {value} if is_in_file(value) else set()
+    inside = value.values() if isinstance(value, Mapping) else value
+    return set().union(*map(_files_in, inside)) if isinstance(value, Mapping | list) else set()
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,11 +182,12 @@ def list_recipes() -> dict[str, Path]:
     return {name: Path(path) for name, path in from_plugins("dampen.recipes").items()}
 
 
-def load_recipe(name: str) -> Recipe:
+def load_recipe(name: str, import_plugins: bool = True) -> Recipe:
     """A recipe by the path of a TOML file, or by a name that a plug-in gave it; all problems are told at once.
 
     Args:
         name: a path, or the name that a plug-in gave it.
+        import_plugins: import the plug-ins that the recipe names, as running it needs.
     """
     known = list_recipes()
     path = known.get(name.removesuffix(".toml"), Path(name))
@@ -186,7 +201,11 @@ def load_recipe(name: str) -> Recipe:
         raise ConfigError(str(path), [f"not valid TOML: {error}"]) from error
     except RecursionError:
         raise ConfigError(str(path), ["not valid: nested too deeply"]) from None
-    _load_plugins(content, name, path)
+    plugins = content.get("plugins", [])
+    if problems := _check_strings(plugins, "plugins"):
+        raise ConfigError(f"Recipe {name!r}", problems)
+    if import_plugins:
+        load_plugins(plugins, path)
     names = {place.resolve(): known_name for known_name, place in list_recipes().items()}
     label = names.get(path.resolve(), path.stem)
     recipe, problems = parse_recipe(label, content)
@@ -205,13 +224,6 @@ def _where(name: str, known: Mapping[str, Path]) -> str:
     if known:
         return nearest(name, known)
     return "; the papers' recipes are in the folder reproductions of dampen's repository: run them from a clone"
-
-
-def _load_plugins(content: Mapping[str, Any], name: str, path: Path) -> None:
-    plugins = content.get("plugins", [])
-    if problems := _check_strings(plugins, "plugins"):
-        raise ConfigError(f"Recipe {name!r}", problems)
-    load_plugins(plugins, path)
 
 
 def parse_recipe(name: str, content: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:

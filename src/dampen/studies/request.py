@@ -32,6 +32,7 @@ from dampen.studies.store import RunStore
 from dampen.studies.trainer.data import MODEL
 from dampen.studies.trainer.user_function import Function, Parts, as_function, function_in_file
 from dampen.studies.trainer.user_result import guess_direction
+from dampen.studies.trust import code_of_plan, require_approval, require_no_remote_code
 
 
 @dataclass
@@ -261,7 +262,13 @@ def with_recorded(plan: Comparison, folder: Path) -> Comparison:
         if RunStore(folder / i).done
         and (t.format in formats if t.function is None else t.function["code"] in code)
     }
-    return plan.joined(earlier, recorded) if recorded else plan
+    if not recorded:
+        return plan
+    # What is asked for now may run. What an earlier plan in this folder names may not, it can come from others.
+    wanted = {kept.what for kept in code_of_plan(plan, folder)}
+    strange = [kept for kept in code_of_plan(earlier, folder) if kept.what not in wanted]
+    require_approval(folder, strange)
+    return plan.joined(earlier, recorded)
 
 
 # --------------------
@@ -403,6 +410,7 @@ def model_section(model: Any, parts: Parts) -> tuple[dict[str, Any] | None, Part
         if not (folder / "config.json").is_file():
             problem = f"{folder} holds no saved Hugging Face model: there is no config.json. Say --model hf/FOLDER"
             raise ConfigError("--model", [problem])
+        require_no_remote_code(folder)
         section = {
             "name": f"hf/{folder.resolve().name}",
             "fingerprint": fingerprint(folder),

@@ -23,6 +23,13 @@ from dampen.studies.run import Run
 from dampen.studies.sequential import Race
 from dampen.studies.table import Entry, ResultTable, comparison_table, read_results, read_runs
 from dampen.studies.trainer.user_function import Function, Parts
+from dampen.studies.trust import (
+    KeptCode,
+    approve,
+    code_of_function,
+    code_of_plan,
+    require_approval,
+)
 from dampen.studies.user_code import Code, digest_of_file, local_files, package_root
 
 
@@ -132,6 +139,7 @@ class Study:
         """
         from dampen.studies.compare import run
 
+        require_approval(self.folder, code_of_plan(self.plan, self.folder))
         load_plugins(self.plan.header.get("plugins", ()), self.folder)
         if self.function is None and any(t.function for t in self.plan.runs.values()):
             self.function = load_function(self.folder)
@@ -169,18 +177,37 @@ class Study:
         return study_html(self)
 
 
-def load(folder: Path | str) -> Study:
-    """Open a study from its folder.
+def load(folder: Path | str, trust: bool = False) -> Study:
+    """Open a study from its folder. No code of the folder runs.
+
+    `add` runs the code that the study keeps or names: its training function, plug-ins, methods in files. It refuses
+    what the user of this machine did not run or approve before.
 
     Args:
         folder: that `dampen.compare` or the command wrote.
+        trust: approve that code as it is now, for this user and machine.
     """
     folder = Path(folder)
     if not (folder / "plan.json").is_file():
         raise LabError(
             f"{folder} holds no study: there is no plan.json. Give the folder that dampen compare wrote."
         )
-    return Study(folder, Comparison.load(folder))
+    study = Study(folder, Comparison.load(folder))
+    if trust:
+        approve(code_of_study(study))
+    return study
+
+
+def code_of_study(study: Study) -> list[KeptCode]:
+    """All code that `Study.add` runs, of a study that was opened from its folder."""
+    folder, code = study.folder, code_of_plan(study.plan, study.folder)
+    if (folder / FILE).exists():
+        code += code_of_function(_function(read_json(folder / FILE)), folder / FILE)
+    if (folder / PARTS).exists():
+        kept = read_json(folder / PARTS)
+        for name in ("read", "build"):
+            code += code_of_function(_maybe(kept[name]), folder / PARTS)
+    return code
 
 
 def _line(
@@ -251,21 +278,26 @@ PARTS = "parts.json"
 def save_function(function: Function, folder: Path) -> None:
     """Write where the function is, or the function itself where it has no file."""
     folder.mkdir(parents=True, exist_ok=True)
+    approve(code_of_function(function, folder / FILE))
     write_json(folder / FILE, _stored(function))
 
 
 def load_function(folder: Path) -> Function:
-    """Read it back. A function that was kept by value is unpickled when a trial runs, as it was the first time."""
+    """Read it back where it was approved. One kept by value is unpickled when a trial runs, as it was the first time."""
     if not (folder / FILE).exists():
         raise LabError(
             f"{folder} does not say where its function is. Call dampen.compare with it again."
         )
-    return _function(read_json(folder / FILE))
+    function = _function(read_json(folder / FILE))
+    require_approval(folder, code_of_function(function, folder / FILE))
+    return function
 
 
 def save_parts(parts: Parts, folder: Path, data_dir: str | None = None) -> None:
     """Write where the user's own model and data are, and in which folder official sets were looked for."""
     folder.mkdir(parents=True, exist_ok=True)
+    for function in (parts.read, parts.build):
+        approve(code_of_function(function, folder / PARTS))
     places = {k: _stored(v) if isinstance(v, Function) else v for k, v in _shallow(parts).items()}
     write_json(
         folder / PARTS, places | {"data_dir": str(Path(data_dir).resolve()) if data_dir else None}
@@ -284,6 +316,8 @@ def load_parts(folder: Path, plan: Comparison) -> tuple[Parts, str | None]:
     kept = read_json(folder / PARTS)
     data_dir = kept.pop("data_dir", None)
     parts = Parts(kept["data"], _maybe(kept["read"]), kept["model"], _maybe(kept["build"]))
+    for function in (parts.read, parts.build):
+        require_approval(folder, code_of_function(function, folder / PARTS))
     for trial in plan.runs.values():
         _check_place(parts.data, trial.data.get("fingerprint"), "data")
         _check_place(parts.model, trial.model.get("fingerprint"), "model")

@@ -287,22 +287,26 @@ class Tuning:
         self.plan = self.of(list(self.axes))
 
 
-def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> Tuning | None:
+def make_tuning(
+    recipe: Recipe, scale: str | None, settings: Sequence[str], check_names: bool = True
+) -> Tuning | None:
     """What there is to choose, on the tuning seeds; None where nothing is.
 
     Args:
         recipe: with a search, or with a grid and tuning seeds.
         scale: of the recipe.
         settings: changes as on the command line.
+        check_names: look up data sets, models and methods.
     """
     at = recipe.at(scale)
+    seeds = at.get("tuning_seeds")
     if at["search"]:
         axes, tried = design_of(recipe, scale, settings)
-        plan = make_comparison(recipe, scale, settings, at["tuning_seeds"], points=tried)
+        plan = make_comparison(recipe, scale, settings, seeds, check_names, tried)
         more = at["search"].get(STRENGTH_SETTINGS, 0)
         count = at["search"][SETTINGS] + more
-    elif at.get("tuning_seeds"):
-        plan, count = make_comparison(recipe, scale, settings, at["tuning_seeds"]), 0
+    elif seeds:
+        plan, count = make_comparison(recipe, scale, settings, seeds, check_names), 0
         more = 0
         axes = {row.name: _grid_axes(row) for row in plan.configs if len(row.settings) > 1}
     else:
@@ -313,11 +317,15 @@ def make_tuning(recipe: Recipe, scale: str | None, settings: Sequence[str]) -> T
 
 
 def tuning_plan(
-    recipe: Recipe, scale: str | None, settings: Sequence[str], rows: Sequence[str]
+    recipe: Recipe,
+    scale: str | None,
+    settings: Sequence[str],
+    rows: Sequence[str],
+    check_names: bool = True,
 ) -> Comparison | None:
     """The trials that choose, as far as they are known before any has run; None where nothing is chosen. Its header
     says how many follow in a second stage; extended ranges come on top of that."""
-    tuning = make_tuning(recipe, scale, settings)
+    tuning = make_tuning(recipe, scale, settings, check_names)
     plan = tuning.of(rows) if tuning is not None else None
     if tuning is None or plan is None or not plan.configs:
         return None

@@ -25,6 +25,7 @@ DROP = {"name": "drop_key", "rate": {"linear": {"start": 0.3, "end": 0.0, "along
         {"methods": [DROP]},
         {"methods": [DROP], "ema": 0.9, "clip": 1.0, "warmup": 0.5, "accumulate": 2},
         {"methods": [DROP], "precision": "fp16", "optimizer": "sgd"},
+        {"methods": [{"name": "weight_decay", "cautious": True}, {"name": "weight_average"}]},
         {"methods": [DROP], "precision": "bf16", "patience": 2, "select": "last"},
     ],
 )

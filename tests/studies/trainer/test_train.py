@@ -173,6 +173,31 @@ def test_one_device_without_fabrics_wrappers_ends_on_the_same_bits_as_with_them(
     assert fingerprint(s.raw.state_dict()) == result["last_weights"]
 
 
+def test_the_average_of_a_method_is_what_is_evaluated(tmp_path, small, quick):
+    """Of equal trainings, the one with WeightAverage is evaluated at another point."""
+    average = {"name": "weight_average", "kind": "swa", "start": 0.0}
+    plain, averaged = (TrialState(small(methods, lr=0.05), quick) for methods in ([], [average]))
+    for state in (plain, averaged):
+        for ((batch, _),) in state.batches():
+            state.backward(state.losses(batch)[0])
+            state.stepper.step()
+            state.stepper.zero_grad()
+    own, found = dict(plain.raw.named_parameters()), averaged.weights()
+    assert all(torch.equal(p, own[n]) for n, p in averaged.raw.named_parameters())
+    assert not all(torch.equal(p, found[n]) for n, p in own.items())
+    assert averaged.evaluate("valid") != plain.evaluate("valid")
+
+
+def test_weight_decay_as_a_method_is_the_decay_of_the_trainer(tmp_path, small, quick):
+    """Its rate takes the place of the training option: the same weights as with that option."""
+    decay = {"name": "weight_decay", "rate": 0.3}
+    runs = [
+        run_trial(small(methods, epochs=1, weight_decay=own), tmp_path / str(i), quick)
+        for i, (methods, own) in enumerate([([], 0.3), ([decay], 0.1)])
+    ]
+    assert runs[0]["test"] == runs[1]["test"]
+
+
 def test_the_moving_average_is_what_is_evaluated(tmp_path, small, quick):
     result = run_trial(small(epochs=3, ema=0.9), tmp_path, quick)
     assert result["last_weights"] != result["selected_weights"]

@@ -30,6 +30,7 @@ from dampen.studies.data.files import read_file, require_within
 from dampen.studies.data.splits import class_numbers, split_rows
 from dampen.studies.files import file_hash
 from dampen.studies.text import BEGIN, END, PAD, Bpe
+from dampen.studies.trust import require_no_remote_code
 
 TABLE = DataSpec(
     "table",
@@ -210,7 +211,10 @@ class _SavedTokenizer:
         declare_torchvision_operators()
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        require_no_remote_code(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         pad = self.tokenizer.pad_token_id
         self.pad = int(pad) if pad is not None else 0
 

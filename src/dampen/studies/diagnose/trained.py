@@ -22,6 +22,7 @@ from dampen.studies.store import PRETRAIN, RunStore
 from dampen.studies.trainer.checkpoint import load_newest, rng_state, set_rng_state
 from dampen.studies.trainer.data import derive, load_data, places, seed_all
 from dampen.studies.trainer.models import make_model
+from dampen.studies.trust import approve, code_of_methods, code_of_plan, require_approval
 
 PICTURE = "attention.png"
 
@@ -95,11 +96,15 @@ def inputs_of(batch: dict[str, Any]) -> Any:
     return inputs[0] if len(inputs) == 1 else inputs
 
 
-def find_trials(folder: Path) -> list[Path]:
-    """The finished trials in `folder`: itself, or those below it.
+APPROVE = "dampen diagnose FOLDER --trust"
+
+
+def find_trials(folder: Path, trust: bool = False) -> list[Path]:
+    """The finished trials in `folder`: itself, or those below it. Plug-ins that their plans name are imported.
 
     Args:
         folder: of a study or of one run.
+        trust: approve the plug-ins and the methods in files that the runs name.
     """
     if not folder.is_dir():
         raise LabError(
@@ -114,7 +119,13 @@ def find_trials(folder: Path) -> list[Path]:
     ]
     for plan in {path.parent / "plan.json" for path in finished}:
         if plan.is_file():
-            load_plugins(load_comparison(plan.parent).header.get("plugins", ()), plan)
+            study = load_comparison(plan.parent)
+            if trust:
+                approve(code_of_plan(study, plan.parent))
+            require_approval(plan.parent, code_of_plan(study, plan.parent), APPROVE)
+            load_plugins(study.header.get("plugins", ()), plan)
+    if trust:
+        approve(code_of_methods(RunStore(path).trial() for path in finished))
     if not finished:
         told = f"{len(found)} runs, none of them finished" if found else "no trial"
         raise LabError(
@@ -132,6 +143,7 @@ def from_run(folder: Path, data_dir: str | None = None) -> Trained:
     """
     record = RunStore(folder)
     trial = record.trial()
+    require_approval(folder, code_of_methods([trial]), APPROVE)
     state, damage = load_newest(folder, "weights")
     if state is None:
         why = (

@@ -25,6 +25,7 @@ from dampen.studies.table import ResultTable, comparison_table, read_runs
 from dampen.studies.trainer.checkpoint import kernels_before
 from dampen.studies.trainer.data import check_recorded
 from dampen.studies.trainer.state import Execution
+from dampen.studies.trust import approve, code_of_plan
 
 EXIT_CODES = {
     "disk full": 6,
@@ -126,6 +127,7 @@ def run_comparison(
         (trial, final) for trial, final in finals_of(twins, folder) if trial.id not in outcomes
     ]
     check_recorded(recorded, execution.data_dir, folder)
+    approve(code_of_plan(plan, folder, imported=True))  # the user runs it
     plan.save(folder)
     if jobs:
         if engine == "local":

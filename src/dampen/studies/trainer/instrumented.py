@@ -8,7 +8,7 @@ numbers in every configuration.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -176,6 +176,15 @@ class InstrumentedHandle(Handle):
         self.observer.step(None, terms)
         return terms
 
+    @contextmanager
+    def averaged(self, loader: Iterable[Any] | None = None) -> Iterator[None]:
+        """Nothing changes in a configuration without WeightAverage: one script serves all."""
+        if all(c.averaged_weights() is None for c in self.clones):
+            yield
+            return
+        with super().averaged(loader):
+            yield
+
     def remove(self) -> None:
         super().remove()
         _unhook(self)
@@ -248,6 +257,9 @@ class BaselineHandle(Handle):
     def parameters(self) -> list[nn.Parameter]:
         return []
 
+    def attach_optimizer(self, optimizer: Any) -> None:
+        self._alive()
+
     def state_dict(self) -> dict[str, Any]:
         return {"progress": self._progress, "parameters": {}, "methods": []}
 
@@ -309,6 +321,10 @@ class BaselineHandle(Handle):
 
     @contextmanager
     def disable(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def averaged(self, loader: Iterable[Any] | None = None) -> Iterator[None]:
         yield
 
     @contextmanager

@@ -14,6 +14,7 @@ from dampen.names import close_names
 from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import TASKS
 from dampen.studies.trainer.user_function import Function, Parts
+from dampen.studies.trust import require_no_remote_code
 
 
 def make_model(
@@ -122,16 +123,21 @@ def hub_model(
         problem = f"the model in {folder} has changed since the trial was planned"
         problem += "; start the comparison again"
         raise ConfigError("The trial", [f"model.name: {problem}"])
+    require_no_remote_code(folder)
     task = TASKS.get(from_data.get("task", ""))
     if task is not None and task.saved_model is not None:
         return task.saved_model(folder, own, from_data)
     kind, config = _kind_and_config(folder, own, from_data)
     if _has_weights(folder):
         built = kind.from_pretrained(
-            folder, config=config, local_files_only=True, ignore_mismatched_sizes=True
+            folder,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
         )
     else:
-        built = kind.from_config(config)
+        built = kind.from_config(config, trust_remote_code=False)
     return _InOrder(built)
 
 
@@ -151,7 +157,8 @@ def _kind_and_config(
     sizes: dict[str, Any] = {"num_labels": from_data["classes"]}
     if "channels" in from_data:
         sizes |= {"image_size": from_data["image_size"], "num_channels": from_data["channels"]}
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, **{**sizes, **own})
+    options = {**sizes, **own, "local_files_only": True, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(folder, **options)
     if (
         "vocab" in from_data
         and not _has_weights(folder)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -109,6 +109,8 @@ class TrialState:
             from dampen import regularize
 
             self.handle = regularize(self.raw, build_methods(trial.methods), **places(trial.sites))
+            if any(m.replaces_weight_decay for m in self.handle.methods):
+                self.options = replace(self.options, weight_decay=0.0)
         self.compiled = self.raw
         if self.options.compile:
             self.compiled = cast(nn.Module, torch.compile(self.raw))
@@ -117,6 +119,8 @@ class TrialState:
         self.optimizer = cast(
             Any, self.fabric.setup_optimizers(make_optimizer(self.raw, extra, self.options))
         )
+        if self.handle is not None:
+            self.handle.attach_optimizer(self.optimizer)
         # One device without a gradient scaler needs nothing of Fabric's wrappers, and a tiny step
         # would feel them.
         self.alone = self.fabric.world_size == 1 and self.options.precision != "fp16"
@@ -299,7 +303,7 @@ class TrialState:
         )
         equal_buffers(self.fabric, self.raw)
         self.model.eval()
-        with torch.no_grad(), self.average.swapped_in(self.raw) if self.average else nullcontext():
+        with torch.no_grad(), self.averaged():
             for start in range(0, len(part), size):
                 indices = torch.arange(start, min(start + size, len(part)))
                 batch = part.batch(indices)
@@ -327,9 +331,22 @@ class TrialState:
         return json.dumps(self.data.info.get("sha256", {}), sort_keys=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """What would be evaluated now: the moving average where there is one."""
-        with self.average.swapped_in(self.raw) if self.average else nullcontext():
+        """What would be evaluated now: the average of the weights where there is one."""
+        with self.averaged():
             return whole_model_state(self.raw)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model carries the average that is evaluated: of the method WeightAverage, or
+        of the training option `ema`.
+        """
+        handle = self.handle
+        with ExitStack() as stack:
+            if self.average:
+                stack.enter_context(self.average.swapped_in(self.raw))
+            if handle and any(c.averaged_weights() is not None for c in handle.clones):
+                stack.enter_context(handle.averaged())
+            yield
 
     def state(self) -> dict[str, Any]:
         """Everything that the rest of training depends on."""

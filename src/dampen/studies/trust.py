@@ -1,0 +1,237 @@
+"""Which code that a study folder keeps or names may run here: what the user of this machine approved.
+
+A study folder may come from anyone. Its plan can name plug-ins and methods in files, and a training function is kept
+beside it. Opening a study runs none of this. Before any of it runs, the hash of its source must be approved: it is
+approved when the user runs it themselves (`dampen.compare`, `dampen run`), or by `trust=True`. Approvals are kept per
+user, in the cache folder and never in a study.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.machinery import all_suffixes
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dampen.extensions import IN_FILE
+from dampen.studies.errors import ConfigError, LabError
+from dampen.studies.files import cache_folder, read_json
+from dampen.studies.plugins import folder_of
+from dampen.studies.user_code import local_files
+
+if TYPE_CHECKING:
+    from dampen.studies.comparison import Comparison
+    from dampen.studies.run import Run
+    from dampen.studies.trainer.user_function import Function
+
+APPROVED = "approved_code.txt"
+"""The file of approvals in the cache folder: on each line a sha256 and what it belongs to."""
+
+
+class NotApproved(LabError):
+    """A study brings code that the user of this machine did not approve; nothing of it was run."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class KeptCode:
+    """Code that a study keeps or names: what it is, the file that holds it, and the sha256 of its source."""
+
+    what: str
+    place: str
+    digest: str
+
+
+_approved_here: set[str] = set()  # of this process, where the file cannot be written
+
+
+def approve(code: Iterable[KeptCode]) -> None:
+    """Approve code for the user of this machine.
+
+    Args:
+        code: what was read, or run by the user themselves.
+    """
+    known = _approved()
+    new = {kept.digest: kept for kept in code if kept.digest not in known}
+    if not new:
+        return
+    _approved_here.update(new)
+    path = _approvals()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with open(handle, "a", encoding="utf-8") as file:
+            file.writelines(f"{digest} {kept.what!r}\n" for digest, kept in new.items())
+    except OSError as error:
+        told = f"The approval of code could not be kept in {path} ({error}), so it ends with this process."
+        warnings.warn(told, stacklevel=2)
+
+
+def require_approval(folder: Path, code: Iterable[KeptCode], how: str = "") -> None:
+    """Raise NotApproved, with file, hash and what to type, where code of a study was not approved.
+
+    Args:
+        folder: of the study.
+        code: what would run.
+        how: what to type to approve it; default: the call of `dampen.load`.
+    """
+    known = _approved()
+    strange = {kept.digest: kept for kept in code if kept.digest not in known}
+    if not strange:
+        return
+    listed = "".join(f"\n  - {k.what} in {k.place} (sha256 {k.digest})" for k in strange.values())
+    how = how or f"dampen.load({str(folder)!r}, trust=True)"
+    raise NotApproved(
+        f"{folder} needs code that was not approved on this machine. Nothing of it was run:{listed}\n"
+        f"Read it. If you trust its author, approve it with {how}."
+    )
+
+
+def _approved() -> set[str]:
+    path = _approvals()
+    try:
+        found = path.stat()
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return set(_approved_here)
+    if os.name == "posix":
+        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if found.st_uid != os.getuid() or others:
+            raise LabError(
+                f"{path} holds your approvals of code, but others can write to it. Make sure that it is yours, then "
+                f"type: chmod 600 {path}"
+            )
+    return _approved_here | {line.split(" ", 1)[0] for line in lines}
+
+
+def _approvals() -> Path:
+    return cache_folder() / APPROVED
+
+
+# --- what a study keeps or names
+
+
+def code_of_function(function: Function | None, place: Path) -> list[KeptCode]:
+    """A function as it is kept with a study, and the regularizers that are kept beside it.
+
+    Args:
+        function: the training function, or one that returns data or a model.
+        place: the file of the study that keeps it.
+    """
+    if function is None:
+        return []
+    name, where, digest = function.code.name, str(place), hashlib.sha256()
+    if function.pickled is not None:
+        digest.update(function.pickled)
+    else:
+        where = str(function.file)
+        digest.update(f"{function.attribute}\n{_text(function.code.files)}".encode())
+    found = [KeptCode(f"the function {name}", where, digest.hexdigest())]
+    for method in function.objects.values():
+        found.append(
+            KeptCode("a pickled regularizer", str(place), hashlib.sha256(method).hexdigest())
+        )
+    return found
+
+
+def code_of_plan(plan: Comparison, near: Path, imported: bool = False) -> list[KeptCode]:
+    """The plug-ins and the files of methods that a plan names.
+
+    Args:
+        plan: of a study.
+        near: the study's folder; plug-ins are looked for above it.
+        imported: list plug-ins too that this process has imported already.
+    """
+    names = plan.header.get("plugins", ())
+    wanted = [name for name in names if imported or name not in sys.modules]
+    return [*code_of_methods(plan.runs.values()), *_of_plugins(wanted, near)]
+
+
+def code_of_methods(runs: Iterable[Run]) -> Iterator[KeptCode]:
+    """The files of methods that runs name, as `my.py:HeadDropout`.
+
+    Args:
+        runs: of a plan.
+    """
+    names = set[str]()
+    for run in runs:
+        before = run.pretraining()
+        names |= {m["name"] for m in (*run.methods, *(before.methods if before else ()))}
+    for name in sorted(names):
+        match = IN_FILE.fullmatch(name)
+        path = Path(match["file"]).expanduser() if match else None
+        if path is not None and path.is_file():  # one that is not there cannot run
+            yield KeptCode(
+                f"the method {name}", str(path.resolve()), _sha(_text(local_files(path)))
+            )
+
+
+def _of_plugins(names: Iterable[str], near: Path) -> Iterator[KeptCode]:
+    for name in names:
+        first = str(name).split(".")[0]
+        folder = None if first in sys.modules else folder_of(first, near)
+        if folder is None:
+            spec = find_spec(first) if first.isidentifier() else None
+            place = Path(spec.origin or "") if spec is not None else Path()
+            if not place.is_file():  # loading it fails, or it is built into Python
+                continue
+            place = place.parent if place.stem == "__init__" else place
+        else:
+            place = folder / first if (folder / first).is_dir() else folder / f"{first}.py"
+        yield KeptCode(f"the plug-in {name}", str(place), _sha(_text(_sources(place))))
+
+
+def require_no_remote_code(folder: str | Path) -> None:
+    """Refuse a saved Hugging Face model or tokenizer whose configuration names Python code to run.
+
+    Args:
+        folder: that `save_pretrained` wrote.
+    """
+    for path in sorted(Path(folder).glob("*config.json")):
+        if _names_code(read_json(path, "Save the model again.")):
+            raise ConfigError(
+                "The model",
+                [
+                    f"{path} has an auto_map: this model needs Python code that comes with it, and dampen runs none of "
+                    "it. Read that code, build the model in a function of your own, and pass FILE.py:FUNCTION as model"
+                ],
+            )
+
+
+def _names_code(config: Any) -> bool:
+    if isinstance(config, list):
+        return any(map(_names_code, config))
+    return isinstance(config, dict) and (
+        "auto_map" in config or any(map(_names_code, config.values()))
+    )
+
+
+def _sources(place: Path) -> dict[str, str]:
+    """Everything that Python could import of a package or a module, by relative path."""
+    if not place.is_dir():
+        if place.suffix == ".py":
+            return local_files(place)
+        return {place.name: place.read_bytes().hex()}
+    files = (p for p in place.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    return {
+        p.relative_to(place).as_posix(): p.read_bytes().hex()
+        for p in files
+        if p.name.endswith(tuple(all_suffixes()))
+    }
+
+
+def _text(files: Mapping[str, str]) -> str:
+    return json.dumps(files, sort_keys=True)
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
