@@ -86,6 +86,11 @@ def scale_all(these: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[t
     return list(torch._foreach_mul(list(these), numbers))
 
 
+def scale_in_place(these: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+    """Multiply each of many tensors by its number: `torch._foreach_mul_`."""
+    torch._foreach_mul_(list(these), numbers)
+
+
 def compile_counter(backend: str) -> Callable[..., Any]:
     """A back end for `torch.compile` that counts its graphs in `frame_count`
     (`torch._dynamo.testing`, torch 2.0 and newer); only the contract of compiled graphs needs it.

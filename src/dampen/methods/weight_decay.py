@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
+from dampen._torch import scale_in_place
 from dampen.hooks.find import find_layers
 from dampen.regularizer import Regularizer, StepCall
 from dampen.schedules import Value
@@ -73,7 +73,7 @@ class WeightDecay(Regularizer):
             return None
         if not self.cautious:
             # w <- w - eta lambda w
-            torch._foreach_mul_(weights, [1 - eta * rate for _, eta in moving])
+            scale_in_place(weights, [1 - eta * rate for _, eta in moving])
             return None
         before = [w.clone() for w in weights]
 
