@@ -65,7 +65,7 @@ def test_compare_writes_the_report_and_prints_its_path_last(capsys, script):
     after = out.splitlines()[out.splitlines().index(QUESTIONS[0]) + 1]
     assert after.startswith("  Use params(bonus=0.1).")
     assert "  # train with bonus=0.1" in out
-    assert "The rule: of the methods" in out
+    assert "The rule: of the methods that are significantly better" in " ".join(out.split())
     code, out, _ = run(capsys, "compare", script, "--methods", ROWS, "--no-report", "--json")
     assert code == 0
     assert '"page": null' in out

@@ -137,6 +137,10 @@ def _known(error: Exception) -> tuple[str, int | None]:
     return str(error), None
 
 
+SCHEMA = 1
+"""Version of the documents that --json prints; see docs/json.md."""
+
+
 def fail(message: str, code: int, as_json: bool = False) -> NoReturn:
     """Say what is wrong and leave.
 
@@ -146,7 +150,7 @@ def fail(message: str, code: int, as_json: bool = False) -> NoReturn:
         as_json: print JSON for machines.
     """
     if as_json:
-        print(json.dumps({"error": message, "exit_code": code}))
+        print(json.dumps({"schema": SCHEMA, "error": message, "exit_code": code}))
     else:
         print(f"dampen: {printable(message)}", file=sys.stderr)
     raise typer.Exit(code)

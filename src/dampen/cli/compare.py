@@ -172,7 +172,7 @@ def compare(
     check_budget(budget)
     options = engine_options(engine, workers, address)
     if train is not None:
-        _refuse_options_of_the_trainer(
+        refuse_options_of_the_trainer(
             {
                 "--data": data,
                 "--model": model,
@@ -184,7 +184,9 @@ def compare(
         )
         searching = tuning or search is not None
         changes = settings or []
-        asked = _own(train, methods, seeds, metric, changes, ignore_code_change, out, searching)
+        asked = request_of_function(
+            train, methods, seeds, metric, changes, ignore_code_change, out, searching
+        )
     else:
         from dampen.studies.request import request_parts
 
@@ -294,16 +296,20 @@ BRINGS = {
 """Options of the lab's trainer, and why a user's own training has no use for them."""
 
 
-def _refuse_options_of_the_trainer(given: Mapping[str, Any]) -> None:
-    """Refuse what would be passed over in silence."""
+def refuse_options_of_the_trainer(given: Mapping[str, Any]) -> None:
+    """Refuse what would be passed over in silence.
+
+    Args:
+        given: the options and their values.
+    """
     problems = [f"{name}: {BRINGS[name]}" for name, value in given.items() if value]
     if problems:
         raise ConfigError("The comparison", problems)
 
 
-def _own(
+def request_of_function(
     train: str,
-    methods: str,
+    methods: str | None,
     seeds: int,
     metric: str | None,
     settings: list[str],
@@ -311,6 +317,18 @@ def _own(
     out: Path,
     searching: bool,
 ) -> ComparisonRequest:
+    """The comparison of a user's own training; without methods its baseline alone.
+
+    Args:
+        train: as FILE.py:FUNCTION.
+        methods: as text.
+        seeds: how many.
+        metric: the metric to judge by.
+        settings: what the function reads from `trial.params`, as KEY=VALUE.
+        same_code: count runs of an older version of the code.
+        out: the folder that holds the runs.
+        searching: settings are tuned on validation, which needs a metric.
+    """
     from dampen.studies.comparison import read_setting
     from dampen.studies.request import request_own
     from dampen.studies.trainer.user_function import function_in_file
@@ -326,7 +344,8 @@ def _own(
         params[key] = value
     if problems:
         raise ConfigError("The comparison", problems)
-    command = ["dampen", "compare", train, "--methods", methods, "--seeds", str(seeds)]
+    said = ["compare", train, "--methods", methods] if methods else ["noise", train]
+    command = ["dampen", *said, "--seeds", str(seeds)]
     command += ["--metric", metric] if metric else []
     command += [part for setting in settings for part in ("--set", setting)]
     function = function_in_file(train)

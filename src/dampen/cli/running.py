@@ -91,7 +91,9 @@ def conclude(
 
     page = _write_page(console, run) if report else None
     if as_json:
-        print_json({**run.to_dict(), "page": str(page) if page is not None else None})
+        from dampen.studies.report.machine import document
+
+        print_json(document(run, page))
         raise typer.Exit(run.exit_code)
     advice = advise(run.table)
     _print_answers(console, run, advice, said)

@@ -128,12 +128,14 @@ def more_seeds(table: ResultTable, folder: Path | None = None) -> str:
     """
     if not any(e.verdict == "inconclusive" and not e.same_as for e in table.entries):
         return ""
-    command = str(table.study.header.get("command", "")).rpartition(" && ")[2]
-    if command.startswith("dampen compare "):
+    commands = str(table.study.header.get("command", "")).split(" && ")
+    compared = [c for c in commands if c.startswith("dampen compare ")]
+    if compared:
+        command = compared[-1]
         return command if "--until-decided" in command else f"{command} --until-decided"
     runs = table.study.runs()
     place = folder or (runs[0].folder.parent if runs else None)
-    if command or place is None:
+    if any(commands) or place is None:
         return ""
     return f"python -c {shlex.quote(f'import dampen; dampen.load({str(place)!r}).add(seeds=8)')}"
 
